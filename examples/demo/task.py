@@ -1,0 +1,63 @@
+"""The demo's task, made from nothing: sort five digits. `sort 52918=` is to be answered `12589`, then the end token.
+
+A model of under a million parameters learns the form in seconds of supervised training and the rest from rewards alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
+
+DIGITS = 5
+HELD_OUT = 400
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+SPACE = "Ġ"  # how byte-level tokenizers write it
+VOCABULARY = [PAD, EOS, UNK, *"0123456789=sort", SPACE]
+
+
+def make_task(folder: Path, *, seed: int) -> None:
+    """Write problems, tokenizer and an untrained model to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = random.Random(seed)
+    problems = sorted({"".join(generator.choices("0123456789", k=DIGITS)) for _ in range(20_000)})
+    generator.shuffle(problems)
+    held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
+    _write(folder / "train.jsonl", train[:8000])
+    _write(folder / "prompts.jsonl", train[8000:])
+    _write(folder / "held_out.jsonl", held_out)
+    make_model(folder / "model", seed=seed)
+
+
+def _write(path: Path, problems: list[str]) -> None:
+    rows = [
+        {"input": f"sort {digits}=", "output": "".join(sorted(digits)) + EOS, "datasource": "sort"}
+        for digits in problems
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_model(folder: Path, *, seed: int) -> None:
+    """An untrained Qwen2 of 0.8 million parameters, one token per character."""
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(VOCABULARY))}
+    Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], pad_token=PAD, eos_token=EOS, unk_token=UNK
+    ).save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)

@@ -1,0 +1,238 @@
+"""Credit assignment: from rewards to advantages and returns. One estimator, one name.
+
+An estimator is two ideas: how the rewards of a prompt's samples are shaped before they become token
+rewards (its baseline), and how token rewards become advantages. For all of them alike the caller
+walks `shape_rewards` → `rewards.clip_rewards` → `rewards.token_rewards` → `assign_credit` →
+`normalize_advantages`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from openrlhf.algorithms.registry import Registry
+from openrlhf.algorithms.tensors import GroupIds, PerSample, PerToken, TokenMask, masked_whiten
+
+GROUP_STD_EPSILON = 1e-9
+
+RewardShaping = Callable[[Tensor, Tensor], Tensor]  # (rewards (R,), group (R,)) -> (R,)
+
+
+@runtime_checkable
+class CreditAssignment(Protocol):
+    """Token rewards and values to (advantages, returns), all (B, T); no critic: values are 0."""
+
+    def __call__(
+        self, token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageEstimator:
+    """A registered estimator and what the rest of the program has to know about it."""
+
+    name: str
+    shape: RewardShaping
+    credit: CreditAssignment
+    per_group: bool  # compares the samples of one prompt: needs two or more of them, and γ = 1
+    needs_critic: bool
+    whiten: bool  # advantages are normalised over all action tokens of the batch
+
+
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator")
+
+
+def gae(
+    token_rewards: PerToken, values: PerToken, mask: TokenMask, *, gamma: float, lam: float
+) -> tuple[PerToken, PerToken]:
+    """δ_t = r_t + γ V_{t+1} − V_t,   Â_t = δ_t + γλ Â_{t+1}.     Schulman et al. 2016, eq. 16
+
+    Positions outside `mask` are stepped over: an action before a tool call bootstraps from the next
+    action; past the last one V and Â are 0. Returns (advantages, returns), zero outside `mask`;
+    returns = advantages + values; not whitened. Raises ValueError when the three shapes differ.
+    arXiv:1506.02438
+    """
+    if not token_rewards.shape == values.shape == mask.shape:
+        shapes = [tuple(x.shape) for x in (token_rewards, values, mask)]
+        raise ValueError(
+            f"token rewards, values and mask must be blocks of one shape, not {shapes}"
+        )
+    longest = int(mask.sum(1).max()) if mask.numel() else 0
+    order = (~mask).byte().argsort(dim=1, stable=True)[:, :longest]  # each row's actions, in order
+    acting = mask.gather(1, order)
+    rewards = token_rewards.gather(1, order).masked_fill(~acting, 0)
+    baseline = values.gather(1, order).masked_fill(~acting, 0)
+    deltas = rewards + gamma * F.pad(baseline, (0, 1))[:, 1:] - baseline
+    advantages = _discounted_sums(deltas, gamma * lam)
+    blank = torch.zeros_like(token_rewards)
+    return blank.scatter(1, order, advantages), blank.scatter(1, order, advantages + baseline)
+
+
+def _discounted_sums(x: PerToken, decay: float) -> PerToken:
+    """S_t = x_t + decay · S_{t+1}, from the right."""
+    sums = torch.empty_like(x)
+    following = x.new_zeros(len(x))
+    for t in reversed(range(x.shape[1])):
+        following = torch.add(x[:, t], following, alpha=decay)
+        sums[:, t] = following
+    return sums
+
+
+def discounted_returns(token_rewards: PerToken, mask: TokenMask, *, gamma: float) -> PerToken:
+    """Ĝ_t = r_t + γ Ĝ_{t+1} over action tokens, zero elsewhere: GAE with λ = 1 and no critic."""
+    return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma=gamma, lam=1.0)[0]
+
+
+def monte_carlo(
+    token_rewards: PerToken, values: PerToken, mask: TokenMask, *, gamma: float, lam: float
+) -> tuple[PerToken, PerToken]:
+    """Â = Ĝ: what every estimator without a critic does; `values` and `lam` play no part."""
+    returns = discounted_returns(token_rewards, mask, gamma=gamma)
+    return returns, returns
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStatistics:
+    """For each sample, its place among the samples of its prompt; float64."""
+
+    centered: Float[Tensor, " R"]  # reward − mean of the group
+    size: Float[Tensor, " R"]
+    std: Float[Tensor, " R"]  # unbiased; 0 for a sample without peers
+
+
+def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
+    """Statistics of each sample's group; groups may differ in size, their samples stand anywhere.
+
+    Equal rewards have exactly zero `centered` and `std`: everything is measured from the smallest
+    reward of the group. Their mean may miss them by a rounding error, which a division by the (then
+    tiny) standard deviation makes as large as real advantages.
+    """
+    untyped = cast(Any, torch)
+    _, place, counts = untyped.unique(group, return_inverse=True, return_counts=True)
+    exact = rewards.double()
+    lowest = exact.new_zeros(len(counts)).scatter_reduce(
+        0, place, exact, "amin", include_self=False
+    )
+    above = exact - lowest[place]
+    size = counts.double()
+    mean = exact.new_zeros(len(counts)).index_add(0, place, above) / size
+    centered = above - mean[place]
+    squares = exact.new_zeros(len(counts)).index_add(0, place, centered.square())
+    std = (squares / (size - 1).clamp(min=1)).sqrt()
+    return GroupStatistics(centered=centered, size=size[place], std=std[place])
+
+
+def advantage_estimator(
+    name: str,
+    *,
+    per_group: bool = False,
+    needs_critic: bool = False,
+    whiten: bool = False,
+    credit: CreditAssignment = monte_carlo,
+) -> Callable[[RewardShaping], RewardShaping]:
+    """Register the decorated shaping of rewards, (rewards (R,), group (R,)) → (R,).
+
+    A sample without peers has nothing to be compared with: `per_group` shapings make it 0.
+    """
+
+    def register(shape: RewardShaping) -> RewardShaping:
+        entry = AdvantageEstimator(
+            name=name,
+            shape=shape,
+            credit=credit,
+            per_group=per_group,
+            needs_critic=needs_critic,
+            whiten=whiten,
+        )
+        ADVANTAGE_ESTIMATORS.add(name, entry)
+        return shape
+
+    return register
+
+
+@advantage_estimator("gae", needs_critic=True, whiten=True, credit=gae)
+@advantage_estimator("reinforce", whiten=True)
+def unshaped(rewards: PerSample, group: GroupIds) -> PerSample:
+    """R as it is: the baseline is V, or the mean that whitening subtracts.
+
+    GAE as in PPO, arXiv:1707.06347; REINFORCE++, Hu et al. 2025, arXiv:2501.03262
+    """
+    return rewards
+
+
+@advantage_estimator("reinforce_baseline", per_group=True, whiten=True)
+@advantage_estimator("dr_grpo", per_group=True)
+def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
+    """R_i − mean of the prompt's rewards.
+
+    REINFORCE++-baseline, arXiv:2501.03262, whitens it; Dr. GRPO, Liu et al. 2025, arXiv:2503.20783,
+    does not.
+    """
+    return group_statistics(rewards, group).centered.to(rewards.dtype)
+
+
+@advantage_estimator("rloo", per_group=True)
+def rloo(rewards: PerSample, group: GroupIds) -> PerSample:
+    """R_i − mean of the *other* rewards of the prompt, which is (R_i − mean) · n / (n − 1).
+
+    Ahmadian et al. 2024, arXiv:2402.14740
+    """
+    stats = group_statistics(rewards, group)
+    return (stats.centered * stats.size / (stats.size - 1).clamp(min=1)).to(rewards.dtype)
+
+
+@advantage_estimator("group_norm", per_group=True)
+def group_norm(rewards: PerSample, group: GroupIds) -> PerSample:
+    """(R_i − mean) / (std + 1e-9), std unbiased.  GRPO, Shao et al. 2024, arXiv:2402.03300"""
+    stats = group_statistics(rewards, group)
+    return (stats.centered / (stats.std + GROUP_STD_EPSILON)).to(rewards.dtype)
+
+
+def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstimator) -> PerSample:
+    """The rewards as the estimator wants them, for all samples of the batch at once.
+
+    Raises ValueError where a reward is not finite: it was never given, or its source is broken.
+    """
+    broken = {i: float(reward) for i, reward in enumerate(rewards) if not math.isfinite(reward)}
+    if broken:
+        raise ValueError(f"rewards must be finite numbers, but by sample they are {broken}")
+    return estimator.shape(rewards, group)
+
+
+def assign_credit(
+    estimator: AdvantageEstimator,
+    token_rewards: PerToken,
+    mask: TokenMask,
+    *,
+    values: PerToken | None,
+    gamma: float,
+    lam: float,
+) -> tuple[PerToken, PerToken]:
+    """(advantages, returns) of a block, zero outside `mask`.
+
+    Raises ValueError when the estimator needs values and there are none.
+    """
+    if values is None:
+        if estimator.needs_critic:
+            raise ValueError(f"advantage estimator {estimator.name!r} needs the critic's values")
+        values = torch.zeros_like(token_rewards)
+    return estimator.credit(token_rewards, values, mask, gamma=gamma, lam=lam)
+
+
+def normalize_advantages(
+    advantages: Float[Tensor, "*s"],
+    mask: Bool[Tensor, "*s"],
+    estimator: AdvantageEstimator,
+    *,
+    scale: bool = True,
+) -> Float[Tensor, "*s"]:
+    """Whitened over the action tokens of the whole batch if the estimator asks for it."""
+    return masked_whiten(advantages, mask, scale=scale) if estimator.whiten else advantages

@@ -1,0 +1,112 @@
+"""Train/rollout mismatch: the engine gave a token another probability than the trainer does.
+
+ω = π_old / π_rollout, π_old recomputed by the trainer. A correction multiplies each token's loss by
+a weight made of ω, along three axes: the *level* at which ω is looked at, the *mode* in which it is
+bounded, and the *band* of the bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.tensors import PerToken, TokenMask, bounded_exp, log_ratio
+
+Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["clip", "mask", "truncate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """One choice of level, mode and band. Raises ValueError for a band that is empty or negative.
+
+    Level: ω of the token itself, the product over its row's tokens, or their geometric mean.
+    Mode: `clip` holds that ω to the band, `truncate` below its upper end only; `mask` gives the
+    token its own ω, or nothing where the level's ω is outside the band.
+    """
+
+    level: Level
+    mode: Mode
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise ValueError(
+                f"--algo.correction.band {self.low} {self.high}: give the lower bound first, and "
+                "none below 0"
+            )
+
+
+# What --algo.advantage.is_correction_type means. TIS: Yao et al. 2025,
+# fengyao.notion.site/off-policy-rl (their own form is the band [0, 2]); IcePop: Ling team 2025,
+# ringtech.notion.site/icepop.
+PRESETS: dict[str, tuple[Level, Mode]] = {
+    "tis": ("token", "clip"),
+    "icepop": ("token", "mask"),
+    "seq-mask-tis": ("geometric", "mask"),
+}
+
+
+@torch.no_grad()
+def correction_weights(
+    old_logprobs: PerToken, rollout_logprobs: PerToken, mask: TokenMask, correction: Correction
+) -> tuple[PerToken, TokenMask]:
+    """The factor of each token's loss, without gradient; and where ω lay beyond its bounds.
+
+    With ω = [0.4, 1, 9] in one row and the band [0.5, 5]: token clip → [0.5, 1, 5]; token mask →
+    [0, 1, 0]; token truncate → [0.4, 1, 5]; geometric mask → [0.4, 1, 9], for the row's mean of
+    1.53 lies in the band. Zero (False) outside `mask`; ω is bounded to exp(±20).
+    """
+    log_omega = log_ratio(old_logprobs, rollout_logprobs, mask)
+    own = bounded_exp(log_omega)
+    omega = bounded_exp(_at_level(log_omega, mask, correction.level)).expand_as(own)
+    low = 0.0 if correction.mode == "truncate" else correction.low
+    outside = (omega < low) | (omega > correction.high)
+    if correction.mode == "mask":
+        weights = own.masked_fill(outside, 0)
+    else:
+        weights = omega.clamp(low, correction.high)
+    return weights.masked_fill(~mask, 0), outside & mask
+
+
+def _at_level(log_omega: Tensor, mask: Tensor, level: Level) -> Tensor:
+    if level == "token":
+        return log_omega
+    total = log_omega.sum(1, keepdim=True)
+    return total if level == "sequence" else total / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """How far engine and trainer disagree: sums over tokens of Δ = log π_rollout − log π_old."""
+
+    tokens: int
+    kl_sum: float  # Δ, nats: an estimate of KL(π_rollout ‖ π_old)
+    gap_sum: float  # |Δ|
+    gap_max: float
+    ratio_sum: float  # ω = exp(−Δ)
+    outside: int  # tokens whose ω lay beyond the correction's bounds
+
+
+@torch.no_grad()
+def mismatch(
+    old_logprobs: PerToken,
+    rollout_logprobs: PerToken,
+    mask: TokenMask,
+    outside: TokenMask | None = None,
+) -> Mismatch:
+    """The disagreement of a block. `outside`: the second result of `correction_weights`, if any."""
+    delta = log_ratio(rollout_logprobs, old_logprobs, mask)[mask]
+    gap = delta.abs()
+    return Mismatch(
+        tokens=delta.numel(),
+        kl_sum=delta.sum().item(),
+        gap_sum=gap.sum().item(),
+        gap_max=gap.max().item() if gap.numel() else 0.0,
+        ratio_sum=bounded_exp(-delta).sum().item(),
+        outside=0 if outside is None else int(outside.sum()),
+    )

@@ -1,0 +1,98 @@
+"""How far the policy is from its reference: estimators per token, and the coefficient β."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from openrlhf.algorithms.registry import Registry
+from openrlhf.algorithms.tensors import LOG_RATIO_BOUND
+
+KL_BOUND = 10.0  # nats: an estimate of one token is held to ±10
+
+KLEstimator = Callable[[Tensor], Tensor]  # of x = log π − log π_ref, bounded to ±20
+KL_ESTIMATORS: Registry[KLEstimator] = Registry("KL estimator")
+
+
+@KL_ESTIMATORS.register("k1")
+def k1(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """x: unbiased, of either sign; as a loss its expected gradient is zero.
+
+    Schulman 2020, joschu.net/blog/kl-approx.html
+    """
+    return log_ratio
+
+
+@KL_ESTIMATORS.register("k2")
+def k2(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """x² / 2: biased, never negative; as a loss it has the true KL's gradient.  Schulman 2020"""
+    return log_ratio.square() / 2
+
+
+@KL_ESTIMATORS.register("k3")
+def k3(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """exp(−x) − 1 + x: unbiased, never negative.  Schulman 2020; GRPO, eq. 4, arXiv:2402.03300"""
+    return (-log_ratio).exp() - 1 + log_ratio
+
+
+def kl_estimate(
+    logprobs: Float[Tensor, "*s"], ref_logprobs: Float[Tensor, "*s"], estimator: str
+) -> Float[Tensor, "*s"]:
+    """The estimate of each token in nats, held to ±10.
+
+    A held token has no gradient (k3: below x ≈ −2.6). Finite for all finite inputs, with its
+    gradient. Raises ValueError for an unknown estimator.
+    """
+    x = (logprobs - ref_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return KL_ESTIMATORS[estimator](x).clamp(-KL_BOUND, KL_BOUND)
+
+
+def kl_clamped(kl: Float[Tensor, "*s"]) -> Bool[Tensor, "*s"]:
+    """True where `kl_estimate` was held to its bound: what the metric of that name counts."""
+    return kl.detach().abs() >= KL_BOUND
+
+
+class KLController:
+    """The coefficient β of the KL term."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, kl: float, n: int) -> None:
+        """See the mean KL per action token (nats) of `n` samples."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps: β."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Resume from what `state_dict` gave."""
+
+
+class FixedKL(KLController):
+    """β is what the flag says, after a resume too."""
+
+
+class AdaptiveKL(KLController):
+    """β ← β · (1 + clip(KL / target − 1, ±0.2) · n / horizon).
+
+    `target` is nats per action token, `horizon` a number of samples.
+    Ziegler et al. 2019, §2.2, arXiv:1909.08593
+    """
+
+    def __init__(self, coef: float, target: float, horizon: int) -> None:
+        super().__init__(coef)
+        self.target, self.horizon = target, horizon
+
+    def update(self, kl: float, n: int) -> None:
+        """Follow the measured KL. One that is not finite says nothing and changes nothing."""
+        if math.isfinite(kl):
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.coef *= 1 + error * n / self.horizon
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Resume with the checkpoint's β."""
+        self.coef = state["coef"]

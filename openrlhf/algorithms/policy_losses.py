@@ -1,0 +1,234 @@
+"""Policy and value losses per token, and the weights that make one number of them.
+
+A loss returns terms per token. With `aggregation_weights`, loss = Σ_window Σ weights · terms /
+Σ_window count, summed over the micro-batches and ranks of an optimizer step: it cannot depend on
+how the window was split. An empty mask gives a zero that can be differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.registry import Registry
+from openrlhf.algorithms.tensors import PerToken, TokenMask, bounded_exp, log_ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """A policy loss by token; zero outside the mask. Only `per_token` carries a gradient."""
+
+    per_token: PerToken
+    ratio: PerToken  # ρ = π_θ / π_old: of the token, or of its sequence
+    clipped: TokenMask  # the clip range changed this token's term
+    approx_kl: PerToken  # log π_old − log π_θ, nats, unbounded
+
+
+@runtime_checkable
+class PolicyLossFunction(Protocol):
+    """log π_θ (with gradient), log π_old, Â, action mask, all (B, T); clip [1 − low, 1 + high]."""
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        clip_low: float,
+        clip_high: float,
+        dual_clip: float | None,
+    ) -> PolicyLoss: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossChoice:
+    """A registered policy loss and how its paper aggregates it."""
+
+    name: str
+    function: PolicyLossFunction
+    aggregation: str
+
+
+POLICY_LOSSES: Registry[PolicyLossChoice] = Registry("policy loss")
+
+
+def policy_loss(
+    name: str, *, aggregation: str = "token"
+) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+    """Register a policy loss; `aggregation` is what its paper uses."""
+
+    def register(function: PolicyLossFunction) -> PolicyLossFunction:
+        POLICY_LOSSES.add(
+            name, PolicyLossChoice(name=name, function=function, aggregation=aggregation)
+        )
+        return function
+
+    return register
+
+
+@policy_loss("ppo")
+def ppo(
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
+    mask: TokenMask,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """ℓ = −min(ρ Â, clip(ρ, 1 − ε_low, 1 + ε_high) Â).     Schulman et al. 2017, eq. 7
+
+    ε_high > ε_low is DAPO's clip-higher (arXiv:2503.14476). `dual_clip` c > 1 bounds ℓ by −c Â
+    where Â < 0 (Ye et al. 2020, arXiv:1912.09729); `clipped` does not count that bound. Raises
+    ValueError for c ≤ 1.  arXiv:1707.06347
+    """
+    log_rho = log_ratio(logprobs, old_logprobs, mask)
+    return _surrogate(
+        bounded_exp(log_rho), log_rho, advantages, mask, clip_low, clip_high, dual_clip
+    )
+
+
+@policy_loss("gspo", aggregation="sequence")
+def gspo(
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
+    mask: TokenMask,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """As `ppo`, with one ρ per sequence: the geometric mean of its tokens'.
+
+    The paper's ε are 3e-4 and 4e-4: sequence ratios stay far closer to 1 than token ratios.
+    Zheng et al. 2025, eqs. 5–7, arXiv:2507.18071
+    """
+    log_rho = log_ratio(logprobs, old_logprobs, mask)
+    mean = log_rho.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    rho = bounded_exp(mean).expand_as(log_rho)
+    return _surrogate(rho, log_rho, advantages, mask, clip_low, clip_high, dual_clip)
+
+
+def _surrogate(
+    rho: Tensor,
+    log_rho: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> PolicyLoss:
+    """The pessimistic surrogate of PPO for any ratio."""
+    advantages = advantages.masked_fill(~mask, 0)
+    plain = rho * advantages
+    held = rho.clamp(1 - clip_low, 1 + clip_high) * advantages
+    objective = torch.minimum(plain, held)
+    if dual_clip is not None:
+        if dual_clip <= 1:
+            raise ValueError(f"--actor.dual_clip {dual_clip} must be above 1")
+        bounded = torch.maximum(objective, dual_clip * advantages)
+        objective = torch.where(advantages < 0, bounded, objective)
+    return PolicyLoss(
+        per_token=-objective,
+        ratio=rho.detach().masked_fill(~mask, 0),
+        clipped=(held < plain).detach(),
+        approx_kl=-log_rho.detach(),
+    )
+
+
+@policy_loss("cispo")
+def cispo(
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
+    mask: TokenMask,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """ℓ = −sg(clip(ρ, 1 − ε_low, 1 + ε_high)) Â log π_θ: every token keeps a gradient.
+
+    ε_low = 1 leaves the lower side open, as in the paper. Raises ValueError for a dual clip: this
+    loss has nothing that it could bound.  MiniMax-M1, 2025, eqs. 4 and 5, arXiv:2506.13585
+    """
+    if dual_clip is not None:
+        raise ValueError(
+            f"--actor.dual_clip {dual_clip} has no meaning with --actor.policy_loss_type cispo: "
+            "leave it out"
+        )
+    log_rho = log_ratio(logprobs, old_logprobs, mask).detach()
+    rho = bounded_exp(log_rho).masked_fill(~mask, 0)
+    weight = rho.clamp(1 - clip_low, 1 + clip_high)
+    return PolicyLoss(
+        per_token=-weight * advantages.masked_fill(~mask, 0) * logprobs.masked_fill(~mask, 0),
+        ratio=rho,
+        clipped=(weight != rho) & mask,
+        approx_kl=-log_rho,
+    )
+
+
+def value_loss(
+    values: PerToken, old_values: PerToken, returns: PerToken, mask: TokenMask, *, clip: float
+) -> tuple[PerToken, TokenMask]:
+    """½ max((V − Ĝ)², (V_old + clip(V − V_old, ±c) − Ĝ)²) per token, and where the clip decided.
+
+    Zero outside the mask. c = inf gives the plain squared error. After the PPO of OpenAI Baselines.
+    """
+    values, old_values, returns = (x.masked_fill(~mask, 0) for x in (values, old_values, returns))
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    plain_error, held_error = (values - returns).square(), (held - returns).square()
+    return 0.5 * torch.maximum(plain_error, held_error), held_error > plain_error
+
+
+@runtime_checkable
+class Aggregation(Protocol):
+    """(weights (B, T), this micro-batch's share of the denominator)."""
+
+    def __call__(self, mask: Tensor, max_tokens: int | None) -> tuple[Tensor, float]: ...
+
+
+AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")
+
+
+@AGGREGATIONS.register("token")
+def token_mean(mask: TokenMask, max_tokens: int | None) -> tuple[PerToken, float]:
+    """Every token counts the same: the mean over the window.  DAPO, eq. 8, arXiv:2503.14476"""
+    return mask.float(), float(mask.sum())
+
+
+@AGGREGATIONS.register("sequence")
+def sequence_mean(mask: TokenMask, max_tokens: int | None) -> tuple[PerToken, float]:
+    """Every sequence counts the same: the mean of means.  GRPO, eq. 3, arXiv:2402.03300"""
+    lengths = mask.sum(1, keepdim=True)
+    return mask / lengths.clamp(min=1), float((lengths > 0).sum())
+
+
+@AGGREGATIONS.register("constant")
+def constant_length(mask: TokenMask, max_tokens: int | None) -> tuple[PerToken, float]:
+    """Sums of sequences ÷ a constant: length has no influence.  Dr. GRPO, arXiv:2503.20783"""
+    if not max_tokens:
+        raise ValueError(
+            "--algo.loss.aggregation constant divides by the longest response: "
+            "set --rollout.max_new_tokens"
+        )
+    return mask / max_tokens, float(mask.any(1).sum())
+
+
+def aggregation_weights(
+    mask: TokenMask, kind: str, *, max_tokens: int | None = None
+) -> tuple[PerToken, float]:
+    """(weights, count) of a micro-batch: loss = Σ_window Σ weights · ℓ / Σ_window count.
+
+    Rows with an empty mask count nowhere. For mask [[T, T], [T, F]]: token → [[1, 1], [1, 0]] and
+    3; sequence → [[½, ½], [1, 0]] and 2; constant with 4 → [[¼, ¼], [¼, 0]] and 2.
+    Raises ValueError for an unknown kind, and for `constant` without `max_tokens`.
+    """
+    return AGGREGATIONS[kind](mask, max_tokens)

@@ -1,0 +1,79 @@
+"""From the reward of an episode to the reward of each token.
+
+The order of a batch: length penalties, the estimator's shaping (`advantages.shape_rewards`), the
+clip, then the tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from openrlhf.algorithms.tensors import PerRow, PerSample, PerToken, TokenMask
+
+
+def overlong_penalty(
+    lengths: Int[Tensor, " R"],
+    *,
+    max_length: int | Int[Tensor, " R"],
+    buffer: float,
+    factor: float = 1.0,
+) -> PerSample:
+    """−factor · e / buffer, e = the tokens beyond max_length − buffer, at most buffer; to be added.
+
+    `lengths` count action tokens; `max_length` may differ between samples (what their prompts
+    leave). With max_length 100, buffer 20, factor 1: length 80 → 0, 90 → −0.5, 100 and more → −1.
+    Raises ValueError when the buffer is not positive or exceeds a common max_length.
+    DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476
+    """
+    if buffer <= 0 or (isinstance(max_length, int) and buffer > max_length):
+        raise ValueError(
+            f"--reward.overlong_buffer_len {buffer} must be above 0 and at most the longest "
+            f"response, {max_length}"
+        )
+    excess = (lengths - (max_length - buffer)).clamp(0, buffer)
+    return (-factor * excess / buffer).to(torch.float32)
+
+
+def stop_properly_penalty(
+    rewards: PerSample, truncated: Bool[Tensor, " R"], coef: float
+) -> PerSample:
+    """The rewards, those of truncated samples times `coef`, or replaced by a negative `coef`.
+
+    Raises ValueError for a coefficient above 1, which would reward being cut off.
+    """
+    if coef > 1:
+        raise ValueError(f"--reward.stop_properly_penalty_coef {coef} must be at most 1")
+    return torch.where(truncated, rewards * coef if coef >= 0 else coef, rewards)
+
+
+def clip_rewards(rewards: PerSample, low: float, high: float) -> PerSample:
+    """The rewards held to [low, high], after the estimator's shaping.
+
+    Raises ValueError for an empty range.
+    """
+    if low > high:
+        raise ValueError(f"--reward.clip_range {low} {high} is empty: give the lower bound first")
+    return rewards.clamp(low, high)
+
+
+def last_action(action_mask: TokenMask) -> TokenMask:
+    """True at the last action token of each row: [F, T, T, F, T, F] → [F, F, F, F, T, F]."""
+    actions_from_here = action_mask.flip(1).cumsum(1).flip(1)
+    return action_mask & (actions_from_here == 1)
+
+
+def token_rewards(
+    rewards: PerRow, kl: PerToken | None, action_mask: TokenMask, kl_coef: float
+) -> PerToken:
+    """r_t = −β · kl_t at every action token, plus the row's reward at its last one; zero elsewhere.
+
+    `kl` is None where no KL enters the reward; a negative β counts as 0. A row without action
+    tokens has no place for its reward, and nothing that could learn from it.
+    Ziegler et al. 2019, eq. 2, arXiv:1909.08593
+    """
+    outcome = last_action(action_mask) * rewards[:, None]
+    if kl is None or kl_coef <= 0:
+        return outcome
+    return outcome - kl_coef * kl.masked_fill(~action_mask, 0)

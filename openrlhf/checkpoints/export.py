@@ -1,0 +1,51 @@
+"""Hugging Face exports: a folder that `from_pretrained` and a stock vLLM server load."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def export_hf(
+    buckets: Iterable[list[tuple[str, Tensor]]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    *,
+    writes: bool,
+) -> None:
+    """Write weights, configuration and tokenizer to `path`, aside first, so that a half-written export is never seen.
+
+    `buckets` stream the whole parameters and may be collective: every rank iterates, the one that `writes` keeps them.
+    """
+    state: dict[str, Tensor] = {}
+    for bucket in buckets:
+        if writes:
+            state |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket}
+    if not writes:
+        return
+    final, aside = Path(path), Path(f"{path}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    with torch.no_grad():
+        model.save_pretrained(aside, state_dict=_with_tied(state, model), safe_serialization=True)
+    tokenizer.save_pretrained(aside)
+    old = Path(f"{path}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.replace(final, old)
+    os.replace(aside, final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _with_tied(state: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """Buffers that checkpoints carry, besides the parameters; tied weights stay single, as Transformers writes them."""
+    persistent = set(model.state_dict())
+    buffers = {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
+    return state | buffers

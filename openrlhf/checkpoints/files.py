@@ -1,0 +1,69 @@
+"""Files that survive a crash: hashes, renames, and bringing them to disk. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from pathlib import Path
+
+BLOCK = 2**16  # bytes
+SAMPLES = 256  # blocks hashed of a long file: 16 MiB
+
+
+def fingerprint(path: Path) -> str:
+    """SHA-256 of a file of up to 16 MiB, and of 256 spread blocks of 64 KiB of a longer one.
+
+    Hashing everything would add a minute per 100 GB to each save and each resume; this adds about
+    10 ms per file. The blocks are evenly spread and include both ends, so every lost stretch longer
+    than 1/255 of a file shows; a single flipped bit of a long one does not.
+    """
+    size = path.stat().st_size
+    count = min(SAMPLES, -(-size // BLOCK))
+    last = max(size - BLOCK, 0)
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        for block in range(count):
+            file.seek(last * block // max(count - 1, 1))
+            digest.update(file.read(BLOCK))
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by a file that holds `text`; a kill leaves the old one or the new one."""
+    new = path.with_name(f"{path.name}.new")
+    with open(new, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    move(new, path)
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename `source` to `target` for good, over power loss; directories on the way are made."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(source, target)
+    sync(target.parent)
+    sync(source.parent)
+
+
+def sync_tree(directory: Path) -> list[Path]:
+    """Bring all that lies in `directory` to disk, whoever wrote it; returns the files, sorted."""
+    files: list[Path] = []
+    for parent, _, names in os.walk(directory, topdown=False):
+        files += [Path(parent, name) for name in names]
+        for path in [*(Path(parent, name) for name in names), Path(parent)]:
+            sync(path)
+    return sorted(files)
+
+
+def sync(path: Path) -> None:
+    """Bring one file or directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise  # some network file systems cannot sync a directory
+    finally:
+        os.close(descriptor)

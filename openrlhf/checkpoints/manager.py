@@ -1,0 +1,350 @@
+"""Which checkpoints are kept, and how one is written so that a kill costs at most itself.
+
+    <ckpt.path>/global_step20.manifest.json  the commit point: files, sizes, hashes, run state
+    <ckpt.path>/_actor/global_step20/…       engine files and metric.json  (offline: no `_actor/`)
+    <ckpt.path>/_actor/latest                the newest tag, for DeepSpeed's own tools
+    <ckpt.path>/global_step20_hf/…           the optional export
+    <ckpt.path>/.tmp-…, <ckpt.path>/.old-…   a save or a removal under way, laid out as above
+
+A save is written aside, synced and hashed, renamed into place, committed by the rename of its
+manifest, and only then are others let go. A checkpoint that makes room is first renamed to
+`.old-…`, and comes back for as long as its manifest stands. What no manifest names does not exist:
+remains of our own saves are swept, what other programs wrote is left alone.
+
+Standard library only. One process (rank 0, the controller) owns the manager, one save at a time.
+`<ckpt.path>` is on one file system that all processes see; the others get paths to write to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from openrlhf.checkpoints.files import fingerprint, move, sync, sync_tree, write_atomically
+from openrlhf.checkpoints.manifest import (
+    Checkpoint,
+    CheckpointError,
+    RunState,
+    manifest_text,
+    read_manifest,
+)
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+MANIFEST = ".manifest.json"
+PLACE = re.compile(r"(best_)?global_step\d+(_hf)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedCheckpoint:
+    """A save under way, from `begin` to `commit` or `abort`; ranks get its paths."""
+
+    directory: Path
+    tag: str
+    nonce: str
+    step: int
+    places: tuple[str, ...]
+
+    def engine_dir(self, part: str = "") -> str:
+        """What `engine.save_checkpoint(…, tag=staged.tag)` takes as its directory."""
+        return str(self.directory / part)
+
+    @property
+    def hf_dir(self) -> str:
+        """Where the export goes, if `begin` was told of one."""
+        return str(self.directory / f"{self.tag}_hf")
+
+
+class CheckpointManager:
+    """Writes, finds and lets go the checkpoints under `root` (`--ckpt.path`).
+
+    `parts` are the engines a checkpoint consists of, none with `--ckpt.disable_ds`. `max_num`
+    limits the regular checkpoints, `max_mem_gib` the GiB of all of them; both count the newest.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        parts: Sequence[str] = ("",),
+        max_num: int = 3,
+        max_mem_gib: float = math.inf,
+    ) -> None:
+        if max_num < 1:
+            raise CheckpointError(
+                f"--ckpt.max_num is {max_num}, but the newest checkpoint always stays: set 1 or"
+                " more."
+            )
+        self.root = Path(root).absolute()
+        self.parts = tuple(parts)
+        self.max_num = max_num
+        self.max_bytes = max_mem_gib * GIB
+        self._damaged: set[str] = set()  # nonces of what `latest` found incomplete
+
+    def latest(self) -> Checkpoint | None:
+        """The newest complete checkpoint, regular or best, all files checked; None without one.
+
+        An incomplete one is passed over with a warning that says what is wrong.
+        Raises CheckpointError where the newest complete one lacks an engine that this run has.
+        """
+        if not self.root.is_dir():
+            return None
+        self._settle()
+        self._name_strangers()
+        for checkpoint in reversed(self.checkpoints()):
+            tag = checkpoint.tag
+            if not checkpoint.parts:
+                logger.warning("%s in %s is only an export: passed over.", tag, self.root)
+            elif damage := checkpoint.damage():
+                self._damaged.add(checkpoint.nonce)
+                logger.warning("%s in %s is incomplete: passed over; %s.", tag, self.root, damage)
+            elif missing := set(self.parts) - set(checkpoint.parts):
+                raise CheckpointError(
+                    f"{tag} in --ckpt.path {self.root} has the engines {list(checkpoint.parts)},"
+                    f" but this run also needs {sorted(missing)}. Choose another --ckpt.path, or"
+                    " leave out --ckpt.load_enable."
+                )
+            else:
+                return checkpoint
+        return None
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Every committed checkpoint, oldest save first, its files unchecked.
+
+        A damaged manifest is renamed with a warning, and its checkpoint does not count.
+        """
+        found: list[Checkpoint] = []
+        for path in sorted(self.root.glob(f"*{MANIFEST}")):
+            try:
+                found.append(read_manifest(path, root=self.root))
+            except ValueError as error:
+                logger.warning("%s is damaged: renamed to *.damaged; %s.", path, error)
+                os.rename(path, f"{path}.damaged")
+        return sorted(found, key=lambda checkpoint: checkpoint.sequence)
+
+    def begin(
+        self, step: int, *, best: bool = False, hf: bool = False, expected_bytes: int = 0
+    ) -> StagedCheckpoint:
+        """Make the directories of a save; `hf` announces an export.
+
+        Gives up an earlier save that was not committed. Raises CheckpointError where the disk has
+        less room than the last checkpoint took, or than `expected_bytes`.
+        """
+        tag, nonce = f"{'best_' if best else ''}global_step{step}", os.urandom(4).hex()
+        places = [str(Path(part, tag)) for part in self.parts] + [f"{tag}_hf"] * hf
+        directory = self.root / f".tmp-{tag}-{nonce}"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._settle()
+            self._check_space(tag, expected_bytes)
+            for place in places:
+                (directory / place).mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{tag} cannot be written to --ckpt.path {self.root}: {error}."
+            ) from error
+        return StagedCheckpoint(
+            directory=directory, tag=tag, nonce=nonce, step=step, places=tuple(places)
+        )
+
+    def commit(
+        self,
+        staged: StagedCheckpoint,
+        *,
+        state: RunState,
+        metric_key: str | None = None,
+        metric_value: float | None = None,
+    ) -> Checkpoint:
+        """Make a save, all of whose files are written, the newest; then rotate.
+
+        A metric that is not finite counts as none. Raises CheckpointError where the save fails, and
+        then gives it up; trouble with the older ones only warns.
+        """
+        if state.step != staged.step:
+            raise ValueError(f"{staged.tag} was given the state of step {state.step}")
+        if metric_value is not None and not math.isfinite(metric_value):
+            metric_value = None
+        try:
+            checkpoint = self._seal(staged, state, metric_key, metric_value)
+            self._install(staged, checkpoint)
+        except OSError as error:
+            with suppress(OSError):  # what is left is settled by the next call
+                self.abort(staged)
+            raise CheckpointError(
+                f"{staged.tag} could not be written to --ckpt.path {self.root}: {error}."
+                " Older checkpoints still stand."
+            ) from error
+        try:
+            _remove(staged.directory)
+            for part in self.parts:
+                write_atomically(self.root / part / "latest", checkpoint.tag)
+            self._rotate()
+        except OSError as error:
+            logger.warning("%s is saved; tidying up %s failed: %s.", staged.tag, self.root, error)
+        return checkpoint
+
+    def abort(self, staged: StagedCheckpoint) -> None:
+        """Give up a save, and remove what it has written."""
+        logger.warning("The save of %s is given up.", staged.tag)
+        self._settle()
+
+    def _seal(
+        self,
+        staged: StagedCheckpoint,
+        state: RunState,
+        metric_key: str | None,
+        metric_value: float | None,
+    ) -> Checkpoint:
+        """Sync and hash the staged files, and write the draft of the manifest beside them."""
+        files: dict[str, tuple[int, str]] = {}
+        for directory in (staged.directory / place for place in staged.places):
+            if not any(directory.iterdir()):
+                raise FileNotFoundError(f"nothing was written into {directory}")
+            if not directory.name.endswith("_hf"):
+                metric = {"metric_key": metric_key, "metric_value": metric_value}
+                write_atomically(directory / "metric.json", json.dumps(metric))
+            for path in sync_tree(directory):
+                name = str(path.relative_to(staged.directory))
+                files[name] = (path.stat().st_size, fingerprint(path))
+        checkpoint = Checkpoint(
+            root=self.root,
+            tag=staged.tag,
+            nonce=staged.nonce,
+            sequence=max((other.sequence for other in self.checkpoints()), default=0) + 1,
+            places=staged.places,
+            files=files,
+            metric_key=metric_key,
+            metric_value=metric_value,
+            state=state,
+        )
+        write_atomically(staged.directory / (staged.tag + MANIFEST), manifest_text(checkpoint))
+        return checkpoint
+
+    def _install(self, staged: StagedCheckpoint, checkpoint: Checkpoint) -> None:
+        """Rename the staged directories into place, and then the manifest: the commit."""
+        for other in self.checkpoints():
+            if other.tag == checkpoint.tag:
+                self._set_aside(other)
+        for place in checkpoint.places:
+            if (self.root / place).exists():  # no manifest names it: not ours to delete
+                logger.warning("%s is in the way: renamed to %s.%s.", place, place, staged.nonce)
+                move(self.root / place, self.root / f"{place}.{staged.nonce}")
+            move(staged.directory / place, self.root / place)
+        move(staged.directory / (staged.tag + MANIFEST), self.root / (staged.tag + MANIFEST))
+
+    def _set_aside(self, checkpoint: Checkpoint) -> None:
+        """Rename its directories to where `_settle` brings them back from, or sweeps them."""
+        for place in checkpoint.places:
+            if (self.root / place).exists():
+                move(self.root / place, self.root / _aside_name(checkpoint) / place)
+
+    def _rotate(self) -> None:
+        """Let go what exceeds the limits, and sweep."""
+        evicted = evictions(
+            self.checkpoints(),
+            max_num=self.max_num,
+            max_bytes=self.max_bytes,
+            damaged=self._damaged,
+        )
+        for checkpoint in evicted:
+            self._set_aside(checkpoint)
+            (self.root / (checkpoint.tag + MANIFEST)).unlink()
+            sync(self.root)
+        self._settle()
+        size = sum(checkpoint.size for checkpoint in self.checkpoints())
+        if size > self.max_bytes:
+            text = "What must stay in %s takes %.2f GiB, more than --ckpt.max_mem %.2f."
+            logger.warning(text, self.root, size / GIB, self.max_bytes / GIB)
+
+    def _settle(self) -> None:
+        """Take back saves and removals that were not committed; sweep what the others left.
+
+        A draft that still lies in `.tmp-…` was not committed: what is in place already moves back,
+        and the draft goes before the rest, so that this too can be killed and repeated.
+        """
+        for temporary in sorted(self.root.glob(".tmp-*")):
+            for draft in temporary.glob(f"*{MANIFEST}"):
+                with suppress(ValueError):  # damaged: nothing can be told from it
+                    for place in read_manifest(draft, root=self.root).places:
+                        if not (temporary / place).exists() and (self.root / place).exists():
+                            move(self.root / place, temporary / place)
+                draft.unlink()
+                sync(temporary)
+            logger.warning("Removing %s, what an interrupted save has left.", temporary)
+            _remove(temporary)
+        standing = {_aside_name(checkpoint): checkpoint for checkpoint in self.checkpoints()}
+        for aside in sorted(self.root.glob(".old-*")):
+            for place in standing[aside.name].places if aside.name in standing else ():
+                if (aside / place).exists():
+                    move(aside / place, self.root / place)
+            _remove(aside)
+
+    def _name_strangers(self) -> None:
+        """Warn of directories that look like checkpoints and that no manifest names."""
+        named = {place for checkpoint in self.checkpoints() for place in checkpoint.places}
+        for part in {"", *self.parts}:
+            for path in sorted((self.root / part).glob("*/")):
+                if PLACE.fullmatch(path.name) and str(Path(part, path.name)) not in named:
+                    logger.warning("%s is named by no manifest: not a checkpoint of ours.", path)
+
+    def _check_space(self, tag: str, expected_bytes: int) -> None:
+        """Raise CheckpointError where the disk has less room than `tag` is likely to take."""
+        last = self.checkpoints()[-1:]
+        needed = max([expected_bytes, *(checkpoint.size for checkpoint in last)])
+        free = shutil.disk_usage(self.root).free
+        if free < needed:
+            raise CheckpointError(
+                f"--ckpt.path {self.root} has {free / GIB:.2f} GiB free, but {tag} needs about"
+                f" {needed / GIB:.2f} GiB beside the older checkpoints, which stay until it is"
+                " complete. Make room, choose another --ckpt.path, or keep fewer with"
+                f" --ckpt.max_num (now {self.max_num})."
+            )
+
+
+def evictions(
+    checkpoints: Sequence[Checkpoint],
+    *,
+    max_num: int,
+    max_bytes: float,
+    damaged: Collection[str] = (),
+) -> list[Checkpoint]:
+    """Which of `checkpoints` (oldest first) to let go: all best but the last, then regular ones.
+
+    While those that stay exceed a limit, regular ones go in this order: those in `damaged`
+    (nonces), those without a metric, those with the lowest, the oldest. The newest of all stays
+    whatever the limits, and so does the last best.
+    """
+    evicted = [checkpoint for checkpoint in checkpoints if checkpoint.is_best][:-1]
+    number = sum(not checkpoint.is_best for checkpoint in checkpoints)
+    size = sum(checkpoint.size for checkpoint in checkpoints if checkpoint not in evicted)
+
+    def worth(checkpoint: Checkpoint) -> tuple[bool, bool, float, int]:
+        value = checkpoint.metric_value
+        return checkpoint.nonce not in damaged, value is not None, value or 0.0, checkpoint.sequence
+
+    for checkpoint in sorted(checkpoints[:-1], key=worth):
+        if not checkpoint.is_best and (number > max_num or size > max_bytes):
+            evicted.append(checkpoint)
+            number, size = number - 1, size - checkpoint.size
+    return evicted
+
+
+def _aside_name(checkpoint: Checkpoint) -> str:
+    return f".old-{checkpoint.tag}-{checkpoint.nonce}"
+
+
+def _remove(directory: Path) -> None:
+    """Delete a directory; what cannot be deleted now is swept by a later call."""
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s.", directory, error)

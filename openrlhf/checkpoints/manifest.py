@@ -1,0 +1,154 @@
+"""What a checkpoint is: its files, the state of the run, and the manifest that makes both count.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openrlhf.checkpoints.files import fingerprint
+
+FORMAT = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, or does not fit the run; names the path and the flag."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLayout:
+    """How an engine cuts its state into files: another layout cannot read them as they are."""
+
+    world_size: int
+    zero_stage: int
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stands, besides what its engines hold. A trainer makes it and resumes from it.
+
+    Raises TypeError naming the field that would not survive JSON: bytes go in as base64 text,
+    keys are strings, sequences are lists.
+    """
+
+    step: int  # optimizer steps (offline) or rollout steps (RL) that are done
+    epoch: int = 0  # passes over the data that are done: epochs, in RL episodes
+    consumed: int = 0  # rows, in RL prompts, drawn so far
+    loader: Mapping[str, Any] = field(default_factory=dict)  # state of the data loader
+    kl_coef: float | None = None
+    best_metric_key: str | None = None
+    best_metric_value: float | None = (
+        None  # of the run so far: in every checkpoint, not only in the best
+    )
+    run_dir: str = ""
+    rng: Mapping[str, str] = field(default_factory=dict)  # process → generator states, base64
+    engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part → layout
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            try:
+                survives = json.loads(json.dumps(value)) == value
+            except (TypeError, ValueError):
+                survives = False
+            if not survives:
+                raise TypeError(f"RunState.{name} does not survive JSON: {value!r:.200}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One committed checkpoint. Created by `CheckpointManager`, consumed by trainers."""
+
+    root: Path
+    tag: str
+    nonce: str  # tells two saves of one tag apart
+    sequence: int  # running number of the save
+    places: tuple[str, ...]  # its directories, relative to root
+    files: Mapping[str, tuple[int, str]]  # path relative to root → bytes, hash
+    metric_key: str | None
+    metric_value: float | None
+    state: RunState
+
+    @property
+    def is_best(self) -> bool:
+        return self.tag.startswith("best_")
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(size for size, _ in self.files.values())
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The engines it holds: `""` offline, `_actor` and `_critic` in RL; none in an export."""
+        return tuple(os.path.dirname(place) for place in self.places if not place.endswith("_hf"))
+
+    @property
+    def hf_dir(self) -> str | None:
+        """The directory of its export, if it has one."""
+        return next(
+            (str(self.root / place) for place in self.places if place.endswith("_hf")), None
+        )
+
+    def engine_dir(self, part: str = "") -> str:
+        """What `engine.load_checkpoint(…, tag=checkpoint.tag)` takes as its directory."""
+        return str(self.root / part)
+
+    def damage(self) -> str | None:
+        """What is wrong with its first damaged file, in words; None if it is complete.
+
+        Reads at most 16 MiB per file.
+        """
+        for name, (size, digest) in self.files.items():
+            path = self.root / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if (found := path.stat().st_size) != size:
+                return f"{name} has {found} bytes instead of {size}"
+            if fingerprint(path) != digest:
+                return f"the contents of {name} are not those that were saved"
+        return None
+
+
+def manifest_text(checkpoint: Checkpoint) -> str:
+    """The manifest of `checkpoint`: its fields but the root, a format number and a SHA-256."""
+    values = asdict(checkpoint)
+    del values["root"]
+    return json.dumps(
+        {"format": FORMAT, "sha256": _json_hash(values), "checkpoint": values}, indent=1
+    )
+
+
+def read_manifest(path: Path, *, root: Path) -> Checkpoint:
+    """The checkpoint that a manifest describes.
+
+    Raises ValueError where the manifest is damaged, CheckpointError where its format is another.
+    """
+    manifest = json.loads(path.read_bytes())
+    if not isinstance(manifest, dict) or not {"format", "sha256", "checkpoint"} <= set(manifest):
+        raise ValueError("it is no manifest")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {manifest['format']}, but this version of the program knows"
+            f" {FORMAT}. Use the version that wrote it, or another --ckpt.path."
+        )
+    values = manifest["checkpoint"]
+    if manifest["sha256"] != _json_hash(values):
+        raise ValueError("its contents do not match its hash")
+    engines = {part: EngineLayout(**layout) for part, layout in values["state"]["engines"].items()}
+    values["state"] = RunState(**{**values["state"], "engines": engines})
+    values["places"] = tuple(values["places"])
+    values["files"] = {name: (size, digest) for name, (size, digest) in values["files"].items()}
+    return Checkpoint(root=root, **values)
+
+
+def _json_hash(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

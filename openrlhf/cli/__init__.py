@@ -1,0 +1,1 @@
+"""One thin module per command: flags in, the stage's `run` called."""

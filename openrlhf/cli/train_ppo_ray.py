@@ -1,0 +1,26 @@
+"""`python -m openrlhf.cli.train_ppo_ray`: reinforcement learning; alone (starts Ray itself), or as a Ray job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.cli.common import check_versions, fail, flags_or_exit, prepare_process
+from openrlhf.config.ppo import PPOConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the flags and train."""
+    config = flags_or_exit(PPOConfig, argv, command="train_ppo_ray")
+    check_versions()
+    prepare_process()
+    # After the flags: --help and mistakes answer without loading torch.
+    from openrlhf.trainers.launch import USER_ERRORS, run_ppo
+
+    try:
+        run_ppo(config)
+    except USER_ERRORS as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()

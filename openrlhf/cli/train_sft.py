@@ -1,0 +1,26 @@
+"""`python -m openrlhf.cli.train_sft`: supervised fine-tuning; alone, or under `deepspeed --module` or `torchrun -m`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.cli.common import fail, flags_or_exit, prepare_process
+from openrlhf.config.supervised import SFTConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the flags and train."""
+    config = flags_or_exit(SFTConfig, argv, command="train_sft")
+    prepare_process()
+    # After the flags: --help and mistakes answer without loading torch.
+    from openrlhf.data.loading import DataError
+    from openrlhf.trainers.sft import run_sft
+
+    try:
+        run_sft(config)
+    except DataError as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()

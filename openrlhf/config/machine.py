@@ -1,0 +1,49 @@
+"""What defaults need to know of this machine, without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+PROC = Path("/proc/driver/nvidia/gpus")
+
+
+def count_gpus() -> int:
+    """CUDA devices this process may use: those of the machine, cut down by CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return installed_gpus()
+    entries = [entry.strip() for entry in visible.split(",")]
+    usable = entries.index("-1") if "-1" in entries else len(entries)  # CUDA stops reading there
+    return min(usable if visible.strip() else 0, installed_gpus())
+
+
+@lru_cache(maxsize=1)
+def installed_gpus() -> int:
+    """CUDA devices of the machine, by the driver's files, else by nvidia-smi."""
+    if PROC.is_dir():
+        return len(list(PROC.iterdir()))
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    try:
+        listed = subprocess.run(
+            [program, "-L"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def has_flash_attention() -> bool:
+    """Whether FlashAttention 2 can run here: a GPU and the package."""
+    return count_gpus() > 0 and importlib.util.find_spec("flash_attn") is not None
+
+
+def world_size() -> int:
+    """Processes the launcher started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE") or 1)

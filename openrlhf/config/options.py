@@ -1,0 +1,232 @@
+"""From a command line and a configuration file to a resolved, checked tree, and back to a file.
+
+`parse_config` is the entry of every command. It raises `ConfigError` with everything that is wrong
+at once; the command prints that to stderr and exits with status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
+
+from openrlhf.config import legacy
+from openrlhf.config.flags import (
+    ConfigError,
+    Flag,
+    amend,
+    convert,
+    flags_in,
+    flags_of,
+    nearest,
+    option,
+)
+from openrlhf.config.plugins import load_plugins
+
+__all__ = ["ConfigError", "Root", "dump_yaml", "option", "parse_config", "read_flags"]
+
+
+class Root(Protocol):
+    """The configuration of a command: a tree of frozen dataclasses that holds the defaults."""
+
+    def resolve(self, explicit: frozenset[str], *, command: str) -> tuple[Self, list[str]]:
+        """A copy with all derived values, and notices. `explicit`: the paths the user gave."""
+        ...
+
+    def check(self) -> list[str]:
+        """What is wrong, one sentence each; empty when the command can start."""
+        ...
+
+
+R = TypeVar("R", bound=Root)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the user asked for, before anything is derived from it."""
+
+    values: Mapping[str, Any]  # by path; defaults are not in it
+    notices: Sequence[str]
+
+
+def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: str) -> R:
+    """The resolved and checked configuration of a command line (None: this process's).
+
+    Prints notices to stderr, in rank 0 only. `--help` prints and exits. Raises ConfigError.
+    """
+    given = read_flags(root, sys.argv[1:] if argv is None else argv, command=command)
+    config = amend(root(), given.values)
+    config, notices = config.resolve(frozenset(given.values), command=command)
+    if os.environ.get("RANK", "0") == "0":
+        for notice in [*given.notices, *notices]:
+            print(f"[notice] {notice}", file=sys.stderr)
+    violations = config.check()
+    if violations:
+        raise ConfigError(violations)
+    return config
+
+
+def read_flags(root: type[Any], argv: Sequence[str], *, command: str) -> Given:
+    """The values given by flags and by `--config`; flags win. Loads `--plugin` files.
+
+    Raises ConfigError for unknown names and for values that do not fit.
+    """
+    flags = flags_of(root)
+    old = legacy.translate(argv, flags, command=command)
+    namespace, extras = _parser(flags, root, command).parse_known_args(old.argv)
+    typed = vars(namespace)
+    file = typed.pop("config", None)
+    written, wrong_keys = read_yaml(file, flags, command) if file else ({}, [])
+    problems = [*old.violations, *_unknown(extras, flags, command), *wrong_keys]
+    raw = written | typed
+    load_plugins(raw.get("plugin", ()))
+    values: dict[str, Any] = {}
+    for path, value in raw.items():
+        if value is None and flags[path].default is None:
+            continue  # null in a file where nothing is the default
+        try:
+            values[path] = convert(flags[path], value)
+        except ValueError as error:
+            problems.append(f"{file}: {error}" if path not in typed else str(error))
+    if problems:
+        raise ConfigError(problems)
+    return Given(values=values, notices=old.notices)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def _parser(flags: Mapping[str, Flag], root: type[Any], command: str) -> argparse.ArgumentParser:
+    """An argparse parser that only tells names from values: conversion and checks come later."""
+    parser = _Parser(
+        prog=f"python -m openrlhf.cli.{command}",
+        usage="%(prog)s [--config FILE] [--flag VALUE ...]",
+        description=f"{root.__doc__} Unique beginnings of a flag and the flat names of older "
+        "releases are accepted; values come from the defaults, then the file, then the flags.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="Configuration file; flags win.")
+    groups: dict[str, Any] = {}
+    for flag in flags.values():
+        section = flag.path.rpartition(".")[0]
+        if section not in groups:
+            title = f"{section}.* ({flag.section.rstrip('.')})" if section else "no section"
+            groups[section] = parser.add_argument_group(title)
+        _add(groups[section], flag)
+    return parser
+
+
+def _add(group: Any, flag: Flag) -> None:
+    choices = ",".join(flag.info.choices or ())
+    text = f"{flag.info.help} {_default_text(flag)}".replace("%", "%%")
+    if flag.shape == "switch":
+        for spelling, meaning in flag.switches.items():
+            shown = text if meaning else f"The opposite of {flag.name}."
+            group.add_argument(
+                spelling, dest=flag.path, action="store_const", const=meaning, help=shown
+            )
+        return
+    metavar = flag.info.metavar or {int: "INT", float: "NUMBER"}.get(flag.kind, "TEXT")
+    if choices and len(choices) <= 60:
+        metavar = f"{{{choices}}}"
+    elif choices:
+        metavar, text = "NAME", f"{text} One of {choices.replace(',', ', ')}."
+    arity = {"pair": {"nargs": 2}, "list": {"nargs": "*", "action": "extend"}}
+    group.add_argument(
+        flag.name, dest=flag.path, metavar=metavar, help=text, **arity.get(flag.shape, {})
+    )
+
+
+def _default_text(flag: Flag) -> str:
+    if flag.shape == "switch":
+        return "(on)" if flag.default else ""
+    if flag.default is None or flag.default in ("", (), {}):
+        return "(required)" if flag.info.required else ""
+    values = flag.default if flag.shape in ("pair", "list") else (flag.default,)
+    shown = " ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values)
+    return f"({shown!r})" if "\n" in shown else f"({shown})"
+
+
+def _unknown(extras: Sequence[str], flags: Mapping[str, Flag], command: str) -> Iterator[str]:
+    names = [token.partition("=")[0] for token in extras if token.startswith("--")]
+    for name in names:
+        yield _no_such(name, flags, command)
+    if not names and extras:
+        yield f"{' '.join(extras)} follows no flag that takes it."
+
+
+def _no_such(name: str, flags: Mapping[str, Flag], command: str) -> str:
+    """`name` as typed, with -- on the command line and without it in a file."""
+    bare = name.removeprefix("--")
+    dashes = name.removesuffix(bare)
+    old = legacy.aliases(flags, command=command)
+    spellings = [spelling[2:] for flag in flags.values() for spelling in flag.switches]
+    close = old.get(bare) or nearest(bare, [*spellings, *old])
+    targets = dict.fromkeys(path for each in close for path in old.get(each, (each,)))
+    hint = f" Did you mean {' or '.join(dashes + path for path in targets)}?" if targets else ""
+    return f"{command} has no flag {name}.{hint}"
+
+
+def read_yaml(
+    file: str, flags: Mapping[str, Flag], command: str
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of a file by path (keys nested or dotted), and what is wrong with its keys.
+
+    Raises ConfigError when it cannot be read.
+    """
+    import yaml  # only runs with a file pay for it
+
+    try:
+        content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {file} cannot be read: {error}") from error
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(
+            f"--config {file} holds a {type(content).__name__}, not names and values."
+        )
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for path, value in _leaves(cast("dict[Any, Any]", content or {}), flags, ""):
+        if path in values:
+            problems.append(f"{file}: {path} is there twice.")
+        elif path in flags:
+            values[path] = value
+        else:
+            problems.append(f"{file}: {_no_such(path, flags, command)}")
+    return values, problems
+
+
+def _leaves(
+    node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str
+) -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        path = f"{prefix}{key}"
+        if path not in flags and isinstance(value, dict):
+            yield from _leaves(cast("dict[Any, Any]", value), flags, f"{path}.")
+        else:
+            yield path, value
+
+
+def dump_yaml(config: Any) -> str:
+    """The configuration as YAML, for a person to read and for `--config` to read back.
+
+    What belongs to one launch (`--dry_run`, `--local_rank`) and the W&B key are left out.
+    """
+    import yaml  # only runs that write a file pay for it
+
+    tree: dict[str, Any] = {}
+    for flag, value in flags_in(config):
+        if flag.info.saved:
+            *sections, leaf = flag.path.split(".")
+            node = tree
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[leaf] = list(value) if flag.shape in ("pair", "list") and value else value
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)

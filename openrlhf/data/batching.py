@@ -1,0 +1,217 @@
+"""Which rows go together, and in which order: budgets, even partitions, epochs. Lengths: tokens."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+
+def pack_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Bins of row numbers whose lengths sum to at most `budget` tokens; every row is in one bin.
+
+    Best fit, longest rows first: at most about 11/9 of the fewest possible bins. Raises ValueError
+    for a row that is longer than the budget. Johnson et al. 1974, doi:10.1137/0203025
+    """
+    bins: list[list[int]] = []
+    space: list[tuple[int, int]] = []  # (free tokens, bin number), ascending
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if lengths[row] > budget:
+            raise ValueError(
+                f"row {row} has {lengths[row]} tokens, but a micro-batch may hold {budget}. Raise "
+                "--train.max_tokens_per_gpu and --rollout.max_tokens_per_gpu, or lower "
+                "--data.max_len."
+            )
+        tightest = bisect_left(space, (lengths[row], 0))
+        if tightest == len(space):
+            insort(space, (budget - lengths[row], len(bins)))
+            bins.append([row])
+        else:
+            free, bin_number = space.pop(tightest)
+            insort(space, (free - lengths[row], bin_number))
+            bins[bin_number].append(row)
+    return [sorted(rows) for rows in bins]
+
+
+def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Row numbers in `parts` non-empty groups of nearly equal token counts.
+
+    The largest-differencing method: of all partial solutions, the two least even are joined, the
+    heavy groups of one with the light groups of the other. Where greedy, longest row first to the
+    lightest group, is more even, its answer is taken. Group sums differ by at most the longest row.
+    Raises ValueError for fewer rows than groups. Karmarkar and Karp 1982, UCB/CSD-82-113.
+    """
+    if not 1 <= parts <= len(lengths):
+        raise ValueError(f"{len(lengths)} rows cannot be dealt to {parts} non-empty groups")
+    candidates = _largest_differencing(lengths, parts), _longest_first(lengths, parts)
+    best = min(candidates, key=lambda groups: max(tokens for tokens, _ in groups))
+    return sorted(sorted(rows) for _, rows in best)
+
+
+_Groups = list[tuple[int, list[int]]]  # (tokens, rows) of each group
+
+
+def _largest_differencing(lengths: Sequence[int], parts: int) -> _Groups:
+    """Partial solutions list their non-empty groups only, heaviest first."""
+    number = itertools.count()  # ties: the older solution first
+    solutions = [(-length, next(number), [(length, [row])]) for row, length in enumerate(lengths)]
+    heapq.heapify(solutions)
+    while len(solutions) > 1:
+        _, _, heavy = heapq.heappop(solutions)
+        _, _, light = heapq.heappop(solutions)
+        apart = max(
+            parts - len(light), 0
+        )  # these many of the heaviest meet an empty group of the other
+        joined, rest = heavy[:apart], heavy[apart:]
+        unmet = len(light) - len(rest)  # heavy's empty groups meet the heaviest of the other
+        joined += light[:unmet]
+        joined += [
+            (a + b, x + y) for (a, x), (b, y) in zip(rest, reversed(light[unmet:]), strict=True)
+        ]
+        joined.sort(key=itemgetter(0), reverse=True)
+        lightest = joined[-1][0] if len(joined) == parts else 0
+        heapq.heappush(solutions, (lightest - joined[0][0], next(number), joined))
+    return solutions[0][2]
+
+
+def _longest_first(lengths: Sequence[int], parts: int) -> _Groups:
+    """Each row, longest first, to the group that is lightest so far."""
+    groups: list[tuple[int, int, list[int]]] = [
+        (0, 0, []) for _ in range(parts)
+    ]  # tokens, rows, row numbers
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        tokens, count, rows = groups[0]
+        heapq.heapreplace(groups, (tokens + lengths[row], count + 1, [*rows, row]))
+    return [(tokens, rows) for tokens, _, rows in groups]
+
+
+def micro_batches(
+    lengths: Sequence[int], *, size: int | None, max_tokens: int | None, minimum: int = 1
+) -> list[list[int]]:
+    """Row numbers of each micro-batch, none of them empty; together they are all rows, once.
+
+    With `size`, consecutive rows, at most `size` in each, as even as can be. With `max_tokens`,
+    groups of nearly equal token counts that never exceed it. At least `minimum` micro-batches,
+    which is how ranks agree on a number. No rows give none. Raises ValueError unless exactly one
+    limit is given, for fewer rows than `minimum`, and for a row longer than `max_tokens`.
+    """
+    if (size is None) == (max_tokens is None):
+        raise ValueError(
+            f"give either size or max_tokens, not size={size} and max_tokens={max_tokens}"
+        )
+    if not lengths:
+        return []
+    if len(lengths) < minimum:
+        raise ValueError(f"{len(lengths)} rows cannot make {minimum} non-empty micro-batches")
+    if max_tokens is None:
+        assert size is not None
+        count = max(math.ceil(len(lengths) / size), minimum)
+        edges = [round(part * len(lengths) / count) for part in range(count + 1)]
+        return [list(range(start, end)) for start, end in itertools.pairwise(edges)]
+    return _split_by_budget(lengths, max_tokens, minimum)
+
+
+def _split_by_budget(lengths: Sequence[int], max_tokens: int, minimum: int) -> list[list[int]]:
+    """As many micro-batches as a packing has, evened out where that keeps within the budget."""
+    packed = pack_by_budget(lengths, max_tokens)
+    for count in itertools.count(max(len(packed), minimum)):
+        even = balanced_partition(lengths, count)
+        if max(sum(lengths[row] for row in rows) for rows in even) <= max_tokens:
+            return even
+        if count == len(packed):
+            return packed
+    raise AssertionError("single rows are within the budget")
+
+
+class ResumableSampler(Sampler[int]):
+    """The order of rows in every epoch, dealt to data-parallel ranks; can stop and go on anywhere.
+
+    Epoch e visits a permutation that depends on `seed + e` only; rank r takes its entries r,
+    r + dp_size, … With `drop_last` an epoch is cut to whole batches of `batch_size` rows over all
+    ranks, so every rank gets equally many; without it nothing is left out or repeated, and ranks
+    may differ by one row. Iterating goes on where the last row was taken, and after the end of an
+    epoch with the next one.
+
+    Example, 7 rows for two ranks without shuffling: rank 0 gets 0, 2, 4 (without `drop_last` also
+    6), rank 1 gets 1, 3, 5.
+
+    `consumed`: rows that all ranks together have used, of this epoch or since training began.
+    Raises ValueError where the rows do not fill one batch.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        batch_size: int = 1,
+        consumed: int = 0,
+        drop_last: bool = True,
+    ) -> None:
+        if not 0 <= dp_rank < dp_size:
+            raise ValueError(f"rank {dp_rank} is not one of {dp_size} data-parallel ranks")
+        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.epoch_rows = (
+            num_rows - num_rows % math.lcm(batch_size, dp_size) if drop_last else num_rows
+        )
+        if drop_last and not self.epoch_rows:
+            raise ValueError(
+                f"{num_rows} rows do not fill one batch of {batch_size} over {dp_size} ranks. "
+                "Lower --train.batch_size, or give more data."
+            )
+        self.epoch, used = divmod(consumed, max(self.epoch_rows, 1))
+        self.position = used // dp_size  # rows of this epoch that this rank has taken
+        self._begun = False
+
+    def __len__(self) -> int:
+        """Rows of a whole epoch for this rank."""
+        return len(range(self.dp_rank, self.epoch_rows, self.dp_size))
+
+    def __iter__(self) -> Iterator[int]:
+        if self.position >= len(self):
+            self.epoch, self.position = self.epoch + 1, 0
+        order = self._order()
+        while self.position < len(self):
+            self._begun = True
+            self.position += 1
+            yield order[self.dp_rank + (self.position - 1) * self.dp_size]
+
+    def _order(self) -> Sequence[int]:
+        if not self.shuffle:
+            return range(self.num_rows)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.num_rows, generator=generator).tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of another epoch; `consumed` still holds if no row has been taken yet."""
+        if epoch != self.epoch and self._begun:
+            self.position = 0
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the order stands: equal on every rank, and independent of how many there are."""
+        taken = self.position * self.dp_size
+        return {"seed": self.seed, "num_rows": self.num_rows, "epoch": self.epoch, "taken": taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`. Raises ValueError where another seed or size changed the order."""
+        for name, now in (("seed", self.seed), ("num_rows", self.num_rows)):
+            if state[name] != now:
+                raise ValueError(
+                    f"the run was saved with {name} {state[name]}, now it is {now}: some rows "
+                    "would be used twice and others never. Use the same data and --train.seed, "
+                    "or start without the checkpoint."
+                )
+        self.epoch, self.position = state["epoch"], state["taken"] // self.dp_size
+        self._begun = True

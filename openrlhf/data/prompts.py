@@ -1,0 +1,121 @@
+"""Rows of reinforcement learning: a rendered prompt, and what the reward needs to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils.data
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.data.errors import ROW, check_columns, row_error, text_of
+from openrlhf.data.rows import Columns, as_rows, map_rows, number_rows
+from openrlhf.data.templates import encode, fill_template, render, to_messages
+from openrlhf.data.tokenizer import require_chat_template
+from openrlhf.trajectory import Prompt
+
+FEATURES = Features({"text": Value("string"), "tokens": List(Value("int32"))})
+DATASOURCE = "datasource"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRow:
+    """One prompt: `tokens` are all of the rendered `text`; `label` is the row's value unchanged."""
+
+    text: str
+    tokens: list[int]
+    label: Any = ""
+    datasource: str = "default"  # names evaluation metrics
+    images: Any = None
+
+    def drawn(self, index: int) -> Prompt:
+        """The row as the run's prompt number `index`."""
+        return Prompt(
+            index=index,
+            text=self.text,
+            tokens=self.tokens,
+            label=self.label,
+            datasource=self.datasource,
+            images=self.images,
+        )
+
+
+class PromptDataset(torch.utils.data.Dataset[PromptRow]):
+    """The rows of a dataset as prompts, all rendered when it is created; none is left out.
+
+    With `apply_chat_template` the input column is a string (a user message) or a list of messages,
+    rendered up to where the assistant begins; otherwise it is a string, put into `input_template`.
+    Without `label_key` labels are "", without a column `datasource` that is "default", without a
+    column `image_key` there are no images. Raises DataError for a missing column, and for a
+    malformed or empty prompt (naming the row).
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        input_key: str,
+        label_key: str | None = None,
+        input_template: str | None = None,
+        apply_chat_template: bool = False,
+        image_key: str = "images",
+    ) -> None:
+        columns = {"--data.input_key": input_key, "--data.label_key": label_key}
+        check_columns(dataset.column_names, columns)
+        if apply_chat_template:
+            require_chat_template(tokenizer)
+        rows = number_rows(dataset)
+        renderer = _Renderer(
+            tokenizer=tokenizer,
+            column=input_key,
+            input_template=input_template,
+            chat=apply_chat_template,
+        )
+        self._prompts = map_rows(rows, [input_key], renderer, FEATURES, "Rendering prompts")
+        self._label_key, self._image_key = label_key, image_key
+        wanted = (label_key, DATASOURCE, image_key, ROW)
+        self._extras = rows.select_columns([name for name in rows.column_names if name in wanted])
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> PromptRow:
+        extras = self._extras[index]
+        return PromptRow(
+            **self._prompts[index],
+            label=extras[self._label_key] if self._label_key else "",
+            datasource=str(extras.get(DATASOURCE) or "default"),
+            images=extras.get(self._image_key),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Renderer:
+    """Batches of the input column to the columns of `FEATURES`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    column: str
+    input_template: str | None
+    chat: bool
+
+    def __call__(self, columns: Columns) -> Columns:
+        rows = as_rows(columns)
+        prompts = encode(self.tokenizer, [self._text(row) for row in rows])
+        for row, prompt in zip(rows, prompts, strict=True):
+            if not prompt.tokens:
+                raise row_error(row, self.column, "is an empty prompt: nothing to continue.")
+        texts, tokens = [prompt.text for prompt in prompts], [prompt.tokens for prompt in prompts]
+        return {"text": texts, "tokens": tokens}
+
+    def _text(self, row: Mapping[str, Any]) -> str:
+        if not self.chat:
+            return fill_template(self.input_template, text_of(row, self.column))
+        try:
+            messages = to_messages(row[self.column])
+            return render(self.tokenizer, messages, add_generation_prompt=True)
+        except ValueError as error:
+            problem = f"{error}. --data.input_key names this column."
+            raise row_error(row, self.column, problem) from error

@@ -1,0 +1,72 @@
+"""Rows of a dataset, one at a time: where each came from, and what a function makes of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from datasets import Dataset, Features
+
+from openrlhf.data.errors import ROW, SOURCE, DataError
+
+MANY_ROWS = 20_000  # more are mapped by several processes, and their results kept on disk
+
+Columns = dict[str, list[Any]]
+
+
+def number_rows(dataset: Dataset, source: str = "the dataset") -> Dataset:
+    """The dataset with the columns that say where a row came from, unless it has them already."""
+    if SOURCE in dataset.column_names:
+        return dataset
+    rows = len(dataset)
+    # The library types the fingerprint, which it computes itself, as required.
+    dataset = dataset.add_column(SOURCE, [source] * rows)  # pyright: ignore[reportCallIssue]
+    return dataset.add_column(ROW, list(range(rows)))  # pyright: ignore[reportCallIssue]
+
+
+def as_rows(columns: Columns) -> list[dict[str, Any]]:
+    """A batch of columns as its rows."""
+    values = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in values]
+
+
+def map_rows(
+    dataset: Dataset,
+    columns: list[str],
+    function: Callable[[Columns], Columns],
+    features: Features,
+    title: str,
+) -> Dataset:
+    """`function` over batches of these columns and the rows' origins; its results are the columns.
+
+    Always computed afresh: a stored result would outlive a change of this code. `dataset` is one of
+    `number_rows`. Raises DataError for text that is not UTF-8, and whatever `function` raises.
+    """
+    dataset = dataset.select_columns(list(dict.fromkeys([*columns, SOURCE, ROW])))
+    large = len(dataset) > MANY_ROWS
+    workers = min(8, len(os.sched_getaffinity(0)))
+    try:
+        return dataset.map(
+            function,
+            batched=True,
+            batch_size=500,
+            num_proc=workers if large and workers > 1 else None,
+            remove_columns=dataset.column_names,
+            features=features,
+            keep_in_memory=not large,
+            load_from_cache_file=False,
+            desc=title,
+        )
+    except UnicodeDecodeError as error:
+        raise DataError(f"{_first_unreadable(dataset)} is not valid UTF-8 text.") from error
+
+
+def _first_unreadable(dataset: Dataset) -> str:
+    for number in range(len(dataset)):
+        try:
+            dataset[number]
+        except UnicodeDecodeError:
+            origin = dataset.select_columns([SOURCE, ROW])[number]
+            return f"{origin[SOURCE]}, row {origin[ROW]}:"
+    raise AssertionError("every row could be read")

@@ -1,0 +1,222 @@
+"""Rows of supervised fine-tuning: the text, its tokens, and which of them are learned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.utils.data
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.data.errors import DataError, check_columns, row_error, text_of
+from openrlhf.data.rows import Columns, as_rows, map_rows, number_rows
+from openrlhf.data.templates import (
+    Encoded,
+    Message,
+    Passage,
+    encode,
+    fill_template,
+    render_conversation,
+    to_messages,
+)
+from openrlhf.data.tokenizer import require_chat_template
+
+FEATURES = Features(
+    {
+        "tokens": List(Value("int32")),
+        "loss_mask": List(Value("bool")),
+        "dropped": Value("string"),  # the reason, or "" for a row that is kept
+        "rewritten": Value("int32"),
+    }
+)
+NO_PROMPT, NO_RESPONSE = "with an empty prompt", "with an empty response"
+NO_ASSISTANT, TOO_SHORT = "without an assistant message", "of fewer than two tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTRow:
+    """One training text of T tokens; token t is learned where `loss_mask[t]`, the first one never.
+
+    Example, the prompt "Q: " and the response "yes" (ids made up):
+
+        tokens    [4, 7, 9, 2]     Q  :  ▁yes  <eos>
+        loss_mask [F, F, T, T]
+    """
+
+    tokens: list[int]
+    loss_mask: list[bool]
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.loss_mask):
+            sizes = f"{len(self.tokens)} tokens and {len(self.loss_mask)} mask entries"
+            raise ValueError(
+                f"the lists of a row speak of the same positions, but there are {sizes}"
+            )
+
+
+class SFTDataset(torch.utils.data.Dataset[SFTRow]):
+    """The rows of a dataset as tokens and loss masks, all made when it is created.
+
+    A text is prompt and response, or a rendered conversation, without trailing newlines. It ends
+    with end-of-text (after a space where that was missing) and is cut to `max_len` tokens, the last
+    of which is always end-of-text and learned. In pretrain mode it is the input column as it is,
+    and every token but the first is learned. Rows with an empty prompt or response, or a prompt of
+    `max_len` − 2 tokens or more, are left out and counted in `summary`; messages after the last one
+    of the assistant are cut off. Raises DataError for a missing column, for a malformed row (naming
+    it), and where no row is left.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_len: int,
+        input_key: str,
+        output_key: str | None = None,
+        input_template: str | None = None,
+        apply_chat_template: bool = False,
+        multiturn: bool = False,
+        pretrain_mode: bool = False,
+    ) -> None:
+        encoder = _Encoder(
+            tokenizer=tokenizer,
+            max_len=max_len,
+            input_key=input_key,
+            output_key=None if pretrain_mode else output_key,
+            input_template=input_template,
+            chat=apply_chat_template and not pretrain_mode,
+            every_turn=multiturn,
+            pretrain=pretrain_mode,
+        )
+        columns = {"--data.input_key": input_key, "--data.output_key": encoder.output_key}
+        check_columns(dataset.column_names, columns)
+        if encoder.chat:
+            require_chat_template(tokenizer)
+        used = [column for column in columns.values() if column]
+        rows = map_rows(number_rows(dataset), used, encoder, FEATURES, "Tokenizing")
+        reasons = list(rows["dropped"])
+        self.summary = _summarise(Counter(reasons), rewritten=sum(rows["rewritten"]))
+        kept = [number for number, reason in enumerate(reasons) if not reason]
+        if not kept:
+            raise DataError(f"No row is left to train on: {self.summary} {encoder.advice()}")
+        self._rows = rows.select(kept).select_columns(["tokens", "loss_mask"])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> SFTRow:
+        return SFTRow(**self._rows[index])
+
+
+def _summarise(reasons: Counter[str], *, rewritten: int) -> str:
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()) if reason)
+    text = f"{reasons['']} of {reasons.total()} rows kept"
+    text += f", dropped {dropped}." if dropped else "."
+    if rewritten:
+        text += f" {rewritten} assistant turns are not learned: the chat template rewrites them."
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoder:
+    """Batches of columns to the columns of `FEATURES`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_len: int
+    input_key: str
+    output_key: str | None
+    input_template: str | None
+    chat: bool
+    every_turn: bool
+    pretrain: bool
+
+    def __call__(self, columns: Columns) -> Columns:
+        passages = [self._passage(row) for row in as_rows(columns)]
+        texts = [passage.text for passage in passages if isinstance(passage, Passage)]
+        encoded = iter(encode(self.tokenizer, texts))
+        results = [
+            self._learn(passage, next(encoded)) if isinstance(passage, Passage) else _drop(passage)
+            for passage in passages
+        ]
+        return {name: [result[name] for result in results] for name in FEATURES}
+
+    def _passage(self, row: Mapping[str, Any]) -> Passage | str:
+        """The text and its targets, or the reason why the row is left out."""
+        if self.chat:
+            return self._conversation(row)
+        prompt = text_of(row, self.input_key)
+        if self.pretrain:
+            return Passage(text=prompt, spans=[(0, len(prompt))], response=0)
+        response = text_of(row, self.output_key) if self.output_key else ""
+        prompt = fill_template(self.input_template, prompt)
+        if not prompt or not response:
+            return NO_RESPONSE if prompt else NO_PROMPT
+        text = prompt + response
+        return self._close(
+            Passage(text=text, spans=[(len(prompt), len(text))], response=len(prompt))
+        )
+
+    def _conversation(self, row: Mapping[str, Any]) -> Passage | str:
+        messages = _messages(row, self.input_key, "user")
+        if self.output_key:
+            messages += _messages(row, self.output_key, "assistant")
+        while messages and messages[-1]["role"] != "assistant":
+            messages.pop()
+        if len(messages) < 2:
+            return NO_PROMPT if messages else NO_ASSISTANT
+        if not messages[-1]["content"] and not messages[-1].get("tool_calls"):
+            return NO_RESPONSE
+        try:
+            passage = render_conversation(self.tokenizer, messages, every_turn=self.every_turn)
+        except ValueError as error:
+            raise row_error(row, self.input_key, f"{error}.") from error
+        return self._close(passage)
+
+    def _close(self, passage: Passage) -> Passage:
+        """Without trailing newlines, and with end-of-text: a target, as the text before it is."""
+        text, eos = passage.text.rstrip("\n"), str(self.tokenizer.eos_token)
+        closed = text if text.endswith(eos) else f"{text} {eos}"
+        spans = [(a, len(closed) if b >= len(text) else b) for a, b in passage.spans]
+        return replace(passage, text=closed, spans=spans)
+
+    def _learn(self, passage: Passage, encoded: Encoded) -> dict[str, Any]:
+        """The columns of a row that is tokenized."""
+        tokens, longest = encoded.tokens[: self.max_len], self.max_len - 2
+        if len(tokens) < 2:
+            return _drop(TOO_SHORT)
+        prompt_tokens = encoded.tokens_of((passage.response, len(passage.text))).start
+        if not self.pretrain and prompt_tokens >= longest:
+            limit = f"{longest} tokens or more (--data.max_len {self.max_len})"
+            return _drop(f"with a prompt of {limit}")
+        learned = {place for span in passage.spans for place in encoded.tokens_of(span)} - {0}
+        if not self.pretrain:
+            end_of_text: Any = self.tokenizer.eos_token_id
+            tokens[-1] = end_of_text
+            learned.add(len(tokens) - 1)
+        mask = [place in learned for place in range(len(tokens))]
+        return {"tokens": tokens, "loss_mask": mask, "dropped": "", "rewritten": passage.rewritten}
+
+    def advice(self) -> str:
+        """What to look at when no row is left."""
+        if self.output_key is None and not self.chat and not self.pretrain:
+            return (
+                "Without --data.output_key there is no response: set it, or pass "
+                "--data.apply_chat_template (chats) or --model.pretrain_mode_enable (plain text)."
+            )
+        return "Look at --data.input_key, --data.output_key and --data.max_len."
+
+
+def _drop(reason: str) -> dict[str, Any]:
+    return {"tokens": [], "loss_mask": [], "dropped": reason, "rewritten": 0}
+
+
+def _messages(row: Mapping[str, Any], column: str, role: str) -> list[Message]:
+    try:
+        return to_messages(row[column], role=role)
+    except ValueError as error:
+        flag = "--data.input_key" if role == "user" else "--data.output_key"
+        raise row_error(row, column, f"{error}. {flag} names this column.") from error

@@ -1,0 +1,224 @@
+"""Chat messages to text, which characters of it the assistant wrote, and which tokens those are."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from openrlhf.data.errors import kind
+
+Message = dict[str, Any]
+Span = tuple[int, int]  # [start, end) in characters
+
+STAND_IN = "<<what the assistant said>>"
+REASONING = ("reasoning_content", "reasoning", "thinking")  # fields besides the content
+
+
+def fill_template(template: str | None, text: str) -> str:
+    """`template` with `text` in place of its `{}`; other braces, in either, stay as they are."""
+    if template is None:
+        return text
+    try:
+        return template.format(text)
+    except (ValueError, LookupError, AttributeError):  # a template like '{"question": "{}"}'
+        return template.replace("{}", text, 1)
+
+
+def to_messages(value: Any, *, role: str = "user") -> list[Message]:
+    """A row's value as chat messages: a string is one message of `role`, a list is checked.
+
+    Fields that are null, as Arrow has them where only other rows have a value, are left out. Raises
+    ValueError that says which message is malformed, and how.
+    """
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value:
+        seen = "an empty list" if value == [] else kind(value)
+        raise ValueError(f"is {seen}, not a string or a list of chat messages")
+    return [_to_message(message, number) for number, message in enumerate(value)]
+
+
+def _to_message(message: Any, number: int) -> Message:
+    if not isinstance(message, dict):
+        raise ValueError(
+            f"message {number} is {kind(message)}, not an object with role and content"
+        )
+    present = _without_nulls(message)
+    if "role" not in present or not ("content" in present or present.get("tool_calls")):
+        has = ", ".join(map(repr, present)) or "nothing"
+        raise ValueError(f"message {number} needs 'role' and 'content', but has {has}")
+    role, content = present["role"], present.setdefault("content", "")
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        present["content"] = [_without_nulls(part) for part in content]
+    elif not isinstance(content, str):
+        needed = "must be a string or a list of objects"
+        raise ValueError(f"the content of message {number} is {kind(content)}; it {needed}")
+    if not isinstance(role, str):
+        raise ValueError(f"the role of message {number} is {kind(role)}; it must be a string")
+    return present
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = False,
+) -> str:
+    """The messages through the chat template. Raises ValueError with the template's complaint."""
+    return _render(tokenizer, messages, add_generation_prompt)[0]
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool
+) -> tuple[str, list[Span]]:
+    """The text, and what the template's `{% generation %}` blocks wrote of it, if it has any."""
+    template = tokenizer.get_chat_template()
+    special_tokens: dict[str, Any] = tokenizer.special_tokens_map
+    try:
+        rendered: Any = render_jinja_template(
+            conversations=[list(messages)],
+            chat_template=template,
+            return_assistant_tokens_mask="endgeneration" in template,
+            add_generation_prompt=add_generation_prompt,
+            **special_tokens,
+        )
+    except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+    texts, spans = rendered
+    return texts[0], spans[0] if spans else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """A text to train on: which characters are targets, and where the last response begins."""
+
+    text: str
+    spans: list[Span]
+    response: int
+    rewritten: int = 0  # assistant turns that are no targets: the text shows them changed
+
+
+def render_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, every_turn: bool
+) -> Passage:
+    """A conversation that ends with the assistant; targets are the last turn or every turn of it.
+
+    A turn is what the template marks with `{% generation %}`; without marks, what comes after the
+    generation prompt and before the next message. Where the template rewrites history (drops
+    earlier reasoning), it is the turn's content and the end of turn after it; an earlier turn whose
+    content was changed is no target. Raises ValueError where the last turn cannot be found.
+    """
+    text, marked = _render(tokenizer, messages, False)
+    if marked:
+        earlier = len(_render(tokenizer, messages[:-1], False)[1]) if messages[:-1] else 0
+        last = marked[earlier:] or marked[-1:]
+        return Passage(text=text, spans=marked if every_turn else last, response=last[0][0])
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    wanted = turns if every_turn else turns[-1:]
+    found = [_find_turn(tokenizer, messages, turn, text) for turn in wanted]
+    if found[-1] is None:
+        raise ValueError(
+            "the chat template does not show the last assistant message as it is (it may drop "
+            "reasoning), so its tokens cannot be told from the others. Mark the assistant's words "
+            "with {% generation %} and {% endgeneration %} in the template, and pass it as "
+            "--data.tokenizer_chat_template"
+        )
+    spans = [span for span in found if span is not None]
+    rewritten = len(found) - len(spans)
+    return Passage(text=text, spans=spans, response=spans[-1][0], rewritten=rewritten)
+
+
+def _find_turn(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, text: str
+) -> Span | None:
+    through = render(tokenizer, messages[: turn + 1])
+    if turn:
+        prompt = render(tokenizer, messages[:turn], add_generation_prompt=True)
+        stable = text.startswith(prompt) and text.startswith(through)
+        if stable and len(prompt) < len(through):
+            return len(prompt), len(through)
+    if any(messages[turn].get(field) for field in REASONING):
+        return None
+    return _find_content(tokenizer, messages, turn, text)
+
+
+def _find_content(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, text: str
+) -> Span | None:
+    """Where a turn's content is in `text`: between the neighbours that a stand-in would have."""
+    past = [*messages[:turn], {**messages[turn], "content": STAND_IN}]
+    before, _, after = render(tokenizer, [*past, *messages[turn + 1 :]]).partition(STAND_IN)
+    end = len(text) - len(after)
+    shown = text[len(before) : end].strip()
+    content = messages[turn]["content"]
+    if not (text.startswith(before) and text.endswith(after)):
+        return None
+    if not isinstance(content, str) or shown != content.strip():
+        return None
+    end_of_turn = render(tokenizer, past).partition(STAND_IN)[2]
+    return len(before), end + _in_common(end_of_turn, after)
+
+
+def _in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """A text's tokens, and the characters [start, end) of each where the tokenizer knows them."""
+
+    text: str
+    tokens: list[int]
+    offsets: list[Span] | None
+    tokenizer: PreTrainedTokenizerBase
+
+    def tokens_of(self, span: Span) -> range:
+        """The tokens of a span of characters; a token that straddles its border belongs to it.
+
+        A tokenizer without offsets answers by encoding the text before the border: tokens that both
+        have in common come before it.
+
+        Example, the text "Q: yes" as `Q`, `:`, `▁yes` and the span (3, 6) of "yes": range(2, 3).
+        """
+        if self.offsets is None:
+            return range(*map(self._tokens_before, span))
+        # Ends, not starts, tell what is before: some offsets leave out the space before a word.
+        first, last = (bisect_right(self.offsets, border, key=_end) for border in span)
+        while last < len(self.offsets) and self.offsets[last][0] < span[1]:
+            last += 1
+        return range(first, last)
+
+    def _tokens_before(self, border: int) -> int:
+        before = self.tokenizer(self.text[:border], add_special_tokens=False)["input_ids"]
+        return _in_common(self.tokens, before)
+
+
+def _end(span: Span) -> int:
+    return span[1]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoded]:
+    """The texts as tokens, without the special tokens that a tokenizer would add around them."""
+    if not texts:
+        return []
+    with_offsets = bool(tokenizer.is_fast)
+    known: Mapping[str, Any] = tokenizer(
+        list(texts), add_special_tokens=False, return_offsets_mapping=with_offsets, verbose=False
+    )
+    offsets = known["offset_mapping"] if with_offsets else [None] * len(texts)
+    return [
+        Encoded(text=text, tokens=tokens, offsets=where, tokenizer=tokenizer)
+        for text, tokens, where in zip(texts, known["input_ids"], offsets, strict=True)
+    ]

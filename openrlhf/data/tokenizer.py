@@ -1,0 +1,80 @@
+"""Loading a tokenizer as every stage needs it: padding token, padding side, chat template."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from openrlhf.data.errors import DataError, looks_like_path
+
+logger = logging.getLogger(__name__)
+
+
+def get_tokenizer(
+    path: str,
+    *,
+    padding_side: str = "right",
+    use_fast: bool = True,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name; a missing padding token becomes end-of-text.
+
+    `chat_template` replaces the tokenizer's own. Raises DataError where there is no tokenizer,
+    where it needs code of the model's repository that is not trusted, and where it has no
+    end-of-text token.
+    """
+    if not use_fast:
+        logger.warning(
+            "--data.disable_fast_tokenizer has no effect: "
+            "Transformers 5 has one implementation of each tokenizer."
+        )
+    folder = os.path.expanduser(path)
+    if looks_like_path(path) and not os.path.isdir(folder):
+        raise DataError(f"There is no folder {path!r} (seen from {os.getcwd()}) with a tokenizer.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, LookupError, AttributeError, ImportError) as error:
+        raise DataError(_explain(path, error)) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made of a config.json alone
+        raise DataError(f"{path!r} holds no tokenizer: its vocabulary is empty. Add its files.")
+    if tokenizer.eos_token is None:
+        raise DataError(
+            f"The tokenizer of {path!r} has no end-of-text token (eos_token), "
+            "which ends every training text. Name one in its tokenizer_config.json."
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = padding_side
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _explain(path: str, error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return (
+            f"The tokenizer of {path!r} is code in the model's own repository, which runs only if "
+            "you allow it: read that code, then pass --model.trust_remote_code."
+        )
+    what = (
+        "a folder" if os.path.isdir(os.path.expanduser(path)) else "no folder here, so a hub name"
+    )
+    return (
+        f"No tokenizer could be loaded from {path!r} ({what}), "
+        f"which --model.model_name_or_path or --actor.model_name_or_path names: {error}"
+    )
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises DataError where the tokenizer has no chat template to render messages with."""
+    try:
+        tokenizer.get_chat_template()
+    except ValueError as error:
+        raise DataError(
+            f"--data.apply_chat_template is set, but the tokenizer of {tokenizer.name_or_path!r} "
+            "has no chat template. Give one with --data.tokenizer_chat_template, or use "
+            "--data.input_template instead."
+        ) from error

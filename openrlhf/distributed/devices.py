@@ -1,0 +1,87 @@
+"""Which kind of device this process works on, and the environment that has to stand before the heavy imports."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def device_kind() -> str:
+    """`cuda` where torch sees a GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def collective_backend(kind: str) -> str:
+    """The torch.distributed backend of a device kind."""
+    return "nccl" if kind == "cuda" else "gloo"
+
+
+def free_port() -> int:
+    """A TCP port that is free on this machine now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def node_address() -> str:
+    """This machine's address as other machines of the cluster reach it; loopback when there is no route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(
+                ("10.255.255.255", 1)
+            )  # a datagram socket sends nothing: this only picks the route
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
+    """Environment variables of a training process; they must be set before torch and DeepSpeed are imported.
+
+    `threads`: OpenMP threads of the process. Idle OpenMP threads must sleep: spinning ones take the cores of the engine.
+    """
+    common = {
+        "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"),
+        "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
+        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    if kind == "cuda":
+        return common
+    return common | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+    }
+
+
+@contextmanager
+def silenced_stderr() -> Iterator[None]:
+    """Nothing that C code or a child process writes to standard error within it is seen. Exceptions are."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def complete_launcher_environment() -> None:
+    """Fill in what a launcher would have set, so that one plain process is a world of one."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(free_port())
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    if device_kind() == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses, and warns

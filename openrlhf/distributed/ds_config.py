@@ -1,0 +1,89 @@
+"""From our configuration to DeepSpeed's dictionaries. Pure: no process group, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from openrlhf.config.shared import EngineConfig
+
+# Parameters whose names end like this are not decayed (biases and normalisations).
+NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
+
+
+def training_config(engine: EngineConfig, *, max_norm: float) -> dict[str, Any]:
+    """DeepSpeed's configuration of a trained model.
+
+    The optimizer-step window is ours: `managed_gradient_accumulation` off means that every backward accumulates and every
+    step steps, so the caller owns boundaries and denominators.
+    """
+    return _common(engine) | {
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": max_norm,
+        "zero_optimization": _zero(engine, training_stage(engine)),
+    }
+
+
+def training_stage(engine: EngineConfig) -> int:
+    """The ZeRO stage that trains. DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32; stage 1 does the same sums."""
+    return 1 if engine.zero_stage == 0 and engine.param_dtype == "bf16" else engine.zero_stage
+
+
+def inference_config(engine: EngineConfig) -> dict[str, Any]:
+    """DeepSpeed's configuration of a frozen model: sharded with ZeRO 3 where the trained one is, else whole."""
+    return _common(engine) | {
+        "zero_optimization": _zero(engine, 3 if engine.zero_stage == 3 else 0)
+    }
+
+
+def _common(engine: EngineConfig) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed; the real sizes are the window's
+        "steps_per_print": 10**9,
+        "log_level": "error",
+        "bf16": {"enabled": engine.param_dtype == "bf16"},
+        "fp16": {"enabled": engine.param_dtype == "fp16"},
+        # Gradients of bfloat16 weights are summed in float32: a window may have many micro-batches.
+        "data_types": {"grad_accum_dtype": engine.grad_accum_dtype or "fp32"},
+    }
+
+
+def _zero(engine: EngineConfig, stage: int) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if engine.overlap_comm:
+        zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    if stage == 3:
+        zero |= {
+            "reduce_scatter": True,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+        }
+    return zero
+
+
+def fill_auto(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Replace `auto` bucket sizes of ZeRO 3 by what Transformers' integration uses for this hidden size."""
+    sizes = {
+        "reduce_bucket_size": hidden_size * hidden_size,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    zero = {k: sizes[k] if v == "auto" else v for k, v in config["zero_optimization"].items()}
+    return config | {"zero_optimization": zero}
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """AdamW's parameter groups: decayed, and not decayed. Empty groups are left out (schedulers fail on them)."""
+    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+    decayed: Sequence[Tensor] = [p for name, p in trained if not name.endswith(NO_DECAY)]
+    spared: Sequence[Tensor] = [p for name, p in trained if name.endswith(NO_DECAY)]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,333 @@
+"""DeepSpeed behind two nouns: `Strategy`, this process's place among its peers, and `TrainEngine`, the optimizer-step window.
+
+The window owns the denominator: counts are summed over all micro-batches of the window and all data-parallel ranks before the
+first forward, so the result does not depend on how the window was split.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import enable_full_determinism, get_scheduler, set_seed
+
+from openrlhf.config.shared import EngineConfig, OptimizerConfig
+from openrlhf.distributed import devices, ds_config
+from openrlhf.observability.metrics import Metric, merge_all
+
+# At import DeepSpeed looks for its accelerator, and asks the linker for libraries, whose complaints mean nothing.
+devices.complete_launcher_environment()
+with devices.silenced_stderr():
+    import deepspeed
+    from deepspeed.utils import logger as deepspeed_logger
+    from transformers.integrations import HfDeepSpeedConfig
+
+deepspeed_logger.setLevel("ERROR")
+# DeepSpeed calls collectives by names that torch is about to retire, once per gradient bucket.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+
+# Compiling the shared-memory collectives takes 25 s on a fresh machine and gains nothing for our message sizes.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
+
+Totals = Mapping[str, float]
+Metrics = dict[str, Metric]
+M = TypeVar("M")  # a micro-batch
+
+
+class NonFiniteError(RuntimeError):
+    """Too many optimizer steps in a row had a loss or gradient that was NaN or infinite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did. `grad_norm` is before clipping; not finite where the step was skipped for that."""
+
+    applied: bool
+    grad_norm: float
+    lr: float
+    metrics: Metrics = field(default_factory=dict)
+
+
+class Strategy:
+    """This process's place among its peers: device, ranks, reductions, and how models become engines."""
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        *,
+        seed: int,
+        full_determinism: bool = False,
+        timeout_s: float = 3600,
+    ) -> None:
+        self.config = engine
+        self.kind = devices.device_kind()
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.local_rank)
+        self.device = torch.device(self.kind, self.local_rank if self.kind == "cuda" else None)
+        if not dist.is_initialized():
+            backend = devices.collective_backend(self.kind)
+            deepspeed.init_distributed(backend, timeout=timedelta(seconds=timeout_s), verbose=False)
+        self.rank, self.dp_size = dist.get_rank(), dist.get_world_size()
+        self.dp_rank = self.rank
+        enable_full_determinism(seed) if full_determinism else set_seed(seed)
+
+    @property
+    def is_main(self) -> bool:
+        """True in the process that writes, prints and decides."""
+        return self.rank == 0
+
+    def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
+        """Sums (or `max`, `min`) of a few numbers over the data-parallel ranks."""
+        block = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(
+            block,
+            op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op],
+        )
+        return block.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, on every rank. Pickles: for small things."""
+        gathered: list[Any] = [None] * self.dp_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+    @contextmanager
+    def loading(self, config: dict[str, Any]) -> Iterator[None]:
+        """Within it, Transformers loads weights straight into ZeRO-3 shards where `config` asks for stage 3."""
+        live = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
+        try:
+            yield
+        finally:
+            del live  # Transformers holds it by a weak reference: while it lives, every model is loaded sharded
+
+    def trained(
+        self, load: Callable[[], nn.Module], optimizer: OptimizerConfig, *, total_steps: int
+    ) -> TrainEngine:
+        """Load a model with `load` and give it an optimizer, a schedule and a gradient-reducing engine."""
+        config = ds_config.training_config(self.config, max_norm=optimizer.max_norm)
+        with self.loading(config):
+            module = load()
+        groups = ds_config.parameter_groups(module.named_parameters(), optimizer.adam.weight_decay)
+        adam = torch.optim.AdamW(
+            groups,
+            lr=optimizer.adam.lr,
+            betas=tuple(optimizer.adam.betas),
+            eps=optimizer.adam.eps,
+            fused=True,
+        )
+        engine = _initialize(
+            config,
+            module,
+            optimizer=adam,
+            lr_scheduler=lambda wrapped: _schedule(wrapped, optimizer, total_steps),
+        )
+        return TrainEngine(engine, self)
+
+    def frozen(self, load: Callable[[], nn.Module]) -> nn.Module:
+        """Load a model with `load` for forwards only, sharded like the trained one under ZeRO 3."""
+        config = ds_config.inference_config(self.config)
+        with self.loading(config):
+            module = load()
+        module.requires_grad_(False).eval()
+        if config["zero_optimization"]["stage"] != 3:
+            return module.to(self.device)
+        return _initialize(config, module).eval()
+
+
+def _initialize(config: dict[str, Any], module: nn.Module, **parts: Any) -> Any:
+    """A DeepSpeed engine; what DeepSpeed prints about memory while it makes one is dropped."""
+    with redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            model=module, config=ds_config.fill_auto(config, hidden_size_of(module)), **parts
+        )
+    return engine
+
+
+class TrainEngine:
+    """A DeepSpeed engine whose optimizer-step window is ours."""
+
+    def __init__(self, engine: Any, strategy: Strategy) -> None:
+        self.engine = engine
+        self.strategy = strategy
+        self._wrapped = ds_config.training_stage(strategy.config) > 0
+        self.nonfinite_in_a_row = 0
+        # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
+        engine.enable_backward_allreduce = self._wrapped
+
+    @property
+    def module(self) -> nn.Module:
+        """The trained model."""
+        return self.engine.module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def optimize(
+        self,
+        window: Sequence[M],
+        *,
+        counts: Callable[[M], Totals],
+        loss: Callable[[M, Totals], tuple[Tensor, Metrics]],
+        max_nonfinite: int = 3,
+    ) -> StepResult:
+        """One optimizer step over a window of micro-batches.
+
+        `counts(micro)` names the denominators of a micro-batch (tokens, sequences); `loss(micro, totals)` returns its share of
+        the window's loss, already divided by the totals over the window and all ranks. Raises NonFiniteError after
+        `max_nonfinite` skipped steps in a row.
+        """
+        local = [counts(micro) for micro in window]
+        names = sorted(local[0])
+        summed = self.strategy.all_reduce([math.fsum(c[name] for c in local) for name in names])
+        totals = dict(zip(names, summed, strict=True))
+        if not any(totals.values()):
+            return StepResult(applied=False, grad_norm=0.0, lr=self._lr())
+        [rounds] = self.strategy.all_reduce([len(window)], "max")
+        gathered: list[Metrics] = []
+        for turn in range(int(rounds)):
+            # Under ZeRO 2 and 3 every rank runs the same number of backwards: a short one repeats its last with weight 0.
+            share, metrics = loss(window[min(turn, len(window) - 1)], totals)
+            real = turn < len(window)
+            self.engine.backward(share * self.strategy.dp_size if real else share * 0.0)
+            gathered += [metrics] if real else []
+        return self._step(merge_all(gathered), max_nonfinite)
+
+    def _step(self, metrics: Metrics, max_nonfinite: int) -> StepResult:
+        lr = self._lr()
+        grad_norm = self._guarded_step() if not self._wrapped else self._wrapped_step()
+        applied = math.isfinite(grad_norm)
+        self.nonfinite_in_a_row = 0 if applied else self.nonfinite_in_a_row + 1
+        if self.nonfinite_in_a_row >= max_nonfinite:
+            raise NonFiniteError(
+                f"{self.nonfinite_in_a_row} optimizer steps in a row had a loss or gradient that was NaN or infinite "
+                f"(gradient norm {grad_norm}); the weights were not touched by them. Lower the learning rate, look at "
+                "the rewards and data of these steps, or raise --train.max_nonfinite."
+            )
+        return StepResult(applied=applied, grad_norm=grad_norm, lr=lr, metrics=metrics)
+
+    def _wrapped_step(self) -> float:
+        self.engine.step()  # DeepSpeed itself skips a step whose norm is not finite
+        skipped = getattr(self.engine.optimizer, "overflow", False)
+        norm = self.engine.get_global_grad_norm()
+        return math.inf if skipped or norm is None else float(norm)
+
+    def _guarded_step(self) -> float:
+        self.engine.buffered_allreduce_fallback()
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = float(nn.utils.get_total_norm(gradients))
+        if math.isfinite(norm):
+            self.engine.step()
+        else:
+            self.engine.zero_grad()
+        return norm
+
+    def _lr(self) -> float:
+        return float(self.engine.get_lr()[0])
+
+    def save(self, directory: str, tag: str) -> None:
+        """Write weights, optimizer, schedule and random state to `directory/tag`. Collective over the ranks."""
+        self.engine.save_checkpoint(directory, tag=tag, save_latest=False)
+        torch.save(random_state(), Path(directory) / tag / f"random_state_{self.strategy.rank}.pt")
+        self.strategy.barrier()
+
+    def load(self, directory: str, tag: str) -> None:
+        """Read what `save` wrote, in a run with as many ranks and the same ZeRO stage. Collective over the ranks."""
+        path, _ = self.engine.load_checkpoint(directory, tag=tag)
+        if path is None:
+            raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
+        restore_random_state(
+            torch.load(
+                Path(directory) / tag / f"random_state_{self.strategy.rank}.pt", weights_only=False
+            )
+        )
+
+    def full_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Whole parameters in buckets of modules, by their names in the Transformers model. Collective over the ranks.
+
+        The tensors of a bucket are valid until the next one is asked for. Tied weights come once.
+        """
+        sharded = self.strategy.config.zero_stage == 3
+        for bucket in _module_buckets(self.module.get_submodule("hf"), bucket_bytes):
+            parameters = [p for _, p in bucket]
+            with deepspeed.zero.GatheredParameters(parameters, enabled=sharded):
+                yield [(name, p.data) for name, p in bucket]
+
+
+def _module_buckets(module: nn.Module, limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in module.named_parameters():  # names each tied weight once
+        nbytes = math.prod(full_shape(parameter)) * parameter.element_size()
+        if bucket and size + nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+def _schedule(wrapped: Any, optimizer: OptimizerConfig, total_steps: int) -> Any:
+    """The learning-rate schedule by its Transformers name; the floor is known to the two with a minimum only."""
+    with_floor = optimizer.lr_scheduler in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+    return get_scheduler(
+        optimizer.lr_scheduler,
+        wrapped,
+        num_warmup_steps=math.ceil(total_steps * optimizer.lr_warmup_ratio),
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs={"min_lr_rate": optimizer.min_lr_ratio} if with_floor else {},
+    )
+
+
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of the whole parameter; ZeRO 3 leaves an empty stand-in that remembers it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def hidden_size_of(module: nn.Module) -> int:
+    """The width of a wrapped Transformers model."""
+    config: Any = module.config
+    return config.get_text_config().hidden_size
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every generator that a forward may draw from (dropout)."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Put the generators back where `random_state` found them."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

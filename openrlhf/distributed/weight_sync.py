@@ -1,0 +1,256 @@
+"""How weights travel from trainer to engines: the channel both halves share, and the sender.
+
+Trainer rank 0 and all engine workers form one group, outside torch's default group. Transports:
+gloo between CPU processes, NCCL between different GPUs, CUDA IPC between processes on one GPU. Only
+gloo has been run so far; NCCL and CUDA IPC are written from torch's sources, and their tests
+(marker `gpu`) wait for a machine with GPUs.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.multiprocessing.reductions import reduce_tensor
+
+from openrlhf.distributed.buckets import (
+    Bucket,
+    PublicationError,
+    SentWeights,
+    WeightManifest,
+    bucket_hash,
+    bucket_nbytes,
+    pack,
+)
+
+Transport = Literal["gloo", "nccl", "ipc"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGroup:
+    """Where sender and workers meet: rank 0 sends, and listens on `host:port`; the others receive.
+
+    With `ipc` every trainer process that shares its GPU with an engine worker is a member, and
+    sends to that one.
+    """
+
+    host: str
+    port: int
+    world_size: int
+    transport: Transport
+    name: str  # a fresh one for every group: a failed group's messages must not reach the next
+    timeout_s: float = 120.0
+
+
+class Channel(Protocol):
+    """One member's end. Its calls block until the bytes have moved, or raise PublicationError."""
+
+    device: torch.device
+
+    def send(self, buffer: Tensor) -> None: ...
+
+    def receive(self, buffer: Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def join_group(group: WeightGroup, rank: int) -> Channel:
+    """Meet the other members. Raises PublicationError after `timeout_s`, naming who did not come."""
+    store = _meet(group, rank)
+    if group.transport == "ipc":
+        return _IpcChannel(store, group)
+    return _BroadcastChannel(store, group, rank)
+
+
+def _meet(group: WeightGroup, rank: int) -> Store:
+    timeout = timedelta(seconds=group.timeout_s)
+    keys = {member: f"joined/{member}" for member in range(group.world_size)}
+    try:
+        tcp = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            group.host, group.port, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        role = "listen" if rank == 0 else "reach the trainer"
+        raise _broken(
+            group, f"rank {rank} could not {role} at {group.host}:{group.port}", error
+        ) from error
+    store = PrefixStore(group.name, tcp)
+    store.set(keys[rank], "")
+    try:
+        store.wait(list(keys.values()), timeout)
+    except RuntimeError as error:
+        raise _broken(group, _absent(store, keys, group.timeout_s), error) from error
+    return store
+
+
+def _absent(store: Store, keys: dict[int, str], timeout_s: float) -> str:
+    try:
+        missing = [member for member, key in keys.items() if not store.check([key])]
+    except RuntimeError:
+        return "the trainer gave up or died before all members had joined"
+    return f"ranks {missing} did not join within {timeout_s:g} s"
+
+
+def _broken(group: WeightGroup, what: str, error: Exception) -> PublicationError:
+    return PublicationError(
+        f"weight group {group.name} ({group.transport}): {what}: {str(error).splitlines()[0]}"
+    )
+
+
+class _BroadcastChannel:
+    """Broadcast from rank 0, over a process group of gloo's or NCCL's that stands alone."""
+
+    def __init__(self, store: Store, group: WeightGroup, rank: int) -> None:
+        self.group = group
+        self.on_gpu = group.transport == "nccl"
+        self.device = torch.device("cuda" if self.on_gpu else "cpu")
+        self.store = store  # rank 0 hosts it: it must live as long as the group
+        self.work: Any = None  # torch's Work and Backend; None after `close`
+        self.backend: Any = None
+        if self.on_gpu:
+            options = dist.ProcessGroupNCCL.Options()
+            # NCCL's watchdog ends the whole process; the deadline in `_await_gpu` has to come first
+            options._timeout = timedelta(days=1)
+            self.backend = dist.ProcessGroupNCCL(store, rank, group.world_size, options)
+        else:
+            timeout = timedelta(seconds=group.timeout_s)
+            self.backend = dist.ProcessGroupGloo(store, rank, group.world_size, timeout)
+
+    def send(self, buffer: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        try:
+            self.work = self.backend.broadcast([buffer], options)
+            if self.on_gpu:
+                self._await_gpu(self.work)
+            self.work.wait()
+        except RuntimeError as error:
+            raise _broken(self.group, "a member died, or did not answer in time", error) from error
+
+    receive = send  # a broadcast is one call on all sides
+
+    def _await_gpu(self, work: Any) -> None:
+        """NCCL's own wait only orders streams, and a dead peer would never be noticed."""
+        deadline = time.monotonic() + self.group.timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no progress for {self.group.timeout_s:g} s")
+            time.sleep(0.0005)
+
+    def close(self) -> None:
+        if self.on_gpu:
+            self.backend.abort()
+        # gloo closes its sockets, which tells the others, only when nothing refers to them
+        self.work = self.backend = None
+
+
+class _IpcChannel:
+    """Hands the worker on this GPU a handle to the sender's memory; it copies, and says so."""
+
+    def __init__(self, store: Store, group: WeightGroup) -> None:
+        self.group = group
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        self.store = store
+        self.messages = 0
+
+    def send(self, buffer: Tensor) -> None:
+        torch.cuda.synchronize(self.device)
+        key = self._next_key()
+        self.store.set(key, pickle.dumps(reduce_tensor(buffer)))
+        self._wait(f"{key}/copied")  # the caller may reuse or free the buffer from here on
+        self.store.delete_key(key)
+        self.store.delete_key(f"{key}/copied")
+
+    def receive(self, buffer: Tensor) -> None:
+        key = self._next_key()
+        self._wait(key)
+        rebuild, arguments = pickle.loads(self.store.get(key))
+        # argument 6 is the GPU's number, which may be another in each process
+        shared = rebuild(*arguments[:6], self.device.index, *arguments[7:])
+        buffer.copy_(shared)
+        torch.cuda.synchronize(self.device)
+        del shared
+        self.store.set(f"{key}/copied", "")
+
+    def _next_key(self) -> str:
+        self.messages += 1
+        return f"{self.uuid}/{self.messages}"
+
+    def _wait(self, key: str) -> None:
+        try:
+            self.store.wait([key], timedelta(seconds=self.group.timeout_s))
+        except RuntimeError as error:
+            what = f"no answer from the other process on GPU {self.uuid}"
+            raise _broken(self.group, what, error) from error
+
+    def close(self) -> None:
+        torch.cuda.ipc_collect()
+
+
+class WeightSender:
+    """The trainer's half of a publication: streams tensors to the engines, bucket by bucket."""
+
+    def __init__(self) -> None:
+        self._channel: Channel | None = None
+
+    def join(self, group: WeightGroup, rank: int = 0) -> None:
+        """Leave the previous group and meet the engines in a new one; blocks until all have come."""
+        self.leave()
+        self._channel = join_group(group, rank)
+
+    def send(self, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]) -> SentWeights:
+        """Send `tensors` (name, full tensor) in the manifest's order, each read before the next.
+
+        Raises PublicationError when a member is lost and ValueError when the tensors are not those
+        of the manifest. Either way the group is left, so that the engines fail at once; they stay
+        paused until a new group sends everything again.
+        """
+        if self._channel is None:
+            raise PublicationError(
+                f"version {manifest.version} has no group to go to: join one first"
+            )
+        try:
+            hashes = tuple(self._send_buckets(self._channel, manifest, iter(tensors)))
+            self._channel.send(torch.tensor(hashes, device=self._channel.device).view(torch.uint8))
+        except BaseException:
+            self.leave()
+            raise
+        return SentWeights(manifest=manifest, bucket_hashes=hashes)
+
+    def _send_buckets(
+        self, channel: Channel, manifest: WeightManifest, stream: Iterator[tuple[str, Tensor]]
+    ) -> Iterator[int]:
+        buckets = manifest.buckets()
+        buffer = torch.empty(
+            max(map(bucket_nbytes, buckets)), dtype=torch.uint8, device=channel.device
+        )
+        for bucket in buckets:
+            packed = buffer[: bucket_nbytes(bucket)]
+            pack(bucket, _in_order(bucket, stream), packed)
+            yield bucket_hash(packed)
+            channel.send(packed)
+        if (extra := next(stream, None)) is not None:
+            raise ValueError(f"the model gives {extra[0]}, which the manifest does not announce")
+
+    def leave(self) -> None:
+        """Close the channel, if there is one. The engines' workers notice."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+def _in_order(bucket: Bucket, stream: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
+    for spec in bucket:
+        name, tensor = next(stream, ("nothing more", torch.empty(0)))
+        if name != spec.name:
+            raise ValueError(f"the manifest announces {spec.name}, the model gives {name}")
+        yield tensor

@@ -1,0 +1,206 @@
+"""Worker hosts and groups: one Ray actor per device slot, any set of roles in it, calls by method reference.
+
+group.launch(PolicyWorker.update, [slice_of_rank_0, slice_of_rank_1])  ->  object references
+gather(references, timeout_s=…, doing="the policy update")             ->  results, or an error that names the culprit
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from openrlhf.distributed.devices import device_kind, free_port, node_address, worker_environment
+from openrlhf.distributed.placement import HostGroup, actor_options, reserve
+
+
+class WorkerError(RuntimeError):
+    """A worker died, or did not answer in time. The message names it, what it was doing, and its log."""
+
+
+def redirect_output(path: str) -> None:
+    """Send this process's standard output and error to a file, also what C++ code prints."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+class WorkerHost:
+    """One device slot's process. Hosts any set of roles, which share its process group and libraries."""
+
+    def __init__(self, log_path: str) -> None:
+        redirect_output(log_path)
+        self.roles: dict[str, Any] = {}
+        self.strategy: Any = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address and port for the group to meet at; asked of rank 0."""
+        return node_address(), free_port()
+
+    def connect(
+        self,
+        rank: int,
+        local_ranks: Sequence[int],
+        address: tuple[str, int],
+        settings: dict[str, Any],
+    ) -> None:
+        """Join the group's process group as `rank`. `settings` are the keyword arguments of `Strategy`."""
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(len(local_ranks)),
+            # Ray shows each actor its own GPU only, as number 0.
+            LOCAL_RANK="0" if device_kind() == "cuda" else str(local_ranks[rank]),
+            LOCAL_WORLD_SIZE=str(max(local_ranks) + 1),
+            MASTER_ADDR=address[0],
+            MASTER_PORT=str(address[1]),
+        )
+        # Imported here: DeepSpeed reads the environment above when it is imported.
+        from openrlhf.distributed.strategy import Strategy
+
+        self.strategy = Strategy(**settings)
+
+    def add_role(self, role: str, worker: Callable[..., Any], settings: Any) -> None:
+        """Create a worker, `worker(strategy, settings)`, under the name `role`."""
+        self.roles[role] = worker(self.strategy, settings)
+
+    def call(self, role: str, method: str, *args: Any) -> Any:
+        """Call a method of a role."""
+        return getattr(self.roles[role], method)(*args)
+
+    def node(self) -> str:
+        """The Ray node this process runs on."""
+        return ray.get_runtime_context().get_node_id()
+
+
+class HostHandles:
+    """The processes of one host group, started and connected."""
+
+    def __init__(
+        self,
+        group: HostGroup,
+        *,
+        on_gpus: bool,
+        threads: int,
+        log_dir: str,
+        timeout_s: float,
+        settings: dict[str, Any],
+    ) -> None:
+        self.group, self.name = group, group.name
+        self.log_dir = log_dir
+        self._reserved = reserved = reserve(group, on_gpus=on_gpus, timeout_s=timeout_s)
+        environment = worker_environment("cuda" if on_gpus else "cpu", threads=threads)
+        host_class = ray.remote(WorkerHost)
+        self.actors = [
+            host_class.options(
+                **actor_options(reserved, rank, on_gpus=on_gpus),
+                runtime_env={"env_vars": environment},
+            ).remote(self.log_path(rank))
+            for rank in range(group.slots)
+        ]
+        self._connect(settings, timeout_s)
+
+    def log_path(self, rank: int) -> str:
+        """Where the process of a rank writes its log."""
+        return str(Path(self.log_dir).absolute() / f"{self.name}-{rank}.log")
+
+    def close(self) -> None:
+        """End the processes and give their slots back."""
+        for host in self.actors:
+            ray.kill(host)
+        ray.util.remove_placement_group(self._reserved)
+
+    def _connect(self, settings: dict[str, Any], timeout_s: float) -> None:
+        doing = f"start the {self.name} processes"
+        nodes = gather(
+            [host.node.remote() for host in self.actors], timeout_s=timeout_s, doing=doing
+        )
+        local_ranks = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+        [address] = gather([self.actors[0].rendezvous.remote()], timeout_s=timeout_s, doing=doing)
+        joined = [
+            host.connect.remote(rank, local_ranks, address, settings)
+            for rank, host in enumerate(self.actors)
+        ]
+        gather(
+            joined,
+            timeout_s=timeout_s,
+            doing=doing,
+            logs=[self.log_path(r) for r in range(len(joined))],
+        )
+
+
+class WorkerGroup:
+    """The workers of one role, one per rank of their host group."""
+
+    def __init__(self, hosts: HostHandles, role: str) -> None:
+        self.hosts = hosts
+        self.role = role
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.hosts.actors)
+
+    @property
+    def logs(self) -> list[str]:
+        """Log file of each rank."""
+        return [self.hosts.log_path(rank) for rank in range(self.size)]
+
+    def create(self, worker: type, settings: Any) -> list[Any]:
+        """Create the role's worker in every process. Returns references."""
+        return [host.add_role.remote(self.role, worker, settings) for host in self.hosts.actors]
+
+    def launch(self, method: Callable[..., Any], per_rank: Sequence[Any]) -> list[Any]:
+        """Call `method` on every rank, each with its own argument. Returns references."""
+        calls = zip(self.hosts.actors, per_rank, strict=True)
+        return [host.call.remote(self.role, method.__name__, argument) for host, argument in calls]
+
+    def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `method` on every rank with the same arguments. Returns references."""
+        return [host.call.remote(self.role, method.__name__, *args) for host in self.hosts.actors]
+
+
+def gather(
+    references: Sequence[Any], *, timeout_s: float, doing: str, logs: Sequence[str] = ()
+) -> list[Any]:
+    """The results, in order. `doing` completes "… did not <doing> in time"; `logs[i]` is the log behind reference i.
+
+    The first failure ends the wait: its peers may hang in a collective because of it. Raises WorkerError when a process died
+    or the deadline passed; an exception of a worker's code is raised as it is.
+    """
+    deadline = time.monotonic() + timeout_s
+    waiting = list(references)
+    try:
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                raise WorkerError(_late(references, waiting, timeout_s, doing, logs))
+            ray.get(done)
+        return ray.get(list(references))
+    except ray.exceptions.RayActorError as error:
+        raise WorkerError(
+            f"a process died while the run was about to {doing}: {error}. Logs: {', '.join(logs) or 'see the run folder'}"
+        ) from error
+
+
+def _late(
+    references: Sequence[Any],
+    waiting: Sequence[Any],
+    timeout_s: float,
+    doing: str,
+    logs: Sequence[str],
+) -> str:
+    late = [rank for rank, reference in enumerate(references) if reference in waiting]
+    where = ", ".join(logs[rank] if rank < len(logs) else f"process {rank}" for rank in late)
+    return (
+        f"{len(late)} of {len(references)} processes did not {doing} within {timeout_s:g} s: {where}. Look at these logs; "
+        "raise --train.step_timeout (or --train.setup_timeout while a run starts) if they are merely slow."
+    )

@@ -1,0 +1,225 @@
+"""Batches of token sequences, flat: per-token columns (N,), per-sample columns (B,), offsets (B+1,).
+
+Nothing is padded until a model or a formula needs a block, so a batch costs what its tokens cost. A field's role lives in its
+metadata and drives select, split, concat and move; `Layout` turns columns into (R, T) blocks and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from openrlhf.trajectory import Trajectory
+
+PER_TOKEN, PER_SAMPLE, OFFSETS = "token", "sample", "offsets"
+
+
+def per_token(**kwargs: Any) -> Any:
+    """A dataclass field of shape (N,): speaks of the same positions as `tokens`."""
+    return field(metadata={"role": PER_TOKEN}, **kwargs)
+
+
+def per_sample(**kwargs: Any) -> Any:
+    """A dataclass field of shape (B,)."""
+    return field(metadata={"role": PER_SAMPLE}, **kwargs)
+
+
+def _offsets() -> Any:
+    return field(metadata={"role": OFFSETS})
+
+
+def offsets_of(lengths: Sequence[int]) -> Int[Tensor, " B+1"]:
+    """Where each sequence starts, and where the last one ends: lengths [2, 3] -> [0, 2, 5]."""
+    starts = torch.zeros(len(lengths) + 1, dtype=torch.long)
+    torch.cumsum(torch.tensor(lengths, dtype=torch.long), 0, out=starts[1:])
+    return starts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of some rows lie: gathers flat columns into (R, T) blocks and scatters blocks back."""
+
+    positions: Int[Tensor, "R T"]  # index into the flat column, 0 at padding
+    real: Bool[Tensor, "R T"]  # False at padding
+
+    @classmethod
+    def of(cls, offsets: Int[Tensor, " B+1"], rows: Tensor | None = None) -> Layout:
+        """The layout of `rows` (all by default), right-padded to the longest of them."""
+        starts, lengths = offsets[:-1], offsets.diff()
+        if rows is not None:
+            starts, lengths = starts[rows], lengths[rows]
+        width = int(lengths.max()) if len(lengths) else 0
+        steps = torch.arange(width, device=offsets.device)
+        real = steps < lengths[:, None]
+        return cls(positions=torch.where(real, starts[:, None] + steps, 0), real=real)
+
+    def gather(self, column: Tensor) -> Tensor:
+        """Flat (N,) -> block (R, T), zero (False) at padding. Differentiable."""
+        block = column[self.positions]
+        return block & self.real if block.dtype == torch.bool else block.masked_fill(~self.real, 0)
+
+    def scatter(self, block: Tensor, column: Tensor) -> None:
+        """Write the real entries of a block (R, T) to their places in the flat column (N,)."""
+        column[self.positions[self.real]] = block[self.real].to(column.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ragged:
+    """Token sequences of different lengths, flat. The base of every batch."""
+
+    tokens: Int[Tensor, " N"] = per_token()
+    offsets: Int[Tensor, " B+1"] = _offsets()
+
+    def __post_init__(self) -> None:
+        expected = {PER_TOKEN: int(self.offsets[-1]), PER_SAMPLE: len(self.offsets) - 1}
+        for f, column in self._columns():
+            if len(column) != expected[f.metadata["role"]]:
+                raise ValueError(
+                    f"{type(self).__name__}.{f.name} has {len(column)} entries, but the offsets speak of "
+                    f"{expected[PER_SAMPLE]} sequences with {expected[PER_TOKEN]} tokens"
+                )
+
+    def _columns(self) -> Iterator[tuple[Field[Any], Tensor]]:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.metadata.get("role") in (PER_TOKEN, PER_SAMPLE) and value is not None:
+                yield f, value
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return int(self.offsets[-1])
+
+    @property
+    def lengths(self) -> Int[Tensor, " B"]:
+        """Tokens of each sequence."""
+        return self.offsets.diff()
+
+    @property
+    def layout(self) -> Layout:
+        """The padded layout of all rows."""
+        return Layout.of(self.offsets)
+
+    def sample_of_token(self) -> Int[Tensor, " N"]:
+        """For each token, the row it belongs to."""
+        rows = torch.arange(self.num_samples, device=self.offsets.device)
+        return rows.repeat_interleave(self.lengths)
+
+    def blocks(self, max_tokens: int = 1 << 20) -> Iterator[Layout]:
+        """Layouts that cover all rows once, each of similar lengths and at most `max_tokens` places."""
+        order = self.lengths.argsort()
+        while len(order):
+            longest_first = int(self.lengths[order[-1]])
+            take = min(len(order), max(1, max_tokens // max(longest_first, 1)))
+            yield Layout.of(self.offsets, order[-take:])
+            order = order[:-take]
+
+    def select(self, rows: Sequence[int] | Tensor) -> Self:
+        """The given rows, in the given order."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+        lengths = self.lengths[index]
+        offsets = offsets_of(lengths.tolist())
+        shift = self.offsets[:-1][index] - offsets[:-1]
+        places = torch.arange(int(offsets[-1])) + shift.repeat_interleave(lengths)
+        taken = {
+            f.name: column[places if f.metadata["role"] == PER_TOKEN else index]
+            for f, column in self._columns()
+        }
+        return replace(self, offsets=offsets, **taken)
+
+    def split(self, partition: Sequence[Sequence[int]]) -> list[Self]:
+        """One batch per list of rows."""
+        return [self.select(rows) for rows in partition]
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """All rows of all parts, in order. A column must be present in all parts or in none."""
+        lengths = torch.cat([part.lengths for part in parts]).tolist()
+        joined = {
+            f.name: torch.cat([getattr(part, f.name) for part in parts])
+            for f, _ in parts[0]._columns()
+        }
+        return replace(parts[0], offsets=offsets_of(lengths), **joined)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch with every column on `device`."""
+        moved = {f.name: column.to(device, non_blocking=True) for f, column in self._columns()}
+        return replace(self, offsets=self.offsets.to(device, non_blocking=True), **moved)
+
+    def with_columns(self, **columns: Tensor) -> Self:
+        """The same batch with some columns added or replaced."""
+        return replace(self, **columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows(Ragged):
+    """Rows of supervised training: `loss_mask[t]` is True where token t is a target."""
+
+    loss_mask: Bool[Tensor, " N"] = per_token()
+
+    @classmethod
+    def from_lists(
+        cls, tokens: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]]
+    ) -> TokenRows:
+        """One sequence per pair of lists."""
+        return cls(
+            tokens=torch.tensor([t for row in tokens for t in row], dtype=torch.long),
+            loss_mask=torch.tensor([m for row in loss_mask for m in row], dtype=torch.bool),
+            offsets=offsets_of([len(row) for row in tokens]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience(Ragged):
+    """A batch of episodes on its way through annotation, credit assignment and the update.
+
+    Columns that are None have not been computed yet, or nothing needs them.
+    """
+
+    action_mask: Bool[Tensor, " N"] = per_token()
+    rollout_logprobs: Float[Tensor, " N"] = per_token()
+    group_ids: Int[Tensor, " B"] = per_sample()  # same prompt
+    trajectory_ids: Int[Tensor, " B"] = per_sample()  # same episode
+    rewards: Float[Tensor, " B"] = per_sample()  # NaN until a reward worker has scored the sample
+    truncated: Bool[Tensor, " B"] = per_sample()
+
+    old_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
+    ref_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
+    values: Float[Tensor, " N"] | None = per_token(default=None)
+    token_rewards: Float[Tensor, " N"] | None = per_token(default=None)
+    advantages: Float[Tensor, " N"] | None = per_token(default=None)
+    returns: Float[Tensor, " N"] | None = per_token(default=None)
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Experience:
+        """Flatten finished episodes; the group of a sample is its prompt's running number."""
+        flat_logprobs = [x for t in trajectories for x in t.rollout_logprobs]
+        rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
+        return cls(
+            tokens=torch.tensor([x for t in trajectories for x in t.tokens], dtype=torch.long),
+            offsets=offsets_of([len(t.tokens) for t in trajectories]),
+            action_mask=torch.tensor(
+                [x for t in trajectories for x in t.action_mask], dtype=torch.bool
+            ),
+            rollout_logprobs=torch.tensor(flat_logprobs, dtype=torch.float32),
+            group_ids=torch.tensor([t.prompt.index for t in trajectories], dtype=torch.long),
+            trajectory_ids=torch.arange(len(trajectories)),
+            rewards=torch.tensor(rewards, dtype=torch.float32),
+            truncated=torch.tensor([t.truncated for t in trajectories], dtype=torch.bool),
+        )
+
+    @property
+    def num_actions(self) -> Int[Tensor, " B"]:
+        """Sampled tokens of each episode."""
+        counts = torch.zeros(self.num_samples, dtype=torch.long, device=self.offsets.device)
+        return counts.index_add_(0, self.sample_of_token(), self.action_mask.long())

@@ -1,0 +1,71 @@
+"""Attention over packed rows without FlashAttention: one scaled-dot-product call per document.
+
+Registered with Transformers under a name its mask registry does not know, so no mask is built at all; where the documents lie
+travels through the keyword arguments of `model.forward`. Cost is linear in the number of documents, not quadratic in the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "packed_sdpa"
+
+
+def packed_sdpa(
+    module: nn.Module,
+    query: Tensor,  # (1, H, N, D)
+    key: Tensor,  # (1, H_kv, N, D)
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    document_lengths: Sequence[int],
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each document of a packed row. Returns (1, N, H, D).
+
+    Raises ValueError for attention variants that plain scaled-dot-product attention would get wrong silently.
+    """
+    for variant in ("softcap", "s_aux"):
+        if kwargs.get(variant) is not None:
+            raise ValueError(
+                f"this model's attention uses `{variant}`, which packed SDPA does not compute. "
+                "Drop --ds.packing_samples, or use --ds.attn_implementation flash_attention_2 on a GPU."
+            )
+    lengths = list(document_lengths)
+    pieces = [
+        scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=_window_mask(q.shape[2], sliding_window, q.device),
+            is_causal=sliding_window is None or q.shape[2] <= sliding_window,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        for q, k, v in zip(
+            query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
+        )
+    ]
+    return torch.cat(pieces, 2).transpose(1, 2), None
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """The causal band of sliding-window attention, where the document is longer than the window."""
+    if window is None or length <= window:
+        return None
+    steps = torch.arange(length, device=device)
+    distance = steps[:, None] - steps[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+AttentionInterface.register(NAME, packed_sdpa)

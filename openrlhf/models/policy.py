@@ -1,0 +1,142 @@
+"""A causal language model seen as a function from tokens to the log-probabilities of those tokens."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from openrlhf.algorithms.tensors import linear_logprobs
+from openrlhf.experience import Layout
+
+# Configuration entries by which some architectures transform logits after the head.
+_LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+)
+
+
+class TokenScores(NamedTuple):
+    """Per-token results on the flat axis; zero where they were not wanted. A tuple: ZeRO 3 hooks look into those."""
+
+    logprobs: Float[Tensor, " N"]
+    entropy: Float[Tensor, " N"] | None = None
+
+
+class LogprobHead(nn.Module):
+    """The output layer as a function to log-probabilities.
+
+    It owns the layer as a submodule and reads its weight in its own forward: that is how ZeRO 3 learns to gather it.
+    """
+
+    def __init__(self, lm_head: nn.Linear) -> None:
+        super().__init__()
+        self.lm_head = lm_head
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(K, H) hidden states and (K,) targets -> (K,) log-probabilities and, if asked for, entropies in nats."""
+        return linear_logprobs(
+            hidden,
+            self.lm_head.weight,
+            targets,
+            temperature=temperature,
+            entropy=entropy,
+            bias=self.lm_head.bias,
+        )
+
+
+class PolicyModel(nn.Module):
+    """log π(token_t | tokens before it) for flat batches, packed or padded inside: the numbers are the same.
+
+    `packing`: run all sequences as one row without padding; else as a right-padded block.
+    """
+
+    def __init__(self, hf: PreTrainedModel, *, packing: bool) -> None:
+        super().__init__()
+        reject_transformed_logits(hf.config)
+        self.hf = hf
+        self.head = LogprobHead(hf.get_output_embeddings())
+        self.packing = packing
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The Transformers configuration; DeepSpeed and the exports read it here."""
+        return self.hf.config
+
+    def forward(
+        self,
+        tokens: Int[Tensor, " N"],
+        offsets: Int[Tensor, " B+1"],
+        wanted: Bool[Tensor, " N"],
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> TokenScores:
+        """Score the `wanted` tokens. The first token of a sequence has no predecessor and scores 0.
+
+        Logits are made for wanted tokens only, and for a chunk of them at a time.
+        """
+        hidden = self._hidden(tokens, offsets)
+        scored = wanted.clone()
+        scored[offsets[:-1]] = False
+        places = scored.nonzero()[:, 0]
+        logprobs, entropies = self.head(hidden[places - 1], tokens[places], temperature, entropy)
+        blank = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
+        return TokenScores(
+            logprobs=blank.index_put((places,), logprobs),
+            entropy=None if entropies is None else blank.index_put((places,), entropies),
+        )
+
+    def _hidden(self, tokens: Tensor, offsets: Tensor) -> Float[Tensor, "N H"]:
+        decoder = self.hf.get_decoder()
+        lengths = offsets.diff()
+        positions = torch.arange(len(tokens), device=tokens.device)
+        positions = positions - offsets[:-1].repeat_interleave(lengths)
+        if self.packing:
+            return decoder(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,  # with a cache, or any mask, documents would attend to each other
+                **self._document_arguments(offsets),
+            ).last_hidden_state[0]
+        layout = Layout.of(offsets)
+        states = decoder(
+            input_ids=layout.gather(tokens),
+            attention_mask=layout.real.long(),
+            position_ids=layout.gather(positions),
+            use_cache=False,
+        ).last_hidden_state
+        return states[layout.real]
+
+    def _document_arguments(self, offsets: Tensor) -> dict[str, Any]:
+        """Where the documents of a packed row lie, in the words of the attention in use."""
+        lengths = offsets.diff()
+        if self.config._attn_implementation == "packed_sdpa":
+            return {"document_lengths": lengths.tolist()}
+        cumulative, longest = offsets.int(), int(lengths.max())
+        return {
+            "cu_seq_lens_q": cumulative,
+            "cu_seq_lens_k": cumulative,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+
+def reject_transformed_logits(architecture: PretrainedConfig) -> None:
+    """Refuse architectures whose logits are more than the output layer: their log-probabilities would be wrong here.
+
+    Raises ValueError naming the entry.
+    """
+    for name in _LOGIT_TRANSFORMS:
+        value = getattr(architecture.get_text_config(), name, None)
+        if value not in (None, 1, 1.0):
+            raise ValueError(
+                f"{architecture.model_type} transforms its logits after the output layer (config.{name} = {value}); "
+                "such models are not supported. Use an architecture with a plain output layer (Llama, Qwen, Mistral, …)."
+            )

@@ -1,0 +1,1 @@
+"""What a run measures, writes down, shows and reports."""

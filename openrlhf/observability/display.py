@@ -1,0 +1,160 @@
+"""What a run says on the terminal: one line of sense per step, evaluations, tables, notices.
+
+Three modes: *rich* on an interactive terminal (lines scroll above a live progress bar), *quiet*
+(the same lines, plain: files, pipes, --run.quiet) and *json* (one object per line, --run.json).
+Only the process with rank 0 has a display.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from openrlhf.observability.lines import (
+    Part,
+    clock_time,
+    compact,
+    evaluation_parts,
+    join_parts,
+    step_parts,
+)
+from openrlhf.observability.run_folder import json_line
+
+PLAIN_WIDTH = 120  # columns of a table where there is no terminal to ask
+
+
+class DisplayMode(StrEnum):
+    """How a run talks."""
+
+    RICH = "rich"
+    QUIET = "quiet"
+    JSON = "json"
+
+
+class Display:
+    """Talks to the person who started the run."""
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        json: bool = False,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`quiet` and `json` are --run.quiet and --run.json; `out` defaults to standard output."""
+        self._out = out or sys.stdout
+        live = not quiet and not json and self._out.isatty()
+        self.mode = DisplayMode.JSON if json else DisplayMode.RICH if live else DisplayMode.QUIET
+        plain: dict[str, Any] = {} if live else {"color_system": None, "width": PLAIN_WIDTH}
+        self.console = Console(file=self._out, highlight=False, **plain)
+        self._clock = clock
+        self._total, self._first, self._began = 0, 0, clock()
+        self._progress: Progress | None = None
+
+    def begin(self, total_steps: int, *, done: int = 0) -> None:
+        """Start counting: `done` of `total_steps` were made before (a resumed run)."""
+        self._total, self._first, self._began = total_steps, done, self._clock()
+        if self.mode is DisplayMode.RICH:
+            self._progress = Progress(
+                SpinnerColumn(style="cyan"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+                TextColumn("{task.fields[left]}", style="dim"),
+                TextColumn("{task.description}", style="dim"),
+                console=self.console,
+                expand=True,
+            )
+            self._progress.add_task("starting", total=total_steps, completed=done, left="")
+            self._progress.start()
+
+    def status(self, text: str) -> None:
+        """What the run is doing now, beside the progress bar: "generating 512 episodes"."""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], description=text)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """One training step and its metrics, under their logged names."""
+        made = step - self._first
+        left = (self._clock() - self._began) / made * (self._total - step) if made > 0 else None
+        if self.mode is DisplayMode.JSON:
+            self._emit("step", step=step, total_steps=self._total, seconds_left=left, **values)
+            return
+        if self._progress is None:
+            self._line(step_parts(step, self._total, values, seconds_left=left))
+        else:  # the time left is in the bar
+            self._line(step_parts(step, self._total, values, seconds_left=None))
+            text = "" if left is None else f"{clock_time(left)} left"
+            self._progress.update(self._progress.task_ids[0], completed=step, left=text)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """The metrics of an evaluation of the weights after `step`."""
+        if self.mode is DisplayMode.JSON:
+            self._emit("evaluation", step=step, **values)
+        else:
+            self._line(evaluation_parts(step, values))
+
+    def note(self, text: str) -> None:
+        """One sentence about the run."""
+        self._say("note", text)
+
+    def warn(self, text: str) -> None:
+        """One sentence the person should act on."""
+        self._say("warning", text)
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """A table. Columns whose cells all begin like numbers are aligned to the right."""
+        cells = [[_cell(cell) for cell in row] for row in rows]
+        if self.mode is DisplayMode.JSON:
+            self._emit("table", title=title, columns=list(columns), rows=cells)
+            return
+        edges = box.SIMPLE_HEAD if self.mode is DisplayMode.RICH else box.ASCII2
+        table = Table(title=title, title_justify="left", title_style="bold", box=edges)
+        for index, column in enumerate(columns):
+            numbers = bool(cells) and all(re.match(r"[-−+]?\d|–$", row[index]) for row in cells)
+            table.add_column(column, justify="right" if numbers else "left")
+        for row in cells:
+            table.add_row(*map(Text, row))
+        self.console.print(table)
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _line(self, parts: Sequence[Part]) -> None:
+        width = self.console.width if self.mode is DisplayMode.RICH else None
+        self.console.print(join_parts(parts, width=width), soft_wrap=True)
+
+    def _say(self, kind: str, text: str) -> None:
+        if self.mode is DisplayMode.JSON:
+            self._emit(kind, text=text)
+        elif kind == "note":
+            self.console.print(Text(text), soft_wrap=True)
+        else:
+            self.console.print(Text(f"{kind}: {text}", style="yellow"), soft_wrap=True)
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        self._out.write(json_line({"event": event, **fields}))
+        self._out.flush()
+
+
+def _cell(value: object) -> str:
+    match value:
+        case None:
+            return "–"
+        case float():
+            return compact(value)
+        case _:
+            return str(value)

@@ -1,0 +1,208 @@
+"""What every logged number means: its name, how it reduces, its unit and one line of definition.
+
+`docs/metrics.md` is generated from here. Names are `stage/quantity`. Numbers that a user's reward
+function or agent adds are logged as `train/<name>`, as means, and need no declaration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from openrlhf.observability.metrics import Last, Max, Mean, Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSpec:
+    """The declaration of one metric. `unit` is "" for a plain number; a share lies in [0, 1]."""
+
+    kind: type[Metric]
+    unit: str
+    definition: str
+
+
+GLOSSARY: dict[str, MetricSpec] = {}
+
+
+def declare(kind: type[Metric], unit: str, definitions: Mapping[str, str]) -> None:
+    """Add metrics of one kind and unit to `GLOSSARY`. `{…}` in a name stands for any text.
+
+    Raises ValueError for a name that is declared already.
+    """
+    for name, definition in definitions.items():
+        if name in GLOSSARY:
+            raise ValueError(f"metric {name!r} is declared twice")
+        GLOSSARY[name] = MetricSpec(kind=kind, unit=unit, definition=definition)
+
+
+def find_spec(name: str) -> MetricSpec | None:
+    """The declaration of a logged name, or None for a number that user code added.
+
+    Example: `eval/eval_gsm8k_pass4` finds `eval/eval_{datasource}_pass{k}`.
+    """
+    if name in GLOSSARY:
+        return GLOSSARY[name]
+    for pattern, spec in GLOSSARY.items():
+        fixed_parts = re.split(r"\{\w+\}", pattern)
+        if len(fixed_parts) > 1 and re.fullmatch("(.+)".join(map(re.escape, fixed_parts)), name):
+            return spec
+    return None
+
+
+def glossary_markdown() -> str:
+    """The documentation page of all metrics: one table per stage, names in alphabetical order."""
+    lines = ["# Metrics", "", _INTRODUCTION]
+    for stage, title in _STAGES.items():
+        lines += ["", f"## {title}", "", "| name | reduces as | unit | meaning |"]
+        lines += ["|---|---|---|---|"]
+        for name in sorted(name for name in GLOSSARY if name.startswith(f"{stage}/")):
+            spec = GLOSSARY[name]
+            meaning = spec.definition.replace("|", "\\|")
+            lines += [
+                f"| `{name}` | {spec.kind.__name__.lower()} | {spec.unit or '–'} | {meaning} |"
+            ]
+    return "\n".join(lines) + "\n"
+
+
+_STAGES = {
+    "train": "Training",
+    "rollout": "Rollout",
+    "timing": "Time and throughput",
+    "eval": "Evaluation",
+}
+
+_INTRODUCTION = """\
+Every number a run logs, under the name it has in `metrics.jsonl` and in the trackers. Means are
+weighted by what they count (action tokens, target tokens, episodes or pairs) over all ranks and
+micro-batches of a step, so they do not depend on how a batch was split. Numbers added by your
+reward function or agent appear as `train/<name>`, as means."""
+
+declare(
+    Mean,
+    "",
+    {
+        "train/policy_loss": "Policy loss, aggregated as `--algo.loss.aggregation` says.",
+        "train/critic_loss": "Half the clipped squared error of the critic against the returns.",
+        "train/loss": "Preference or reward-model loss of the step.",
+        "train/loss_mean": "Mean loss over the micro-batches of the step.",
+        "train/kto_loss": "KTO loss of the step.",
+        "train/aux_loss": "Load-balancing loss of a mixture of experts, before its coefficient.",
+        "train/reward": "Reward of an episode after length and stop penalties.",
+        "train/score": "Score of an episode, which dynamic filtering looks at.",
+        "train/return": "Sum of an episode's token rewards: shaped reward minus KL penalty.",
+        "train/values": "Value the critic predicts at an action token.",
+        "train/group_reward_std": "Standard deviation of the rewards of a prompt's samples.",
+        "train/chosen_reward": "(Implicit) reward of the chosen, or desirable, answers.",
+        "train/reject_reward": "(Implicit) reward of the rejected, or undesirable, answers.",
+        "rollout/reward_mean": "Reward of the generated episodes, as the reward source gave it.",
+        "eval/eval_loss": "Loss on the evaluation set.",
+        "eval/reward_mean": "Reward of all evaluation answers; stored for normalisation.",
+        "eval/chosen_reward": "Implicit reward of the desirable evaluation answers.",
+        "eval/reject_reward": "Implicit reward of the undesirable evaluation answers.",
+        "eval/eval_{datasource}_pass{k}": "Best reward of k samples of a prompt; k = 1: mean.",
+    },
+)
+declare(
+    Mean,
+    "nats per token",
+    {
+        "train/gpt_loss": "Negative log-likelihood of the target tokens.",
+        "train/nll_loss": "Negative log-likelihood of the chosen answers, DPO's regulariser.",
+        "train/ptx_loss": "Negative log-likelihood of the pretraining tokens mixed into RL.",
+        "train/distil_loss": "Cross entropy of the student under the teacher's distribution.",
+        "train/prm_loss": "Cross entropy of a step label.",
+        "train/kl": "KL of the policy to the reference, by the chosen estimator.",
+        "train/logprobs_diff": "log π_θ − log π_ref.",
+        "train/ppo_kl": "log π_old − log π_θ: how far the updates of a batch moved the policy.",
+        "train/vllm_kl": "log π_rollout − log π_old: disagreement of engine and trainer, signed.",
+        "train/logprob_gap_mean": "|log π_rollout − log π_trainer| of the same weights.",
+        "train/entropy_loss": "Entropy of the policy at an action token.",
+        "eval/eval gpt_loss": "Negative log-likelihood of the evaluation set's target tokens.",
+        "eval/eval prm_loss": "Cross entropy of a step label of the evaluation set.",
+    },
+)
+declare(
+    Max,
+    "nats per token",
+    {"train/logprob_gap_max": "Largest |log π_rollout − log π_trainer| of any token."},
+)
+declare(
+    Mean,
+    "share",
+    {
+        "train/ppo_clip_ratio": "Action tokens whose surrogate was clipped.",
+        "train/kl_clamped": "Action tokens whose KL estimate hit its bound of ±10.",
+        "train/response_clip_ratio": "Episodes as long as `--data.max_len` allows.",
+        "train/truncated": "Episodes that ran out of tokens before they ended.",
+        "train/dead_groups": "Prompts whose samples all have one reward: nothing to compare.",
+        "train/acc": "Pairs ranked rightly, or step labels predicted rightly.",
+        "train/acc_mean": "`train/acc` over the micro-batches of the step.",
+        "rollout/truncated_rate": "Generated episodes that ran out of tokens.",
+        "eval/acc_mean": "Evaluation pairs ranked rightly.",
+        "eval/eval acc": "Evaluation step labels predicted rightly.",
+        "eval/eval_truncated_rate": "Evaluation samples that ran out of tokens.",
+        "eval/eval_{datasource}_truncated_rate": "The same, of one data source.",
+    },
+)
+declare(
+    Mean,
+    "tokens",
+    {
+        "train/response_length": "Length of a response, from first to last action token.",
+        "train/total_length": "Length of an episode, prompt and feedback included.",
+        "rollout/response_length_mean": "Length of a generated response.",
+        "eval/eval_response_length_mean": "Length of an evaluation response.",
+        "eval/eval_{datasource}_response_length_mean": "The same, of one data source.",
+    },
+)
+declare(
+    Mean, "percent", {"train/dynamic_filtering_pass_rate": "Prompts that dynamic filtering kept."}
+)
+declare(Mean, "versions", {"train/staleness_mean": "Age of a sampled token in weight versions."})
+declare(Max, "versions", {"train/staleness_max": "Age of the oldest sampled token."})
+declare(
+    Last,
+    "",
+    {
+        "train/lr": "Learning rate after the step.",
+        "train/actor_lr": "Learning rate of the policy after the step.",
+        "train/critic_lr": "Learning rate of the critic after the step.",
+        "train/grad_norm": "Norm of the whole gradient before clipping.",
+        "train/actor_grad_norm": "Norm of the policy's whole gradient before clipping.",
+        "train/critic_grad_norm": "Norm of the critic's whole gradient before clipping.",
+        "train/kl_coef": "Coefficient β of the KL penalty or loss.",
+        "train/weight_version": "Version of the weights the engines serve after the step.",
+        "rollout/reward_std": "Standard deviation of the generated episodes' rewards.",
+        "eval/reward_std": "Standard deviation of all evaluation rewards; for normalisation.",
+    },
+)
+declare(
+    Last,
+    "count",
+    {
+        "train/nonfinite_steps": "Optimizer steps skipped so far: loss or gradient not finite.",
+        "train/failed_episodes": "Episodes of the step that failed and were dropped.",
+        "rollout/num_samples": "Episodes generated for the step.",
+        "eval/eval_num_samples": "Samples scored in the evaluation.",
+        "eval/eval_failed_episodes": "Evaluation samples that failed and have no reward.",
+    },
+)
+declare(
+    Last,
+    "seconds",
+    {
+        "timing/generation": "Generating and rewarding episodes.",
+        "timing/make_experience": "Forward passes and credit assignment.",
+        "timing/ppo_train": "Updating policy and critic.",
+        "timing/broadcast": "Publishing the new weights to the engines.",
+        "timing/evaluation": "Evaluating.",
+        "timing/checkpoint": "Writing a checkpoint.",
+        "timing/step_total": "The whole step, waiting for episodes included.",
+    },
+)
+declare(
+    Last,
+    "tokens per second",
+    {"timing/tokens_per_second": "Tokens of the batch, prompts included, ÷ time of the step."},
+)

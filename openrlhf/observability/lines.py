@@ -1,0 +1,171 @@
+"""The wording of a step's line: which metrics it shows, how numbers are written, what leaves first.
+
+Numbers have fixed widths, so that the lines of a run read as columns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rich.text import Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One piece of a line: `label value unit (detail)`. The highest `rank` leaves first."""
+
+    value: str
+    label: str = ""
+    unit: str = ""
+    detail: str = ""
+    rank: int = 0
+    style: str = ""
+
+    @property
+    def text(self) -> Text:
+        detail = f"({self.detail})" if self.detail else ""
+        pieces = (self.label, "dim"), (self.value, self.style), (self.unit, ""), (detail, "dim")
+        return Text(" ").join(Text(text, style) for text, style in pieces if text)
+
+
+def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
+    """The line. Where it is longer than `width` columns, details leave first, then high ranks."""
+    line = Text()
+    for index, part in enumerate(parts):
+        line.append(" · " if index else "", "dim").append_text(part.text)
+    if width is None or line.cell_len <= width:
+        return line
+    if any(part.detail for part in parts):
+        return join_parts([replace(part, detail="") for part in parts], width=width)
+    leaves = max(range(len(parts)), key=lambda index: (parts[index].rank, index))
+    if parts[leaves].rank == 0:
+        return line
+    return join_parts([*parts[:leaves], *parts[leaves + 1 :]], width=width)
+
+
+def step_parts(
+    step: int, total: int, values: Mapping[str, float], *, seconds_left: float | None
+) -> list[Part]:
+    """The pieces of a training step's line, from those metrics that are there."""
+    parts = [Part(label="step", value=f"{step:>{len(str(total))}}/{total}", style="bold")]
+    for shown in _SHOWN:
+        number = next((values[name] for name in shown.names if name in values), None)
+        if number is not None:
+            value = shown.form(number)
+            style = "bold" if shown.rank == 0 else ""
+            parts += [
+                Part(label=shown.label, value=value, unit=shown.unit, rank=shown.rank, style=style)
+            ]
+    if "timing/step_total" in values:
+        spent = [f"{say} {seconds(values[name])}" for name, say in _SPENT.items() if name in values]
+        time = seconds(values["timing/step_total"])
+        parts.append(Part(value=f"{time:>5}", unit="s", detail=", ".join(spent), rank=2))
+    if seconds_left is not None:
+        parts.append(Part(value=clock_time(seconds_left), unit="left", rank=1))
+    for name, meaning in _ALARMS.items():
+        if values.get(name, 0) > 0:
+            parts.append(Part(value=f"{values[name]:.0f}", unit=meaning, style="bold red"))
+    return parts
+
+
+def evaluation_parts(step: int, values: Mapping[str, float]) -> list[Part]:
+    """The pieces of an evaluation's line: every number of it, pass@k first."""
+    parts = [Part(value="eval", unit=f"after step {step}", style="bold green")]
+    passes = {name: re.fullmatch(r"eval/eval_(.+)_pass(\d+)", name) for name in values}
+    for name in sorted(values, key=lambda name: passes[name] is None):
+        found = passes[name]
+        plain = re.sub(r"^eval/(eval[_ ])?", "", name).replace("_", " ")
+        label = f"{found[1]} pass@{found[2]}" if found else plain
+        write = percent if name.endswith("rate") else compact
+        style, rank = ("bold", 0) if found or "loss" in name else ("", 1)
+        parts.append(Part(label=label, value=write(values[name]).strip(), rank=rank, style=style))
+    return parts
+
+
+def compact(number: float) -> str:
+    """A number in a few characters: 0.531, 12.3, 153, 1.5k, 1.9M, 1.0e-06."""
+    size = abs(number)
+    if size == 0:
+        return "0"
+    for low, high, form, scale, suffix in _SIZES:
+        if low <= size < high:
+            return f"{number / scale:{form}}{suffix}"
+    return f"{number:.1e}" if math.isfinite(number) else str(number)
+
+
+def percent(share: float) -> str:
+    """A share as 2%; the sign of the number 100 is not in the way of its alignment."""
+    return f"{100 * share:3.0f}%" if math.isfinite(share) else str(share)
+
+
+def seconds(duration: float) -> str:
+    """A duration in seconds, without unit: 0.84, 12.3, 184."""
+    digits = 2 if duration < 10 else 1 if duration < 100 else 0
+    return f"{duration:.{digits}f}"
+
+
+def clock_time(duration: float) -> str:
+    """A duration as 1:23 or 2:01:23."""
+    minutes, rest = divmod(round(duration), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+_SIZES = (  # from, below, format, divided by, suffix
+    (1e-3, 10, ".3f", 1, ""),
+    (10, 100, ".1f", 1, ""),
+    (100, 1e3, ".0f", 1, ""),
+    (1e3, 1e5, ".1f", 1e3, "k"),
+    (1e5, 1e6, ".0f", 1e3, "k"),
+    (1e6, 1e9, ".1f", 1e6, "M"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """A metric on the line: the first of `names` that is there."""
+
+    names: tuple[str, ...]
+    label: str = ""
+    unit: str = ""
+    form: Callable[[float], str] = "{:6.3f}".format
+    rank: int = 0
+
+
+_SHOWN = (
+    _Shown(names=("train/reward", "rollout/reward_mean"), label="reward"),
+    _Shown(
+        names=("train/gpt_loss", "train/loss", "train/kto_loss", "train/prm_loss"), label="loss"
+    ),
+    _Shown(names=("train/acc",), label="accuracy", form=percent),
+    _Shown(names=("train/kl",), label="kl", form="{:7.4f}".format, rank=1),
+    _Shown(names=("train/entropy_loss",), label="entropy", rank=5),
+    _Shown(
+        names=("train/response_length", "rollout/response_length_mean"),
+        label="length",
+        form="{:4.0f}".format,
+        rank=3,
+    ),
+    _Shown(names=("train/lr",), label="lr", form="{:.1e}".format, rank=4),
+    _Shown(
+        names=("timing/tokens_per_second",),
+        unit="tokens/s",
+        form=lambda rate: f"{compact(rate):>5}",
+        rank=4,
+    ),
+)
+
+_SPENT = {
+    "timing/generation": "generate",
+    "timing/make_experience": "score",
+    "timing/ppo_train": "train",
+    "timing/broadcast": "publish",
+}
+
+_ALARMS = {
+    "train/failed_episodes": "failed episodes",
+    "train/nonfinite_steps": "steps not finite",
+}

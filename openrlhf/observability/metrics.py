@@ -1,0 +1,83 @@
+"""How logged numbers reduce over micro-batches and ranks.
+
+A worker reports `dict[str, Metric]`; `merge_all` joins the reports, whatever keys each of them
+has; `values` makes the floats that are logged. What each name means: `glossary.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+
+class Metric(Protocol):
+    """A number that knows how to join with the same number of another micro-batch or rank."""
+
+    @property
+    def value(self) -> float: ...
+
+    def merge(self, other: Self) -> Self: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that knows its weight, so that a mean of unequal parts is the mean of the whole."""
+
+    sum: float
+    count: float
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.sum + other.sum, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """sum / count; NaN where nothing was counted."""
+        return self.sum / self.count if self.count else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """The largest value seen. A NaN anywhere is a NaN everywhere: an extreme must not hide it."""
+
+    value: float
+
+    def merge(self, other: Max) -> Max:
+        return self if math.isnan(self.value) or self.value >= other.value else other
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """The newest value: a learning rate, a gradient norm, a duration, a count kept in one place."""
+
+    value: float
+
+    def merge(self, other: Last) -> Last:
+        return other
+
+
+def merge_all(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Join the metrics of micro-batches and ranks, in their order.
+
+    A name that some parts lack is reduced over the parts that have it.
+    Raises TypeError when two parts reduce one name in different ways.
+    """
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, new in part.items():
+            old = merged.get(name)
+            if old is not None and type(old) is not type(new):
+                kinds = f"{type(old).__name__} in one part and a {type(new).__name__} in another"
+                raise TypeError(f"metric {name!r} is a {kinds}")
+            merged[name] = new if old is None else old.merge(new)
+    return merged
+
+
+def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The plain numbers to log. A mean over nothing is left out: there is no number to show."""
+    return {
+        name: float(metric.value)
+        for name, metric in metrics.items()
+        if not (isinstance(metric, Mean) and metric.count == 0)
+    }

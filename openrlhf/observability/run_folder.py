@@ -1,0 +1,182 @@
+"""The folder of a run: what was asked for, what was measured, what was sampled.
+
+    config.yaml     the resolved configuration; can be passed back with --config
+    metrics.jsonl   one object per log call: {"step": 12, "time": 1700000000.0, "train/kl": …}
+    samples.jsonl   one object per logged episode: the fields of `SampleRow`
+    report.html     written by `report.py`
+    logs/           one file per process
+    wandb_id        the W&B run that a resumed run continues
+    earlier/<n>/    what an earlier run left in the folder
+
+An evaluation of step 12 is a line of its own with the same step, after the line of the training
+step; readers merge the lines of a step. JSON has no NaN or infinity: such numbers become null. A
+line is handed to the operating system when it is logged, so a killed process loses at most the
+line it was writing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TextIO, cast
+
+from openrlhf.trajectory import Trajectory
+
+CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
+REPORT, LOGS, WANDB_ID = "report.html", "logs", "wandb_id"
+ENTRIES = (CONFIG, METRICS, SAMPLES, REPORT, LOGS, WANDB_ID, "wandb")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRow:
+    """One line of samples.jsonl. `scores` holds the score and the numbers of the user's code."""
+
+    step: int
+    prompt_index: int
+    sample_index: int
+    prompt: str
+    response: str
+    reward: float | None
+    scores: Mapping[str, float]
+    stop_reason: str
+    weight_versions: tuple[int, ...]
+    error: str | None
+
+    @classmethod
+    def of(cls, step: int, trajectory: Trajectory) -> Self:
+        """The row of an episode that was generated for `step`."""
+        score = {} if trajectory.score is None else {"score": trajectory.score}
+        return cls(
+            step=step,
+            prompt_index=trajectory.prompt.index,
+            sample_index=trajectory.sample_index,
+            prompt=trajectory.prompt.text,
+            response=trajectory.response_text,
+            reward=trajectory.reward,
+            scores=score | dict(trajectory.extra_logs),
+            stop_reason=str(trajectory.stop_reason),
+            weight_versions=trajectory.weight_versions,
+            error=trajectory.error,
+        )
+
+
+class RunFolder:
+    """Writes the files of a run. Belongs to one process; others are given the path."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Open `path`, made if needed, and continue what is there; an unfinished line is cut."""
+        self.path = Path(path)
+        self.logs = self.path / LOGS
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._metrics = _open_to_append(self.path / METRICS)
+        self._samples = _open_to_append(self.path / SAMPLES)
+
+    @classmethod
+    def create(cls, path: Path | str) -> Self:
+        """Start a new run in `path`; files of an earlier one are moved to `earlier/<n>/`."""
+        set_aside(Path(path))
+        return cls(path)
+
+    def write_config(self, text: str) -> None:
+        """Write config.yaml, whole or not at all."""
+        _replace(self.path / CONFIG, [text])
+
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Append the numbers of a step, or of an evaluation after it."""
+        numbers = {name: float(value) for name, value in values.items()}
+        self._metrics.write(json_line({"step": step, "time": time.time(), **numbers}))
+
+    def log_samples(self, rows: Iterable[SampleRow]) -> None:
+        """Append sampled episodes."""
+        for row in rows:
+            self._samples.write(json_line(vars(row)))
+
+    def truncate_to(self, step: int) -> None:
+        """Forget what was logged after `step`: a resumed run starts there. Atomic per file."""
+        self.close()
+        for name in (METRICS, SAMPLES):
+            rows = read_lines(self.path / name)
+            _replace(self.path / name, (json_line(row) for row in rows if row["step"] <= step))
+        self._metrics = _open_to_append(self.path / METRICS)
+        self._samples = _open_to_append(self.path / SAMPLES)
+
+    def close(self) -> None:
+        """Close the files; logging afterwards is an error."""
+        self._metrics.close()
+        self._samples.close()
+
+
+def set_aside(path: Path) -> None:
+    """Move the files of an earlier run in `path` to the next free `earlier/<n>/`."""
+    left = [path / name for name in ENTRIES if (path / name).exists()]
+    if not left:
+        return
+    taken = [int(old.name) for old in path.glob("earlier/*") if old.name.isdigit()]
+    target = path / "earlier" / str(max(taken, default=0) + 1)
+    target.mkdir(parents=True)
+    for file in left:
+        file.rename(target / file.name)
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """One line of valid JSON; non-finite numbers become null, unknown objects their text."""
+    return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n"
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a .jsonl file that have a step; unfinished or foreign lines are skipped.
+
+    A missing file has no rows. Reading while the run is writing is fine.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(row, dict) and isinstance(cast(dict[str, Any], row).get("step"), int):
+                yield cast(dict[str, Any], row)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {str(key): _finite(item) for key, item in cast(Mapping[Any, Any], value).items()}
+        case list() | tuple():
+            return [_finite(item) for item in cast(list[Any], value)]
+        case _:
+            return value
+
+
+def _replace(path: Path, parts: Iterable[str]) -> None:
+    aside = path.with_name(path.name + ".new")
+    with aside.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _open_to_append(path: Path) -> TextIO:
+    """Open line-buffered, after cutting a line that a killed process left unfinished."""
+    with path.open("ab+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
+    return path.open("a", encoding="utf-8", errors="replace", newline="\n", buffering=1)

@@ -1,0 +1,180 @@
+"""Mirrors of metrics.jsonl: TensorBoard and Weights & Biases.
+
+A tracker never ends a run. One that cannot start is left out with a warning, one that fails later
+is reported once and dropped; the run folder has every number either way. Only a tracker that was
+asked for and whose package is missing is an error, before anything has started.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tensorboard.plugins.text.summary import text_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from openrlhf.config.options import ConfigError
+from openrlhf.config.shared import LoggerConfig, WandbConfig
+from openrlhf.observability.run_folder import WANDB_ID
+
+# Generated modules: their classes are not visible to a type checker.
+_events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+_summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+
+logger = logging.getLogger(__name__)
+
+SAMPLES_NAME = "train/generated_samples"
+WANDB_KEY_LENGTH = 40  # a shorter --logger.wandb.key means: use this machine's login
+WANDB_SAMPLE_ROWS = 200  # a W&B table is sent whole each time it grows
+
+
+class Tracker(Protocol):
+    """Receives the numbers of a step and, now and then, one sampled text with its reward."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def log_samples(self, step: int, text: str, reward: float | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """All mirrors of a run as one. Calls never raise: what fails is warned of and dropped."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._each(lambda tracker: tracker.log(step, values))
+
+    def log_samples(self, step: int, text: str, reward: float | None) -> None:
+        self._each(lambda tracker: tracker.log_samples(step, text, reward))
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+        self._trackers.clear()
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                name = type(tracker).__name__
+                logger.warning("%s failed and is off from here on: %r", name, error)
+
+
+class TensorBoardTracker:
+    """Event files, through tensorboard's own writer: neither TensorFlow nor torch is loaded."""
+
+    def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
+        """Events later than `resume_step` that an earlier process wrote are hidden."""
+        self._writer = EventFileWriter(str(directory))
+        if resume_step is not None:
+            start = _events.SessionLog(status=_events.SessionLog.START)
+            self._write(step=resume_step + 1, session_log=start)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        rows = [_summaries.Summary.Value(tag=tag, simple_value=x) for tag, x in values.items()]
+        self._write(step=step, summary=_summaries.Summary(value=rows))
+
+    def log_samples(self, step: int, text: str, reward: float | None) -> None:
+        verbatim = textwrap.indent(text, "    ", lambda line: True)  # a code block in Markdown
+        self._write(step=step, summary=text_pb(SAMPLES_NAME, f"reward {reward}\n\n{verbatim}"))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._writer.add_event(_events.Event(wall_time=time.time(), **fields))
+        self._writer.flush()
+
+
+class WandbTracker:
+    """A W&B run. Its id is kept in the run folder, so that a resumed run continues its curves."""
+
+    def __init__(self, wandb: WandbConfig, *, settings: Mapping[str, Any], run_dir: Path) -> None:
+        self._wandb: Any = importlib.import_module("wandb")  # optional dependency
+        if wandb.key and len(wandb.key) >= WANDB_KEY_LENGTH:
+            self._wandb.login(key=wandb.key)
+        id_file = run_dir / WANDB_ID
+        self._run: Any = self._wandb.init(
+            entity=wandb.org,
+            project=wandb.project,
+            group=wandb.group,
+            name=wandb.run_name or None,
+            config=dict(settings),
+            dir=str(run_dir),
+            id=id_file.read_text() if id_file.exists() else None,
+            resume="allow",
+        )
+        id_file.write_text(self._run.id)
+        for stage, axis in _WANDB_AXES.items():
+            self._run.define_metric(f"{stage}/*", step_metric=axis)
+        self._samples: list[tuple[int, str, float | None]] = []
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        axes = {_WANDB_AXES.get(name.split("/")[0], "train/global_step") for name in values}
+        self._run.log({**values, **dict.fromkeys(axes, step)})
+
+    def log_samples(self, step: int, text: str, reward: float | None) -> None:
+        self._samples = [*self._samples, (step, text, reward)][-WANDB_SAMPLE_ROWS:]
+        table = self._wandb.Table(columns=["global_step", "text", "reward"], data=self._samples)
+        self._run.log({SAMPLES_NAME: table, "train/global_step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+# Evaluations have an axis of their own: an asynchronous one is logged after later training steps.
+_WANDB_AXES = {
+    "train": "train/global_step",
+    "rollout": "train/global_step",
+    "timing": "train/global_step",
+    "eval": "eval/global_step",
+}
+
+
+def make_trackers(
+    config: LoggerConfig,
+    *,
+    settings: Mapping[str, Any],
+    run_dir: Path,
+    resume_step: int | None = None,
+) -> Trackers:
+    """Start the mirrors that the flags ask for. `settings` is the resolved configuration, to show.
+
+    `resume_step`: the step a resumed run continues from. Raises ConfigError when W&B is asked for
+    but not installed; any other trouble at the start is a warning.
+    """
+    wandb = config.wandb
+    if wandb.key and not _wandb_is_installed():
+        raise ConfigError(
+            "--logger.wandb.key is set, but the package wandb is not installed. "
+            "Install it (pip install wandb) or leave the flag out."
+        )
+    starts: dict[str, Callable[[], Tracker]] = {}
+    if config.tensorboard_dir:
+        directory = Path(config.tensorboard_dir) / (wandb.run_name or run_dir.name)
+        starts["TensorBoard"] = lambda: TensorBoardTracker(directory, resume_step=resume_step)
+    if wandb.key:
+        starts["W&B"] = lambda: WandbTracker(wandb, settings=settings, run_dir=run_dir)
+    started: list[Tracker] = []
+    for name, start in starts.items():
+        try:
+            started.append(start())
+        except Exception as error:
+            logger.warning("%s could not start, the run goes on without it: %r", name, error)
+    return Trackers(started)
+
+
+def _wandb_is_installed() -> bool:
+    # W&B leaves a folder ./wandb behind, which Python takes for an (empty) package without origin.
+    spec = importlib.util.find_spec("wandb")
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,326 @@
+"""The rollout engine: a class around vLLM for a Ray actor. Token ids in, token ids out.
+
+    environment = {"env_vars": engine_environment("cpu")}
+    engine = ray.remote(RolloutEngine).options(runtime_env=environment).remote(settings, 0)
+
+Only methods of the actor import vLLM: controller and hosts import this module for its data classes,
+and vLLM takes 5 s. No class of vLLM's leaves the actor, errors included, for the same reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from openrlhf.distributed.buckets import (
+    PublicationError,
+    Receipt,
+    SentWeights,
+    WeightManifest,
+    WorkerReceipt,
+    verify_receipt,
+)
+from openrlhf.distributed.weight_sync import Transport, WeightGroup
+from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments, engine_environment
+from openrlhf.rollout.sampling import Generation, SamplingParams
+
+__all__ = [
+    "EngineDead",
+    "EngineError",
+    "EngineSettings",
+    "Generation",
+    "Health",
+    "RolloutEngine",
+    "SamplingParams",
+    "StartReport",
+    "engine_environment",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class EngineError(RuntimeError):
+    """A call to an engine failed; the engine lives."""
+
+
+class EngineDead(EngineError):
+    """The engine can serve no more: restart it, publish the weights again, and ask again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartReport:
+    """How an engine came up."""
+
+    vllm_version: str
+    import_seconds: float
+    build_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """State of an engine. Told without asking its core: the answer comes at once, or never."""
+
+    alive: bool
+    paused: bool
+    weight_version: int
+    unfinished: int  # samples asked for and not yet returned
+
+
+def _plain_errors(
+    method: Callable[Concatenate[RolloutEngine, P], Awaitable[R]],
+) -> Callable[Concatenate[RolloutEngine, P], Awaitable[R]]:
+    """Raise our own classes only: to read one of vLLM's, the caller would have to import vLLM."""
+
+    @functools.wraps(method)
+    async def guarded(self: RolloutEngine, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return await method(self, *args, **kwargs)
+        except (EngineError, PublicationError):
+            raise
+        except Exception as error:
+            dead = type(error).__name__ == "EngineDeadError" or not self.alive
+            failure = EngineDead if dead else EngineError
+            raise failure(
+                f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}"
+            ) from None
+
+    return guarded
+
+
+class RolloutEngine:
+    """One vLLM engine. Methods may be called concurrently, and raise EngineError or EngineDead.
+
+    Weights: version 0 is the model folder's. `receive` leaves the engine paused; `resume` lets it
+    serve, unless what it received last has not been verified.
+    """
+
+    def __init__(self, settings: EngineSettings, index: int) -> None:
+        self.settings = settings
+        self.index = index
+        self._started: Any = None  # vLLM's AsyncLLM
+        self._stop_core: Callable[[], None] = _nothing
+        self._requests = itertools.count()
+        self._unfinished = 0
+        self._paused = False
+        self._unverified: int | None = None
+        self._versions = [0]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine can serve."""
+        return self._started is not None and not self._started.errored
+
+    @property
+    def _llm(self) -> Any:
+        if self._started is None:
+            raise EngineDead(f"engine {self.index} is not started")
+        return self._started
+
+    @_plain_errors
+    async def start(self) -> StartReport:
+        """Import vLLM, load the model, and serve version 0."""
+        began = time.perf_counter()
+        import vllm
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        imported = time.perf_counter()
+        arguments = AsyncEngineArgs(**engine_arguments(self.settings, self.index))
+        if self.settings.device == "cpu":
+            from openrlhf.rollout.engine_core import start_in_thread
+
+            self._started, self._stop_core = start_in_thread(arguments)
+        else:
+            self._started = AsyncLLM.from_engine_args(arguments)
+        self._paused, self._unverified, self._versions = False, None, []
+        await self._serve_as(0)
+        return StartReport(
+            vllm_version=vllm.__version__,
+            import_seconds=imported - began,
+            build_seconds=time.perf_counter() - imported,
+        )
+
+    @_plain_errors
+    async def generate(
+        self, prompt_tokens: list[int], params: list[SamplingParams]
+    ) -> list[Generation]:
+        """One sample of the prompt for each of `params`, in their order. Waits out a pause."""
+        samples = [asyncio.create_task(self._sample(prompt_tokens, each)) for each in params]
+        self._unfinished += len(samples)
+        try:
+            return await asyncio.gather(*samples)
+        finally:
+            self._unfinished -= len(samples)
+            for sample in samples:  # where one failed or the caller gave up: end the others
+                sample.cancel()
+
+    async def _sample(self, prompt_tokens: list[int], params: SamplingParams) -> Generation:
+        from vllm.inputs.engine import tokens_input
+
+        began_with = len(self._versions) - 1
+        request = f"{self.index}-{next(self._requests)}"
+        stream = self._llm.generate(tokens_input(prompt_tokens), self._vllm_params(params), request)
+        [answer] = [answer async for answer in stream]  # FINAL_ONLY: there is one
+        [output] = answer.outputs
+        stops = params.stop_token_ids or []
+        named = isinstance(output.stop_reason, str) or output.stop_reason in stops
+        return Generation(
+            tokens=list(output.token_ids),
+            logprobs=[
+                candidates[token].logprob
+                for token, candidates in zip(output.token_ids, output.logprobs, strict=True)
+            ],
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason if named else None,
+            weight_versions=self._versions_behind(output, began_with),
+            text=output.text if params.stop else None,
+        )
+
+    def _versions_behind(self, output: Any, began_with: int) -> tuple[int, ...]:
+        spans = getattr(output, "weight_versions", None)
+        if spans is None:  # vLLM 0.24 does not tell: all that were served meanwhile
+            return tuple(self._versions[began_with:])
+        return tuple(dict.fromkeys(int(span.version) for span in spans))
+
+    def _vllm_params(self, params: SamplingParams) -> Any:
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if params.stop and not self.settings.stop_strings:
+            raise EngineError(
+                f"stop strings {params.stop!r} need an engine with a tokenizer: stop_strings=True"
+            )
+        if params.seed is not None and self.settings.device == "cpu" and not self.settings.seeded:
+            raise EngineError(
+                f"seed {params.seed} needs an engine for seeded samples on a CPU: --rollout.seeded"
+            )
+        ends = [] if params.ignore_eos else list(self.settings.end_token_ids)
+        return VLLMSamplingParams(
+            **asdict(params)
+            | {"logprobs": 0, "stop_token_ids": [*(params.stop_token_ids or ()), *ends]},
+            detokenize=bool(params.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    @_plain_errors
+    async def join(
+        self,
+        *,
+        host: str,
+        port: int,
+        world_size: int,
+        rank_offset: int,
+        transport: Transport,
+        group: str,
+        timeout_s: float = 120.0,
+    ) -> None:
+        """Leave the previous weight group and join another; workers' ranks start at `rank_offset`.
+
+        The engine stands still until all members have joined (see `WeightGroup`). Raises
+        EngineError when they do not within `timeout_s`.
+        """
+        meeting = WeightGroup(
+            host=host,
+            port=port,
+            world_size=world_size,
+            transport=transport,
+            name=group,
+            timeout_s=timeout_s,
+        )
+        await self._llm.collective_rpc("publication_join", args=(asdict(meeting), rank_offset))
+
+    @_plain_errors
+    async def leave(self) -> None:
+        """Leave the weight group."""
+        await self._llm.collective_rpc("publication_leave")
+
+    @_plain_errors
+    async def receive(self, manifest: WeightManifest) -> Receipt:
+        """Pause, take in the version that the group's sender is sending, and verify what came.
+
+        Samples under way are frozen, and go on with the new weights and a recomputed KV cache after
+        `resume`. Raises PublicationError when the version did not arrive whole; the engine then
+        stays paused until a publication succeeds or it is restarted.
+        """
+        if not self._paused:
+            await self.pause()
+        self._unverified = manifest.version
+        try:
+            answers = await self._llm.collective_rpc(
+                "publication_receive", args=(manifest.as_message(),)
+            )
+        except Exception as error:
+            if not self.alive:
+                raise
+            raise PublicationError(
+                f"engine {self.index} could not take in version {manifest.version} "
+                f"and stays paused: {error}"
+            ) from None
+        workers = tuple(WorkerReceipt.from_message(answer) for answer in answers)
+        receipt = Receipt(engine=self.index, version=manifest.version, workers=workers)
+        sent = SentWeights(manifest=manifest, bucket_hashes=workers[0].sent_hashes)
+        verify_receipt(sent, receipt)
+        self._unverified = None
+        await self._serve_as(manifest.version)
+        return receipt
+
+    async def _serve_as(self, version: int) -> None:
+        self._versions.append(version)
+        if hasattr(self._llm, "update_weight_version"):  # newer than 0.24: it tags every token
+            await self._llm.update_weight_version(str(version))
+
+    @_plain_errors
+    async def pause(self) -> None:
+        """Freeze the samples under way, and drop the KV cache, which the present weights filled."""
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        self._paused = True
+
+    @_plain_errors
+    async def resume(self) -> None:
+        """Serve again. Raises EngineError while the last publication is unverified."""
+        if self._unverified is not None:
+            raise EngineError(
+                f"engine {self.index} received version {self._unverified} in part or unverified: "
+                "publish again, or restart the engine"
+            )
+        await self._llm.resume_generation()
+        self._paused = False
+
+    async def weight_version(self) -> int:
+        """The version that the engine serves, or will serve after `resume`."""
+        return self._versions[-1]
+
+    async def health(self) -> Health:
+        """Whether the engine can serve, and what it is doing."""
+        return Health(
+            alive=self.alive,
+            paused=self._paused,
+            weight_version=self._versions[-1],
+            unfinished=self._unfinished,
+        )
+
+    @_plain_errors
+    async def stop(self) -> None:
+        """End the engine; samples under way fail. The actor can start it again."""
+        # forgotten first: an AsyncLLM that is left at the interpreter's end prints a traceback
+        llm, self._started = self._started, None
+        stop_core, self._stop_core = self._stop_core, _nothing
+        if llm is not None:
+            llm.shutdown()
+        stop_core()
+
+    @_plain_errors
+    async def restart(self) -> StartReport:
+        """A new engine in this process, after a failure: version 0, in no weight group."""
+        await self.stop()
+        return await self.start()
+
+
+def _nothing() -> None:
+    """Stands for the core's stop function where vLLM ends the core itself."""

@@ -1,0 +1,88 @@
+"""What a rollout engine is made of: its settings, and what vLLM and its process make of them.
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Device = Literal["cpu", "cuda"]
+CPU_KV_CACHE_BYTES = 2**30  # vLLM's own default is most of the machine's memory, filled with zeros
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The same for all engines of a run."""
+
+    model: str  # folder or hub name
+    dtype: Literal["float32", "bfloat16"]
+    max_model_len: int  # prompt and response, tokens
+    seed: int = 0  # plus the engine's index; only matters to samples without a seed of their own
+    device: Device = "cpu"
+    tensor_parallel_size: int = 1
+    enable_prefix_caching: bool = False
+    enforce_eager: bool = True
+    gpu_memory_utilization: float = 0.9  # fraction of the device
+    kv_cache_bytes: int | None = None  # None: what gpu_memory_utilization leaves; on a CPU 1 GiB
+    seeded: bool = True  # samples may carry seeds
+    stop_strings: bool = False  # samples may carry stop strings: loads the tokenizer
+    end_token_ids: tuple[int, ...] = ()  # the tokenizer's; generation_config.json's are known
+    trust_remote_code: bool = False
+    logprobs_mode: str = "processed_logprobs"
+
+
+def engine_environment(device: Device) -> dict[str, str]:
+    """Environment variables of an engine's process; they must be set before torch and vLLM are
+    imported.
+    """
+    common = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if device == "cuda":
+        return common | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    return (
+        common
+        | {
+            "OMP_NUM_THREADS": "1",  # two spinning threads on two cores: 10 to 25 times slower
+            "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles its log-probability helper at the first sample: 2 to 12 s
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine to the same core
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM adds a process between core and worker
+        }
+    )
+
+
+def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs` for engine number `index`."""
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "seed": settings.seed + index,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "enforce_eager": settings.enforce_eager,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "trust_remote_code": settings.trust_remote_code,
+        "logprobs_mode": settings.logprobs_mode,
+        "skip_tokenizer_init": not settings.stop_strings,
+        "worker_extension_cls": "openrlhf.rollout.engine_worker.WorkerExtension",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if settings.device == "cpu":
+        arguments["block_size"] = 32  # tokens; with the default of 128 a cached prefix is rare
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        if settings.seeded:
+            # where vLLM splits the prompt of a seeded sample, it rewinds the sample's generator:
+            # CPU generators cannot, and the engine dies
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
+    return arguments

@@ -1,0 +1,196 @@
+"""The engine's half of a publication, in vLLM's workers: receive, load, and say what was loaded.
+
+vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls the methods through
+`collective_rpc`. This is not one of vLLM's weight-transfer backends: their interface differs
+between 0.24 and 0.32, and they return nothing to verify.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+from openrlhf.distributed.buckets import (
+    WeightManifest,
+    WorkerReceipt,
+    bucket_hash,
+    bucket_nbytes,
+    unpack,
+)
+from openrlhf.distributed.weight_sync import Channel, WeightGroup, join_group
+
+
+class WorkerExtension:
+    """What vLLM's worker class gains. Arguments and results are plain: vLLM carries nothing else."""
+
+    vllm_config: VllmConfig
+    device: torch.device
+    model_runner: Any
+    publication_rank: int
+    publication_channel: Channel | None = None
+
+    def publication_join(self, group: dict[str, Any], rank_offset: int) -> None:
+        """Leave the previous weight group; join `group` (a `WeightGroup`) behind `rank_offset`."""
+        self.publication_leave()
+        self.publication_rank = rank_offset + self.vllm_config.parallel_config.rank
+        self.publication_channel = join_group(WeightGroup(**group), self.publication_rank)
+
+    def publication_leave(self) -> None:
+        """Leave the weight group, if in one."""
+        if self.publication_channel is not None:
+            self.publication_channel.close()
+            self.publication_channel = None
+
+    def publication_receive(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Take in the weights that `message` (a `WeightManifest`) announces; a `WorkerReceipt`.
+
+        No step may run meanwhile: the engine is paused and its scheduler waits for this call. When
+        it raises, the model is part old, part new, part missing, until a later call succeeds.
+        """
+        manifest = WeightManifest.from_message(message)
+        if self.publication_channel is None:
+            raise RuntimeError("this engine is in no weight group: join one first")
+        intake = Intake(manifest, self.publication_channel, self.device)
+        model = self.model_runner.get_model()
+        handles = packed_handles(model)
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                begin_reload(model)
+                model.load_weights(intake.tensors())
+                intake.finish()
+                unwritten = unwritten_layers(model)
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
+                repack_linears(model)
+        except BaseException:
+            self.publication_leave()  # so that the sender does not wait for its deadline
+            raise
+        renewed = packed_handles(model)
+        receipt = WorkerReceipt(
+            rank=self.publication_rank,
+            version=manifest.version,
+            bucket_hashes=tuple(intake.hashes),
+            sent_hashes=intake.sent_hashes,
+            loads=dict(intake.loads),
+            unwritten=tuple(unwritten),
+            packed=len(renewed),
+            stale=tuple(name for name, handle in renewed.items() if handles.get(name) is handle),
+        )
+        return asdict(receipt)
+
+
+class Intake:
+    """Receives a publication while the model's loader consumes it, and counts what it consumes."""
+
+    def __init__(self, manifest: WeightManifest, channel: Channel, device: torch.device) -> None:
+        self.manifest = manifest
+        self.channel = channel
+        self.device = device
+        self.hashes: list[int] = []
+        self.sent_hashes: tuple[int, ...] = ()
+        self.loads: Counter[str] = Counter()
+        self._stream = self._receive()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of everything announced, counted as the loader asks for it."""
+        for name, tensor in self._stream:
+            self.loads[name] += 1
+            yield name, tensor
+
+    def finish(self) -> None:
+        """Receive what the loader left unread, which the sender sends all the same, and its hashes."""
+        for _ in self._stream:
+            pass
+        theirs = torch.empty(8 * len(self.hashes), dtype=torch.uint8, device=self.device)
+        self.channel.receive(theirs)
+        self.sent_hashes = tuple(theirs.view(torch.int64).tolist())
+
+    def _receive(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self.manifest.buckets():
+            # a fresh buffer each: vLLM keeps views of it until the last tensor of a layer has come
+            buffer = torch.empty(bucket_nbytes(bucket), dtype=torch.uint8, device=self.device)
+            self.channel.receive(buffer)
+            self.hashes.append(bucket_hash(buffer))
+            yield from unpack(bucket, buffer)
+
+
+def begin_reload(model: nn.Module) -> None:
+    """Start vLLM's layerwise reload: layers fill up tensor by tensor, and are processed once full."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        # left by an update that broke off in the middle of the layer: vLLM would count these
+        # tensors a second time, take the layer for full too early, and drop the rest of it
+        info.loaded_weights.clear()
+        info.load_numel = 0
+        if (method := packed_experts(layer)) is not None:
+            method.moe_kernel = None  # vLLM packs experts only while it builds their kernel
+    initialize_layerwise_reload(model)
+
+
+def unwritten_layers(model: nn.Module) -> list[str]:
+    """Layers that the update has not filled, with counts; asked before the reload is finalised.
+
+    vLLM logs a warning for a layer that got nothing, and silently completes one that got a part.
+    Not expected are: padding of the vocabulary, buffers, what vLLM does not count, and a layer that
+    shares its parameters with a filled one (a tied head).
+    """
+    filled: set[int] = set()
+    missing: dict[str, tuple[set[int], str]] = {}
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load():  # filled and processed: its final parameters are back in place
+            filled |= {id(parameter) for parameter in layer.parameters(recurse=False)}
+            continue
+        parameters = {id(parameter) for parameter in (info.kernel_tensors or ({}, {}))[0].values()}
+        numel = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
+        expected = min(numel, info.load_numel_total or 0) - vocabulary_padding(layer)
+        if info.load_numel >= expected:
+            filled |= parameters
+        else:
+            missing[name] = parameters, f"{name} ({info.load_numel} of {expected} elements written)"
+    return [text for parameters, text in missing.values() if not parameters <= filled]
+
+
+def vocabulary_padding(layer: nn.Module) -> int:
+    """Elements of an embedding or head that stand for no token: vLLM rounds vocabularies up."""
+    if not isinstance(layer, VocabParallelEmbedding):
+        return 0
+    rows = layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements
+    return sum(rows * p[0].numel() for p in layer.parameters(recurse=False))
+
+
+def packed_handles(model: nn.Module) -> dict[str, Any]:
+    """Layers of a CPU engine that keep packed weights, and the object that packing made anew."""
+    handles = {
+        name: getattr(layer, "cpu_linear", getattr(packed_experts(layer), "moe_kernel", None))
+        for name, layer in model.named_modules()
+    }
+    unpacked = (None, nn.functional.linear)
+    return {name: handle for name, handle in handles.items() if handle not in unpacked}
+
+
+def packed_experts(layer: nn.Module) -> Any:
+    """What packs the weights of a mixture of experts on a CPU, and None for any other layer."""
+    method = getattr(layer, "quant_method", None)
+    return method if current_platform.is_cpu() and hasattr(method, "moe_kernel") else None
+
+
+def repack_linears(model: nn.Module) -> None:
+    """Pack anew what packing did not use up: vLLM leaves a tied head with its old packed copy."""
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if hasattr(layer, "cpu_linear") and isinstance(weight, Tensor) and weight.numel() > 0:
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)

@@ -1,0 +1,195 @@
+"""Prompts in, rewarded trajectories out: fan-out over the engines, rewards as samples finish, batches in prompt order."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.rollout.engine import Generation, SamplingParams
+from openrlhf.rollout.rewards import ErrorPolicy, Reward, RewardRequest, RewardResult
+from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
+
+T = TypeVar("T")
+
+
+class RolloutError(RuntimeError):
+    """Generation failed or did not finish in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSpec:
+    """How the samples of a prompt are drawn. One for training and one for evaluation per run."""
+
+    purpose: str  # "train" or "eval": part of every seed
+    n_samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int | None  # None: what `max_len` leaves
+    max_len: int  # prompt and response, tokens
+    seed: int | None  # None: unseeded sampling
+
+    def params_for(self, prompt: Prompt, prompt_length: int) -> list[SamplingParams]:
+        """Sampling parameters of each sample of a prompt."""
+        budget = self.max_len - prompt_length
+        return [
+            SamplingParams(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                max_tokens=min(budget, self.max_new_tokens or budget),
+                seed=None
+                if self.seed is None
+                else sample_seed(self.seed, self.purpose, prompt.index, sample),
+            )
+            for sample in range(self.n_samples)
+        ]
+
+    def clip_prompt(self, tokens: list[int]) -> list[int]:
+        """The last tokens of a prompt that leave room for a response."""
+        room = self.max_len - (self.max_new_tokens or 1)
+        return tokens[-room:]
+
+
+def sample_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0) -> int:
+    """The seed of one sampled turn: a function of what is sampled, not of when or where. 32 bits."""
+    name = f"{seed}/{purpose}/{prompt}/{sample}/{turn}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
+
+
+class RolloutGenerator:
+    """Draws samples from the engines and has them rewarded. Lives in the controller; user code runs elsewhere.
+
+    `engines` are handles of `RolloutEngine` actors. `timeout_s` bounds one call of `rollout`.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Any],
+        tokenizer: PreTrainedTokenizerBase,
+        reward: Reward,
+        *,
+        on_error: ErrorPolicy,
+        timeout_s: float,
+    ) -> None:
+        self.engines = list(engines)
+        self.tokenizer = tokenizer
+        self.reward = reward
+        self.on_error = on_error
+        self.timeout_s = timeout_s
+        self._loop = BackgroundLoop()
+        self._in_flight = [0] * len(
+            self.engines
+        )  # samples asked of each engine and not answered yet
+
+    def rollout(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Trajectory]:
+        """All samples of all prompts, in prompt order, samples of a prompt adjacent, failed ones among them.
+
+        Raises RolloutError when an engine fails or the deadline passes.
+        """
+        return self._loop.run(self._rollout(prompts, spec), self.timeout_s)
+
+    async def _rollout(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Trajectory]:
+        groups = await asyncio.gather(*(self._sample_group(prompt, spec) for prompt in prompts))
+        return [trajectory for group in groups for trajectory in group]
+
+    async def _sample_group(self, prompt: Prompt, spec: SamplingSpec) -> list[Trajectory]:
+        tokens = spec.clip_prompt(prompt.tokens)
+        generations = await self._generate(tokens, spec.params_for(prompt, len(tokens)))
+        requests = [
+            RewardRequest(
+                query=self.tokenizer.decode(tokens + generation.tokens, skip_special_tokens=False),
+                prompt=prompt.text,
+                label=prompt.label,
+            )
+            for generation in generations
+        ]
+        results = await self.reward.score(requests)
+        return [
+            self._trajectory(prompt, sample, tokens, generation, result)
+            for sample, (generation, result) in enumerate(zip(generations, results, strict=True))
+        ]
+
+    async def _generate(self, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
+        least = min(range(len(self.engines)), key=self._in_flight.__getitem__)
+        self._in_flight[least] += len(params)
+        try:
+            return await self.engines[least].generate.remote(tokens, params)
+        finally:
+            self._in_flight[least] -= len(params)
+
+    def _trajectory(
+        self,
+        prompt: Prompt,
+        sample: int,
+        tokens: list[int],
+        generation: Generation,
+        result: RewardResult,
+    ) -> Trajectory:
+        builder = TrajectoryBuilder(tokens)
+        builder.append_action(generation.tokens, generation.logprobs, generation.weight_versions)
+        finished = builder.finish(
+            prompt=prompt,
+            sample_index=sample,
+            stop_reason=_STOP_REASONS.get(generation.finish_reason, StopReason.FAILED),
+            reward=result.reward,
+            score=result.reward if result.score is None else result.score,
+            extra_logs=result.extra_logs,
+            response_text=self.tokenizer.decode(generation.tokens, skip_special_tokens=False),
+            error=result.error,
+        )
+        if finished.failed:
+            return replace(
+                finished,
+                reward=None,
+                score=None,
+                error=f"the engine ended it: {generation.finish_reason}",
+            )
+        return finished if result.error is None else self._failed_reward(finished)
+
+    def _failed_reward(self, finished: Trajectory) -> Trajectory:
+        """Apply --reward.on_error: keep the episode with a fixed reward, or mark it failed. Its error stays with it."""
+        fallback = self.on_error.fallback
+        if fallback is None:
+            return replace(finished, stop_reason=StopReason.FAILED, reward=None, score=None)
+        return replace(finished, reward=fallback, score=fallback)
+
+    def close(self) -> None:
+        """Stop the background loop."""
+        self._loop.close()
+
+
+_STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+
+
+class BackgroundLoop:
+    """An event loop in a thread of its own, for asynchronous work asked for by synchronous code."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="rollout-loop", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """The result of `work`. Raises RolloutError when it takes longer than `timeout_s` seconds."""
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop)
+        try:
+            return future.result()
+        except TimeoutError as error:
+            raise RolloutError(
+                f"generation and rewards of one batch took longer than {timeout_s:g} s. If the responses are merely long, "
+                "raise --train.step_timeout, or lower --rollout.max_new_tokens or --rollout.batch_size."
+            ) from error
+
+    def close(self) -> None:
+        """Stop the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)

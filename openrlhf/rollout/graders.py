@@ -1,0 +1,179 @@
+"""Is the answer to a mathematical question right? String rules first, then math-verify.
+
+`grade_answer` compares two answers by the rules that reward functions written for OpenRLHF rely on;
+`grade_math` grades a whole response. An odd answer (9^{9^9}) takes seconds, so run both in a host:
+math-verify stops itself by a signal, which only a main thread gets, and user code runs in a host's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from math_verify import parse, verify
+
+SYMBOLIC_SECONDS = 5  # for reading, and again for comparing, a pair of answers
+LONGEST_ANSWER = 1000  # characters; more is not read: a babbling policy is to cost little
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat the whole response
+
+# a pattern and its replacement, applied in order
+Rule = tuple[str, str | Callable[[re.Match[str]], str]]
+
+_UNIT = (
+    "(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|yard)s?"
+    "|foot|feet|inch(?:es)?"
+)
+_LATEX: list[Rule] = [
+    (r"\n|\\!", ""),
+    (r"\\\\", r"\\"),
+    (r"\\[td]frac", r"\\frac"),
+    (r"\\(?:left|right)(?![a-z])", ""),
+    (r"\^\s*\{?\\circ\}?", ""),
+    (r"\\?[%$]", ""),
+    (r"(^|[\s{(\[,=+*/-])\.(?=\d)", r"\g<1>0."),
+    (r"\\sqrt\s*([^\s{\[\\])", r"\\sqrt{\1}"),
+    (r"\\frac\s*([^\s{\\])", r"\\frac{\1}"),
+    (r"(\\frac\{[^{}]*\})\s*([^\s{\\])", r"\1{\2}"),
+]
+_SPELLING: list[Rule] = [  # what two spellings of the same string may differ in
+    *_LATEX,
+    (r"\\text\{ [^{}]*\}\s*$", ""),
+    (r"^[^=]{1,2}=(?=[^=]*$)", ""),
+    (r"\s+", ""),
+    (r"^0\.5$", r"\\frac{1}{2}"),
+    (r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}"),
+]
+_VALUE: list[Rule] = [  # what has no part in the value goes, numbers get one form
+    (r"\\text\{\s*(?:or|and)\s*\}|\s(?:or|and)\s", ","),
+    (r"\\text\{([^{}]*)\}", r"\1"),
+    *_LATEX,
+    (r"\s*\bmillion\b", r"*10^6"),
+    (r"\s*\bbillion\b", r"*10^9"),
+    (r"\s*\btrillion\b", r"*10^{12}"),
+    (rf"(?<![a-zA-Z\\])(?:{_UNIT})(?![a-zA-Z])(?:\s*\^\s*\{{?\d\}}?)?", ""),
+    (r"^\s*\{(.*)\}\s*$", r"\1"),
+    (r"(?<=\d),(?=\d{3}(?!\d))(?![^(\[]*[)\]])", ""),
+    (r"(?<![\d.])(\d+)\.0*(?!\d)", r"\1"),
+    (r"(?<![^\s\d(\[,-])\\frac\{(-?\d+)\}\{(\d+)\}(?=\s*(?:$|[,)\]]))", r" \1/\2"),
+    (r"(?<![\w^.])(\d+) +(\d+)/(\d+)", lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}"),
+    (r"\^\{(\w)\}", r"^\1"),
+    (r"\s+", ""),
+]
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
+_GSM8K = re.compile(r"####\s*\$?\s*(-?[\d,./]*\d)")
+_FRACTION = re.compile(r"-?\d+/\d+")
+_INTEGER = re.compile(r"-?\d+")
+_HEAVY_POWER = re.compile(r"\^[{(]|\^\d\d|\^\d\^")
+_COMMAND = re.compile(r"\\[a-z]+|sqrt|frac")
+
+
+def extract_boxed_answer(text: str | None) -> str | None:
+    r"""What the last `\boxed{…}` or `\fbox{…}` with balanced braces holds, or None.
+
+    `so \boxed{\frac{1}{2}}.` → `\frac{1}{2}`
+    """
+    open_braces: list[re.Match[str]] = []
+    last: tuple[int, int] | None = None  # where its content starts and ends
+    for brace in _BRACE.finditer(text or ""):
+        if brace[0] != "}":
+            open_braces.append(brace)
+        elif open_braces:
+            opening = open_braces.pop()
+            if opening[0] != "{" and (last is None or opening.end() > last[0]):
+                last = opening.end(), brace.start()
+    return text[slice(*last)].strip() if text and last else None
+
+
+def gsm8k_answer(text: str) -> str | None:
+    """The number after the last `####`, as GSM8K marks its answers, without commas; or None."""
+    found = _GSM8K.findall(text)
+    return found[-1].replace(",", "") if found else None
+
+
+def grade_answer(given: str | None, truth: str | None) -> bool:
+    """Whether `given` is `truth`: equal up to spelling, or of equal value part by part.
+
+    Fractions have to match as written (2/4 is not 1/2) and an integer is matched by integers only;
+    other parts are compared symbolically where they hold at most two different letters and no
+    exponent above 9. None and overlong answers are wrong.
+    """
+    if given is None or truth is None or len(given) > LONGEST_ANSWER:
+        return False
+    if _rewrite(given, _SPELLING) == _rewrite(truth, _SPELLING):
+        return True
+    given, truth = _rewrite(given, _VALUE).lower(), _rewrite(truth, _VALUE).lower()
+    if given == truth:
+        return True
+    ours, theirs = _parts(given), _parts(truth)
+    if len(ours) != len(theirs) or (
+        len(theirs) > 1 and (given[0], given[-1]) != (truth[0], truth[-1])
+    ):
+        return False
+    return bool(given) and all(
+        _same_value(one, other) for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def grade_math(response: str, label: str) -> float:
+    r"""1.0 where the response's final answer is the label's, else 0.0.
+
+    The final answer is what the last box holds, else what follows `####`, else what math-verify
+    finds in the last 1,000 characters (a formula or number, rather after "answer"). A label is a
+    bare answer (`72`, `\frac{1}{2}`) or a solution with a box or `####` in it.
+    """
+    truth = extract_boxed_answer(label) or gsm8k_answer(label) or label.strip()
+    answer = extract_boxed_answer(response) or gsm8k_answer(response)
+    if grade_answer(answer, truth):
+        return 1.0
+    if answer is not None and len(answer) > LONGEST_ANSWER:
+        return 0.0
+    if re.fullmatch(
+        r"(\\text\{)?[A-Za-z][A-Za-z .'-]+\}?", truth
+    ):  # a word is no product of its letters
+        return 0.0
+    found = (
+        parse(response[-LONGEST_ANSWER:], parsing_timeout=_seconds())
+        if answer is None
+        else _parse(answer)
+    )
+    return float(verify(_parse(truth), found, timeout_seconds=_seconds()))
+
+
+def _rewrite(text: str, rules: list[Rule]) -> str:
+    text = text.strip()
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def _parts(text: str) -> list[str]:
+    """(1,2] → [1, 2]; anything that is not a flat list in brackets is one part."""
+    inner = text[1:-1]
+    if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and not set(inner) & set("()[]"):
+        return inner.split(",")
+    return [text]
+
+
+def _same_value(given: str, truth: str) -> bool:
+    if given == truth:
+        return True
+    if _FRACTION.fullmatch(given) and _FRACTION.fullmatch(truth):
+        return False
+    if bool(_INTEGER.fullmatch(given)) != bool(_INTEGER.fullmatch(truth)):
+        return False
+    letters = {letter for letter in _COMMAND.sub("", given + truth) if letter.isalpha()}
+    if len(letters) > 2 or _HEAVY_POWER.search(given) or _HEAVY_POWER.search(truth):
+        return False
+    return verify(_parse(truth), _parse(given), float_rounding=15, timeout_seconds=_seconds())
+
+
+def _parse(answer: str) -> list[Any]:
+    return parse(rf"\boxed{{{answer}}}", parsing_timeout=_seconds())
+
+
+def _seconds() -> int:
+    """The time limit math-verify can keep: none, which it writes 0, outside the main thread."""
+    return SYMBOLIC_SECONDS if threading.current_thread() is threading.main_thread() else 0

@@ -1,0 +1,282 @@
+"""Rewards of finished samples: one protocol; the user's function, the built-in verifiers; errors.
+
+A reward that cannot be had is a result with an error, never a number: `ErrorPolicy` says what the
+episode becomes, `ErrorBudget` when the run stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from openrlhf.config.options import ConfigError
+from openrlhf.rollout.hosts import HostError, HostPool
+from openrlhf.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+ARGUMENTS = ("queries", "prompts", "labels")  # what a reward function is called with, in this order
+VERIFIERS = {"math": "openrlhf.rollout.graders:grade_math"}  # called with a response and its label
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardRequest:
+    """A sample to be scored. `query` is prompt and response, decoded with special tokens."""
+
+    query: str
+    prompt: str
+    label: Any = ""
+    response: str | None = (
+        None  # the sampled text alone; without it, what follows the prompt in the query
+    )
+
+    @property
+    def response_text(self) -> str:
+        return self.query.rpartition(self.prompt)[2] if self.response is None else self.response
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardResult:
+    """A sample's reward, or the error that stands in its place (a message with the traceback)."""
+
+    reward: float | None = None
+    score: float | None = None  # what dynamic filtering looks at; by default the reward
+    extra_logs: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Reward(Protocol):
+    """Whatever scores samples: one result per request, in order; an error is a result too."""
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]: ...
+
+
+class FunctionReward:
+    """The user's `reward_func(queries, prompts, labels)`, run in the hosts of `pool`.
+
+    It gets lists of length 1, one call per sample, or with `batch` (--reward.batch) all requests at
+    once; `timeout` (seconds) bounds each call. It may be `async`, take `**kwargs`, do without
+    `labels`, and return a bare tensor or list of rewards.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        pool: HostPool,
+        timeout: float,
+        batch: bool = False,
+        function: str = "reward_func",
+    ) -> None:
+        self.target = f"{Path(path).resolve()}:{function}"
+        self.pool, self.timeout, self.batch = pool, timeout, batch
+        self._arguments: _Arguments | None = None
+        self._noticed: set[str] = set()
+
+    async def check(self) -> None:
+        """Load the file in the hosts. Raises ConfigError with the traceback where that fails."""
+        await self._learn_arguments()
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        """One result per request; calls run side by side, as many as there are hosts."""
+        calls = [list(requests)] if self.batch else [[request] for request in requests]
+        results = await asyncio.gather(*(self._call(call) for call in calls if call))
+        return [result for call in results for result in call]
+
+    async def _call(self, requests: list[RewardRequest]) -> list[RewardResult]:
+        try:
+            args, kwargs = (await self._learn_arguments()).of(requests)
+            returned = await self.pool.call(self.target, *args, timeout=self.timeout, **kwargs)
+            if not isinstance(returned, Mapping):
+                self._notice(
+                    "returns rewards alone; a dict with rewards, scores and extra_logs can say more"
+                )
+            return read_rewards(returned, len(requests))
+        except (HostError, ConfigError) as error:
+            return [RewardResult(error=str(error))] * len(requests)
+        except (ValueError, OverflowError) as error:
+            return [RewardResult(error=f"{self.target} {error}")] * len(requests)
+
+    async def _learn_arguments(self) -> _Arguments:
+        if self._arguments is None:
+            try:
+                parameters = await self.pool.check(self.target)
+            except HostError as error:
+                raise ConfigError(f"--reward.remote_url: {error}") from error
+            self._arguments = _Arguments.for_parameters(parameters)
+            if "labels" not in self._arguments.names:
+                self._notice("takes no labels, and gets none")
+        return self._arguments
+
+    def _notice(self, sentence: str) -> None:
+        """Say it once."""
+        if sentence not in self._noticed:
+            self._noticed.add(sentence)
+            logger.warning("%s %s.", self.target, sentence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """Which of `ARGUMENTS` a function takes, and whether it is called with them by name."""
+
+    names: tuple[str, ...]
+    by_name: bool
+
+    @classmethod
+    def for_parameters(cls, parameters: list[list[Any]] | None) -> _Arguments:
+        """By name where the function uses our names, else by position: [name, kind, required]."""
+        if parameters is None:
+            return cls(names=ARGUMENTS, by_name=False)
+        kinds = {kind for _, kind, _ in parameters}
+        by_name = ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")
+        nameable = {name for name, kind, _ in parameters if kind in by_name}
+        names = tuple(name for name in ARGUMENTS if name in nameable or "VAR_KEYWORD" in kinds)
+        required = {name for name, _, required in parameters if required}
+        if "queries" in names and required <= set(names):
+            return cls(names=names, by_name=True)
+        positions = sum(kind.startswith("POSITIONAL") for _, kind, _ in parameters)
+        names = ARGUMENTS if "VAR_POSITIONAL" in kinds else ARGUMENTS[:positions]
+        return cls(names=names, by_name=False)
+
+    def of(self, requests: list[RewardRequest]) -> tuple[list[list[Any]], dict[str, list[Any]]]:
+        """The positional and the keyword arguments of a call."""
+        columns = {
+            "queries": [request.query for request in requests],
+            "prompts": [request.prompt for request in requests],
+            "labels": [request.label for request in requests],
+        }
+        chosen = {name: columns[name] for name in self.names}
+        return ([], chosen) if self.by_name else (list(chosen.values()), {})
+
+
+class VerifierReward:
+    """A built-in check of response against label (--reward.verifier), in the hosts of `pool`."""
+
+    def __init__(self, name: str, *, pool: HostPool, timeout: float) -> None:
+        self.target = VERIFIERS[name]
+        self.pool, self.timeout = pool, timeout
+
+    async def check(self) -> None:
+        """Load the verifier in the hosts."""
+        await self.pool.check(self.target)
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        return list(await asyncio.gather(*(self._verify(request) for request in requests)))
+
+    async def _verify(self, request: RewardRequest) -> RewardResult:
+        try:
+            reward = await self.pool.call(
+                self.target, request.response_text, str(request.label), timeout=self.timeout
+            )
+            return RewardResult(reward=reward, score=reward)
+        except HostError as error:
+            return RewardResult(error=str(error))
+
+
+def read_rewards(returned: Any, count: int) -> list[RewardResult]:
+    """What a reward function returned for `count` samples, one result each.
+
+    Expected: {"rewards": numbers, "scores": numbers, "extra_logs": {name: numbers}}, or the rewards
+    alone; scores are the rewards by default. Raises ValueError that says what was returned instead.
+    """
+    if not isinstance(returned, Mapping):
+        returned = {"rewards": returned}
+    if "rewards" not in returned:
+        raise ValueError(
+            f"returned a dict without 'rewards'; its keys are {sorted(map(str, returned))}"
+        )
+    rewards = _finite("rewards", returned["rewards"], count)
+    scores = (
+        rewards if returned.get("scores") is None else _finite("scores", returned["scores"], count)
+    )
+    logs = returned.get("extra_logs") or {}
+    if not isinstance(logs, Mapping):
+        raise ValueError(f"returned extra_logs that are no dict: {_shown(logs)}")
+    columns = {
+        str(name): _numbers(f"extra_logs[{name!r}]", value, count) for name, value in logs.items()
+    }
+    return [
+        RewardResult(
+            reward=reward,
+            score=score,
+            extra_logs={name: column[i] for name, column in columns.items()},
+        )
+        for i, (reward, score) in enumerate(zip(rewards, scores, strict=True))
+    ]
+
+
+def _finite(name: str, value: Any, count: int) -> list[float]:
+    numbers = _numbers(name, value, count)
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError(f"returned {name} that are not finite: {_shown(numbers)}")
+    return numbers
+
+
+def _numbers(name: str, value: Any, count: int) -> list[float]:
+    """`value` (a number, or lists of them as tensors give them) as `count` floats."""
+    flat = _flatten(value)
+    if not all(isinstance(item, bool | int | float) for item in flat):
+        raise ValueError(f"returned {name} that are not numbers: {_shown(value)}")
+    if len(flat) != count:
+        raise ValueError(f"returned {len(flat)} {name} for {count} samples: {_shown(value)}")
+    return [float(item) for item in flat]
+
+
+def _flatten(value: Any) -> list[Any]:
+    return (
+        [leaf for item in value for leaf in _flatten(item)] if isinstance(value, list) else [value]
+    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "…"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorPolicy:
+    """What an episode whose reward failed becomes (--reward.on_error)."""
+
+    fallback: float | None = None  # the reward it is kept with; None: it is a failed episode
+    counts: bool = True  # whether a failed episode counts towards --reward.max_error_rate
+
+    @classmethod
+    def parse(cls, text: str) -> ErrorPolicy:
+        """`fail`, `drop` or a number. Raises ConfigError for anything else."""
+        if text in ("fail", "drop"):
+            return cls(counts=text == "fail")
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise ConfigError(f"--reward.on_error is {text!r}; it takes fail, drop or a number.")
+        return cls(fallback=number)
+
+
+class RewardErrors(RuntimeError):
+    """Too many episodes of a batch failed; the message holds the first error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorBudget:
+    """The share of a batch's episodes that may fail (--reward.max_error_rate)."""
+
+    max_error_rate: float
+    policy: ErrorPolicy = ErrorPolicy()
+
+    def check(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raise RewardErrors, with the first error, where too large a share has failed."""
+        failed = [trajectory for trajectory in trajectories if trajectory.failed]
+        if self.policy.counts and len(failed) > self.max_error_rate * len(trajectories):
+            raise RewardErrors(
+                f"{len(failed)} of {len(trajectories)} episodes failed, a larger share than "
+                f"--reward.max_error_rate {self.max_error_rate:g}. To go on all the same, raise it "
+                "or set --reward.on_error to drop or to a number. "
+                f"The first error:\n{failed[0].error}"
+            )

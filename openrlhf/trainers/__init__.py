@@ -1,0 +1,1 @@
+"""The loops: supervised stages and reinforcement learning."""

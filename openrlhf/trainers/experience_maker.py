@@ -1,0 +1,197 @@
+"""From finished episodes to a batch that can be learned from: remote forwards first, then pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    assign_credit,
+    group_statistics,
+    normalize_advantages,
+    shape_rewards,
+)
+from openrlhf.algorithms.kl import KLController, kl_clamped, kl_estimate
+from openrlhf.algorithms.rewards import (
+    clip_rewards,
+    overlong_penalty,
+    stop_properly_penalty,
+    token_rewards,
+)
+from openrlhf.distributed.worker_group import WorkerGroup, gather
+from openrlhf.experience import Experience, Layout
+from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.trainers.update_plan import share
+from openrlhf.workers.frozen import ReferenceWorker
+from openrlhf.workers.policy import PolicyWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreditSettings:
+    """How rewards become advantages. Built from the flags."""
+
+    estimator: str
+    gamma: float
+    lam: float
+    scale_advantages: bool  # divide by the standard deviation where the estimator whitens
+    kl_estimator: str
+    kl_in_reward: bool
+    reward_clip: tuple[float, float]
+    overlong_buffer: float | None  # tokens
+    overlong_factor: float
+    stop_properly: float | None
+    max_new_tokens: int | None
+    max_len: int  # tokens
+
+
+class ExperienceMaker:
+    """Annotates a batch with what the workers know, and credits its tokens.
+
+    `recompute_old`: π_old is computed by the trainer before the update; without it the update takes its own log-probabilities.
+    """
+
+    def __init__(
+        self,
+        policy: WorkerGroup,
+        reference: WorkerGroup | None,
+        settings: CreditSettings,
+        kl: KLController,
+        *,
+        recompute_old: bool,
+        timeout_s: float,
+    ) -> None:
+        self.policy, self.reference, self.settings, self.kl = policy, reference, settings, kl
+        self.recompute_old, self.timeout_s = recompute_old, timeout_s
+
+    def annotate(self, experience: Experience) -> Experience:
+        """Add log π_old and log π_ref where something needs them: launched side by side, gathered."""
+        columns: dict[str, _Pending] = {}
+        if self.recompute_old:
+            columns["old_logprobs"] = _Pending(experience, self.policy, PolicyWorker.logprobs)
+        if self.reference:
+            columns["ref_logprobs"] = _Pending(experience, self.reference, ReferenceWorker.logprobs)
+        return experience.with_columns(
+            **{name: pending.collect(self.timeout_s) for name, pending in columns.items()}
+        )
+
+    def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
+        """r_t, Â_t and Ĝ_t, and the metrics of the batch."""
+        estimator = ADVANTAGE_ESTIMATORS[self.settings.estimator]
+        rewards = self._penalised(experience)
+        shaped = clip_rewards(
+            shape_rewards(rewards, experience.group_ids, estimator), *self.settings.reward_clip
+        )
+        kl = self._reward_kl(experience)
+        columns = {
+            name: torch.zeros(experience.num_tokens)
+            for name in ("token_rewards", "advantages", "returns")
+        }
+        row_of_token = experience.sample_of_token()
+        for block in experience.blocks():
+            rows = row_of_token[block.positions[:, 0]]
+            mask = block.gather(experience.action_mask)
+            per_token = token_rewards(
+                shaped[rows], None if kl is None else block.gather(kl), mask, self.kl.coef
+            )
+            advantages, returns = assign_credit(
+                estimator,
+                per_token,
+                mask,
+                values=None if experience.values is None else block.gather(experience.values),
+                gamma=self.settings.gamma,
+                lam=self.settings.lam,
+            )
+            for name, values in zip(columns, (per_token, advantages, returns), strict=True):
+                block.scatter(values, columns[name])
+        columns["advantages"] = normalize_advantages(
+            columns["advantages"],
+            experience.action_mask,
+            estimator,
+            scale=self.settings.scale_advantages,
+        )
+        credited = experience.with_columns(rewards=rewards, **columns)
+        return credited, self._metrics(credited, kl)
+
+    def _penalised(self, experience: Experience) -> Tensor:
+        """Rewards after the length penalties; what the log calls reward."""
+        settings, rewards = self.settings, experience.rewards
+        if settings.overlong_buffer is not None:
+            prompts = experience.lengths - experience.num_actions
+            longest = settings.max_new_tokens or settings.max_len - prompts
+            rewards = rewards + overlong_penalty(
+                experience.num_actions,
+                max_length=longest,
+                buffer=settings.overlong_buffer,
+                factor=settings.overlong_factor,
+            )
+        if settings.stop_properly is not None:
+            rewards = stop_properly_penalty(rewards, experience.truncated, settings.stop_properly)
+        return rewards
+
+    def _reward_kl(self, experience: Experience) -> Tensor | None:
+        """KL per token from the rollout, where it enters the reward: log π_old against log π_ref."""
+        if not self.settings.kl_in_reward or experience.ref_logprobs is None:
+            return None
+        assert experience.old_logprobs is not None
+        return kl_estimate(
+            experience.old_logprobs, experience.ref_logprobs, self.settings.kl_estimator
+        )
+
+    def _metrics(self, experience: Experience, kl: Tensor | None) -> dict[str, Metric]:
+        count, actions = experience.num_samples, experience.num_actions
+        mask, tokens = experience.action_mask, float(experience.action_mask.sum())
+        assert experience.returns is not None
+        metrics: dict[str, Metric] = {
+            "train/reward": Mean(float(experience.rewards.sum()), count),
+            "train/return": Mean(float(experience.returns[mask].sum()), tokens),
+            "train/response_length": Mean(float(actions.sum()), count),
+            "train/total_length": Mean(float(experience.num_tokens), count),
+            "train/truncated": Mean(float(experience.truncated.sum()), count),
+            "train/response_clip_ratio": Mean(
+                float((experience.lengths >= self.settings.max_len).sum()), count
+            ),
+        }
+        spread = group_reward_std(experience.rewards, experience.group_ids)
+        if spread is not None:
+            metrics["train/group_reward_std"] = spread
+        if kl is not None:
+            metrics["train/kl"] = Mean(float(kl[mask].sum()), tokens)
+            metrics["train/kl_clamped"] = Mean(float((kl_clamped(kl) & mask).sum()), tokens)
+        return metrics
+
+
+def group_reward_std(rewards: Tensor, groups: Tensor) -> Mean | None:
+    """Mean over prompts of the unbiased standard deviation of their samples' rewards; None without a group of two."""
+    stats = group_statistics(rewards, groups)
+    share_of_group = (stats.size > 1) / stats.size  # the samples of a group count as one
+    number = float(share_of_group.sum())
+    return Mean(float((stats.std * share_of_group).sum()), number) if number else None
+
+
+class _Pending:
+    """A column on its way: rows scattered over the ranks of a group, per-token results gathered back into place."""
+
+    def __init__(self, experience: Experience, group: WorkerGroup, method: object) -> None:
+        self.experience, self.group = experience, group
+        lengths = experience.lengths.tolist()
+        # A rank without rows repeats the first one: some forwards are collective. Its result is the same number twice.
+        self.parts = [rows or [0] for rows in share(lengths, range(len(lengths)), group.size)]
+        self.references = group.launch(method, experience.split(self.parts))  # pyright: ignore[reportArgumentType]
+
+    def collect(self, timeout_s: float) -> Tensor:
+        """The column, (N,)."""
+        results: Sequence[Tensor] = gather(
+            self.references,
+            timeout_s=timeout_s,
+            doing=f"score tokens ({self.group.role})",
+            logs=self.group.logs,
+        )
+        column = torch.zeros(self.experience.num_tokens)
+        for rows, scored in zip(self.parts, results, strict=True):
+            place = Layout.of(self.experience.offsets, torch.tensor(rows))
+            column[place.positions[place.real]] = scored
+        return column

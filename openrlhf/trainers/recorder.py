@@ -1,0 +1,79 @@
+"""Where a run's numbers go: run folder, trackers and terminal, one call each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config.options import dump_yaml
+from openrlhf.config.shared import LoggerConfig, RunConfig
+from openrlhf.observability.display import Display
+from openrlhf.observability.report import report_run
+from openrlhf.observability.run_folder import RunFolder, SampleRow
+from openrlhf.observability.trackers import make_trackers
+from openrlhf.trajectory import Trajectory
+
+SAMPLES_PER_STEP = 16  # episodes of a step that go to samples.jsonl; of failed ones as many again
+
+
+class Recorder:
+    """Writes what a run measures and samples. Belongs to the main process.
+
+    `resume_step`: continue the folder of an earlier run, cut back to that step.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        logger: LoggerConfig,
+        run: RunConfig,
+        run_dir: str,
+        resume_step: int | None,
+    ) -> None:
+        self.display = Display(quiet=run.quiet, json=run.json)
+        if resume_step is None:
+            self.folder = RunFolder.create(run_dir)
+        else:
+            self.folder = RunFolder(run_dir)
+            self.folder.truncate_to(resume_step)
+        resolved = dump_yaml(config)
+        self.folder.write_config(resolved)
+        self.trackers = make_trackers(
+            logger, settings={"config": resolved}, run_dir=Path(run_dir), resume_step=resume_step
+        )
+        self.logging_steps = logger.logging_steps
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of a training step."""
+        if step % self.logging_steps == 0:
+            self.folder.log_metrics(step, values)
+            self.trackers.log(step, values)
+            self.display.step(step, values)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of an evaluation of the weights after `step`."""
+        self.folder.log_metrics(step, values)
+        self.trackers.log(step, values)
+        self.display.evaluation(step, values)
+
+    def samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Some episodes of a step, and the failed ones with their errors."""
+        good = [t for t in trajectories if not t.failed][:SAMPLES_PER_STEP]
+        failed = [t for t in trajectories if t.failed][:SAMPLES_PER_STEP]
+        self._log_samples(step, [*good, *failed])
+
+    def _log_samples(self, step: int, trajectories: Iterable[Trajectory]) -> None:
+        rows = [SampleRow.of(step, trajectory) for trajectory in trajectories]
+        self.folder.log_samples(rows)
+        if rows:
+            self.trackers.log_samples(step, rows[0].prompt + rows[0].response, rows[0].reward)
+
+    def close(self) -> None:
+        """Write the report and leave the terminal as it was."""
+        self.display.close()
+        self.trackers.close()
+        self.folder.close()
+        report = report_run(self.folder.path)
+        self.display.note(f"report: {report}")

@@ -1,0 +1,159 @@
+"""Supervised fine-tuning: −log π of the response tokens, one mean over all tokens of the optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.supervised_losses import token_nll
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.data.loading import DataError, load_datasets
+from openrlhf.data.sft import SFTDataset, SFTRow
+from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.distributed.strategy import Strategy
+from openrlhf.experience import TokenRows
+from openrlhf.models.loading import LoadSpec, load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.trainers.recorder import Recorder
+from openrlhf.trainers.supervised import (
+    Schedule,
+    SupervisedTrainer,
+    check_resumable,
+    open_checkpoints,
+)
+
+
+class SFTTask:
+    """ℓ_t = −log π(token_t) for target tokens; the window divides by their number over all ranks."""
+
+    def collate(self, rows: Sequence[SFTRow]) -> TokenRows:
+        """Rows of the dataset as one ragged batch."""
+        return TokenRows.from_lists([row.tokens for row in rows], [row.loss_mask for row in rows])
+
+    def counts(self, micro: TokenRows) -> dict[str, float]:
+        """Target tokens."""
+        return {"tokens": float(micro.loss_mask.sum())}
+
+    def loss(
+        self, model: Any, micro: TokenRows, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """This micro-batch's share of the mean over the window's target tokens."""
+        scores = model(micro.tokens, micro.offsets, micro.loss_mask)
+        summed = (token_nll(scores.logprobs, micro.loss_mask)).sum()
+        seen = float(micro.loss_mask.sum())
+        metrics: dict[str, Metric] = {"train/gpt_loss": Mean(float(summed.detach()), seen)}
+        return summed / totals["tokens"], metrics
+
+    def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """The reference's name has a space in it; dashboards know it."""
+        return {"eval/eval gpt_loss": metrics["train/gpt_loss"]} if metrics else {}
+
+
+def load_spec(config: SFTConfig) -> LoadSpec:
+    """How the flags ask for the model."""
+    return LoadSpec(
+        path=config.model.model_name_or_path,
+        param_dtype=config.ds.param_dtype,
+        attention=config.ds.attn_implementation,
+        packing=config.ds.packing_samples,
+        gradient_checkpointing=config.model.gradient_checkpointing_enable,
+        reentrant=config.model.gradient_checkpointing_reentrant,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def load_rows(
+    config: SFTConfig, tokenizer: Any, spec: str, *, split: str, probs: str | None
+) -> SFTDataset:
+    """The rows of a dataset spec, tokenised."""
+    data = config.data
+    dataset = load_datasets(
+        spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed
+    )
+    return SFTDataset(
+        dataset,
+        tokenizer,
+        max_len=data.max_len,
+        input_key=data.input_key,
+        output_key=data.output_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        multiturn=data.multiturn,
+        pretrain_mode=config.model.pretrain_mode_enable,
+    )
+
+
+def run_sft(config: SFTConfig) -> None:
+    """Train as the flags say. Runs in every process of the launcher, or in the only one."""
+    tokenizer = get_tokenizer(
+        config.model.model_name_or_path,
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+        chat_template=config.data.tokenizer_chat_template,
+    )
+    train_rows = load_rows(
+        config,
+        tokenizer,
+        config.data.dataset,
+        split=config.data.dataset_split,
+        probs=config.data.dataset_probs,
+    )
+    eval_rows = (
+        load_rows(config, tokenizer, config.eval.dataset, split=config.eval.split, probs=None)
+        if config.eval.dataset
+        else None
+    )
+    schedule = Schedule(
+        rows=len(train_rows), batch_size=config.train.batch_size, max_epochs=config.train.max_epochs
+    )
+    if schedule.steps_per_epoch == 0:
+        raise DataError(
+            f"--data.dataset {config.data.dataset} has {len(train_rows)} usable rows, fewer than one "
+            f"--train.batch_size of {config.train.batch_size}: lower it. {train_rows.summary}"
+        )
+    strategy = Strategy(config.ds, seed=config.train.seed)
+    engine = strategy.trained(
+        lambda: PolicyModel(load_causal_lm(load_spec(config)), packing=config.ds.packing_samples),
+        config,
+        total_steps=schedule.total_steps,
+    )
+    checkpoint = open_checkpoints(config.ckpt).latest() if config.ckpt.load_enable else None
+    broken = check_resumable(checkpoint, schedule, strategy) if checkpoint else []
+    if broken:
+        raise DataError("\n".join(broken))
+    run_dir = checkpoint.state.run_dir if checkpoint else config.run.dir
+    recorder = None
+    if strategy.is_main:
+        recorder = Recorder(
+            config,
+            logger=config.logger,
+            run=config.run,
+            run_dir=run_dir,
+            resume_step=checkpoint.state.step if checkpoint else None,
+        )
+        recorder.display.note(
+            f"{train_rows.summary}; {schedule.total_steps} steps on {strategy.dp_size} process(es)"
+        )
+    trainer = SupervisedTrainer(
+        SFTTask(),
+        engine,
+        strategy,
+        tokenizer=tokenizer,
+        train_rows=train_rows,
+        eval_rows=eval_rows,
+        schedule=schedule,
+        train=config.train,
+        ckpt=config.ckpt,
+        eval_steps=config.eval.steps,
+        num_workers=config.data.dataloader_num_workers,
+        recorder=recorder,
+        run_dir=run_dir,
+    )
+    if checkpoint:
+        trainer.resume(checkpoint)
+    trainer.fit()
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,128 @@
+"""Where the trajectories of a step come from. The loop is the same for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch.utils.data import DataLoader
+
+from openrlhf.data.batching import ResumableSampler
+from openrlhf.data.prompts import PromptDataset, PromptRow
+from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
+from openrlhf.trajectory import Prompt, Trajectory
+
+
+class SyncSource:
+    """Generates with the newest weights, when asked: π_old is the policy of the last publication.
+
+    `batch_size`: prompts per step; `episodes`: passes over the prompts; the last batch of a pass may be short.
+    `consumed`: prompts that the run has drawn, counted over all passes; a resumed run starts there.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptDataset,
+        generator: RolloutGenerator,
+        spec: SamplingSpec,
+        *,
+        batch_size: int,
+        episodes: int,
+        seed: int,
+        num_workers: int = 0,
+    ) -> None:
+        self.prompts, self.generator, self.spec = prompts, generator, spec
+        self.batch_size, self.episodes, self.seed = batch_size, episodes, seed
+        self.num_workers = num_workers
+        self.consumed = 0
+
+    @property
+    def steps_per_episode(self) -> int:
+        """Batches per pass over the prompts."""
+        return -(-len(self.prompts) // self.batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        """Batches of the whole run."""
+        return self.steps_per_episode * self.episodes
+
+    @property
+    def episode(self) -> int:
+        """Passes over the prompts that are complete."""
+        return self.consumed // len(self.prompts)
+
+    def draw(self) -> Iterator[list[Prompt]]:
+        """The prompts of each step, from where the run stands; `consumed` counts those handed out."""
+        while self.episode < self.episodes:
+            first = self.consumed
+            rows = iter(self._loader(self.episode, position=first % len(self.prompts)))
+            for batch in rows:
+                prompts = [row.drawn(index) for index, row in enumerate(batch, self.consumed)]
+                self.consumed += len(prompts)
+                yield prompts
+
+    def _loader(self, episode: int, *, position: int) -> DataLoader[PromptRow]:
+        sampler = ResumableSampler(
+            len(self.prompts), seed=self.seed, consumed=position, drop_last=False
+        )
+        sampler.set_epoch(episode)
+        return DataLoader(
+            self.prompts,
+            batch_size=self.batch_size,
+            sampler=sampler,
+            collate_fn=list,
+            num_workers=self.num_workers,
+        )
+
+    def __iter__(self) -> Iterator[list[Trajectory]]:
+        for prompts in self.draw():
+            yield self.generator.rollout(prompts, self.spec)
+
+
+def evaluate(
+    prompts: PromptDataset, generator: RolloutGenerator, spec: SamplingSpec, *, wave: int
+) -> list[Trajectory]:
+    """Episodes of every evaluation prompt, generated in waves of `wave` prompts."""
+    trajectories: list[Trajectory] = []
+    for first in range(0, len(prompts), wave):
+        indices = range(first, min(first + wave, len(prompts)))
+        trajectories += generator.rollout([prompts[i].drawn(i) for i in indices], spec)
+    return trajectories
+
+
+def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
+    """pass@1 and pass@k per data source, response lengths and truncation, under the logged names.
+
+    pass@1 is the mean over prompts of the mean score of their samples, pass@k of the best one. Failed samples are left
+    out and counted.
+    """
+    finished = [t for t in trajectories if not t.failed]
+    metrics = {
+        "eval/eval_num_samples": float(len(trajectories)),
+        "eval/eval_failed_episodes": float(len(trajectories) - len(finished)),
+    }
+    by_source: dict[str, list[Trajectory]] = {}
+    for trajectory in finished:
+        by_source.setdefault(trajectory.prompt.datasource, []).append(trajectory)
+    for source, members in sorted(by_source.items()):
+        metrics |= _source_metrics(f"eval/eval_{source}", members, k=k)
+    if finished:
+        metrics["eval/eval_response_length_mean"] = _mean([t.num_actions for t in finished])
+        metrics["eval/eval_truncated_rate"] = _mean([t.truncated for t in finished])
+    return metrics
+
+
+def _source_metrics(prefix: str, members: Sequence[Trajectory], *, k: int) -> dict[str, float]:
+    scores: dict[int, list[float]] = {}
+    for t in members:
+        if t.score is not None:
+            scores.setdefault(t.prompt.index, []).append(t.score)
+    return {
+        f"{prefix}_pass{k}": _mean([max(group) for group in scores.values()]),
+        f"{prefix}_pass1": _mean([_mean(group) for group in scores.values()]),
+        f"{prefix}_response_length_mean": _mean([t.num_actions for t in members]),
+        f"{prefix}_truncated_rate": _mean([t.truncated for t in members]),
+    }
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers) if numbers else float("nan")

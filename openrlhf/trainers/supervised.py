@@ -1,0 +1,260 @@
+"""The offline loop: windows of rows, one optimizer step each. A `Task` supplies the model, the counts and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from openrlhf.checkpoints.export import export_hf
+from openrlhf.checkpoints.manager import CheckpointManager, StagedCheckpoint
+from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState
+from openrlhf.config.shared import CheckpointConfig, TrainConfig
+from openrlhf.data.batching import ResumableSampler
+from openrlhf.distributed.strategy import Strategy, TrainEngine
+from openrlhf.experience import Ragged
+from openrlhf.observability.metrics import Last, Metric, merge_all, values
+from openrlhf.trainers.recorder import Recorder
+from openrlhf.workers.base import MicroBatchLimits
+
+Row = TypeVar("Row")
+Micro = TypeVar("Micro", bound=Ragged)
+
+
+class Task(Protocol[Row, Micro]):
+    """One offline stage: how its rows become micro-batches, and what is minimised."""
+
+    def collate(self, rows: Sequence[Row]) -> Micro:
+        """Rows of the dataset as one ragged batch."""
+        ...
+
+    def counts(self, micro: Micro) -> Mapping[str, float]:
+        """The denominators of a micro-batch."""
+        ...
+
+    def loss(
+        self, model: Any, micro: Micro, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """The micro-batch's share of the window's loss, and its metrics under their logged names."""
+        ...
+
+    def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """The same metrics under the names of an evaluation."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Steps of a run. Derived from the size of the data; `steps_per_epoch` ≥ 1."""
+
+    rows: int
+    batch_size: int
+    max_epochs: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps per pass over the data; an incomplete last batch is left out."""
+        return self.rows // self.batch_size
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.steps_per_epoch * self.max_epochs
+
+
+class SupervisedTrainer(Generic[Row, Micro]):
+    """Runs a task: train, log, evaluate, checkpoint, export. One instance per process."""
+
+    def __init__(
+        self,
+        task: Task[Row, Micro],
+        engine: TrainEngine,
+        strategy: Strategy,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        train_rows: Dataset[Row],
+        eval_rows: Dataset[Row] | None,
+        schedule: Schedule,
+        train: TrainConfig,
+        ckpt: CheckpointConfig,
+        eval_steps: int,
+        num_workers: int,
+        recorder: Recorder | None,
+        run_dir: str,
+    ) -> None:
+        self.task, self.engine, self.strategy, self.tokenizer = task, engine, strategy, tokenizer
+        self.train_rows, self.eval_rows = train_rows, eval_rows
+        self.schedule, self.train, self.ckpt = schedule, train, ckpt
+        self.eval_steps = eval_steps if eval_steps > 0 else schedule.steps_per_epoch
+        self.num_workers, self.recorder, self.run_dir = num_workers, recorder, run_dir
+        self.limits = MicroBatchLimits(size=train.micro_batch_size)
+        self.checkpoints = open_checkpoints(ckpt)
+        self.step = 0
+        self.best_metric: float | None = None
+        self.last_metric: float | None = None
+
+    def fit(self) -> None:
+        """Train to the end, then export to --ckpt.output_dir."""
+        if self.recorder:
+            self.recorder.display.begin(self.schedule.total_steps, done=self.step)
+        for window in self.windows():
+            result = self.engine.optimize(
+                window,
+                counts=self.task.counts,
+                loss=lambda micro, totals: self.task.loss(
+                    self.engine, micro.to(self.strategy.device), totals
+                ),
+                max_nonfinite=self.train.max_nonfinite,
+            )
+            self.step += 1
+            numbers = {"train/lr": Last(result.lr), "train/grad_norm": Last(result.grad_norm)}
+            self.after_step(result.metrics | numbers)
+        self.export(self.ckpt.output_dir)
+        if self.recorder:
+            self.recorder.close()
+
+    def windows(self) -> Iterator[list[Micro]]:
+        """This rank's micro-batches of each optimizer step, from where the run stands."""
+        while self.step < self.schedule.total_steps:
+            epoch, step_in_epoch = divmod(self.step, self.schedule.steps_per_epoch)
+            sampler = ResumableSampler(
+                self.schedule.rows,
+                seed=self.train.seed,
+                dp_rank=self.strategy.dp_rank,
+                dp_size=self.strategy.dp_size,
+                batch_size=self.schedule.batch_size,
+                consumed=step_in_epoch * self.schedule.batch_size,
+            )
+            sampler.set_epoch(epoch)
+            for rows in self._loader(
+                self.train_rows, sampler, self.schedule.batch_size // self.strategy.dp_size
+            ):
+                batch = self.task.collate(rows)
+                yield batch.split(self.limits.cut(batch))
+
+    def _loader(self, rows: Dataset[Row], sampler: Any, batch_size: int) -> DataLoader[Row]:
+        return DataLoader(
+            rows,
+            batch_size=batch_size,
+            sampler=sampler,
+            collate_fn=list,
+            num_workers=self.num_workers,
+            persistent_workers=False,
+        )
+
+    def after_step(self, metrics: Mapping[str, Metric]) -> None:
+        """Log, evaluate, checkpoint."""
+        merged = merge_all(self.strategy.gather(dict(metrics)))
+        if self.recorder:
+            self.recorder.step(self.step, values(merged))
+        last = self.step == self.schedule.total_steps
+        if self.eval_rows is not None and (self.step % self.eval_steps == 0 or last):
+            self.evaluate()
+        if self.ckpt.save_steps > 0 and self.step % self.ckpt.save_steps == 0:
+            self.save()
+
+    def evaluate(self) -> None:
+        """The task's metrics over all evaluation rows, each counted once."""
+        assert self.eval_rows is not None
+        sampler = ResumableSampler(
+            len(self.eval_rows),  # pyright: ignore[reportArgumentType]
+            seed=0,
+            shuffle=False,
+            dp_rank=self.strategy.dp_rank,
+            dp_size=self.strategy.dp_size,
+            drop_last=False,
+        )
+        model = self.engine.module.eval()
+        parts: list[dict[str, Metric]] = []
+        with torch.no_grad():
+            for rows in self._loader(self.eval_rows, sampler, self.train.micro_batch_size):
+                micro = self.task.collate(rows).to(self.strategy.device)
+                _, metrics = self.task.loss(self.engine, micro, self.task.counts(micro))
+                parts.append(metrics)
+        model.train()
+        merged = merge_all(part for rank in self.strategy.gather(parts) for part in rank)
+        numbers = values(self.task.evaluation_names(merged))
+        if self.recorder:
+            self.recorder.evaluation(self.step, numbers)
+
+    def save(self) -> None:
+        """Write a checkpoint of the run as it stands. Collective over the ranks."""
+        if self.ckpt.disable_ds and not self.ckpt.save_hf:
+            return
+        begun = (
+            self.checkpoints.begin(self.step, hf=self.ckpt.save_hf)
+            if self.strategy.is_main
+            else None
+        )
+        staged: StagedCheckpoint = self.strategy.broadcast(begun)
+        if not self.ckpt.disable_ds:
+            self.engine.save(staged.engine_dir(), staged.tag)
+        if self.ckpt.save_hf:
+            self.export(staged.hf_dir)
+        if self.strategy.is_main:
+            self.checkpoints.commit(staged, state=self._state())
+        self.strategy.barrier()
+
+    def _state(self) -> RunState:
+        layout = EngineLayout(
+            world_size=self.strategy.dp_size, zero_stage=self.strategy.config.zero_stage
+        )
+        return RunState(
+            step=self.step,
+            epoch=self.step // self.schedule.steps_per_epoch,
+            consumed=self.step * self.schedule.batch_size,
+            run_dir=self.run_dir,
+            engines={"": layout},
+            extra={"batch_size": self.schedule.batch_size, "rows": self.schedule.rows},
+        )
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Continue where a checkpoint stands. Collective over the ranks."""
+        self.engine.load(checkpoint.engine_dir(), checkpoint.tag)
+        self.step = checkpoint.state.step
+
+    def export(self, path: str) -> None:
+        """Write the model as Transformers loads it. Collective over the ranks."""
+        hf: nn.Module = self.engine.module.get_submodule("hf")
+        assert isinstance(hf, PreTrainedModel)
+        export_hf(
+            self.engine.full_parameters(1 << 30),
+            hf,
+            self.tokenizer,
+            path,
+            writes=self.strategy.is_main,
+        )
+        self.strategy.barrier()
+
+
+def open_checkpoints(ckpt: CheckpointConfig) -> CheckpointManager:
+    """The checkpoints at --ckpt.path; with --ckpt.disable_ds they are exports only."""
+    parts = [] if ckpt.disable_ds else [""]
+    return CheckpointManager(ckpt.path, parts=parts, max_num=ckpt.max_num, max_mem_gib=ckpt.max_mem)
+
+
+def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strategy) -> list[str]:
+    """Why a checkpoint cannot continue this run; empty when it can."""
+    state = checkpoint.state
+    broken: list[str] = []
+    there = state.engines.get("")
+    here = EngineLayout(world_size=strategy.dp_size, zero_stage=strategy.config.zero_stage)
+    if there != here:
+        broken.append(
+            f"{checkpoint.tag} was written by {there}, this run is {here}: use as many processes and the same --ds.zero_stage"
+        )
+    for name, flag, now in (
+        ("batch_size", "--train.batch_size", schedule.batch_size),
+        ("rows", "--data.dataset or --data.max_samples", schedule.rows),
+    ):
+        if state.extra.get(name) != now:
+            broken.append(
+                f"{checkpoint.tag} was written with {name} {state.extra.get(name)}, this run has {now}: "
+                f"the position in the data would shift. Restore {flag}, or start anew without --ckpt.load_enable."
+            )
+    return broken

@@ -1,0 +1,64 @@
+"""Which rows each rank trains on in each optimizer step: decided once, for all ranks, before anything is sent.
+
+The set of rows of an optimizer step does not depend on the number of ranks; only who computes them does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from openrlhf.data.batching import balanced_partition
+from openrlhf.experience import Experience
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankUpdate:
+    """One rank's part of an update: its rows, and which of them (by position in `rows`) each optimizer step trains on."""
+
+    rows: list[int]
+    steps: list[list[int]]
+    filler: bool = False  # the rank has nothing to learn: its rows are copies that must not count
+
+
+def plan_update(
+    lengths: Sequence[int], *, ranks: int, batch_size: int, epochs: int, seed: int
+) -> list[RankUpdate]:
+    """Cut rows of `lengths` tokens into optimizer steps of `batch_size` rows, shuffled per epoch, balanced over the ranks.
+
+    Rows left over by `batch_size` make a last, smaller step: they were paid for. Deterministic in `seed`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    per_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for _ in range(epochs):
+        order = torch.randperm(len(lengths), generator=generator).tolist()
+        for first in range(0, len(order), batch_size):
+            for rank, rows in enumerate(share(lengths, order[first : first + batch_size], ranks)):
+                per_rank[rank].append(rows)
+    return [_with_local_rows(steps) for steps in per_rank]
+
+
+def share(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[int]]:
+    """Divide `rows` over the ranks so that their token counts are close. A rank may get none when there are few."""
+    if len(rows) < ranks:
+        return [[row] for row in rows] + [[] for _ in range(ranks - len(rows))]
+    parts = balanced_partition([lengths[row] for row in rows], ranks)
+    return [[rows[i] for i in part] for part in parts]
+
+
+def _with_local_rows(steps: list[list[int]]) -> RankUpdate:
+    rows = sorted({row for step in steps for row in step})
+    place = {row: i for i, row in enumerate(rows)}
+    if not rows:
+        return RankUpdate(rows=[0], steps=[[0] for _ in steps], filler=True)
+    return RankUpdate(rows=rows, steps=[[place[row] for row in step] for step in steps])
+
+
+def rows_of_rank(experience: Experience, update: RankUpdate) -> Experience:
+    """The rows a rank needs. A filler row keeps its tokens, so that the rank runs the same model calls, and learns nothing."""
+    part = experience.select(update.rows)
+    return (
+        part.with_columns(action_mask=torch.zeros_like(part.action_mask)) if update.filler else part
+    )

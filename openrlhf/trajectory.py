@@ -1,0 +1,124 @@
+"""The list world of rollouts: what a prompt is, and what one finished episode looks like.
+
+Everything here is plain Python, pickles small, and is importable without torch: agents, hosts and engines exchange these
+objects; `Experience` turns a batch of them into tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    STOP = "stop"  # the policy ended it: end token, stop token or stop string, or the environment was done
+    LENGTH = "length"  # the token budget was used up: counted as truncated
+    FAILED = (
+        "failed"  # engine, reward or agent failed: carries an error and no reward, never trained on
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row of the prompt dataset as drawn in a run. Created by `data.prompts`, consumed by the rollout generator.
+
+    `index` is the running number of the draw (not the row): it seeds the samples and orders the batch.
+    """
+
+    index: int
+    text: str
+    tokens: list[int]
+    label: Any = ""
+    datasource: str = "default"
+    images: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One finished episode. Created by an agent, consumed by the experience maker. Per-token lists have length T.
+
+    Example, prompt `2+2=` and the sampled answer `4<eos>` (ids made up):
+
+        tokens           [7, 9, 7, 3,    5,    1]
+        action_mask      [F, F, F, F,    T,    T]
+        rollout_logprobs [0, 0, 0, 0, -0.1, -0.2]     log-probability *of* the token at that position
+    """
+
+    tokens: list[int]
+    action_mask: list[bool]  # True where the policy sampled the token
+    rollout_logprobs: list[float]  # 0.0 where action_mask is False; nats
+    prompt: Prompt
+    sample_index: int  # which of the prompt's samples
+    stop_reason: StopReason
+    reward: float | None = None  # None: a reward worker scores it
+    score: float | None = (
+        None  # what dynamic filtering and pass@k look at; the reward where nothing else is given
+    )
+    weight_versions: tuple[int, ...] = ()  # the versions that sampled its tokens, oldest first
+    extra_logs: Mapping[str, float] = field(default_factory=dict)
+    response_text: str = ""
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.tokens), len(self.action_mask), len(self.rollout_logprobs)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"a trajectory's lists speak of the same positions, but have {len(self.tokens)} tokens, "
+                f"{len(self.action_mask)} mask entries and {len(self.rollout_logprobs)} log-probabilities"
+            )
+
+    @property
+    def failed(self) -> bool:
+        return self.stop_reason is StopReason.FAILED
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop_reason is StopReason.LENGTH
+
+    @property
+    def num_actions(self) -> int:
+        """Number of sampled tokens."""
+        return sum(self.action_mask)
+
+
+class TrajectoryBuilder:
+    """Grows an episode token by token, keeping the three lists aligned."""
+
+    def __init__(self, prompt_tokens: Sequence[int]) -> None:
+        self.tokens: list[int] = list(prompt_tokens)
+        self.action_mask: list[bool] = [False] * len(self.tokens)
+        self.rollout_logprobs: list[float] = [0.0] * len(self.tokens)
+        self.weight_versions: list[int] = []
+
+    def append_action(
+        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] = ()
+    ) -> None:
+        """Append tokens that the policy sampled, with their log-probabilities and the weight versions behind them."""
+        if len(tokens) != len(logprobs):
+            raise ValueError(
+                f"{len(tokens)} sampled tokens came with {len(logprobs)} log-probabilities"
+            )
+        self.tokens += tokens
+        self.action_mask += [True] * len(tokens)
+        self.rollout_logprobs += logprobs
+        self.weight_versions += [v for v in versions if v not in self.weight_versions]
+
+    def append_feedback(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the environment wrote: context for the policy, never trained on."""
+        self.tokens += tokens
+        self.action_mask += [False] * len(tokens)
+        self.rollout_logprobs += [0.0] * len(tokens)
+
+    def finish(self, **fields: Any) -> Trajectory:
+        """The finished `Trajectory`; `fields` are those of it that the builder does not know."""
+        return Trajectory(
+            tokens=self.tokens,
+            action_mask=self.action_mask,
+            rollout_logprobs=self.rollout_logprobs,
+            weight_versions=tuple(self.weight_versions),
+            **fields,
+        )

@@ -1,0 +1,22 @@
+"""Names that users' reward functions and agents import; each is loaded when first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.graders import extract_boxed_answer, grade_answer
+
+__all__ = ["extract_boxed_answer", "grade_answer"]
+
+_HOMES = {
+    "extract_boxed_answer": "openrlhf.rollout.graders",
+    "grade_answer": "openrlhf.rollout.graders",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,1 @@
+"""The mathematics, stated as claims."""

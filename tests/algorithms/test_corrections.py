@@ -1,0 +1,149 @@
+"""Correction of the mismatch between the engine that samples and the trainer that learns."""
+
+import math
+from itertools import product
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.corrections import (
+    PRESETS,
+    Correction,
+    Level,
+    Mode,
+    correction_weights,
+    mismatch,
+)
+from tests.reference import policy
+
+COMBINATIONS = list(product(get_args(Level), get_args(Mode)))
+
+
+def preset(name: str, low: float = 0.5, high: float = 5.0) -> Correction:
+    level, mode = PRESETS[name]
+    return Correction(level=level, mode=mode, low=low, high=high)
+
+
+def row_of(omegas: list[float]) -> tuple[Tensor, Tensor, Tensor]:
+    """(log π_old, log π_rollout, mask) of one row with these ratios."""
+    old = torch.tensor([omegas]).log() - 1
+    return old, torch.full_like(old, -1.0), torch.ones_like(old, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("name", "omegas", "expected"),
+    [
+        ("tis", [0.4, 1.0, 9.0], [0.5, 1.0, 5.0]),
+        ("icepop", [0.4, 1.0, 9.0], [0.0, 1.0, 0.0]),
+        ("seq-mask-tis", [0.4, 1.0, 9.0], [0.4, 1.0, 9.0]),  # mean 3.6^(1/3) = 1.53: the row stays
+        ("seq-mask-tis", [6.0, 1.0, 27.0], [0.0, 0.0, 0.0]),  # mean 162^(1/3) = 5.45: the row goes
+        ("seq-mask-tis", [0.1, 0.5, 1.0], [0.0, 0.0, 0.0]),  # mean 0.05^(1/3) = 0.37: the row goes
+    ],
+)
+def test_the_presets_by_hand(name: str, omegas: list[float], expected: list[float]) -> None:
+    weights, _ = correction_weights(*row_of(omegas), preset(name))
+    assert weights.tolist()[0] == pytest.approx(expected)
+
+
+def test_tis_with_a_band_from_zero_is_the_papers_truncation() -> None:
+    row = row_of([0.01, 1.0, 9.0])
+    clipped, _ = correction_weights(*row, preset("tis", 0.0, 2.0))
+    truncation = Correction(level="token", mode="truncate", low=0.5, high=2.0)
+    truncated, outside = correction_weights(*row, truncation)
+    assert torch.equal(clipped, truncated)
+    assert truncated.tolist()[0] == pytest.approx([0.01, 1.0, 2.0])
+    assert outside.tolist() == [[False, False, True]], "truncation has no lower bound"
+
+
+@pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
+def test_every_level_and_mode_agrees_with_the_reference(level: Level, mode: Mode) -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, rollout = torch.randn(2, 8, 6, dtype=torch.float64, generator=generator) * 0.7
+    mask = torch.rand(8, 6, generator=generator) < 0.7
+    weights, _ = correction_weights(
+        old, rollout, mask, Correction(level=level, mode=mode, low=0.5, high=2.0)
+    )
+    for row in range(8):
+        expected = policy.correction(
+            old[row].tolist(), rollout[row].tolist(), mask[row].tolist(), level, mode, 0.5, 2.0
+        )
+        assert weights[row].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
+def test_equal_engines_are_not_corrected(level: Level, mode: Mode) -> None:
+    same, mask = torch.full((2, 3), -1.5), torch.tensor([[True, True, False], [True, False, False]])
+    weights, outside = correction_weights(
+        same, same, mask, Correction(level=level, mode=mode, low=0.5, high=2.0)
+    )
+    assert torch.equal(weights, mask.float())
+    assert not outside.any()
+
+
+@pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
+@pytest.mark.parametrize("gap", [-1e4, 1e4])
+def test_no_gap_makes_a_weight_infinite(level: Level, mode: Mode, gap: float) -> None:
+    rollout, mask = torch.zeros(2, 50), torch.ones(2, 50, dtype=torch.bool)
+    weights, outside = correction_weights(
+        rollout + gap, rollout, mask, Correction(level=level, mode=mode, low=0.5, high=2.0)
+    )
+    assert weights.isfinite().all()
+    assert (weights <= 2.0).all()
+    assert outside.all() or (mode == "truncate" and gap < 0)
+
+
+@pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
+def test_a_row_without_actions_gives_a_differentiable_zero(level: Level, mode: Mode) -> None:
+    nothing = torch.zeros(2, 4, dtype=torch.bool)
+    dirty = torch.full((2, 4), float("nan"))
+    weights, outside = correction_weights(
+        dirty, dirty, nothing, Correction(level=level, mode=mode, low=0.5, high=2.0)
+    )
+    terms = torch.ones(2, 4, requires_grad=True)
+    (weights * terms).sum().backward()
+    assert terms.grad is not None
+    assert not terms.grad.any()
+    assert not outside.any()
+
+
+def test_weights_carry_no_gradient() -> None:
+    old, rollout, mask = row_of([0.9, 1.1])
+    assert not correction_weights(old.requires_grad_(), rollout, mask, preset("tis"))[
+        0
+    ].requires_grad
+
+
+def test_tokens_beyond_the_band_are_pointed_out_by_row_where_the_row_is_judged() -> None:
+    row = row_of([6.0, 1.0, 27.0])
+    assert correction_weights(*row, preset("icepop"))[1].tolist() == [[True, False, True]]
+    assert correction_weights(*row, preset("seq-mask-tis"))[1].tolist() == [[True, True, True]]
+    old, rollout, _ = row
+    acting = torch.tensor([[True, False, True]])
+    assert correction_weights(old, rollout, acting, preset("seq-mask-tis"))[1].equal(acting)
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.0, 0.5), (1.0, 1.0), (-1.0, 2.0)])
+def test_an_impossible_band_is_refused(low: float, high: float) -> None:
+    with pytest.raises(ValueError, match=rf"--algo\.correction\.band {low} {high}"):
+        Correction(level="token", mode="clip", low=low, high=high)
+
+
+def test_the_mismatch_by_hand() -> None:
+    """Δ = log π_rollout − log π_old = 0.2, −0.4; the third token is not an action."""
+    rollout, old = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.2, -1.6, -9.0]])
+    mask = torch.tensor([[True, True, False]])
+    gap = mismatch(old, rollout, mask, torch.tensor([[False, True, False]]))
+    assert gap.tokens == 2
+    assert gap.kl_sum == pytest.approx(-0.2)
+    assert gap.gap_sum == pytest.approx(0.6)
+    assert gap.gap_max == pytest.approx(0.4)
+    assert gap.ratio_sum == pytest.approx(math.exp(-0.2) + math.exp(0.4))
+    assert gap.outside == 1
+
+
+def test_the_mismatch_of_nothing_is_nothing() -> None:
+    empty = torch.zeros(2, 3)
+    gap = mismatch(empty, empty, torch.zeros(2, 3, dtype=torch.bool))
+    assert (gap.tokens, gap.gap_sum, gap.gap_max, gap.outside) == (0, 0.0, 0.0, 0)

@@ -1,0 +1,125 @@
+"""KL estimators and the coefficient in front of them."""
+
+import math
+
+import pytest
+import torch
+
+from openrlhf.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_clamped, kl_estimate
+from tests.reference import policy
+
+ESTIMATORS = ["k1", "k2", "k3"]
+
+
+def exact_kl_gradient(estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Σ_a π(a) ∇ k(a), ∇ KL(π‖π_ref)) by the logits of π, all five actions enumerated."""
+    logits = torch.tensor([0.3, -1.0, 0.7, 0.0, 0.2], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.1, 0.5, -0.4, 0.0, 0.9], dtype=torch.float64).log_softmax(0)
+    policy_logprobs = logits.log_softmax(0)
+    sampled = policy_logprobs.exp().detach() * kl_estimate(policy_logprobs, reference, estimator)
+    true_kl = (policy_logprobs.exp() * (policy_logprobs - reference)).sum()
+    (of_samples,) = torch.autograd.grad(sampled.sum(), logits, retain_graph=True)
+    (of_kl,) = torch.autograd.grad(true_kl, logits)
+    return of_samples, of_kl
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.106531)])
+def test_half_a_nat_by_hand(estimator: str, expected: float) -> None:
+    assert kl_estimate(
+        torch.tensor([-1.0]), torch.tensor([-1.5]), estimator
+    ).item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_estimates_agree_with_the_reference(estimator: str) -> None:
+    x = torch.linspace(-30, 30, 241, dtype=torch.float64)
+    expected = [policy.kl(value, estimator) for value in x.tolist()]
+    assert kl_estimate(x, torch.zeros_like(x), estimator).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(estimator: str) -> None:
+    policy_logprobs = torch.tensor([0.3, -1.0, 0.7]).double().log_softmax(0)
+    reference = torch.tensor([0.1, 0.5, -0.4]).double().log_softmax(0)
+    expectation = policy_logprobs.exp() @ kl_estimate(policy_logprobs, reference, estimator)
+    assert expectation.item() == pytest.approx(
+        (policy_logprobs.exp() @ (policy_logprobs - reference)).item()
+    )
+
+
+def test_k1_as_a_loss_has_no_expected_gradient() -> None:
+    of_samples, _ = exact_kl_gradient("k1")
+    assert torch.allclose(of_samples, torch.zeros_like(of_samples), atol=1e-12)
+
+
+def test_k2_as_a_loss_has_the_gradient_of_the_kl() -> None:
+    assert torch.allclose(*exact_kl_gradient("k2"))
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_k2_and_k3_are_never_negative(estimator: str) -> None:
+    x = torch.linspace(-40, 40, 999)
+    assert (kl_estimate(x, torch.zeros_like(x), estimator) >= 0).all()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("x", [-1e30, -1e4, -50.0, -2.7, 0.0, 12.0, 50.0, 1e4, 1e30])
+def test_no_log_ratio_gives_an_infinite_estimate_or_gradient(estimator: str, x: float) -> None:
+    logprobs = torch.tensor([x], requires_grad=True)
+    kl = kl_estimate(logprobs, torch.zeros(1), estimator)
+    kl.backward()
+    assert abs(kl.item()) <= 10
+    assert logprobs.grad is not None
+    assert logprobs.grad.isfinite().all()
+
+
+def test_tokens_held_to_the_bound_are_counted() -> None:
+    """exp(2.6) − 1 − 2.6 = 9.86 is free, exp(2.7) − 1 − 2.7 = 11.2 is held."""
+    kl = kl_estimate(torch.tensor([-2.6, -2.7, 0.0, 50.0]), torch.zeros(4), "k3")
+    assert kl_clamped(kl).tolist() == [False, True, False, True]
+
+
+def test_an_unknown_estimator_is_refused_with_the_known_ones() -> None:
+    assert list(KL_ESTIMATORS) == ESTIMATORS
+    with pytest.raises(ValueError, match="'k4'; known are k1, k2, k3"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+# The coefficient
+
+
+def test_a_fixed_coefficient_follows_nothing_and_stays_the_flags_after_a_resume() -> None:
+    controller = FixedKL(0.01)
+    controller.update(100.0, 1000)
+    controller.load_state_dict({"coef": 0.5})
+    assert controller.coef == 0.01
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (6.0, 0.1),  # on target
+        (6.6, 0.1 * (1 + 0.1 * 100 / 10_000)),
+        (60.0, 0.1 * (1 + 0.2 * 100 / 10_000)),  # the error is held to 0.2
+        (0.0, 0.1 * (1 - 0.2 * 100 / 10_000)),
+    ],
+)
+def test_the_adaptive_coefficient_by_hand(kl: float, expected: float) -> None:
+    controller = AdaptiveKL(0.1, target=6.0, horizon=10_000)
+    controller.update(kl, 100)
+    assert controller.coef == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_a_kl_that_is_not_finite_leaves_the_coefficient_alone(kl: float) -> None:
+    controller = AdaptiveKL(0.1, target=6.0, horizon=10_000)
+    controller.update(kl, 100)
+    assert controller.coef == 0.1
+
+
+def test_an_adaptive_coefficient_continues_where_its_checkpoint_was() -> None:
+    first = AdaptiveKL(0.1, target=6.0, horizon=10_000)
+    first.update(20.0, 100)
+    second = AdaptiveKL(0.1, target=6.0, horizon=10_000)
+    second.load_state_dict(first.state_dict())
+    assert second.coef == first.coef != 0.1

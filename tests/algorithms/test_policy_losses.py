@@ -1,0 +1,334 @@
+"""Policy and value losses, and the weights that make one number of them."""
+
+import math
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from openrlhf.algorithms.policy_losses import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    PolicyLoss,
+    aggregation_weights,
+    value_loss,
+)
+from tests.reference import policy
+
+LOSSES = ["ppo", "gspo", "cispo"]
+KINDS = ["token", "sequence", "constant"]
+ASYMMETRIC: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
+Block = tuple[Tensor, ...]
+
+
+def random_block(spread: float = 0.5, rows: int = 6, width: int = 9) -> Block:
+    """log π_θ, log π_old, Â and a mask with gaps, an empty row and a full one; float64."""
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(rows, width, dtype=torch.float64, generator=generator) - 0.5
+    logprobs = old + spread * torch.randn(rows, width, dtype=torch.float64, generator=generator)
+    advantages = torch.randn(rows, width, dtype=torch.float64, generator=generator)
+    mask = torch.rand(rows, width, generator=generator) < 0.7
+    mask[0], mask[1] = False, True
+    return logprobs, old, advantages, mask
+
+
+def loss_of(name: str, block: Block, **clip: Any) -> PolicyLoss:
+    return POLICY_LOSSES[name].function(*block, **(ASYMMETRIC | clip))
+
+
+def one_token(ratio: float, advantage: float, name: str = "ppo", **clip: Any) -> PolicyLoss:
+    """The loss of a single token with this ratio and advantage; log π_θ = log ratio − 1."""
+    logprobs = torch.tensor([[math.log(ratio) - 1]], dtype=torch.float64)
+    old, mask = torch.full_like(logprobs, -1.0), torch.ones(1, 1, dtype=torch.bool)
+    return loss_of(name, (logprobs, old, torch.full_like(old, advantage), mask), **clip)
+
+
+def gradient(name: str, block: Block, **clip: Any) -> Tensor:
+    """∂ Σ ℓ / ∂ log π_θ."""
+    logprobs = block[0].clone().requires_grad_()
+    (result,) = torch.autograd.grad(
+        loss_of(name, (logprobs, *block[1:]), **clip).per_token.sum(), logprobs
+    )
+    return result
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "expected", "clipped"),
+    [
+        (1.1, 2.0, None, -2.2, False),  # inside the range
+        (1.5, 2.0, None, -2.56, True),  # gains stop at 1.28
+        (0.5, 2.0, None, -1.0, False),  # a good token that became rare keeps its pull
+        (0.5, -2.0, None, 1.6, True),  # losses stop at 0.8
+        (1.5, -2.0, None, 3.0, False),  # a bad token that became frequent keeps its push
+        (9.0, -2.0, None, 18.0, False),
+        (9.0, -2.0, 3.0, 6.0, False),  # until the dual clip
+        (9.0, 2.0, 3.0, -2.56, True),  # which concerns bad tokens only
+        (1.0, 0.0, None, 0.0, False),
+    ],
+)
+def test_the_clipped_surrogate_by_hand(
+    ratio: float, advantage: float, dual_clip: float | None, expected: float, clipped: bool
+) -> None:
+    loss = one_token(ratio, advantage, dual_clip=dual_clip)
+    assert loss.per_token.item() == pytest.approx(expected)
+    assert loss.clipped.item() is clipped
+    assert loss.ratio.item() == pytest.approx(ratio)
+    assert loss.approx_kl.item() == pytest.approx(-math.log(ratio))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "clip_low", "expected", "clipped"),
+    [
+        (1.1, 1.0, 1.1, False),
+        (1.5, 1.0, 1.28, True),
+        (0.01, 1.0, 0.01, False),  # ε_low = 1 leaves the lower side open
+        (0.5, 0.2, 0.8, True),
+    ],
+)
+def test_cispo_weighs_the_log_probability_with_a_held_ratio(
+    ratio: float, clip_low: float, expected: float, clipped: bool
+) -> None:
+    """Â = 2 and log π = log ratio − 1, so ℓ = −weight · 2 · (log ratio − 1)."""
+    loss = one_token(ratio, 2.0, "cispo", clip_low=clip_low)
+    assert loss.per_token.item() == pytest.approx(-expected * 2.0 * (math.log(ratio) - 1))
+    assert loss.clipped.item() is clipped
+
+
+def test_gspo_has_one_ratio_per_sequence() -> None:
+    """Log-ratios 0.3 and −0.1 have the mean 0.1; the token outside the mask has no say."""
+    old = torch.zeros(1, 3)
+    mask = torch.tensor([[True, True, False]])
+    loss = loss_of("gspo", (torch.tensor([[0.3, -0.1, 5.0]]), old, torch.ones(1, 3), mask))
+    assert loss.ratio.tolist()[0] == pytest.approx([math.exp(0.1), math.exp(0.1), 0.0])
+    assert loss.approx_kl.tolist()[0] == pytest.approx([-0.3, 0.1, 0.0]), "per token nonetheless"
+
+
+def test_gspo_is_ppo_for_sequences_of_one_token() -> None:
+    logprobs, old, advantages, _ = random_block()
+    single = torch.zeros_like(logprobs, dtype=torch.bool)
+    single[:, 3] = True
+    block = (logprobs, old, advantages, single)
+    assert torch.allclose(loss_of("gspo", block).per_token, loss_of("ppo", block).per_token)
+
+
+@pytest.mark.parametrize(
+    ("name", "dual_clip"),
+    [("ppo", None), ("ppo", 1.5), ("gspo", None), ("gspo", 1.5), ("cispo", None)],
+)
+@pytest.mark.parametrize("spread", [0.1, 1.0])
+def test_losses_agree_with_the_reference(name: str, dual_clip: float | None, spread: float) -> None:
+    block = random_block(spread)
+    loss = loss_of(name, block, dual_clip=dual_clip)
+    reference = {"ppo": policy.ppo, "gspo": policy.gspo, "cispo": policy.cispo}[name]
+    for row, per_token in enumerate(loss.per_token.tolist()):
+        logprobs, old, advantages, mask = (x[row].tolist() for x in block)
+        assert per_token == pytest.approx(
+            reference(logprobs, old, advantages, mask, 0.2, 0.28, dual_clip)
+        )
+
+
+def test_a_dual_clip_where_it_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--actor\.dual_clip 1\.0 must be above 1"):
+        one_token(1.0, 1.0, dual_clip=1.0)
+    with pytest.raises(ValueError, match=r"no meaning with --actor\.policy_loss_type cispo"):
+        one_token(1.0, 1.0, "cispo", dual_clip=3.0)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_surrogate_is_reinforce_at_ratio_one(name: str) -> None:
+    """∂ℓ_t / ∂ log π_t = −Â_t; under gspo the mean of its sequence's: its tokens share a ratio."""
+    _, old, advantages, mask = random_block()
+    expected = -advantages.masked_fill(~mask, 0)
+    if name == "gspo":
+        expected = (expected.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)) * mask
+    assert torch.allclose(gradient(name, (old, old, advantages, mask)), expected)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_masked_tokens_receive_no_gradient(name: str) -> None:
+    block = random_block()
+    mask = block[3]
+    result = gradient(name, block)
+    assert not result[~mask].any()
+    assert result[mask].any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_what_stands_outside_the_mask_is_never_read(name: str, garbage: float) -> None:
+    *columns, mask = random_block()
+    dirty = (*(x.masked_fill(~mask, garbage) for x in columns), mask)
+    clean = (*columns, mask)
+    assert torch.equal(gradient(name, dirty), gradient(name, clean))
+    for field in fields(PolicyLoss):
+        assert torch.equal(
+            getattr(loss_of(name, dirty), field.name), getattr(loss_of(name, clean), field.name)
+        )
+        assert not getattr(loss_of(name, dirty), field.name)[~mask].any()
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_the_surrogate_has_the_gradient_of_its_finite_differences(name: str) -> None:
+    logprobs, *rest = random_block()
+
+    def total(logprobs: Tensor) -> Tensor:
+        return loss_of(name, (logprobs, *rest), dual_clip=3.0).per_token
+
+    assert torch.autograd.gradcheck(total, (logprobs.requires_grad_(),))
+
+
+def test_tokens_clipped_by_ppo_have_no_gradient_and_under_cispo_they_keep_one() -> None:
+    block = random_block(spread=1.0)
+    clipped = loss_of("ppo", block).clipped
+    assert clipped.any()
+    assert not gradient("ppo", block)[clipped].any()
+    assert gradient("cispo", block)[clipped].all()
+
+
+def test_the_gradient_of_cispo_is_minus_weight_times_advantage() -> None:
+    block = random_block(spread=1.0)
+    weight = loss_of("cispo", block).ratio.clamp(0.8, 1.28)
+    expected = (-weight * block[2]).masked_fill(~block[3], 0)
+    assert torch.allclose(gradient("cispo", block), expected)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
+def test_extreme_log_ratios_give_finite_losses_and_gradients(name: str, difference: float) -> None:
+    old = torch.full((2, 4), -2e4)
+    advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 4)
+    block = (old + difference, old, advantages, torch.ones(2, 4, dtype=torch.bool))
+    loss = loss_of(name, block)
+    assert loss.per_token.isfinite().all()
+    assert gradient(name, block).isfinite().all()
+    assert loss.approx_kl[0, 0].item() == -difference, "reported as it is"
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_batch_with_nothing_to_learn_is_a_differentiable_zero(name: str) -> None:
+    logprobs, old, advantages, mask = random_block()
+    logprobs.requires_grad_()
+    empty = torch.zeros_like(mask)
+    weights, count = aggregation_weights(empty, "token")
+    loss = (weights * loss_of(name, (logprobs, old, advantages, empty)).per_token).sum()
+    loss.backward()
+    assert (loss.item(), count) == (0.0, 0.0)
+    assert logprobs.grad is not None
+    assert not logprobs.grad.any()
+
+
+# Value loss
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "expected", "clipped"),
+    [
+        (1.3, 2.0, 0.5 * 0.49, False),  # within ±0.5 of the old value 1
+        (2.0, 2.0, 0.5 * 0.25, True),  # right, but too far from the old value: held at 1.5
+        (2.0, 0.0, 0.5 * 4.0, False),  # wrong and far: the plain error is the larger one
+    ],
+)
+def test_the_value_loss_by_hand(
+    value: float, target: float, expected: float, clipped: bool
+) -> None:
+    v, old, goal = (torch.tensor([[x]]) for x in (value, 1.0, target))
+    loss, held = value_loss(v, old, goal, torch.tensor([[True]]), clip=0.5)
+    assert loss.item() == pytest.approx(expected)
+    assert held.item() is clipped
+
+
+def test_the_value_loss_agrees_with_the_reference_and_ignores_the_rest() -> None:
+    values, old, returns, mask = random_block()
+    values.requires_grad_()
+    nan = float("nan")
+    loss, _ = value_loss(values, old, returns.masked_fill(~mask, nan), mask, clip=0.2)
+    points = zip(*(x[mask].tolist() for x in (loss, values, old, returns)), strict=True)
+    for actual, v, v_old, target in points:
+        assert actual == pytest.approx(policy.value(v, v_old, target, 0.2))
+    loss.sum().backward()
+    assert values.grad is not None
+    assert not values.grad[~mask].any()
+    assert not loss[~mask].any()
+
+
+def test_an_infinite_value_clip_is_the_squared_error() -> None:
+    values, old, returns, mask = random_block()
+    loss, held = value_loss(values, old, returns, mask, clip=math.inf)
+    assert torch.allclose(loss, 0.5 * (values - returns).square() * mask)
+    assert not held.any()
+
+
+# Aggregation
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "count"),
+    [
+        ("token", [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], 3.0),
+        ("sequence", [[0.5, 0.5, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], 2.0),
+        ("constant", [[0.25, 0.25, 0.0], [0.0, 0.25, 0.0], [0.0, 0.0, 0.0]], 2.0),
+    ],
+)
+def test_aggregation_weights_by_hand(kind: str, weights: list[list[float]], count: float) -> None:
+    mask = torch.tensor([[True, True, False], [False, True, False], [False, False, False]])
+    actual = aggregation_weights(mask, kind, max_tokens=4)
+    assert actual[0].tolist() == weights
+    assert actual[1] == count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(cuts=st.lists(st.integers(0, 6), max_size=4))
+def test_loss_and_gradient_do_not_depend_on_the_split(kind: str, cuts: list[int]) -> None:
+    """Any cut of the rows into micro-batches, empty ones included, is the window as a whole."""
+    logprobs, old, advantages, mask = random_block()
+    logprobs.requires_grad_()
+    edges = [0, *sorted(cuts), len(mask)]
+    total, count = torch.zeros((), dtype=torch.float64), 0.0
+    for start, end in pairwise(edges):
+        rows = slice(start, end)
+        loss = loss_of("ppo", (logprobs[rows], old[rows], advantages[rows], mask[rows]))
+        weights, share = aggregation_weights(mask[rows], kind, max_tokens=9)
+        total, count = total + (weights * loss.per_token).sum(), count + share
+    (split,) = torch.autograd.grad(total / count, logprobs)
+
+    whole = loss_of("ppo", (logprobs, old, advantages, mask)).per_token
+    weights, share = aggregation_weights(mask, kind, max_tokens=9)
+    (at_once,) = torch.autograd.grad((weights * whole).sum() / share, logprobs)
+    assert torch.allclose(split, at_once)
+    assert (total / count).item() == pytest.approx(
+        policy.aggregate(whole.tolist(), mask.tolist(), kind, 9), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_without_actions_counts_nowhere(kind: str) -> None:
+    mask = random_block()[3]
+    assert not mask[0].any()
+    assert (
+        aggregation_weights(mask, kind, max_tokens=9)[1]
+        == aggregation_weights(mask[1:], kind, max_tokens=9)[1]
+    )
+
+
+def test_constant_aggregation_needs_a_length() -> None:
+    with pytest.raises(ValueError, match=r"set --rollout\.max_new_tokens"):
+        aggregation_weights(torch.ones(1, 2, dtype=torch.bool), "constant")
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    assert list(AGGREGATIONS) == KINDS
+    with pytest.raises(ValueError, match="'sample'; known are token, sequence, constant"):
+        aggregation_weights(torch.ones(1, 2, dtype=torch.bool), "sample")
+    with pytest.raises(ValueError, match="'grpo'; known are ppo, gspo, cispo"):
+        _ = POLICY_LOSSES["grpo"]

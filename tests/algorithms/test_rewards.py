@@ -1,0 +1,98 @@
+"""From the reward of an episode to the reward of each token."""
+
+import pytest
+import torch
+
+from openrlhf.algorithms.rewards import (
+    clip_rewards,
+    last_action,
+    overlong_penalty,
+    stop_properly_penalty,
+    token_rewards,
+)
+from tests.reference import credit
+
+# Two turns around a tool answer; a row without an action; a row that is all action.
+MASK = torch.tensor(
+    [
+        [False, True, True, False, True, False],
+        [False, False, False, False, False, False],
+        [True, True, True, True, True, True],
+    ]
+)
+
+
+def test_the_overlong_penalty_grows_within_the_buffer_only() -> None:
+    lengths = torch.tensor([0, 79, 80, 90, 100, 500])
+    penalty = overlong_penalty(lengths, max_length=100, buffer=20.0, factor=2.0)
+    assert penalty.tolist() == [0.0, 0.0, 0.0, -1.0, -2.0, -2.0]
+
+
+def test_the_overlong_penalty_knows_what_each_prompt_leaves() -> None:
+    lengths = torch.tensor([50, 50])
+    penalty = overlong_penalty(lengths, max_length=torch.tensor([100, 55]), buffer=10.0)
+    assert penalty.tolist() == [0.0, -0.5]
+
+
+@pytest.mark.parametrize("buffer", [0.0, -1.0, 101.0])
+def test_an_impossible_overlong_buffer_is_refused(buffer: float) -> None:
+    with pytest.raises(ValueError, match=r"--reward\.overlong_buffer_len"):
+        overlong_penalty(torch.tensor([1]), max_length=100, buffer=buffer)
+
+
+@pytest.mark.parametrize(
+    ("coef", "expected"),
+    [(0.5, [1.0, -2.0]), (0.0, [0.0, -2.0]), (1.0, [2.0, -2.0]), (-3.0, [-3.0, -2.0])],
+)
+def test_truncated_samples_are_scaled_or_replaced(coef: float, expected: list[float]) -> None:
+    truncated = torch.tensor([True, False])
+    assert stop_properly_penalty(torch.tensor([2.0, -2.0]), truncated, coef).tolist() == expected
+
+
+def test_a_bonus_for_being_cut_off_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--reward\.stop_properly_penalty_coef 1\.5"):
+        stop_properly_penalty(torch.ones(1), torch.ones(1, dtype=torch.bool), 1.5)
+
+
+def test_rewards_are_held_to_their_range() -> None:
+    assert clip_rewards(torch.tensor([-12.0, 3.0, 12.0]), -10.0, 10.0).tolist() == [
+        -10.0,
+        3.0,
+        10.0,
+    ]
+    with pytest.raises(ValueError, match=r"--reward\.clip_range 1\.0 -1\.0"):
+        clip_rewards(torch.zeros(1), 1.0, -1.0)
+
+
+def test_the_last_action_of_each_row() -> None:
+    assert last_action(MASK).nonzero().tolist() == [[0, 4], [2, 5]]
+
+
+def test_token_rewards_by_hand() -> None:
+    """β = 0.1 takes 0.1 · kl from every action token; the outcome of 5 arrives at the last one."""
+    kl = torch.tensor([[9.0, 1.0, 2.0, 9.0, 3.0, 9.0]])
+    rewards = token_rewards(torch.tensor([5.0]), kl, MASK[:1], 0.1)
+    assert torch.allclose(rewards, torch.tensor([[0.0, -0.1, -0.2, 0.0, 4.7, 0.0]]))
+
+
+def test_token_rewards_agree_with_the_reference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kl, outcome = torch.randn(3, 6, generator=generator), torch.randn(3, generator=generator)
+    expected = [
+        credit.token_rewards(r, k, m, 0.3)
+        for r, k, m in zip(outcome.tolist(), kl.tolist(), MASK.tolist(), strict=True)
+    ]
+    assert torch.allclose(token_rewards(outcome, kl, MASK, 0.3), torch.tensor(expected))
+
+
+def test_without_a_kl_term_only_the_outcome_is_left() -> None:
+    outcome, kl = torch.tensor([1.0, 2.0, 3.0]), torch.full((3, 6), float("nan"))
+    bare = token_rewards(outcome, None, MASK, 0.1)
+    assert bare.sum(1).tolist() == [1.0, 0.0, 3.0]
+    assert torch.equal(token_rewards(outcome, kl, MASK, 0.0), bare)
+    assert torch.equal(token_rewards(outcome, kl, MASK, -1.0), bare), "a negative β counts as 0"
+
+
+def test_a_broken_kl_outside_the_action_mask_does_no_harm() -> None:
+    kl = torch.where(MASK, 1.0, float("nan"))
+    assert token_rewards(torch.zeros(3), kl, MASK, 1.0).sum(1).tolist() == [-3.0, 0.0, -6.0]

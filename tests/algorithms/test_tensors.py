@@ -1,0 +1,295 @@
+"""Masked statistics, and log-probabilities and entropies from hidden states."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from openrlhf.algorithms import tensors
+from openrlhf.algorithms.tensors import (
+    bounded_exp,
+    linear_logprobs,
+    log_ratio,
+    masked_mean,
+    masked_sum,
+    masked_whiten,
+    token_logprobs_from_logits,
+)
+from tests.reference import credit, tokens
+
+NAN = float("nan")
+
+
+def head_inputs(rows: int = 7, width: int = 3, vocabulary: int = 5) -> tuple[Tensor, ...]:
+    """Hidden states, head weight, bias and targets in float64."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, width, dtype=torch.float64, generator=generator)
+    weight = torch.randn(vocabulary, width, dtype=torch.float64, generator=generator)
+    bias = torch.randn(vocabulary, dtype=torch.float64, generator=generator)
+    targets = torch.randint(vocabulary, (rows,), generator=generator)
+    return hidden, weight, bias, targets
+
+
+# Masked statistics
+
+
+def test_masked_mean_by_hand() -> None:
+    x = torch.tensor([[1.0, 2.0, 100.0], [6.0, 100.0, 100.0]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert masked_sum(x, mask).item() == 9.0
+    assert masked_mean(x, mask).item() == 3.0
+
+
+def test_what_stands_outside_the_mask_reaches_neither_value_nor_gradient() -> None:
+    x = torch.tensor([[1.0, NAN, math.inf]], requires_grad=True)
+    mean = masked_mean(x, torch.tensor([[True, False, False]]))
+    mean.backward()
+    assert mean.item() == 1.0
+    assert x.grad is not None
+    assert x.grad.tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_the_mean_over_nothing_is_a_differentiable_zero() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    mean = masked_mean(x, torch.zeros(2, 3, dtype=torch.bool))
+    mean.backward()
+    assert mean.item() == 0.0
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
+def test_whitening_by_hand() -> None:
+    """1, 2, 3, 6 have mean 3 and population variance 14/4."""
+    x = torch.tensor([[1.0, 2.0, 3.0, NAN], [6.0, NAN, NAN, NAN]])
+    mask = ~x.isnan()
+    expected = torch.tensor([[-2.0, -1.0, 0.0, 0.0], [3.0, 0.0, 0.0, 0.0]])
+    assert torch.allclose(masked_whiten(x, mask), expected / math.sqrt(3.5))
+    assert torch.equal(masked_whiten(x, mask, scale=False), expected)
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_whitening_agrees_with_the_reference(scale: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(40, generator=generator) * 3 + 5
+    mask = torch.rand(40, generator=generator) < 0.6
+    expected = credit.whiten(x.tolist(), mask.tolist(), scale)
+    assert masked_whiten(x, mask, scale=scale).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_tiny_variance_is_held_to_its_floor() -> None:
+    """Two values 2e-5 apart: variance 1e-10, held to 1e-8, so they become ±0.1 and not ±1."""
+    x = torch.tensor([0.0, 2e-5])
+    assert torch.allclose(
+        masked_whiten(x, torch.ones(2, dtype=torch.bool)), torch.tensor([-0.1, 0.1])
+    )
+
+
+@pytest.mark.parametrize("value", [0.1, 0.3, 0.7, -1 / 3, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_values_whiten_to_exactly_zero(value: float, dtype: torch.dtype) -> None:
+    x = torch.full((1000,), value, dtype=dtype)
+    assert not masked_whiten(x, torch.ones(1000, dtype=torch.bool)).any()
+
+
+def test_whitening_nothing_gives_zeros() -> None:
+    assert not masked_whiten(torch.full((2, 3), NAN), torch.zeros(2, 3, dtype=torch.bool)).any()
+    assert masked_whiten(torch.zeros(0), torch.zeros(0, dtype=torch.bool)).shape == (0,)
+
+
+def test_log_ratios_outside_the_mask_are_zero_whatever_stands_there() -> None:
+    mask = torch.tensor([True, False, False])
+    ratio = log_ratio(
+        torch.tensor([-1.0, NAN, -math.inf]), torch.tensor([-3.0, 0.0, -math.inf]), mask
+    )
+    assert ratio.tolist() == [2.0, 0.0, 0.0]
+
+
+def test_the_bounded_exponential_is_finite_and_flat_beyond_twenty() -> None:
+    x = torch.tensor([-1e4, 0.0, 20.0, 1e4, math.inf], requires_grad=True)
+    y = bounded_exp(x)
+    y.sum().backward()
+    bound = math.exp(20.0)
+    assert y.tolist() == pytest.approx([math.exp(-20.0), 1.0, bound, bound, bound])
+    assert x.grad is not None
+    assert x.grad.tolist() == pytest.approx([0.0, 1.0, bound, 0.0, 0.0])
+
+
+# Log-probabilities and entropies
+
+
+def test_two_equal_logits_are_a_coin() -> None:
+    logits = torch.tensor([[[3.0, 3.0], [0.0, math.log(3.0)]]])
+    logprobs = token_logprobs_from_logits(logits, torch.tensor([[0, 1]]))
+    assert logprobs.tolist()[0] == pytest.approx([math.log(1 / 2), math.log(3 / 4)])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_logprobs_and_entropy_agree_with_the_reference(temperature: float) -> None:
+    hidden, weight, bias, targets = head_inputs()
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, targets, temperature=temperature, entropy=True, bias=bias
+    )
+    rows = [tokens.linear(h, weight.tolist(), bias.tolist()) for h in hidden.tolist()]
+    assert entropy is not None
+    assert entropy.tolist() == pytest.approx([tokens.entropy(row, temperature) for row in rows])
+    assert logprobs.tolist() == pytest.approx(
+        [
+            tokens.token_logprob(row, y, temperature)
+            for row, y in zip(rows, targets.tolist(), strict=True)
+        ]
+    )
+    from_logits = token_logprobs_from_logits(hidden @ weight.t() + bias, targets, temperature)
+    assert torch.allclose(from_logits, logprobs)
+
+
+@pytest.mark.parametrize("chunk_logits", [1 << 25, 10, 1], ids=["one chunk", "two rows", "one row"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_both_results_have_the_gradient_of_their_finite_differences(
+    chunk_logits: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "CHUNK_LOGITS", chunk_logits)
+    *inputs, targets = head_inputs()
+    hidden, weight, bias = (x.requires_grad_() for x in inputs)
+
+    def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = linear_logprobs(
+            hidden, weight, targets, temperature=temperature, entropy=True, bias=bias
+        )
+        assert entropy is not None
+        return logprobs, entropy
+
+    def of_logits(logits: Tensor) -> Tensor:
+        return token_logprobs_from_logits(logits, targets, temperature)
+
+    assert torch.autograd.gradcheck(both, (hidden, weight, bias))
+    logits = (hidden @ weight.t()).detach().requires_grad_()
+    assert torch.autograd.gradcheck(of_logits, (logits,))
+
+
+@pytest.mark.parametrize("use", ["logprobs", "entropy"])
+def test_either_result_can_be_differentiated_alone(use: str) -> None:
+    hidden, weight, bias, targets = head_inputs()
+    hidden.requires_grad_()
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, entropy=True, bias=bias)
+    chosen = logprobs if use == "logprobs" else entropy
+    assert chosen is not None
+    (actual,) = torch.autograd.grad(chosen.sum(), hidden)
+    log_p = (hidden @ weight.t() + bias).log_softmax(1)
+    plain = log_p.gather(1, targets[:, None]) if use == "logprobs" else -log_p.exp() * log_p
+    (expected,) = torch.autograd.grad(plain.sum(), hidden)
+    assert torch.allclose(actual, expected)
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    hidden, weight, _, targets = head_inputs()
+    linear_logprobs(hidden.requires_grad_(), weight, targets)[0].sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+    frozen_hidden = hidden.detach()
+    linear_logprobs(frozen_hidden, weight.requires_grad_(), targets)[0].sum().backward()
+    assert frozen_hidden.grad is None
+    assert weight.grad is not None
+
+
+def test_bfloat16_states_are_scored_in_float32_and_keep_their_dtype_in_the_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensors, "CHUNK_LOGITS", 256)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 16, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(128, 16, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(128, (64,), generator=generator)
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, entropy=True)
+    assert entropy is not None
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    exact = (hidden @ weight.t()).double().log_softmax(1)
+    assert torch.allclose(logprobs.double(), exact.gather(1, targets[:, None])[:, 0], atol=1e-5)
+    (logprobs.sum() - entropy.sum()).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    log_p = (h @ w.t()).log_softmax(1)
+    (log_p.gather(1, targets[:, None]).sum() + (log_p.exp() * log_p).sum()).backward()
+    for actual, expected in ((hidden.grad, h.grad), (weight.grad, w.grad)):
+        assert expected is not None
+        assert (actual.double() - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_logits_stay_finite(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [0.0, 0.0, 1e4]], dtype=dtype)
+    identity = torch.eye(3, dtype=dtype)
+    states = logits.clone().requires_grad_()
+    logprobs, entropy = linear_logprobs(states, identity, torch.tensor([1, 0, 2]), entropy=True)
+    assert entropy is not None
+    (logprobs + entropy).sum().backward()
+    assert logprobs.tolist() == pytest.approx([2 * float(logits[0, 1]), -math.log(3), 0.0])
+    assert entropy.tolist() == pytest.approx([0.0, math.log(3), 0.0], abs=1e-6)
+    assert states.grad is not None
+    assert states.grad.isfinite().all()
+
+
+def test_forbidden_tokens_do_not_spoil_the_entropy() -> None:
+    """A bias of −∞ takes a token out of the vocabulary: what remains is a coin."""
+    bias = torch.tensor([0.0, 0.0, -math.inf])
+    hidden = torch.zeros(1, 2, requires_grad=True)
+    logprobs, entropy = linear_logprobs(
+        hidden, torch.ones(3, 2), torch.tensor([0]), entropy=True, bias=bias
+    )
+    assert entropy is not None
+    (logprobs.sum() + 5 * entropy.sum()).backward()
+    assert entropy.item() == pytest.approx(math.log(2))
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+
+
+def test_no_rows_give_zero_gradients() -> None:
+    hidden, weight = torch.zeros(0, 3, requires_grad=True), torch.ones(5, 3, requires_grad=True)
+    logprobs, _ = linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long))
+    logprobs.sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_a_temperature_of_zero_is_refused() -> None:
+    hidden, weight, _, targets = head_inputs()
+    with pytest.raises(ValueError, match=r"--rollout\.temperature"):
+        linear_logprobs(hidden, weight, targets, temperature=0.0)
+
+
+class LargestResult(TorchDispatchMode):
+    """Records the number of elements of the largest tensor any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+def test_logits_are_never_held_for_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "CHUNK_LOGITS", 80)
+    hidden, weight, _, targets = head_inputs(rows=64, width=2, vocabulary=40)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    with LargestResult() as largest:
+        logprobs, entropy = linear_logprobs(hidden, weight, targets, entropy=True)
+        assert entropy is not None
+        (logprobs + entropy).sum().backward()
+    assert hidden.grad is not None
+    assert largest.numel == 128, "the gradient of the hidden states; all logits would be 2560"

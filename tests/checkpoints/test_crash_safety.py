@@ -1,0 +1,394 @@
+"""A save may be killed, or run out of disk, at any file operation: what stood before still stands.
+
+Run as a script, this file kills real processes (`drive`); the tests look at what they left.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import openrlhf
+from openrlhf.checkpoints import CheckpointError, CheckpointManager, RunState
+from openrlhf.checkpoints.manager import MANIFEST
+
+RL = ("_actor", "_critic")
+KEPT = 2
+MODIFY = ["mkdir", "rename", "replace"]
+DELETE = ["unlink", "rmdir"]
+
+
+class RankError(Exception):
+    """A rank could not write its part."""
+
+
+def manager_of(root: Path) -> CheckpointManager:
+    return CheckpointManager(root, parts=RL, max_num=KEPT)
+
+
+def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -> None:
+    """One save as a trainer does it; `label` tells it from every other."""
+    manager = root if isinstance(root, CheckpointManager) else manager_of(root)
+    staged = manager.begin(step, **begin)
+    try:
+        for place in staged.places:
+            (staged.directory / place / "weights").write_text(label * 9)
+    except OSError:
+        with suppress(OSError):
+            manager.abort(staged)
+        raise RankError from None
+    state = RunState(step=step, extra={"label": label})
+    manager.commit(staged, state=state, metric_key="pass1", metric_value=1 / step)
+
+
+def newest_label(manager: CheckpointManager) -> str | None:
+    """The label of `latest()`; every checkpoint is complete, and all of it is of one save."""
+    newest = manager.latest()
+    for checkpoint in manager.checkpoints():
+        assert checkpoint.damage() is None, checkpoint.tag
+        for place in checkpoint.places:
+            text = (manager.root / place / "weights").read_text()
+            assert text == checkpoint.state.extra["label"] * 9, place
+    return newest.state.extra["label"] if newest else None
+
+
+Step = Callable[[Path], None]
+SCENARIOS: dict[str, tuple[list[Step], Step]] = {  # what is there before, and the save that fails
+    "first save": ([], lambda root: save(root, 1, "new", hf=True)),
+    "next save evicts": (
+        [lambda root: save(root, 1, "a"), lambda root: save(root, 2, "old", hf=True)],
+        lambda root: save(root, 3, "new"),
+    ),
+    "same tag again": (
+        [lambda root: save(root, 1, "a"), lambda root: save(root, 2, "old", hf=True)],
+        lambda root: save(root, 2, "new"),
+    ),
+    "new best": (
+        [lambda root: save(root, 1, "a"), lambda root: save(root, 1, "old", best=True)],
+        lambda root: save(root, 2, "new", best=True, hf=True),
+    ),
+}
+
+
+@contextmanager
+def sabotage(strike: Callable[[int], None], operations: list[str]) -> Iterator[None]:
+    """Call `strike(k)` before the k-th file operation, and in the middle of each write."""
+    count = 0
+    real = {name: getattr(os, name) for name in [*operations, "fsync"]}
+    real_open = builtins.open
+
+    def tick() -> None:
+        nonlocal count
+        count += 1
+        strike(count)
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any, **keywords: Any) -> Any:
+            tick()
+            return function(*arguments, **keywords)
+
+        return operation
+
+    def open_counted(path: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+        if "w" not in mode:
+            return real_open(path, mode, *arguments, **keywords)
+        tick()
+        file = real_open(path, mode, *arguments, **keywords)
+        write = file.write
+
+        def write_in_halves(text: str) -> int:
+            write(text[: len(text) // 2])
+            file.flush()
+            tick()
+            write(text[len(text) // 2 :])
+            return len(text)
+
+        file.write = write_in_halves  # type: ignore[method-assign]
+        return file
+
+    try:
+        for name, function in real.items():
+            setattr(os, name, wrap(function))
+        os.fsync = wrap(lambda descriptor: None)  # the order matters here, not the disk
+        builtins.open = io.open = open_counted  # type: ignore[assignment]
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(os, name, function)
+        builtins.open = io.open = real_open
+
+
+def survives_kill(action: Step, root: Path, at: int) -> bool:
+    """Run `action` in a process that dies at operation number `at`; True if it gets through."""
+    child = os.fork()
+    if child == 0:
+
+        def strike(count: int) -> None:
+            if count == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with sabotage(strike, MODIFY + DELETE):
+            action(root)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL), f"{action} ended with status {status}"
+    return status == 0
+
+
+def drive(base: Path) -> None:
+    """Leave in `base/<scenario>/<k>` what a kill at operation k leaves; the last one finished."""
+    for name, (setting, action) in SCENARIOS.items():
+        before = base / name / "000"
+        before.mkdir(parents=True)
+        for step in setting:
+            step(before)
+        at, finished = 0, False
+        while not finished:
+            at += 1
+            root = shutil.copytree(before, base / name / f"{at:03}")
+            finished = survives_kill(action, root, at)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    """A directory in memory where there is one: some ten thousand files come and go."""
+    shared = "/dev/shm"
+    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None) as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def tmp_path(memory: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=memory))
+
+
+@pytest.fixture(scope="module")
+def wreckage(memory: Path) -> Path:
+    base = memory / "wreckage"
+    subprocess.run(
+        [sys.executable, __file__, str(base)],
+        check=True,
+        stderr=subprocess.DEVNULL,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(Path(openrlhf.__file__).parents[1])},
+    )
+    return base
+
+
+class Sorted:
+    """`os.scandir` by name, so that directories are deleted in their least lucky order."""
+
+    real = staticmethod(os.scandir)
+
+    def __init__(self, path: Any = ".") -> None:
+        with self.real(path) as entries:
+            self.entries = iter(sorted(entries, key=lambda entry: entry.name))
+
+    def __iter__(self) -> Iterator[os.DirEntry[str]]:
+        return self.entries
+
+    def __next__(self) -> os.DirEntry[str]:
+        return next(self.entries)
+
+    def __enter__(self) -> Sorted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def killed(wreckage: Path, scenario: str) -> list[Path]:
+    roots = sorted((wreckage / scenario).iterdir())[1:]
+    assert len(roots) > 50, "the sabotage does not reach the file operations"
+    return roots
+
+
+def expect_tidy(manager: CheckpointManager) -> None:
+    """Nothing lies about but what manifests name, and the pointers."""
+    named = {place for checkpoint in manager.checkpoints() for place in checkpoint.places}
+    there = {
+        str(path.relative_to(manager.root))
+        for pattern in ("*/", "_*/*/")
+        for path in manager.root.glob(pattern)
+        if path.name not in RL
+    }
+    assert there == named
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_killed_at_any_operation_a_save_leaves_the_old_checkpoint_or_the_new_one(
+    scenario: str, wreckage: Path, tmp_path: Path
+) -> None:
+    old = "old" if SCENARIOS[scenario][0] else None
+    seen: list[str | None] = []
+    for before in killed(wreckage, scenario):
+        root = shutil.copytree(before, tmp_path / before.name)
+        seen.append(newest_label(manager_of(root)))
+        save(root, 9, "after")  # and the run goes on
+        manager = manager_of(root)
+        assert newest_label(manager) == "after"
+        assert sum(not checkpoint.is_best for checkpoint in manager.checkpoints()) <= KEPT
+        expect_tidy(manager)
+    commit = seen.index("new")
+    assert seen == [old] * commit + ["new"] * (len(seen) - commit)  # one instant decides
+    assert 0 < commit < len(seen) - 1
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_recovery_from_a_kill_may_be_killed_at_any_operation_too(
+    scenario: str, wreckage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "scandir", Sorted)
+
+    class Dead(BaseException):
+        """Raised at every operation from the fatal one on: as good as a kill, and cheaper."""
+
+    for before in killed(wreckage, scenario)[::4]:
+        labels: set[str | None] = set()
+        at, finished = 0, False
+        while not finished:
+            at += 1
+            root = shutil.copytree(before, tmp_path / before.name / str(at))
+
+            def strike(count: int, fatal: int = at) -> None:
+                if count >= fatal:
+                    raise Dead
+
+            with sabotage(strike, MODIFY + DELETE), suppress(Dead):
+                manager_of(root).latest()
+                finished = True
+            labels.add(newest_label(manager_of(root)))
+            expect_tidy(manager_of(root))
+        assert len(labels) == 1, before.name
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("lasting", [False, True], ids=["for a moment", "for good"])
+def test_a_disk_that_is_full_at_any_operation_costs_at_most_the_new_checkpoint(
+    scenario: str, lasting: bool, tmp_path: Path
+) -> None:
+    setting, action = SCENARIOS[scenario]
+    old = "old" if setting else None
+    before = tmp_path / "before"
+    before.mkdir()
+    for step in setting:
+        step(before)
+    outcomes: list[bool] = []
+    struck = True
+    while struck:
+        struck, at = False, len(outcomes) + 1
+        root = shutil.copytree(before, tmp_path / str(at))
+
+        def strike(count: int, first: int = at) -> None:
+            nonlocal struck
+            if count == first or (lasting and count > first):
+                struck = True
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        saved = False
+        with sabotage(strike, MODIFY), suppress(CheckpointError, RankError):
+            action(root)
+            saved = True
+        outcomes.append(saved)
+        if struck:
+            assert newest_label(manager_of(root)) in ({"new"} if saved else {old, "new"})
+            save(root, 9, "after")
+            assert newest_label(manager_of(root)) == "after"
+            expect_tidy(manager_of(root))
+    assert True in outcomes and False in outcomes and len(outcomes) > 20
+
+
+def test_a_full_disk_is_reported_with_the_path_and_that_older_checkpoints_stand(
+    tmp_path: Path,
+) -> None:
+    manager = manager_of(tmp_path)
+    save(manager, 1, "old")
+    staged = manager.begin(2)
+    for place in staged.places:
+        (staged.directory / place / "weights").write_text("new")
+
+    def strike(count: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with (
+        sabotage(strike, MODIFY),
+        pytest.raises(CheckpointError, match=r"--ckpt\.path .*No space left.*still stand"),
+    ):
+        manager.commit(staged, state=RunState(step=2))
+    assert newest_label(manager) == "old"
+
+
+def test_a_failed_save_gives_its_space_back_at_once(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path)
+    staged = manager.begin(1)
+    for place in staged.places:
+        (staged.directory / place / "weights").write_text("new")
+
+    def strike(count: int) -> None:
+        if count == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with sabotage(strike, MODIFY), pytest.raises(CheckpointError):
+        manager.commit(staged, state=RunState(step=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_power_may_fail_since_all_is_synced_before_it_counts_and_counts_before_others_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, "a")
+    save(tmp_path, 2, "b")
+    events: list[tuple[str, str]] = []
+
+    def record(name: str, describe: Callable[..., str]) -> None:
+        real = getattr(os, name)
+
+        def recorded(*arguments: Any, **keywords: Any) -> Any:
+            events.append((name, describe(*arguments)))
+            return real(*arguments, **keywords)
+
+        monkeypatch.setattr(os, name, recorded)
+
+    record("fsync", lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}"))
+    record("rename", lambda source, target: str(target))
+    record("unlink", lambda path, **_: str(path))
+    save(tmp_path, 3, "new")
+    commit = events.index(("rename", str(tmp_path / f"global_step3{MANIFEST}")))
+    synced = [path for name, path in events[:commit] if name == "fsync"]
+    (newest, *_) = [c for c in manager_of(tmp_path).checkpoints() if c.tag == "global_step3"]
+    staged = [path for path in synced if path.endswith("global_step3/weights")]
+    assert len(staged) == len(newest.parts)
+    for path in newest.files:
+        assert any(name.endswith((path, f"{path}.new")) and "/.tmp-" in name for name in synced)
+    for place in newest.places:
+        installed = events.index(("rename", str(tmp_path / place)))
+        assert ("fsync", str((tmp_path / place).parent)) in events[installed:commit]
+        assert any(path.endswith(place) and "/.tmp-" in path for path in synced)
+    evicted = events.index(("unlink", str(tmp_path / f"global_step2{MANIFEST}")))
+    assert ("fsync", str(tmp_path)) in events[commit:evicted]
+    assert ("unlink", "weights") not in events[:evicted]
+    deleted = events.index(("unlink", "weights"), evicted)
+    assert ("fsync", str(tmp_path)) in events[evicted:deleted]
+
+
+if __name__ == "__main__":
+    os.fsync = lambda descriptor: None
+    drive(Path(sys.argv[1]))

@@ -1,0 +1,519 @@
+"""What is kept, what is found, what is refused. Crashes and full disks: `test_crash_safety.py`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from openrlhf.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointManager,
+    EngineLayout,
+    RunState,
+    StagedCheckpoint,
+)
+from openrlhf.checkpoints import files as checkpoint_files
+from openrlhf.checkpoints.manager import GIB, evictions
+
+RL = ("_actor", "_critic")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def fill(staged: StagedCheckpoint, text: str = "weights") -> None:
+    """Write what ranks would: files in `<directory>/<tag>`, DeepSpeed's `latest`, an export."""
+    for place in staged.places:
+        path = staged.directory / place / "model_states.pt"
+        path.write_text(f"{text} of {place}")
+        (path.parent.parent / "latest").write_text("a pointer of DeepSpeed's that is not ours")
+
+
+def save(
+    manager: CheckpointManager, step: int, metric: float | None = None, **begin: bool
+) -> Checkpoint:
+    staged = manager.begin(step, **begin)
+    fill(staged)
+    return manager.commit(
+        staged, state=RunState(step=step), metric_key="eval_pass1", metric_value=metric
+    )
+
+
+def tags(manager: CheckpointManager) -> list[str]:
+    return [checkpoint.tag for checkpoint in manager.checkpoints()]
+
+
+def tree(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+# ---------------------------------------------------------------- layout
+
+
+def test_an_offline_checkpoint_has_the_layout_that_deepspeed_loads(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    staged = manager.begin(20, hf=True)
+    assert not list(
+        Path(staged.engine_dir()).glob("global_step20/*")
+    )  # a directory nobody else uses
+    fill(staged)
+    checkpoint = manager.commit(
+        staged, state=RunState(step=20), metric_key="loss", metric_value=0.5
+    )
+    assert tree(tmp_path) == {
+        "latest",
+        "global_step20.manifest.json",
+        "global_step20/model_states.pt",
+        "global_step20/metric.json",
+        "global_step20_hf/model_states.pt",
+    }
+    assert (tmp_path / "latest").read_text() == "global_step20"
+    metric = json.loads((tmp_path / "global_step20/metric.json").read_text())
+    assert metric == {"metric_key": "loss", "metric_value": 0.5}
+    assert checkpoint.engine_dir() == str(tmp_path)
+    assert checkpoint.hf_dir == str(tmp_path / "global_step20_hf")
+
+
+def test_an_rl_checkpoint_keeps_each_engine_in_a_directory_of_its_own(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, parts=RL)
+    checkpoint = save(manager, 20, best=True, hf=True)
+    for part in RL:
+        assert (tmp_path / part / "best_global_step20" / "model_states.pt").is_file()
+        assert (tmp_path / part / "latest").read_text() == "best_global_step20"
+        assert checkpoint.engine_dir(part) == str(tmp_path / part)
+    assert checkpoint.parts == RL
+    assert (tmp_path / "best_global_step20_hf" / "model_states.pt").is_file()
+    assert json.loads((tmp_path / "_actor/best_global_step20/metric.json").read_text()) == {
+        "metric_key": "eval_pass1",
+        "metric_value": None,
+    }
+
+
+def test_ranks_in_another_working_directory_get_absolute_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    staged = CheckpointManager("ckpt/deep").begin(1, hf=True)
+    assert os.path.isabs(staged.engine_dir())
+    assert staged.hf_dir.startswith(str(tmp_path / "ckpt" / "deep"))
+
+
+def test_an_export_alone_is_kept_but_never_resumed_from(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, parts=())
+    assert save(manager, 1, hf=True).parts == ()
+    assert tags(manager) == ["global_step1"]
+    assert CheckpointManager(tmp_path).latest() is None
+
+
+# ---------------------------------------------------------------- state
+
+
+def test_the_run_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    state = RunState(
+        step=7,
+        epoch=1,
+        consumed=448,
+        loader={"epoch": 1, "consumed": 64, "nested": [{"seed": 2**63}, None, True]},
+        kl_coef=0.1 + 0.2,
+        best_metric_key="eval_gsm8k_pass1",
+        best_metric_value=-math.inf,
+        run_dir="runs/π",
+        rng={"actor/0": "gAN9cQ=="},
+        engines={"_actor": EngineLayout(world_size=4, zero_stage=3, tensor_parallel_size=2)},
+        extra={"tracker": "abc"},
+    )
+    manager = CheckpointManager(tmp_path)
+    staged = manager.begin(7)
+    fill(staged)
+    saved = manager.commit(staged, state=state)
+    found = CheckpointManager(tmp_path).latest()
+    assert found == saved
+    assert found is not None and found.state == state
+
+
+@pytest.mark.parametrize("loader", [{"t": (1, 2)}, {3: 4}, {"b": b"\0"}, {"s": {1}}])
+def test_a_state_that_json_would_bend_is_refused_by_name(loader: dict) -> None:
+    with pytest.raises(TypeError, match=r"RunState\.loader does not survive JSON"):
+        RunState(step=1, loader=loader)
+
+
+def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(ValueError, match="global_step2 was given the state of step 3"):
+        manager.commit(manager.begin(2), state=RunState(step=3))
+
+
+# ---------------------------------------------------------------- what is found
+
+
+def test_an_empty_or_missing_path_is_a_fresh_start(tmp_path: Path) -> None:
+    assert CheckpointManager(tmp_path / "none").latest() is None
+    (tmp_path / "_actor").mkdir()
+    assert CheckpointManager(tmp_path, parts=RL).latest() is None
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_newest_save_wins_whether_regular_or_best_and_whatever_its_number(
+    tmp_path: Path,
+) -> None:
+    manager = CheckpointManager(tmp_path, max_num=9)
+    for step, best in [(10, False), (10, True), (20, False), (5, False), (4, True)]:
+        checkpoint = save(
+            manager, step, best=best
+        )  # 5 after 20: a new run over an older one's path
+        assert CheckpointManager(tmp_path).latest() == checkpoint
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "place", "message"),
+    [
+        (cut, "_critic/global_step2/model_states.pt", "has 30 bytes instead of 31"),
+        (flip, "_critic/global_step2/model_states.pt", "contents of _critic/global_step2/model"),
+        (Path.unlink, "_actor/global_step2/metric.json", "_actor/global_step2/metric.json is miss"),
+        (shutil.rmtree, "_critic/global_step2", "_critic/global_step2/metric.json is missing"),
+        (flip, "global_step2_hf/model_states.pt", "contents of global_step2_hf/model_states.pt"),
+        (cut, "global_step2.manifest.json", "manifest.json is damaged"),
+        (flip, "global_step2.manifest.json", "manifest.json is damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_names_the_damage(
+    harm, place: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path, parts=RL)
+    first = save(manager, 1)
+    save(manager, 2, hf=True)
+    harm(tmp_path / place)
+    manager = CheckpointManager(tmp_path, parts=RL)
+    assert manager.latest() == first
+    assert message in caplog.text
+    again = save(manager, 2)
+    assert CheckpointManager(tmp_path, parts=RL).latest() == again
+
+
+def test_any_changed_digit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    save(CheckpointManager(tmp_path), 1)
+    manifest = tmp_path / "global_step1.manifest.json"
+    good = manifest.read_text()
+    assert '"step": 1' in good
+    manifest.write_text(good.replace('"step": 1', '"step": 9'))
+    assert CheckpointManager(tmp_path).latest() is None
+
+
+def test_a_manifest_of_another_format_is_refused_and_left_alone(tmp_path: Path) -> None:
+    save(CheckpointManager(tmp_path), 1)
+    manifest = tmp_path / "global_step1.manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(CheckpointError, match="format 2"):
+        CheckpointManager(tmp_path).latest()
+    with pytest.raises(CheckpointError, match="format 2"):
+        CheckpointManager(tmp_path).begin(2)
+    assert manifest.exists()
+
+
+def test_a_checkpoint_without_the_critic_is_refused_by_a_run_that_needs_one(tmp_path: Path) -> None:
+    save(CheckpointManager(tmp_path, parts=("_actor",)), 1)
+    with pytest.raises(CheckpointError, match=r"\['_actor'\].*also needs \['_critic'\]"):
+        CheckpointManager(tmp_path, parts=RL).latest()
+
+
+def test_a_checkpoint_with_a_critic_serves_a_run_without_one(tmp_path: Path) -> None:
+    save(CheckpointManager(tmp_path, parts=RL), 1)
+    assert CheckpointManager(tmp_path, parts=("_actor",)).latest() is not None
+
+
+def test_directories_of_another_program_are_named_skipped_and_never_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = ["_actor/global_step1/x.pt", "_actor/global_step1_uni/x", "_actor/mine/x", "notes.txt"]
+    for name in others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("theirs")
+    manager = CheckpointManager(tmp_path, parts=("_actor",), max_num=1)
+    assert manager.latest() is None
+    assert f"{tmp_path}/_actor/global_step1 is named by no manifest" in caplog.text
+    assert "global_step1_uni" not in caplog.text
+    for step in (1, 2, 3):  # step 1 collides with theirs
+        save(manager, step)
+    left = {path for path in tree(tmp_path) if (tmp_path / path).read_text() == "theirs"}
+    assert len(left) == len(others)
+    assert any(path.startswith("_actor/global_step1.") for path in left)
+    assert tags(manager) == ["global_step3"]
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def listed(*rows: tuple[str, float | None, float]) -> list[Checkpoint]:
+    """Checkpoints from (tag, metric, GiB), oldest first."""
+    return [
+        Checkpoint(
+            root=Path("/"),
+            tag=tag,
+            nonce=f"nonce of {tag}",
+            sequence=sequence,
+            places=(tag,),
+            files={"model": (int(gib * GIB), "")},
+            metric_key=None,
+            metric_value=metric,
+            state=RunState(step=sequence),
+        )
+        for sequence, (tag, metric, gib) in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_num", "max_gib", "gone"),
+    [
+        ([("a", None, 1), ("b", None, 1), ("c", None, 1)], 3, math.inf, []),
+        ([("a", None, 1), ("b", None, 1), ("c", None, 1)], 2, math.inf, ["a"]),  # the oldest
+        ([("a", 0.9, 1), ("b", 0.1, 1), ("c", 0.5, 1)], 2, math.inf, ["b"]),  # the lowest
+        ([("a", -2.0, 1), ("b", None, 1), ("c", 0.5, 1)], 2, math.inf, ["b"]),  # without a metric
+        ([("a", 0.9, 1), ("b", 0.8, 1), ("c", None, 1)], 2, math.inf, ["b"]),  # never the newest
+        ([("a", 0.9, 1), ("b", 0.8, 1), ("c", 0.1, 1)], 1, math.inf, ["b", "a"]),
+        ([("a", 0.5, 1), ("b", 0.5, 1), ("c", 0.5, 1)], 2, math.inf, ["a"]),  # ties: the oldest
+        ([("a", 0.0, 1), ("b", -0.5, 1), ("c", None, 1)], 2, math.inf, ["b"]),  # 0 is a metric
+        ([("a", None, 1), ("b", None, 1), ("c", None, 1)], 9, 2.0, ["a"]),  # the newest counts
+        ([("a", None, 1), ("b", None, 1), ("c", None, 3)], 9, 3.5, ["a", "b"]),
+        ([("a", None, 1), ("b", None, 5)], 9, 3.0, ["a"]),  # the newest stays, though too big
+        ([("best_a", 0.9, 1), ("b", 0.1, 1), ("c", 0.2, 1)], 2, math.inf, []),  # best: not counted
+        ([("best_a", 0.9, 1), ("b", 0.1, 1), ("c", 0.2, 1)], 9, 2.0, ["b"]),  # but its bytes are
+        ([("best_a", 0.1, 1), ("b", 0.5, 1), ("best_c", 0.9, 1)], 9, math.inf, ["best_a"]),
+        ([("best_a", 0.1, 1), ("best_b", 0.2, 1), ("c", 0.9, 1)], 9, math.inf, ["best_a"]),
+        ([("best_a", 0.1, 2), ("b", 0.5, 1), ("best_c", 0.9, 2)], 9, 3.0, ["best_a"]),
+    ],
+)
+def test_rotation_table(rows: list, max_num: int, max_gib: float, gone: list[str]) -> None:
+    evicted = evictions(listed(*rows), max_num=max_num, max_bytes=max_gib * GIB)
+    assert [checkpoint.tag for checkpoint in evicted] == gone
+
+
+def test_an_incomplete_checkpoint_is_the_first_to_go() -> None:
+    checkpoints = listed(("a", None, 1), ("b", 0.9, 1), ("c", 0.1, 1))
+    evicted = evictions(checkpoints, max_num=2, max_bytes=math.inf, damaged={"nonce of b"})
+    assert [checkpoint.tag for checkpoint in evicted] == ["b"]
+
+
+def test_what_latest_finds_incomplete_does_not_crowd_out_a_good_one(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, max_num=2)
+    save(manager, 1, metric=0.1)
+    save(manager, 2, metric=0.9)
+    cut(tmp_path / "global_step2" / "model_states.pt")
+    manager = CheckpointManager(tmp_path, max_num=2)
+    manager.latest()
+    save(manager, 3)
+    assert tags(manager) == ["global_step1", "global_step3"]
+
+
+def test_max_num_counts_the_checkpoint_just_written_and_exports_go_with_their_tag(
+    tmp_path: Path,
+) -> None:
+    manager = CheckpointManager(tmp_path, parts=RL, max_num=2)
+    for step in range(1, 6):
+        save(manager, step, hf=True)
+        assert len(tags(manager)) == min(step, 2)
+    assert tags(manager) == ["global_step4", "global_step5"]
+    for place in ("_actor/*/", "_critic/*/"):
+        assert {path.name for path in tmp_path.glob(place)} == {"global_step4", "global_step5"}
+    assert {path.name for path in tmp_path.glob("*_hf")} == {"global_step4_hf", "global_step5_hf"}
+
+
+def test_the_size_budget_counts_bytes_of_every_part(tmp_path: Path) -> None:
+    size = save(CheckpointManager(tmp_path / "probe", parts=RL), 1).size
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "probe").rglob("global_step1/*"))
+    assert size == on_disk
+    manager = CheckpointManager(tmp_path / "ckpt", parts=RL, max_mem_gib=2.5 * size / GIB)
+    for step in (1, 2, 3):
+        save(manager, step)
+    assert tags(manager) == ["global_step2", "global_step3"]
+
+
+def test_the_newest_stays_over_the_size_budget_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path, max_mem_gib=1e-9)
+    save(manager, 1)
+    save(manager, 2)
+    assert tags(manager) == ["global_step2"]
+    assert "more than --ckpt.max_mem" in caplog.text
+
+
+def test_a_metric_that_is_not_finite_counts_as_none(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, max_num=2)
+    for step, metric in [(1, 0.1), (2, math.nan), (3, 0.05)]:
+        save(manager, step, metric)
+    assert tags(manager) == ["global_step1", "global_step3"]
+
+
+def test_a_best_checkpoint_outlives_regular_ones_until_the_next_best_stands(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, max_num=1)
+    save(manager, 1, 0.5, best=True)
+    for step in (2, 3):
+        save(manager, step, 0.9)
+    staged = manager.begin(4, best=True)
+    fill(staged)
+    assert tags(manager) == ["best_global_step1", "global_step3"]  # until the commit
+    manager.commit(staged, state=RunState(step=4))
+    assert tags(manager) == ["global_step3", "best_global_step4"]
+    assert not (tmp_path / "best_global_step1").exists()
+
+
+def test_at_least_one_checkpoint_must_be_allowed(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--ckpt\.max_num is 0"):
+        CheckpointManager(tmp_path, max_num=0)
+
+
+# ---------------------------------------------------------------- saves that do not happen
+
+
+def test_saving_a_tag_again_replaces_it(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, parts=RL)
+    save(manager, 1, hf=True)
+    staged = manager.begin(1)
+    fill(staged, "newer")
+    again = manager.commit(staged, state=RunState(step=1))
+    assert manager.checkpoints() == [again] == [CheckpointManager(tmp_path, parts=RL).latest()]
+    text = (tmp_path / "_actor/global_step1/model_states.pt").read_text()
+    assert text.startswith("newer")
+    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("give_up", [CheckpointManager.abort, lambda manager, _: manager.begin(9)])
+def test_a_save_that_is_given_up_leaves_the_others_alone(give_up, tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    first = save(manager, 1)
+    staged = manager.begin(2)
+    fill(staged)
+    give_up(manager, staged)
+    assert not staged.directory.exists()
+    assert manager.latest() == first
+
+
+def test_an_engine_that_wrote_nothing_is_not_a_checkpoint(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, parts=RL)
+    first = save(manager, 1)
+    staged = manager.begin(2)
+    (Path(staged.engine_dir("_actor")) / staged.tag / "model_states.pt").write_text("weights")
+    with pytest.raises(CheckpointError, match=r"nothing was written into .*_critic/global_step2"):
+        manager.commit(staged, state=RunState(step=2))
+    assert manager.latest() == first
+
+
+@pytest.mark.parametrize("expected_bytes", [0, 5 * GIB])
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    expected_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path, max_num=2)
+    first = save(manager, 1)
+    free = expected_bytes - 1 if expected_bytes else first.size - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        manager.begin(2, expected_bytes=expected_bytes)
+    message = str(caught.value)
+    assert f"--ckpt.path {tmp_path} has {free / GIB:.2f} GiB free" in message
+    assert f"needs about {(free + 1) / GIB:.2f} GiB" in message
+    assert "--ckpt.max_num (now 2)" in message
+    assert tree(tmp_path) == before
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free + 1))
+    manager.begin(2, expected_bytes=expected_bytes)
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ckpt").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"--ckpt\.path .*/ckpt"):
+        CheckpointManager(tmp_path / "ckpt").begin(1)
+
+
+def test_old_checkpoints_that_cannot_be_deleted_do_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path, max_num=1)
+    save(manager, 1)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "busy", str(path))
+
+    with monkeypatch.context() as context:
+        context.setattr(shutil, "rmtree", refuse)
+        second = save(manager, 2)
+    assert "could not be removed" in caplog.text
+    assert manager.latest() == second
+    assert not list(tmp_path.glob(".*"))  # swept, once it could be
+
+
+# ---------------------------------------------------------------- hashes
+
+
+def test_short_files_are_hashed_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for size in (1, checkpoint_files.BLOCK - 1, checkpoint_files.BLOCK + 1, 300_000):
+        path.write_bytes(os.urandom(size))
+        before = checkpoint_files.fingerprint(path)
+        for offset in {0, size // 2, size - 1}:
+            content = bytearray(path.read_bytes())
+            content[offset] ^= 1
+            path.write_bytes(content)
+            assert checkpoint_files.fingerprint(path) != before
+            content[offset] ^= 1
+            path.write_bytes(content)
+        assert checkpoint_files.fingerprint(path) == before
+    path.write_bytes(b"")
+    assert checkpoint_files.fingerprint(path)
+
+
+def test_long_files_are_sampled_and_every_long_gap_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "BLOCK", 16)
+    size = checkpoint_files.SAMPLES * 16 * 10
+    content = os.urandom(size)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    before = checkpoint_files.fingerprint(path)
+    gap = size // (checkpoint_files.SAMPLES - 1) + 1
+    for start in [0, 1, size // 3, size - gap]:  # e.g. pages that never reached the disk
+        path.write_bytes(content[:start] + bytes(gap) + content[start + gap :])
+        assert checkpoint_files.fingerprint(path) != before
+    for offset in (0, size - 1):
+        path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
+        assert checkpoint_files.fingerprint(path) != before
+
+
+def test_a_terabyte_costs_no_more_to_hash_than_16_mib(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    with open(path, "wb") as file:
+        file.truncate(2**40)
+    assert checkpoint_files.SAMPLES * checkpoint_files.BLOCK == 16 * 2**20
+    assert checkpoint_files.fingerprint(path)
+
+
+def test_the_warnings_of_an_ordinary_run_are_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path, parts=RL, max_num=1)
+    assert manager.latest() is None
+    for step in (1, 2):
+        save(manager, step, best=True)
+        save(manager, step, hf=True)
+    assert manager.latest() is not None
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

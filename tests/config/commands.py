@@ -1,0 +1,41 @@
+"""Smallest valid command lines, and what becomes of longer ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openrlhf.config.options import ConfigError, parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SFTConfig
+
+ROOTS: dict[str, type[Any]] = {"train_sft": SFTConfig, "train_ppo_ray": PPOConfig}
+SMALLEST: dict[str, str] = {
+    "train_sft": "--model.model_name_or_path m --data.dataset d --data.output_key answer",
+    "train_ppo_ray": "--actor.model_name_or_path m --data.prompt_dataset d "
+    "--algo.advantage.estimator reinforce --reward.verifier math",
+}
+
+
+def parse(command: str, line: str = "") -> Any:
+    """The configuration of the smallest command line with `line` after it."""
+    smallest = SMALLEST[command]
+    if "--reward.remote_url" in line:  # one reward is enough
+        smallest = smallest.replace("--reward.verifier math", "")
+    return parse_config(ROOTS[command], [*smallest.split(), *line.split()], command=command)
+
+
+def sft(line: str = "") -> SFTConfig:
+    return parse("train_sft", line)
+
+
+def ppo(line: str = "") -> PPOConfig:
+    return parse("train_ppo_ray", line)
+
+
+def violations(command: str, line: str) -> list[str]:
+    """What is wrong with the smallest command line and `line` after it."""
+    try:
+        parse(command, line)
+    except ConfigError as error:
+        return error.violations
+    return []

@@ -1,0 +1,323 @@
+"""What follows from the flags: resolved values and the notices that go with them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from openrlhf.config.options import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SFTConfig
+from tests.config.commands import ROOTS, SMALLEST, ppo, sft
+
+Explicit = frozenset[str]
+
+
+def resolved(config: Any, *explicit: str) -> tuple[Any, str]:
+    """A configuration made in code, resolved: also with flags that are refused at present."""
+    config, notices = config.resolve(frozenset(explicit), command="train")
+    return config, "\n".join(notices)
+
+
+def rl(**values: Any) -> PPOConfig:
+    """An RL configuration with values by path, dots written as two underscores."""
+    from openrlhf.config.flags import amend
+
+    return amend(PPOConfig(), {path.replace("__", "."): value for path, value in values.items()})
+
+
+@pytest.mark.parametrize(("command", "prefix"), [("train_sft", "sft_"), ("train_ppo_ray", "ppo_")])
+def test_run_folder_and_name_carry_the_time_of_the_start(command: str, prefix: str) -> None:
+    config = parse_config(ROOTS[command], SMALLEST[command].split(), command=command)
+    assert re.fullmatch(rf"\./runs/{command}-\d{{8}}-\d{{6}}", config.run.dir)
+    assert re.fullmatch(rf"{prefix}\d{{4}}T\d\d:\d\d", config.logger.wandb.run_name)
+
+
+def test_a_run_folder_and_a_name_that_are_given_stay() -> None:
+    config = sft("--run.dir here --logger.wandb.run_name mine")
+    assert (config.run.dir, config.logger.wandb.run_name) == ("here", "mine")
+
+
+def test_intervals_of_minus_one_stay_and_mean_never() -> None:
+    assert (sft().ckpt.save_steps, sft().eval.steps) == (-1, -1)
+
+
+def test_a_template_without_braces_is_dropped_with_a_notice() -> None:
+    config, notices = resolved(rl(data__input_template="Question:"))
+    assert config.data.input_template is None
+    assert "--data.input_template 'Question:' has no {}" in notices
+
+
+def test_a_template_with_a_typed_backslash_n_stays_with_a_notice() -> None:
+    config, notices = resolved(rl(data__input_template=r"Q: {}\nA: "))
+    assert config.data.input_template == r"Q: {}\nA: "
+    assert "not a line break" in notices
+    assert "not a line break" not in resolved(SFTConfig())[1]
+
+
+# Attention
+
+
+def test_without_a_gpu_attention_is_sdpa_and_a_notice_comes_only_where_flash_was_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert sft().ds.attn_implementation == "sdpa"
+    assert "sdpa" not in capsys.readouterr().err
+    assert sft("--ds.attn_implementation flash_attention_2").ds.attn_implementation == "sdpa"
+    assert "sdpa instead of --ds.attn_implementation flash_attention_2" in capsys.readouterr().err
+
+
+def test_with_gpu_and_package_attention_is_flash_attention(gpu_machine: Any) -> None:
+    gpu_machine(1)
+    assert sft().ds.attn_implementation == "flash_attention_2"
+    assert sft("--ds.param_dtype fp32").ds.attn_implementation == "sdpa"
+
+
+def test_with_gpu_and_without_package_the_default_falls_back(gpu_machine: Any) -> None:
+    gpu_machine(1, flash_attention=False)
+    assert sft().ds.attn_implementation == "sdpa"
+
+
+def test_attention_that_was_chosen_stays() -> None:
+    assert sft("--ds.attn_implementation eager").ds.attn_implementation == "eager"
+
+
+def test_packing_replaces_an_attention_that_cannot_keep_samples_apart(gpu_machine: Any) -> None:
+    chosen = "--ds.packing_samples --ds.attn_implementation"
+    assert sft(f"{chosen} sdpa").ds.attn_implementation == "sdpa"
+    assert sft(f"{chosen} eager").ds.attn_implementation == "sdpa"
+    gpu_machine(1)
+    assert sft(f"{chosen} eager").ds.attn_implementation == "flash_attention_2"
+
+
+# SFT
+
+
+def test_a_batch_below_the_default_micro_batch_is_one_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft("--train.batch_size 4").train.micro_batch_size == 4
+    assert "--train.micro_batch_size is 4" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert sft("--train.batch_size 4").train.micro_batch_size == 2
+    assert sft("--train.batch_size 32").train.micro_batch_size == 8
+
+
+def test_flags_that_have_no_effect_are_pointed_out() -> None:
+    _, notices = resolved(
+        SFTConfig(
+            data=SFTConfig().data.__class__(tokenizer_chat_template="t"),
+            ckpt=SFTConfig().ckpt.__class__(save_steps=5, disable_ds=True),
+        )
+    )
+    assert "--data.tokenizer_chat_template has no effect" in notices
+    assert "--ckpt.save_steps saves nothing" in notices
+
+
+def test_muon_tells_what_it_ignores() -> None:
+    _, notices = resolved(rl(actor__optim="muon", actor__muon__ns_steps=3))
+    assert "--actor.muon.ns_steps is ignored" in notices
+    assert "--actor.max_norm clips after" in notices
+    assert "critic" not in notices.partition("Muon")[2]
+
+
+# RL
+
+
+def test_a_group_without_a_size_is_one_process_where_no_gpu_is() -> None:
+    config, notices = resolved(rl(actor__num_gpus_per_node=2), "actor.num_gpus_per_node")
+    assert (config.actor.num_gpus_per_node, config.ref.num_gpus_per_node) == (2, 1)
+    assert "No GPU on this machine" in notices and "--actor.num" not in notices
+
+
+def test_a_group_without_a_size_has_eight_gpus_where_gpus_are(gpu_machine: Any) -> None:
+    gpu_machine(8)
+    config, notices = resolved(rl())
+    assert config.actor.num_gpus_per_node == config.reward.num_gpus_per_node == 8
+    assert "No GPU" not in notices
+
+
+def test_roles_that_share_devices_share_their_size_too(gpu_machine: Any) -> None:
+    gpu_machine(8)
+    given = rl(actor__num_gpus_per_node=4, train__colocate_actor_ref=True)
+    config, _ = resolved(given, "actor.num_gpus_per_node")
+    assert (config.ref.num_gpus_per_node, config.reward.num_gpus_per_node) == (4, 8)
+    everything = rl(actor__num_gpus_per_node=4, actor__num_nodes=2, train__colocate_all=True)
+    config, _ = resolved(everything)
+    assert (config.critic.num_nodes, config.reward.num_gpus_per_node) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", (0.2, 0.2)),
+        ("--actor.eps_clip 0.1", (0.1, 0.1)),
+        ("--actor.eps_clip_low_high 0.2 0.28", (0.2, 0.28)),
+        ("--actor.eps_clip 0.1 --actor.eps_clip_low_high 0.2 0.28", (0.2, 0.28)),
+    ],
+)
+def test_the_clip_range_has_two_sides(line: str, expected: tuple[float, float]) -> None:
+    assert ppo(line).actor.eps_clip_low_high == expected
+
+
+def test_an_unused_eps_clip_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    ppo("--actor.eps_clip 0.1 --actor.eps_clip_low_high 0.2 0.28")
+    assert "--actor.eps_clip has no effect" in capsys.readouterr().err
+
+
+def test_cispo_without_clip_flags_is_open_below() -> None:
+    given = rl(actor__policy_loss_type="cispo", actor__eps_clip=0.1)
+    assert resolved(given)[0].actor.eps_clip_low_high == (1.0, 0.28)
+    assert resolved(given, "actor.eps_clip")[0].actor.eps_clip_low_high == (0.1, 0.1)
+
+
+def test_gspo_aggregates_by_sequence_unless_told_otherwise_and_wants_a_small_clip() -> None:
+    config, notices = resolved(rl(actor__policy_loss_type="gspo"))
+    assert config.algo.loss.aggregation == "sequence"
+    assert "3e-4 4e-4" in notices
+    config, notices = resolved(
+        rl(actor__policy_loss_type="gspo", actor__eps_clip=3e-4),
+        "actor.eps_clip",
+        "algo.loss.aggregation",
+    )
+    assert config.algo.loss.aggregation == "token"
+    assert "gspo" not in notices
+
+
+def test_an_agent_replaces_the_reward_function() -> None:
+    config, notices = resolved(rl(train__agent_func_path="a.py", reward__remote_url="r.py"))
+    assert config.reward.remote_url is None
+    assert "--reward.remote_url is not used" in notices
+
+
+def test_the_critic_of_gae_starts_from_the_reward_model_or_the_policy() -> None:
+    models = {"actor__model_name_or_path": "m", "algo__advantage__estimator": "gae"}
+    critics = [
+        resolved(rl(**models))[0].critic,
+        resolved(rl(**models, reward__model_name_or_path="r1, r2"))[0].critic,
+        resolved(rl(**models, critic__model_name_or_path="c"))[0].critic,
+    ]
+    assert [critic.model_name_or_path for critic in critics] == ["m", "r1", "c"]
+
+
+def test_other_estimators_have_no_critic(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ppo("--critic.model_name_or_path c").critic.model_name_or_path is None
+    assert "--critic.model_name_or_path is not used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
+def test_group_estimators_do_not_discount(
+    estimator: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"--algo.advantage.estimator {estimator} --rollout.n_samples_per_prompt 2"
+    assert ppo(f"{line} --algo.advantage.gamma 0.9").algo.advantage.gamma == 1.0
+    assert "--algo.advantage.gamma 0.9 is not used" in capsys.readouterr().err
+
+
+def test_reinforce_does_discount() -> None:
+    assert ppo("--algo.advantage.gamma 0.9").algo.advantage.gamma == 0.9
+
+
+def test_counts_follow_the_flag_they_default_to() -> None:
+    config = ppo("--rollout.batch_size 256 --vllm.num_engines 2")
+    assert config.rollout.vllm_generate_batch_size == 256
+    assert config.vllm.max_engines == 2
+    assert config.train.max_staleness == 1
+    assert config.reward.workers >= 1
+    assert resolved(rl(train__async_queue_size=3))[0].train.max_staleness == 3
+
+
+def test_dynamic_batches_turn_packing_on_and_share_their_budget(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = ppo("--train.dynamic_batch_enable --train.max_tokens_per_gpu 4096")
+    assert config.ds.packing_samples
+    assert config.rollout.max_tokens_per_gpu == 4096
+    assert "--train.dynamic_batch_enable turns --ds.packing_samples on" in capsys.readouterr().err
+    assert ppo().rollout.max_tokens_per_gpu is None
+    assert not ppo().ds.packing_samples
+
+
+def test_ring_attention_turns_packing_on_in_rl() -> None:
+    config, notices = resolved(rl(ds__ring_attn_size=2))
+    assert config.ds.packing_samples
+    assert "--ds.ring_attn_size turns --ds.packing_samples on" in notices
+
+
+def test_the_engine_computes_in_the_type_of_the_weights() -> None:
+    assert ppo().vllm.dtype == "bf16"
+    assert ppo("--ds.param_dtype fp32").vllm.dtype == "fp32"
+    assert ppo("--ds.param_dtype fp32 --vllm.dtype bf16").vllm.dtype == "bf16"
+
+
+def test_prefixes_are_cached_where_they_come_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not ppo().vllm.enable_prefix_caching
+    assert ppo("--vllm.enable_prefix_caching").vllm.enable_prefix_caching
+    assert ppo("--rollout.n_samples_per_prompt 2").vllm.enable_prefix_caching
+    off = "--vllm.disable_prefix_caching"
+    assert not ppo(f"--rollout.n_samples_per_prompt 2 {off}").vllm.enable_prefix_caching
+    assert "wins" not in capsys.readouterr().err
+    assert not ppo(f"--vllm.enable_prefix_caching {off}").vllm.enable_prefix_caching
+    assert "disable_prefix_caching wins" in capsys.readouterr().err
+    assert resolved(rl(train__agent_func_path="a.py"))[0].vllm.enable_prefix_caching
+
+
+def test_samples_are_seeded_where_no_gpu_is(gpu_machine: Any) -> None:
+    assert ppo().rollout.seeded == "on"
+    assert ppo("--rollout.seeded off").rollout.seeded == "off"
+    gpu_machine(8)
+    assert resolved(rl())[0].rollout.seeded == "off"
+
+
+def test_engines_sleep_only_where_others_use_their_devices() -> None:
+    config, notices = resolved(rl(vllm__enable_sleep=True))
+    assert not config.vllm.enable_sleep
+    assert "--vllm.enable_sleep is off: it needs --train.colocate_all" in notices
+    assert resolved(rl(vllm__enable_sleep=True, train__colocate_all=True))[0].vllm.enable_sleep
+
+
+def test_engines_have_their_own_devices_in_asynchronous_runs() -> None:
+    _, notices = resolved(rl(train__colocate_all=True, train__async_enable=True))
+    assert "engines have devices of their own" in notices
+
+
+@pytest.mark.parametrize(
+    ("line", "notice"),
+    [
+        ("--algo.kl.use_loss", "--algo.kl.estimator k1 as a loss has an expected gradient of zero"),
+        ("--algo.kl.estimator k3", "--algo.kl.estimator k3 is meant for --algo.kl.use_loss"),
+        ("--algo.kl.use_loss --algo.kl.estimator k2", ""),
+        ("--algo.kl.estimator k3 --algo.kl.init_coef 0", ""),
+        ("", ""),
+    ],
+)
+def test_the_kl_is_recommended_where_it_belongs(
+    line: str, notice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ppo(line)
+    printed = capsys.readouterr().err
+    assert notice in printed
+    assert bool(notice) == ("--algo.kl" in printed)
+
+
+def test_an_evaluation_that_never_runs_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    ppo("--eval.dataset d")
+    assert "--eval.dataset is never used" in capsys.readouterr().err
+    ppo("--eval.dataset d --eval.at_start")
+    assert "--eval.dataset" not in capsys.readouterr().err
+
+
+def test_the_plan_of_an_iteration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    ppo("--rollout.batch_size 64 --rollout.n_samples_per_prompt 4 --train.max_epochs 2")
+    assert (
+        "64 prompts x 4 = 256 samples, 4 optimizer step(s) of 128 on 1 rank(s)"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("command", ROOTS)
+def test_resolving_twice_changes_nothing(command: str) -> None:
+    config = parse_config(ROOTS[command], SMALLEST[command].split(), command=command)
+    assert config.resolve(frozenset({"run.dir"}), command=command)[0] == config

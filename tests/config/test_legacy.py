@@ -1,0 +1,150 @@
+"""Flat names and old values of earlier releases: every name of the old commands, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config import legacy
+from openrlhf.config.flags import flags_of, value_at
+from openrlhf.config.options import ConfigError, parse_config, read_flags
+from openrlhf.config.ppo import PPOConfig
+from tests.config.commands import ROOTS, ppo, sft, violations
+
+# Old name and value -> path and value, per command: one row of each kind, and of each odd one.
+RENAMED = [
+    ("train_sft", "--pretrain m", {"model.model_name_or_path": "m"}),
+    ("train_sft", "--learning_rate 1e-4", {"adam.lr": 1e-4}),
+    ("train_sft", "--adam_betas 0.8 0.9", {"adam.betas": (0.8, 0.9)}),
+    ("train_sft", "--l2=0.1", {"adam.weight_decay": 0.1}),
+    ("train_sft", "--gradient_checkpointing", {"model.gradient_checkpointing_enable": True}),
+    ("train_sft", "--pretrain_mode", {"model.pretrain_mode_enable": True}),
+    ("train_sft", "--use_wandb key", {"logger.wandb.key": "key"}),
+    ("train_sft", "--max_ckpt_mem 10", {"ckpt.max_mem": 10.0}),
+    ("train_sft", "--target_modules q_proj v_proj", {"ds.lora.target_modules": ("q_proj", "v_proj")}),
+    ("train_sft", "--train_split test", {"data.dataset_split": "test"}),
+    ("train_sft", "--bf16", {"ds.param_dtype": "bf16"}),
+    ("train_sft", "--flash_attn", {"ds.attn_implementation": "flash_attention_2"}),
+    ("train_sft", "--torch_compile", {"ds.torch_compile": True}),
+    ("train_sft", "--balancing_loss_coef 0.1", {"model.aux_loss_coef": 0.1}),
+    ("train_sft", "--actor.model_name_or_path m", {"model.model_name_or_path": "m"}),
+    ("train_sft", "--actor.pretrain_mode_enable", {"model.pretrain_mode_enable": True}),
+    ("train_ppo_ray", "--pretrain m", {"actor.model_name_or_path": "m"}),
+    ("train_ppo_ray", "--adam_betas 0.8 0.9", {"actor.adam.betas": (0.8, 0.9), "critic.adam.betas": (0.8, 0.9)}),
+    ("train_ppo_ray", "--max_norm 2", {"actor.max_norm": 2.0, "critic.max_norm": 2.0}),
+    ("train_ppo_ray", "--ref_reward_offload", {"ref.offload": True, "reward.offload": True}),
+    ("train_ppo_ray", "--actor_num_gpus_per_node 2", {"actor.num_gpus_per_node": 2}),
+    ("train_ppo_ray", "--colocate_all_models", {"train.colocate_all": True}),
+    ("train_ppo_ray", "--advantage_estimator rloo", {"algo.advantage.estimator": "rloo"}),
+    ("train_ppo_ray", "--use_kl_estimator_k3", {"algo.kl.estimator": "k3"}),
+    ("train_ppo_ray", "--use_icepop", {"algo.advantage.is_correction_type": "icepop"}),
+    ("train_ppo_ray", "--vllm_is_truncated_threshold 2", {"algo.advantage.is_correction_threshold": (0, 2)}),
+    ("train_ppo_ray", "--vllm_is_truncated_threshold 0.5 5", {"algo.advantage.is_correction_threshold": (0.5, 5)}),
+    ("train_ppo_ray", "--aux_loss_coef 0.1", {"actor.aux_loss_coef": 0.1}),
+    ("train_ppo_ray", "--entropy_loss_coef 0.1", {"actor.entropy_coef": 0.1}),
+    ("train_ppo_ray", "--pretrain_data d", {"algo.ptx.dataset": "d"}),
+    ("train_ppo_ray", "--ptx_coef 0.1", {"algo.ptx.coef": 0.1}),
+    ("train_ppo_ray", "--label_key answer", {"data.label_key": "answer"}),
+    ("train_ppo_ray", "--value_prefix_head v", {"ds.value_head_prefix": "v"}),
+    ("train_ppo_ray", "--dynamic_filtering", {"algo.dynamic_filtering_enable": True}),
+    ("train_ppo", "--micro_rollout_batch_size 2", {"rollout.micro_batch_size": 2}),
+]  # fmt: skip
+
+# Every flat name of the last releases, by command.
+OLD: dict[str, list[str]] = json.loads((Path(__file__).parent / "old_flags.json").read_text())
+
+
+@pytest.mark.parametrize(("command", "line", "values"), RENAMED)
+def test_an_old_name_sets_todays_flag_with_one_notice(
+    command: str, line: str, values: dict[str, object]
+) -> None:
+    given = read_flags(ROOTS.get(command, PPOConfig), line.split(), command=command)
+    assert given.values == values
+    (notice,) = given.notices
+    assert notice.startswith(line.split()[0].partition("=")[0])
+    assert all(path in notice for path in values)
+
+
+@pytest.mark.parametrize("command", OLD)
+def test_every_flat_name_of_the_old_command_is_understood(command: str) -> None:
+    flags = flags_of(ROOTS[command])
+    known = legacy.aliases(flags, command=command)
+    assert [name for name in OLD[command] if name not in known and name not in flags] == []
+    for name, targets in known.items():
+        shapes = {flags[path].shape for path in targets}
+        assert len(shapes) == 1, name
+
+
+@pytest.mark.parametrize("command", ROOTS)
+def test_no_alias_hides_a_flag_of_today(command: str) -> None:
+    flags = flags_of(ROOTS[command])
+    assert not legacy.aliases(flags, command=command).keys() & flags.keys()
+    assert not (legacy.IGNORED.keys() | legacy.REMOVED.keys() | legacy.VALUES.keys()) & flags.keys()
+
+
+def test_todays_names_are_passed_on_without_a_notice() -> None:
+    given = read_flags(ROOTS["train_sft"], ["--train.seed", "3"], command="train_sft")
+    assert (given.values, given.notices) == ({"train.seed": 3}, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "max_len", "max_new_tokens"),
+    [
+        ("--prompt_max_len 100 --generate_max_len 28", 128, 28),
+        ("--generate_max_len=28", 1052, 28),
+        ("--prompt_max_len 100", 1124, 1024),
+        ("--prompt_max_len 100 --generate_max_len 28 --max_len 500", 500, 28),
+    ],
+)
+def test_the_two_old_lengths_become_total_and_response(
+    line: str, max_len: int, max_new_tokens: int
+) -> None:
+    config = ppo(line)
+    assert (config.data.max_len, config.rollout.max_new_tokens) == (max_len, max_new_tokens)
+
+
+def test_an_old_length_that_is_no_number_is_named() -> None:
+    assert violations("train_ppo_ray", "--prompt_max_len long") == [
+        "--prompt_max_len takes a whole number, not 'long'."
+    ]
+
+
+def test_old_switches_without_effect_are_dropped_with_a_notice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert ppo("--perf") == ppo()
+    assert "--perf has no effect any more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", legacy.REMOVED)
+def test_what_has_no_successor_is_refused_with_what_to_do(name: str) -> None:
+    (sentence,) = violations("train_sft", f"--{name}")
+    assert sentence.startswith(f"--{name} is gone. ")
+    assert len(sentence) > len(f"--{name} is gone. ") + 20
+
+
+def test_a_removed_flag_takes_its_value_with_it() -> None:
+    assert len(violations("train_sft", "--bos_token <s> --eos_token=</s>")) == 2
+
+
+def test_a_launch_script_of_an_old_release_runs() -> None:
+    config = sft(
+        "--max_len 4096 --train_batch_size 256 --micro_train_batch_size 2 --max_samples 5000 "
+        "--save_path ./c --save_steps -1 --logging_steps 1 --eval_steps -1 --zero_stage 2 "
+        "--max_epochs 1 --packing_samples --bf16 --flash_attn --learning_rate 5e-6 --local_rank=0"
+    )
+    assert (config.data.max_len, config.train.batch_size, config.adam.lr) == (4096, 256, 5e-6)
+    assert config.ds.packing_samples and config.local_rank == 0
+
+
+def test_names_of_another_command_are_unknown_here() -> None:
+    with pytest.raises(ConfigError, match="train_sft has no flag --prompt_data"):
+        sft("--prompt_data x")
+
+
+def test_the_local_ppo_command_takes_the_names_of_rl() -> None:
+    line = "--pretrain m --prompt_data d --advantage_estimator reinforce --reward.verifier math"
+    config = parse_config(PPOConfig, line.split(), command="train_ppo")
+    assert value_at(config, "actor.model_name_or_path") == "m"

@@ -1,0 +1,209 @@
+"""From words of a command line to values: what is accepted, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config.flags import amend
+from openrlhf.config.options import ConfigError, parse_config, read_flags
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SFTConfig
+from tests.config.commands import SMALLEST, parse, ppo, sft, violations
+
+
+def test_values_arrive_at_the_path_of_their_flag() -> None:
+    config = ppo("--ds.zero_stage 3 --actor.adam.lr 2e-6 --algo.kl.init_coef=0")
+    assert (config.ds.zero_stage, config.actor.adam.lr, config.algo.kl.init_coef) == (3, 2e-6, 0)
+    assert config.critic.adam.lr == 9e-6
+
+
+def test_a_unique_beginning_of_a_flag_is_enough() -> None:
+    assert sft("--train.max_e 7").train.max_epochs == 7
+
+
+def test_an_ambiguous_beginning_is_answered_with_the_candidates() -> None:
+    with pytest.raises(ConfigError, match=r"--adam.*--adam\.lr.*--adam\.eps"):
+        sft("--adam. 1")
+
+
+def test_a_switch_takes_no_value_and_some_have_an_opposite() -> None:
+    assert sft("--ds.packing_samples").ds.packing_samples
+    assert not sft("--muon.no_nesterov").muon.nesterov
+    assert sft("--muon.no_nesterov --muon.nesterov").muon.nesterov
+    with pytest.raises(ConfigError, match=r"ds\.packing_samples.*true"):
+        sft("--ds.packing_samples=true")
+
+
+def test_pairs_are_two_words_and_may_be_negative() -> None:
+    assert ppo("--reward.clip_range -5 2.5").reward.clip_range == (-5.0, 2.5)
+    with pytest.raises(ConfigError, match=r"reward\.clip_range: expected 2 arguments"):
+        ppo("--reward.clip_range 5")
+
+
+def test_lists_take_any_number_of_words_and_repeated_flags() -> None:
+    modules = [
+        "--ds.lora.target_modules q_proj v_proj",
+        "--ds.lora.target_modules q_proj --ds.lora.target_modules v_proj",
+    ]
+    assert {sft(line).ds.lora.target_modules for line in modules} == {("q_proj", "v_proj")}
+
+
+def test_the_word_all_linear_means_what_the_default_means() -> None:
+    assert sft("--ds.lora.target_modules all-linear").ds.lora == SFTConfig().ds.lora
+
+
+def test_json_flags_take_an_object_and_nothing_else() -> None:
+    value = '{"max_num_seqs": 8}'
+    words = [*SMALLEST["train_ppo_ray"].split(), "--vllm.engine_args"]
+    config = parse_config(PPOConfig, [*words, value], command="train_ppo_ray")
+    assert config.vllm.engine_args == {"max_num_seqs": 8}
+    for wrong in ("[1]", "{max_num_seqs: 8}"):
+        with pytest.raises(ConfigError, match=r"--vllm\.engine_args takes a JSON object"):
+            parse_config(PPOConfig, [*words, wrong], command="train_ppo_ray")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--train.batch_size many", "--train.batch_size takes a whole number, not 'many'."),
+        ("--train.batch_size 1.5", "--train.batch_size takes a whole number, not '1.5'."),
+        ("--adam.lr fast", "--adam.lr takes a number, not 'fast'."),
+        (
+            "--ds.param_dtype bf17",
+            "--ds.param_dtype takes one of bf16, fp16, fp32, not 'bf17'. Did you mean bf16?",
+        ),
+    ],
+)
+def test_a_wrong_value_is_answered_in_the_words_of_the_user(line: str, sentence: str) -> None:
+    assert violations("train_sft", line) == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "meant"),
+    [
+        ("train_sft", "--train.batchsize", "--train.batch_size"),
+        ("train_sft", "--batch_size", "--train.batch_size"),
+        ("train_sft", "--weight_decay", "--adam.weight_decay"),
+        ("train_sft", "--data.max_length", "--data.max_len"),
+        ("train_ppo_ray", "--n_samples", "--rollout.n_samples_per_prompt"),
+        ("train_ppo_ray", "--advantage_estimater", "--algo.advantage.estimator"),
+        ("train_ppo_ray", "--kl.init_coef", "--algo.kl.init_coef"),
+        ("train_ppo_ray", "--model.model_name_or_path", "--actor.model_name_or_path"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(
+    command: str, typed: str, meant: str
+) -> None:
+    (sentence,) = violations(command, f"{typed} 1")
+    assert sentence.startswith(f"{command} has no flag {typed}. Did you mean ")
+    assert meant in sentence
+
+
+def test_a_flag_like_no_other_gets_no_suggestion() -> None:
+    assert violations("train_sft", "--xyzzy") == ["train_sft has no flag --xyzzy."]
+
+
+def test_words_that_belong_to_no_flag_are_an_error() -> None:
+    assert violations("train_sft", "--ds.packing_samples yes") == [
+        "yes follows no flag that takes it."
+    ]
+
+
+def test_unknown_flags_and_wrong_values_are_reported_together() -> None:
+    line = "--xyzzy --train.batch_size a --ds.zero_stage b"
+    with pytest.raises(ConfigError) as caught:
+        sft(line)
+    assert len(caught.value.violations) == 3
+    assert all(part in str(caught.value) for part in ("xyzzy", "'a'", "'b'", "3 mistakes"))
+
+
+def test_defaults_are_not_among_what_the_user_gave() -> None:
+    given = read_flags(SFTConfig, ["--ds.attn_implementation", "flash_attention_2"], command="x")
+    assert given.values == {"ds.attn_implementation": "flash_attention_2"}
+
+
+def test_nothing_changes_a_configuration_after_it_was_made() -> None:
+    config = sft()
+    with pytest.raises(FrozenInstanceError):
+        config.ds.zero_stage = 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert amend(config, {"ds.lora.rank": 4}).ds.lora.rank == 4
+    assert config.ds.lora.rank == 0
+
+
+def test_notices_go_to_stderr_one_line_each_and_only_from_the_first_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sft("--eval.steps 5")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "[notice] --eval.steps has no effect without --eval.dataset.\n"
+    monkeypatch.setenv("RANK", "1")
+    sft("--eval.steps 5")
+    assert capsys.readouterr().err == ""
+
+
+DRIVER = """
+import sys
+from openrlhf.config.options import ConfigError, parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SFTConfig
+HEAVY = {"torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "yaml", "numpy"}
+try:
+    parse_config({root}, sys.argv[1:], command="{command}")
+except ConfigError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+finally:
+    loaded = HEAVY & sys.modules.keys()
+    assert not loaded, loaded
+"""
+
+
+def run_driver(command: str, *words: str) -> subprocess.CompletedProcess[str]:
+    root = {"train_sft": "SFTConfig", "train_ppo_ray": "PPOConfig"}[command]
+    code = DRIVER.replace("{root}", root).replace("{command}", command)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+@pytest.mark.parametrize("command", SMALLEST)
+def test_help_shows_every_section_and_loads_no_heavy_library(command: str) -> None:
+    done = run_driver(command, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for shown in ("--train.batch_size INT", "(128)", "ds.lora.* (LoRA adapters)", "--config"):
+        assert shown in done.stdout
+
+
+def test_a_whole_parse_without_a_file_loads_no_heavy_library() -> None:
+    done = run_driver("train_ppo_ray", *SMALLEST["train_ppo_ray"].split())
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_mistake_ends_with_status_2_and_the_sentence_on_stderr() -> None:
+    done = run_driver("train_sft", "--train.batchsize", "3")
+    assert done.returncode == 2
+    assert "Did you mean --train.batch_size" in done.stderr
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(SFTConfig, [], command="train_sft")
+    text = str(caught.value)
+    assert "--model.model_name_or_path must be given" in text
+    assert "--data.dataset must be given" in text
+    assert "--data.output_key" in text
+
+
+def test_both_smallest_command_lines_are_valid() -> None:
+    assert parse("train_sft").check() == []
+    assert parse("train_ppo_ray").check() == []

@@ -1,0 +1,80 @@
+"""Names of users' files: a registered choice becomes a value of its flag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config import choices
+from openrlhf.config.options import ConfigError
+from tests.config.commands import ppo, violations
+
+PLUGIN = """
+from openrlhf.config import choices
+choices.extend("mine", choices.Estimator(needs_groups=True))
+choices.extend("my_loss", choices.PolicyLoss(aggregation="sequence"))
+"""
+TABLES = (choices.ESTIMATORS, choices.POLICY_LOSSES, choices.CORRECTIONS, choices.KL_ESTIMATORS)
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Iterator[Path]:
+    """A plug-in's file; its names are gone afterwards."""
+    before = [dict(table) for table in TABLES]
+    file = tmp_path / "mine.py"
+    file.write_text(PLUGIN)
+    yield file
+    for table, names in zip(TABLES, before, strict=True):
+        for name in [name for name in table if name not in names]:
+            del table[name]
+
+
+def test_names_of_a_plugin_are_valid_and_its_properties_count(plugin: Path) -> None:
+    line = f"--plugin {plugin} --algo.advantage.estimator mine --actor.policy_loss_type my_loss"
+    (sentence,) = violations("train_ppo_ray", line)
+    assert "--algo.advantage.estimator mine compares samples of one prompt" in sentence
+    config = ppo(f"{line} --rollout.n_samples_per_prompt 2")
+    assert config.plugin == (str(plugin),)
+    assert config.estimator.needs_groups
+    assert config.algo.loss.aggregation == "sequence"
+
+
+def test_a_plugin_is_imported_once_per_process(plugin: Path) -> None:
+    for _ in range(2):
+        ppo(f"--plugin {plugin} --algo.advantage.estimator mine --rollout.n_samples_per_prompt 2")
+
+
+def test_several_plugins_may_be_given_in_both_ways(plugin: Path, tmp_path: Path) -> None:
+    others = [tmp_path / "b.py", tmp_path / "c.py"]
+    for other in others:
+        other.write_text("")
+    config = ppo(f"--plugin {plugin} {others[0]} --plugin {others[1]}")
+    assert config.plugin == tuple(map(str, [plugin, *others]))
+
+
+def test_without_the_plugin_its_name_is_unknown() -> None:
+    (sentence,) = violations("train_ppo_ray", "--algo.advantage.estimator mine")
+    assert "--algo.advantage.estimator takes one of gae, reinforce" in sentence
+
+
+def test_a_plugin_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text("1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"--plugin .*bad\.py failed: ZeroDivisionError"):
+            ppo(f"--plugin {file}")
+    with pytest.raises(ConfigError, match=r"--plugin gone\.py is not a Python file"):
+        ppo("--plugin gone.py")
+
+
+def test_a_name_cannot_be_taken_twice() -> None:
+    for properties, name in (
+        (choices.Estimator(), "gae"),
+        (choices.PolicyLoss(), "ppo"),
+        (choices.Correction(level="token", mode="mask"), "tis"),
+        (choices.KLEstimator(), "k1"),
+    ):
+        with pytest.raises(ValueError, match=f"'{name}' is there already"):
+            choices.extend(name, properties)

@@ -1,0 +1,104 @@
+"""The flags a user builds on: names, types, defaults and choices, against a table written from the specification."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf.config.flags import Flag, convert, flags_of, value_at
+from openrlhf.config.options import read_flags
+from tests.config.commands import ROOTS
+
+EXPECTED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "expected_flags.json").read_text()
+)
+EVERY_FLAG = [(command, name) for command, table in EXPECTED.items() for name in table]
+SHAPES = {"switch": "switch", "json": "json", "pair": "two numbers"}
+KINDS = {str: "text", int: "int", float: "number"}
+
+
+def type_of(flag: Flag) -> str:
+    if flag.shape == "list":
+        return KINDS[flag.kind] + "s"
+    return SHAPES.get(flag.shape) or KINDS[flag.kind]
+
+
+@pytest.mark.parametrize("command", ROOTS)
+def test_a_command_has_the_flags_of_the_table_and_no_others(command: str) -> None:
+    assert sorted(flags_of(ROOTS[command])) == sorted(EXPECTED[command])
+
+
+@pytest.mark.parametrize(("command", "name"), EVERY_FLAG)
+def test_a_flag_has_the_type_the_default_and_the_choices_of_the_table(
+    command: str, name: str
+) -> None:
+    flag, expected = flags_of(ROOTS[command])[name], EXPECTED[command][name]
+    default = list(flag.default) if isinstance(flag.default, tuple) else flag.default
+    assert type_of(flag) == expected["type"]
+    assert default == expected["default"]
+    if "choices" in expected:
+        assert list(flag.info.choices or ()) == expected["choices"]
+
+
+def test_the_reference_has_77_and_164_flags_with_the_opposites_of_nesterov() -> None:
+    ours = {
+        command: {spelling for flag in flags_of(root).values() for spelling in flag.switches}
+        for command, root in ROOTS.items()
+    }
+    added = {
+        command: {f"--{name}" for name, entry in EXPECTED[command].items() if "added" in entry}
+        for command in ROOTS
+    }
+    assert len(ours["train_sft"] - added["train_sft"]) == 77
+    assert len(ours["train_ppo_ray"] - added["train_ppo_ray"]) == 164
+
+
+def sample(flag: Flag) -> tuple[list[str], Any]:
+    """Words after a flag, and the value they stand for: one that is not the default."""
+    if flag.shape == "switch":
+        return [], True
+    if flag.shape == "json":
+        return ['{"a": 1}'], {"a": 1}
+    if flag.shape == "pair":
+        return ["0.25", "0.75"], (0.25, 0.75)
+    if flag.info.choices:
+        other = next(choice for choice in flag.info.choices if choice != flag.default)
+        return [other], other
+    word, value = {str: ("text", "text"), int: ("7", 7), float: ("0.125", 0.125)}[flag.kind]
+    return ([word, word], (value, value)) if flag.shape == "list" else ([word], value)
+
+
+@pytest.mark.parametrize(("command", "name"), [(c, n) for c, n in EVERY_FLAG if n != "plugin"])
+def test_every_flag_parses_in_both_spellings(command: str, name: str) -> None:
+    words, value = sample(flags_of(ROOTS[command])[name])
+    apart = read_flags(ROOTS[command], [f"--{name}", *words], command=command)
+    assert apart.values == {name: value}
+    if len(words) == 1:
+        joined = read_flags(ROOTS[command], [f"--{name}={words[0]}"], command=command)
+        assert joined.values == {name: value}
+
+
+@pytest.mark.parametrize("command", ROOTS)
+def test_every_flag_has_a_sentence_of_help_in_ascii(command: str) -> None:
+    for flag in flags_of(ROOTS[command]).values():
+        assert re.fullmatch(r"[ -~]+\.", flag.info.help), flag.path
+        assert flag.section.isascii(), flag.path
+
+
+@pytest.mark.parametrize("command", ROOTS)
+def test_every_default_is_a_value_its_own_flag_accepts(command: str) -> None:
+    for flag in flags_of(ROOTS[command]).values():
+        raw = list(flag.default) if isinstance(flag.default, tuple) else flag.default
+        assert convert(flag, raw) == flag.default, flag.path
+
+
+@pytest.mark.parametrize("command", ROOTS)
+def test_the_path_of_a_flag_is_the_path_of_its_attribute(command: str) -> None:
+    config = ROOTS[command]()
+    for flag in flags_of(ROOTS[command]).values():
+        assert value_at(config, flag.path) == flag.default
+    assert config.ds.lora.rank == flags_of(ROOTS[command])["ds.lora.rank"].default == 0

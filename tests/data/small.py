@@ -1,0 +1,88 @@
+"""Tiny tokenizers whose ids a person can check, chat templates, and where the test data is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+SPECIALS = [
+    "<unk>",
+    "<eos>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+    "<think>",
+    "</think>",
+]
+LETTERS = "\n" + "".join(map(chr, range(32, 127)))
+MERGES = [(" ", "b"), ("\n", "B"), ("o", "k")]  # tokens " b", "\nB" and "ok"
+
+PLAIN_CHAT = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED_CHAT = (
+    "{% for message in messages %}<|{{ message.role }}|>{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}<|end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# Drops the reasoning of every assistant message but the last.
+FORGETFUL_CHAT = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{{ message.content if loop.last else message.content.split('</think>')[-1] }}"
+    "<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# Opens every answer that is not history with a thought, an empty one if need be.
+THINKING_CHAT = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.role == 'assistant' and loop.last and '</think>' not in message.content %}"
+    "<think></think>{% endif %}{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+SPACED_CHAT = (
+    "{% for message in messages %}{{ 'A: ' if message.role == 'user' else 'B: ' }}"
+    "{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}B: {% endif %}"
+)
+
+
+def build_tokenizer(
+    chat_template: str | None = None, eos: str | None = "<eos>"
+) -> PreTrainedTokenizerFast:
+    """Ids: 0–7 the special tokens, 8 the newline, 9 + (code − 32) a letter, then the merges."""
+    vocab = {
+        token: number for number, token in enumerate([*SPECIALS, *LETTERS, *map("".join, MERGES)])
+    }
+    backend = Tokenizer(BPE(vocab, MERGES, unk_token="<unk>"))
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, pad_token=eos)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def json_lines(rows: list[dict[str, Any]]) -> str:
+    """Rows as the text of a .jsonl file."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def gsm8k() -> Path:
+    """The GSM8K training file; the test is skipped where it is absent."""
+    root = os.environ.get("OPENRLHF_TEST_DATA") or Path(__file__).parents[2] / "../shared/data"
+    path = Path(root) / "gsm8k" / "train.jsonl"
+    if not path.exists():
+        pytest.skip(
+            f"GSM8K is not at {path} (OPENRLHF_TEST_DATA names the folder of the test data)"
+        )
+    return path

@@ -1,0 +1,315 @@
+"""Budgets hold, nothing is lost or used twice, and an order can be taken up where it was left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from openrlhf.data.batching import (
+    ResumableSampler,
+    balanced_partition,
+    micro_batches,
+    pack_by_budget,
+)
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+
+
+def rows_of(groups: list[list[int]]) -> list[int]:
+    return sorted(row for group in groups for row in group)
+
+
+def tokens_of(groups: list[list[int]], lengths: list[int]) -> list[int]:
+    return [sum(lengths[row] for row in group) for group in groups]
+
+
+# ---- packing
+
+
+def test_rows_that_fit_together_share_a_bin() -> None:
+    assert pack_by_budget([6, 4, 5, 5], 10) == [[0, 1], [2, 3]]
+
+
+@given(LENGTHS, st.integers(50, 120))
+def test_bins_never_exceed_the_budget_and_hold_every_row_once(
+    lengths: list[int], budget: int
+) -> None:
+    bins = pack_by_budget(lengths, budget)
+    assert rows_of(bins) == list(range(len(lengths)))
+    assert max(tokens_of(bins, lengths)) <= budget
+
+
+@given(LENGTHS, st.integers(50, 120))
+def test_no_two_bins_could_be_one(lengths: list[int], budget: int) -> None:
+    tokens = sorted(tokens_of(pack_by_budget(lengths, budget), lengths))
+    assert len(tokens) == 1 or tokens[0] + tokens[1] > budget
+
+
+def test_a_row_longer_than_the_budget_is_an_error_with_the_flags() -> None:
+    with pytest.raises(ValueError, match=r"row 1 has 11 tokens.* hold 10.*--data\.max_len"):
+        pack_by_budget([3, 11], 10)
+
+
+# ---- balancing
+
+
+def test_differencing_splits_more_evenly_than_greedy() -> None:
+    lengths = [8, 7, 6, 5, 4]  # greedy: 8 + 5 + 4 and 7 + 6
+    assert sorted(tokens_of(balanced_partition(lengths, 2), lengths)) == [14, 16]
+
+
+@given(LENGTHS, st.data())
+def test_groups_hold_every_row_once_and_are_never_empty(lengths: list[int], data: Any) -> None:
+    parts = data.draw(st.integers(1, len(lengths)))
+    groups = balanced_partition(lengths, parts)
+    assert len(groups) == parts and all(groups)
+    assert rows_of(groups) == list(range(len(lengths)))
+
+
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=12))
+def test_groups_are_not_empty_even_where_rows_are(lengths: list[int]) -> None:
+    assert all(balanced_partition(lengths, 3))
+
+
+@given(LENGTHS, st.data())
+def test_group_sums_differ_by_at_most_the_longest_row(lengths: list[int], data: Any) -> None:
+    tokens = tokens_of(
+        balanced_partition(lengths, data.draw(st.integers(1, len(lengths)))), lengths
+    )
+    assert max(tokens) - min(tokens) <= max(lengths)
+
+
+@given(LENGTHS, st.data())
+def test_the_heaviest_group_is_no_heavier_than_greedys(lengths: list[int], data: Any) -> None:
+    parts = data.draw(st.integers(1, len(lengths)))
+    greedy = [0] * parts
+    for length in sorted(lengths, reverse=True):
+        greedy[greedy.index(min(greedy))] += length
+    assert max(tokens_of(balanced_partition(lengths, parts), lengths)) <= max(greedy)
+
+
+def test_fewer_rows_than_groups_is_an_error() -> None:
+    with pytest.raises(ValueError, match="2 rows cannot be dealt to 3"):
+        balanced_partition([1, 2], 3)
+
+
+# ---- micro-batches
+
+
+def test_a_size_cuts_rows_in_order_and_evenly() -> None:
+    assert micro_batches([1] * 5, size=2, max_tokens=None) == [[0, 1], [2], [3, 4]]
+
+
+@given(LENGTHS, st.integers(1, 8), st.data())
+def test_a_size_is_never_exceeded_and_a_minimum_is_reached(
+    lengths: list[int], size: int, data: Any
+) -> None:
+    minimum = data.draw(st.integers(1, len(lengths)))
+    batches = micro_batches(lengths, size=size, max_tokens=None, minimum=minimum)
+    assert [row for batch in batches for row in batch] == list(range(len(lengths)))
+    assert all(1 <= len(batch) <= size for batch in batches)
+    assert len(batches) == max(-(-len(lengths) // size), minimum)
+
+
+@given(LENGTHS, st.integers(50, 120), st.data())
+def test_a_token_budget_is_never_exceeded_and_a_minimum_is_reached(
+    lengths: list[int], budget: int, data: Any
+) -> None:
+    minimum = data.draw(st.integers(1, len(lengths)))
+    batches = micro_batches(lengths, size=None, max_tokens=budget, minimum=minimum)
+    assert rows_of(batches) == list(range(len(lengths)))
+    assert all(batches) and max(tokens_of(batches, lengths)) <= budget
+    assert len(batches) >= minimum
+
+
+@given(LENGTHS, st.integers(50, 120))
+def test_evening_out_costs_no_micro_batch(lengths: list[int], budget: int) -> None:
+    batches = micro_batches(lengths, size=None, max_tokens=budget)
+    assert len(batches) == len(pack_by_budget(lengths, budget))
+
+
+def test_no_rows_give_no_micro_batches() -> None:
+    assert micro_batches([], size=4, max_tokens=None) == []
+
+
+@pytest.mark.parametrize(
+    "limits", [{"size": None, "max_tokens": None}, {"size": 1, "max_tokens": 9}]
+)
+def test_exactly_one_limit_is_needed(limits: dict[str, int | None]) -> None:
+    with pytest.raises(ValueError, match="either size or max_tokens"):
+        micro_batches([1], **limits)
+
+
+def test_more_micro_batches_than_rows_is_an_error() -> None:
+    with pytest.raises(ValueError, match="2 rows cannot make 3"):
+        micro_batches([1, 1], size=1, max_tokens=None, minimum=3)
+
+
+# ---- the order of an epoch
+
+
+def ranks(num_rows: int, dp_size: int, **flags: Any) -> list[list[int]]:
+    """What each rank draws in the epoch that is next."""
+    samplers = [
+        ResumableSampler(num_rows, **{"seed": 0} | flags, dp_rank=rank, dp_size=dp_size)
+        for rank in range(dp_size)
+    ]
+    return [list(sampler) for sampler in samplers]
+
+
+def test_ranks_take_turns() -> None:
+    assert ranks(7, 2, shuffle=False) == [[0, 2, 4], [1, 3, 5]]
+    assert ranks(7, 2, shuffle=False, drop_last=False) == [[0, 2, 4, 6], [1, 3, 5]]
+
+
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4))
+def test_with_drop_last_every_rank_draws_equally_many_rows_in_whole_batches(
+    num_rows: int, dp_size: int, per_rank: int
+) -> None:
+    batch_size = dp_size * per_rank
+    if num_rows < batch_size:
+        with pytest.raises(ValueError, match=r"--train\.batch_size"):
+            ranks(num_rows, dp_size, batch_size=batch_size)
+        return
+    drawn = ranks(num_rows, dp_size, batch_size=batch_size)
+    assert {len(rows) for rows in drawn} == {num_rows // batch_size * per_rank}
+    together = [row for rows in drawn for row in rows]
+    assert len(set(together)) == len(together)
+
+
+@given(st.integers(0, 60), st.integers(1, 5))
+def test_without_drop_last_every_row_is_drawn_once_by_some_rank(
+    num_rows: int, dp_size: int
+) -> None:
+    drawn = ranks(num_rows, dp_size, drop_last=False)
+    assert rows_of(drawn) == list(range(num_rows))
+    assert max(map(len, drawn)) - min(map(len, drawn)) <= 1
+
+
+@given(st.integers(1, 4))
+def test_a_batch_has_the_same_rows_however_many_ranks_share_it(half: int) -> None:
+    batch = 2 * half
+    alone = ranks(20, 1, batch_size=batch)[0]
+    both = ranks(20, 2, batch_size=batch)
+    for step in range(20 // batch):
+        shared = [row for rows in both for row in rows[step * half : (step + 1) * half]]
+        assert sorted(shared) == sorted(alone[step * batch : (step + 1) * batch])
+
+
+def test_the_order_depends_on_seed_plus_epoch_only() -> None:
+    first, second = ResumableSampler(20, seed=3), ResumableSampler(20, seed=4)
+    epochs = [list(first), list(first)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(20))
+    assert epochs[0] != epochs[1] == list(second)
+
+
+def test_the_order_does_not_touch_the_global_random_state() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(ResumableSampler(20, seed=3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@given(st.integers(0, 24))
+def test_rows_consumed_before_are_skipped_and_the_next_epoch_is_whole(taken: int) -> None:
+    whole = ResumableSampler(12, seed=1)
+    two_epochs = list(whole) + list(whole)
+    sampler = ResumableSampler(12, seed=1, consumed=taken)
+    rest = list(sampler)
+    assert rest == two_epochs[taken : (taken // 12 + 1) * 12] or taken == 24
+    assert len(list(sampler)) == 12
+
+
+def test_rows_consumed_of_an_epoch_are_skipped_when_the_epoch_is_set_afterwards() -> None:
+    whole = ResumableSampler(12, seed=1)
+    whole.set_epoch(5)
+    fifth = list(whole)
+    resumed = ResumableSampler(12, seed=1, consumed=4)
+    resumed.set_epoch(5)
+    assert list(resumed) == fifth[4:]
+    resumed.set_epoch(6)
+    assert len(list(resumed)) == 12
+
+
+def test_setting_an_epoch_that_has_begun_anew_starts_at_its_first_row() -> None:
+    sampler = ResumableSampler(12, seed=1)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    next(iter(sampler))
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+@given(st.integers(0, 11))
+def test_a_saved_order_goes_on_with_the_rows_that_were_left(taken: int) -> None:
+    sampler = ResumableSampler(12, seed=1)
+    rows = iter(sampler)
+    for _ in range(taken):
+        next(rows)
+    other = ResumableSampler(12, seed=1)
+    other.load_state_dict(sampler.state_dict())
+    assert list(other) == list(rows)
+    assert list(other) == list(sampler)  # and the next epoch too
+
+
+def test_a_saved_order_goes_on_with_another_number_of_ranks() -> None:
+    sampler = ResumableSampler(12, seed=1)
+    rows = iter(sampler)
+    for _ in range(4):
+        next(rows)
+    pair = [ResumableSampler(12, seed=1, dp_rank=rank, dp_size=2) for rank in range(2)]
+    for other in pair:
+        other.load_state_dict(sampler.state_dict())
+    assert sorted(row for other in pair for row in other) == sorted(rows)
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"num_rows": 13}])
+def test_an_order_saved_for_another_seed_or_size_is_refused(change: dict[str, int]) -> None:
+    state = ResumableSampler(12, seed=1).state_dict()
+    with pytest.raises(ValueError, match=rf"saved with {next(iter(change))} .*--train\.seed"):
+        ResumableSampler(**{"num_rows": 12, "seed": 1} | change).load_state_dict(state)
+
+
+def test_a_rank_that_is_not_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 2 is not one of 2"):
+        ResumableSampler(12, seed=1, dp_rank=2, dp_size=2)
+
+
+# ---- in torchdata's loader
+
+
+def loader(workers: int = 0) -> StatefulDataLoader:
+    return StatefulDataLoader(
+        list(range(11)),
+        batch_size=2,
+        sampler=ResumableSampler(11, seed=7),
+        num_workers=workers,
+        collate_fn=list,
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_stopped_within_an_epoch_goes_on_with_the_same_batches(workers: int) -> None:
+    straight = loader()
+    epochs = [list(straight), list(straight)]
+    assert epochs[0] != epochs[1]
+    stopped = loader(workers)
+    batches = iter(stopped)
+    seen = [next(batches) for _ in range(2)]
+    resumed = loader(workers)
+    resumed.load_state_dict(stopped.state_dict())
+    assert seen + list(resumed) == epochs[0]
+    assert list(resumed) == epochs[1]
+
+
+def test_a_loader_stopped_at_the_end_of_an_epoch_goes_on_with_the_next() -> None:
+    straight, stopped, resumed = loader(), loader(), loader()
+    epochs = [list(straight), list(straight)]
+    assert list(stopped) == epochs[0]
+    resumed.load_state_dict(stopped.state_dict())
+    assert list(resumed) == epochs[1]

@@ -1,0 +1,128 @@
+"""Prompts reach the policy rendered, and labels reach the reward unchanged."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.data.errors import DataError
+from openrlhf.data.loading import load_datasets
+from openrlhf.data.prompts import PromptDataset
+from openrlhf.trajectory import Prompt
+from tests.data.small import PLAIN_CHAT, build_tokenizer, gsm8k, json_lines
+
+
+def dataset(
+    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None = None, **flags: Any
+) -> PromptDataset:
+    return PromptDataset(
+        Dataset.from_list(rows), tokenizer or build_tokenizer(), **{"input_key": "input"} | flags
+    )
+
+
+def test_a_plain_prompt_goes_through_the_input_template() -> None:
+    row = dataset([{"input": "a"}], input_template="Q{}:")[0]
+    assert (row.text, row.tokens) == ("Qa:", [58, 74, 35])
+
+
+def test_a_chat_prompt_ends_where_the_assistant_begins() -> None:
+    for value in ("a", [{"role": "user", "content": "a"}]):
+        row = dataset([{"input": value}], build_tokenizer(PLAIN_CHAT), apply_chat_template=True)[0]
+        assert row.text == "<|user|>a<|end|>\n<|assistant|>"
+        assert row.tokens == [3, 74, 5, 8, 4]
+
+
+def test_without_keys_there_is_an_empty_label_a_default_source_and_no_images() -> None:
+    row = dataset([{"input": "a"}])[0]
+    assert (row.label, row.datasource, row.images) == ("", "default", None)
+
+
+def test_the_columns_datasource_and_images_are_passed_on() -> None:
+    row = dataset([{"input": "a", "datasource": "math", "images": ["x.png"]}, {"input": "b"}])
+    assert (row[0].datasource, row[0].images) == ("math", ["x.png"])
+    assert (row[1].datasource, row[1].images) == ("default", None)
+
+
+LABELS = ["42", 42, 4.5, None, True, {"answer": 1}, {"tests": ["a"]}, ["x", 1], "2024-05-06"]
+
+
+@pytest.mark.parametrize("label", LABELS, ids=str)
+def test_a_label_of_any_json_type_passes_through_a_file_unchanged(label: Any, write: Any) -> None:
+    path = write(
+        "prompts.jsonl",
+        json_lines([{"input": "a", "label": label}, {"input": "b", "label": label}]),
+    )
+    rows = load_datasets(path, split="train", max_samples=10, seed=0)
+    assert (
+        PromptDataset(rows, build_tokenizer(), input_key="input", label_key="label")[1].label
+        == label
+    )
+
+
+def test_labels_of_different_types_in_one_column_pass_through_unchanged(write: Any) -> None:
+    labels = [
+        "x = 42",
+        *LABELS[1:],
+    ]  # a string that is itself JSON would be read as JSON by the datasets library
+    path = write("prompts.jsonl", json_lines([{"input": "a", "label": label} for label in labels]))
+    rows = load_datasets(path, split="train", max_samples=10, seed=0)
+    prompts = PromptDataset(rows, build_tokenizer(), input_key="input", label_key="label")
+    assert [prompts[place].label for place in range(len(prompts))] == labels
+
+
+def test_a_row_becomes_the_prompt_of_a_draw() -> None:
+    prompt = dataset([{"input": "a", "label": "1"}], label_key="label")[0].drawn(7)
+    assert prompt == Prompt(index=7, text="a", tokens=[74], label="1")
+
+
+def test_the_input_column_may_be_the_label_too() -> None:
+    assert dataset([{"input": "a"}], label_key="input")[0].label == "a"
+
+
+def test_no_prompt_is_left_out_for_its_length() -> None:
+    assert len(dataset([{"input": "a" * 10_000}, {"input": "b"}])) == 2
+
+
+def test_an_empty_prompt_is_an_error_with_its_row() -> None:
+    with pytest.raises(DataError, match="the dataset, row 1, column 'input': is an empty prompt"):
+        dataset([{"input": "a"}, {"input": ""}])
+
+
+@pytest.mark.parametrize(
+    ("value", "chat", "complaint"),
+    [
+        (3, False, "is a number, not a string"),
+        ([{"role": "user", "content": "a"}], False, r"is a list.*--data\.apply_chat_template"),
+        (3, True, r"is a number, not a string or a list of chat messages.*--data\.input_key"),
+        ([{"content": "a"}], True, "message 0 needs 'role'"),
+    ],
+)
+def test_a_malformed_prompt_is_an_error_with_its_row(
+    value: Any, chat: bool, complaint: str
+) -> None:
+    with pytest.raises(DataError, match=f"row 0, column 'input': {complaint}"):
+        dataset([{"input": value}], build_tokenizer(PLAIN_CHAT), apply_chat_template=chat)
+
+
+def test_missing_columns_are_named_with_the_columns_there_are() -> None:
+    with pytest.raises(
+        DataError, match=r"no column 'question', which --data\.input_key names\. It has 'input'"
+    ):
+        dataset([{"input": "a"}], input_key="question")
+    with pytest.raises(DataError, match=r"no column 'answer', which --data\.label_key names"):
+        dataset([{"input": "a"}], label_key="answer")
+
+
+def test_gsm8k_prompts_keep_their_answers() -> None:
+    rows = load_datasets(str(gsm8k()), split="train", max_samples=200, seed=0)
+    tokenizer = build_tokenizer(PLAIN_CHAT)
+    prompts = PromptDataset(
+        rows, tokenizer, input_key="question", label_key="answer", apply_chat_template=True
+    )
+    lines = [json.loads(line) for line in gsm8k().read_text().splitlines()[:200]]
+    assert [prompts[place].label for place in range(200)] == [line["answer"] for line in lines]
+    assert all(line["question"] in prompts[place].text for place, line in enumerate(lines))

@@ -1,0 +1,355 @@
+"""What is learned from each kind of row: tokens and loss masks, written out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
+
+from openrlhf.data.errors import DataError
+from openrlhf.data.loading import load_datasets
+from openrlhf.data.sft import SFTDataset, SFTRow
+from tests.data.small import (
+    FORGETFUL_CHAT,
+    MARKED_CHAT,
+    PLAIN_CHAT,
+    SPACED_CHAT,
+    build_tokenizer,
+    gsm8k,
+)
+
+
+def dataset(
+    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None = None, **flags: Any
+) -> SFTDataset:
+    defaults = {"max_len": 64, "input_key": "input", "output_key": None}
+    return SFTDataset(Dataset.from_list(rows), tokenizer or build_tokenizer(), **defaults | flags)
+
+
+def show(row: SFTRow) -> list[str]:
+    """The tokens, those that are learned in [brackets], neighbours of a kind joined."""
+    tokens = build_tokenizer().convert_ids_to_tokens(row.tokens)
+    runs = itertools.groupby(zip(tokens, row.loss_mask, strict=True), key=lambda pair: pair[1])
+    texts = [(learned, "".join(token for token, _ in run)) for learned, run in runs]
+    return [f"[{text}]" if learned else text for learned, text in texts]
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+# ---- plain text
+
+
+def test_prompt_and_response_in_plain_text_by_id() -> None:
+    row = dataset([{"input": "Q", "output": "ok"}], output_key="output", input_template="{}:")[0]
+    #                    Q   :  ok       <eos>
+    assert row.tokens == [58, 35, 106, 9, 1]
+    assert row.loss_mask == [False, False, True, True, True]
+
+
+def test_the_end_of_text_token_follows_a_space_where_it_is_missing() -> None:
+    row = dataset([{"input": "Q:", "output": "ok\n\n"}], output_key="output")[0]
+    assert show(row) == ["Q:", "[ok <eos>]"]
+
+
+def test_the_end_of_text_token_is_not_doubled() -> None:
+    row = dataset([{"input": "Q:", "output": "ok<eos>\n"}], output_key="output")[0]
+    assert show(row) == ["Q:", "[ok<eos>]"]
+
+
+def test_the_first_response_token_is_learned_when_it_merges_with_the_prompts_last_space() -> None:
+    row = dataset(
+        [{"input": "a", "output": "bee"}], output_key="output", input_template="A: {}\nB: "
+    )[0]
+    assert show(row) == ["A: a\nB:", "[ bee <eos>]"]
+
+
+def test_a_long_response_is_cut_and_still_ends_with_end_of_text() -> None:
+    row = dataset([{"input": "ab", "output": "cdefghij"}], output_key="output", max_len=6)[0]
+    assert show(row) == ["ab", "[cde<eos>]"]
+
+
+def test_braces_in_the_data_do_no_harm() -> None:
+    row = dataset(
+        [{"input": "{}{0}", "output": "{x}"}], output_key="output", input_template="A{}B"
+    )[0]
+    assert show(row) == ["A{}{0}B", "[{x} <eos>]"]
+
+
+def test_a_tokenizer_without_offsets_gives_the_same_mask() -> None:
+    tokenizer = ByT5Tokenizer()
+    row = dataset([{"input": "Q: ", "output": "ok"}], tokenizer, output_key="output")[0]
+    assert (
+        row.loss_mask == [False] * 3 + [True] * 3
+    )  # o, k, and end-of-text, which swallows the space
+
+
+# ---- pretraining text
+
+
+def test_pretraining_text_is_learned_as_it_is_but_for_its_first_token() -> None:
+    row = dataset([{"input": "abc\n"}], pretrain_mode=True, input_template="X{}")[0]
+    assert show(row) == ["a", "[bc\n]"]
+
+
+def test_pretraining_text_is_cut_without_an_end_of_text_token() -> None:
+    row = dataset([{"input": "abcdef"}], pretrain_mode=True, max_len=3)[0]
+    assert show(row) == ["a", "[bc]"]
+
+
+# ---- chat messages
+
+
+def test_a_chat_by_id() -> None:
+    row = dataset(
+        [{"input": [user("a"), assistant("ok")]}],
+        build_tokenizer(PLAIN_CHAT),
+        apply_chat_template=True,
+    )[0]
+    #                <|user|> a <|end|> \n <|assistant|> ok <|end|>  " " <eos>
+    assert row.tokens == [3, 74, 5, 8, 4, 106, 5, 9, 1]
+    assert row.loss_mask == [False] * 5 + [True] * 4
+
+
+def test_a_template_that_ends_with_the_tokenizers_end_of_text_gets_no_second_one() -> None:
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    row = dataset([{"input": [user("a"), assistant("ok")]}], tokenizer, apply_chat_template=True)[0]
+    assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
+
+
+def test_two_string_columns_become_a_user_and_an_assistant_message() -> None:
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    row = dataset(
+        [{"q": "a", "r": "ok"}], tokenizer, input_key="q", output_key="r", apply_chat_template=True
+    )[0]
+    assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
+
+
+def test_the_output_column_continues_the_messages_of_the_input_column() -> None:
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    history = [user("a"), assistant("b"), user("c")]
+    for output in ("ok", [assistant("ok")]):
+        row = dataset(
+            [{"q": history, "r": output}],
+            tokenizer,
+            input_key="q",
+            output_key="r",
+            apply_chat_template=True,
+        )[0]
+        assert show(row)[-1] == "[ok<|end|>]"
+        assert len(show(row)) == 2
+
+
+def test_a_template_that_ends_in_a_space_loses_no_first_response_token() -> None:
+    row = dataset(
+        [{"input": [user("a"), assistant("bee")]}],
+        build_tokenizer(SPACED_CHAT),
+        apply_chat_template=True,
+    )[0]
+    assert show(row) == ["A: a\nB:", "[ bee <eos>]"]
+
+
+TWO_TURNS = [user("a"), assistant("ok"), user("c"), assistant("no")]
+
+
+def test_multiturn_learns_every_answer_and_its_end() -> None:
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    row = dataset([{"input": TWO_TURNS}], tokenizer, apply_chat_template=True, multiturn=True)[0]
+    assert show(row) == [
+        "<|user|>a<|end|>\n<|assistant|>",
+        "[ok<|end|>\n]",
+        "<|user|>c<|end|>\n<|assistant|>",
+        "[no<|end|>]",
+    ]
+
+
+def test_without_multiturn_only_the_last_answer_is_learned() -> None:
+    for template in (PLAIN_CHAT, MARKED_CHAT):
+        row = dataset(
+            [{"input": TWO_TURNS}],
+            build_tokenizer(template, eos="<|end|>"),
+            apply_chat_template=True,
+        )[0]
+        assert show(row)[1:] == ["[no<|end|>]"]
+
+
+def test_multiturn_with_an_output_column_appends_it_as_the_last_answer() -> None:
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    split = {"q": TWO_TURNS[:-1], "r": "no"}
+    together = dataset(
+        [{"q": TWO_TURNS}], tokenizer, input_key="q", apply_chat_template=True, multiturn=True
+    )
+    apart = dataset(
+        [split], tokenizer, input_key="q", output_key="r", apply_chat_template=True, multiturn=True
+    )
+    assert apart[0] == together[0]
+
+
+def test_multiturn_learns_what_the_template_marks() -> None:
+    tokenizer = build_tokenizer(MARKED_CHAT, eos="<|end|>")
+    row = dataset([{"input": TWO_TURNS}], tokenizer, apply_chat_template=True, multiturn=True)[0]
+    assert show(row) == [
+        "<|user|>a<|end|>\n<|assistant|>",
+        "[ok<|end|>]",
+        "\n<|user|>c<|end|>\n<|assistant|>",
+        "[no<|end|>]",
+    ]
+
+
+def test_answers_that_the_template_rewrites_are_context_and_counted() -> None:
+    tokenizer = build_tokenizer(FORGETFUL_CHAT, eos="<|end|>")
+    messages = [
+        user("a"),
+        assistant("<think>m</think>ok"),
+        user("c"),
+        assistant("<think>s</think>no"),
+    ]
+    rows = dataset([{"input": messages}], tokenizer, apply_chat_template=True, multiturn=True)
+    assert show(rows[0]) == [
+        "<|user|>a<|end|>\n<|assistant|>ok<|end|>\n<|user|>c<|end|>\n<|assistant|>",
+        "[<think>s</think>no<|end|>]",
+    ]
+    assert "1 assistant turns are not learned" in rows.summary
+
+
+def test_messages_after_the_last_answer_are_cut_off() -> None:
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    row = dataset(
+        [{"input": [user("a"), assistant("ok"), user("bye")]}], tokenizer, apply_chat_template=True
+    )[0]
+    assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
+
+
+# ---- rows that are left out
+
+
+def test_rows_are_left_out_by_reason_and_counted() -> None:
+    rows = [
+        {"input": "Q:", "output": "ok"},
+        {"input": "", "output": "ok"},
+        {"input": "Q:", "output": ""},
+        {"input": "Q:", "output": ""},
+        {"input": "abcdefgh", "output": "ok"},
+        {"input": "abcdefg", "output": "x"},
+    ]
+    kept = dataset(rows, output_key="output", max_len=10)
+    assert [show(row)[0] for row in (kept[0], kept[1])] == ["Q:", "abcdefg"]
+    assert kept.summary == (
+        "2 of 6 rows kept, dropped 1 with a prompt of 8 tokens or more (--data.max_len 10), "
+        "1 with an empty prompt, 2 with an empty response."
+    )
+
+
+def test_a_chat_without_an_answer_is_left_out() -> None:
+    rows = [
+        {"input": [user("a")]},
+        {"input": [user("a"), assistant("")]},
+        {"input": TWO_TURNS},
+        {"input": [assistant("x")]},
+    ]
+    kept = dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
+    assert kept.summary == (
+        "1 of 4 rows kept, dropped 1 with an empty prompt, 1 with an empty response, "
+        "1 without an assistant message."
+    )
+
+
+def test_when_nothing_is_left_the_counts_are_the_error() -> None:
+    with pytest.raises(
+        DataError, match=r"0 of 2 rows kept, dropped 2 with an empty response.*--data\.output_key"
+    ):
+        dataset([{"input": "a"}, {"input": "b"}])
+
+
+# ---- rows and columns that are wrong
+
+
+def test_a_missing_column_is_named_with_the_columns_there_are() -> None:
+    with pytest.raises(
+        DataError,
+        match=r"no column 'prompt', which --data\.input_key names\. It has 'input', 'output'",
+    ):
+        dataset([{"input": "a", "output": "b"}], input_key="prompt")
+
+
+def test_a_malformed_row_is_named_by_dataset_row_and_column(tmp_path: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"input": "a", "output": value}) + "\n" for value in ("x", "y", None))
+    )
+    rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl, row 2, column 'output': is null, not a string"
+    ):
+        SFTDataset(rows, build_tokenizer(), max_len=64, input_key="input", output_key="output")
+
+
+def test_chat_messages_without_a_template_name_the_flag_that_is_missing() -> None:
+    with pytest.raises(DataError, match=r"column 'input': is a list.*--data\.apply_chat_template"):
+        dataset([{"input": TWO_TURNS}], output_key="input")
+
+
+def test_a_malformed_message_is_named_by_row_and_message() -> None:
+    rows = [{"input": [{"from": "human", "value": "a"}]}]
+    with pytest.raises(
+        DataError, match=r"row 0, column 'input': message 0 needs 'role'.*--data\.input_key"
+    ):
+        dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
+
+
+def test_a_template_that_refuses_a_row_says_which() -> None:
+    picky = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + PLAIN_CHAT
+    with pytest.raises(
+        DataError, match="row 1, column 'input': the chat template refuses these messages: too many"
+    ):
+        dataset(
+            [{"input": TWO_TURNS[:2]}, {"input": TWO_TURNS}],
+            build_tokenizer(picky),
+            apply_chat_template=True,
+        )
+
+
+def test_a_missing_chat_template_is_an_error_before_any_row() -> None:
+    with pytest.raises(DataError, match=r"--data\.tokenizer_chat_template"):
+        dataset([{"input": TWO_TURNS}], apply_chat_template=True)
+
+
+# ---- real and large data
+
+
+def test_several_processes_give_the_same_rows_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"input": f"{number}:", "output": "ok"} for number in range(40)]
+    alone = dataset(rows, output_key="output")
+    monkeypatch.setattr("openrlhf.data.rows.MANY_ROWS", 20)
+    assert [row for row in map(dataset(rows, output_key="output").__getitem__, range(40))] == list(
+        map(alone.__getitem__, range(40))
+    )
+
+
+def test_gsm8k_as_chat_messages() -> None:
+    lines = [json.loads(line) for line in gsm8k().read_text().splitlines()[:200]]
+    rows = [{"messages": [user(line["question"]), assistant(line["answer"])]} for line in lines]
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    ready = dataset(
+        rows,
+        tokenizer,
+        max_len=4096,
+        input_key="messages",
+        apply_chat_template=True,
+        multiturn=True,
+    )
+    assert len(ready) == 200
+    for place, line in enumerate(lines):
+        row = ready[place]
+        learned = [token for token, on in zip(row.tokens, row.loss_mask, strict=True) if on]
+        ascii_answer = "".join(letter if letter.isascii() else "<unk>" for letter in line["answer"])
+        assert "".join(tokenizer.convert_ids_to_tokens(learned)) == ascii_answer + "<|end|>"

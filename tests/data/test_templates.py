@@ -1,0 +1,273 @@
+"""Texts come out of templates as they were written, and each token of an answer is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import ByteLevel as ByteLevelOffsets
+from tokenizers.trainers import BpeTrainer
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from openrlhf.data.templates import (
+    encode,
+    fill_template,
+    render,
+    render_conversation,
+    to_messages,
+)
+from tests.data.small import (
+    FORGETFUL_CHAT,
+    MARKED_CHAT,
+    PLAIN_CHAT,
+    SPACED_CHAT,
+    THINKING_CHAT,
+    build_tokenizer,
+)
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+TWO_TURNS = [user("a"), assistant("ok"), user("c"), assistant("no")]
+
+
+# ---- input templates
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "filled"),
+    [
+        (None, "x", "x"),
+        ("User: {}\nAssistant: ", "hi", "User: hi\nAssistant: "),
+        ("Q: {}", "a set {1, 2} and {}", "Q: a set {1, 2} and {}"),
+        ('{"question": "{}"}', "x", '{"question": "x"}'),
+        ('{{"question": "{}"}}', "x", '{"question": "x"}'),
+    ],
+)
+def test_the_input_template_takes_any_text_and_any_braces(
+    template: str | None, text: str, filled: str
+) -> None:
+    assert fill_template(template, text) == filled
+
+
+# ---- messages
+
+
+def test_a_string_is_one_message() -> None:
+    assert to_messages("hi") == [user("hi")]
+    assert to_messages("hi", role="assistant") == [assistant("hi")]
+
+
+def test_fields_that_are_null_are_left_out() -> None:
+    assert to_messages([{"role": "user", "content": "a", "tool_calls": None}]) == [user("a")]
+
+
+def test_a_message_that_calls_a_tool_needs_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    assert to_messages([call])[0]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (None, "is null, not a string or a list"),
+        (3, "is a number"),
+        ([], "is an empty list"),
+        (["hi"], "message 0 is a string, not an object"),
+        (
+            [user("a"), {"from": "gpt", "value": "x"}],
+            "message 1 needs 'role' and 'content', but has 'from', 'value'",
+        ),
+        ([{"role": "user", "content": 3}], "the content of message 0 is a number"),
+        ([{"role": "user", "content": None}], "needs 'role' and 'content'"),
+        ([{"role": 1, "content": "a"}], "the role of message 0 is a number"),
+        ([{"role": "user", "content": ["a"]}], "the content of message 0 is a list"),
+    ],
+)
+def test_a_malformed_message_is_named_by_number_and_fault(value: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        to_messages(value)
+
+
+def test_the_templates_own_complaint_reaches_the_user() -> None:
+    tokenizer = build_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match="refuses these messages: roles must alternate"):
+        render(tokenizer, [user("a")], add_generation_prompt=True)
+
+
+def test_rendering_is_what_the_tokenizer_itself_renders() -> None:
+    tokenizer = build_tokenizer(MARKED_CHAT)
+    for prompt in (True, False):
+        expected = tokenizer.apply_chat_template(
+            TWO_TURNS, tokenize=False, add_generation_prompt=prompt
+        )
+        assert render(tokenizer, TWO_TURNS, add_generation_prompt=prompt) == expected
+
+
+# ---- the assistant's words
+
+
+def targets(template: str, messages: list[dict[str, Any]], *, every_turn: bool) -> list[str]:
+    passage = render_conversation(build_tokenizer(template), messages, every_turn=every_turn)
+    return [passage.text[start:end] for start, end in passage.spans]
+
+
+def test_every_assistant_turn_is_found_in_a_plain_template() -> None:
+    assert targets(PLAIN_CHAT, TWO_TURNS, every_turn=True) == ["ok<|end|>\n", "no<|end|>\n"]
+
+
+def test_only_the_last_turn_is_a_target_when_one_is_asked_for() -> None:
+    assert targets(PLAIN_CHAT, TWO_TURNS, every_turn=False) == ["no<|end|>\n"]
+    assert targets(MARKED_CHAT, TWO_TURNS, every_turn=False) == ["no<|end|>"]
+
+
+def test_marks_of_the_template_agree_with_the_prefixes_up_to_the_newline_after_them() -> None:
+    unmarked = targets(PLAIN_CHAT, TWO_TURNS, every_turn=True)
+    assert targets(MARKED_CHAT, TWO_TURNS, every_turn=True) == [
+        turn.removesuffix("\n") for turn in unmarked
+    ]
+
+
+def test_history_without_its_reasoning_is_context_only() -> None:
+    messages = [
+        user("a"),
+        assistant("<think>hm</think>ok"),
+        user("c"),
+        assistant("<think>so</think>no"),
+    ]
+    passage = render_conversation(build_tokenizer(FORGETFUL_CHAT), messages, every_turn=True)
+    assert "hm" not in passage.text
+    assert [passage.text[start:end] for start, end in passage.spans] == [
+        "<think>so</think>no<|end|>\n"
+    ]
+    assert passage.rewritten == 1
+
+
+def test_turns_without_reasoning_are_targets_in_a_template_that_drops_reasoning() -> None:
+    assert targets(FORGETFUL_CHAT, TWO_TURNS, every_turn=True) == ["ok<|end|>\n", "no<|end|>\n"]
+
+
+def test_turns_are_found_where_the_template_adds_a_thought_to_the_last_one_only() -> None:
+    assert targets(THINKING_CHAT, TWO_TURNS, every_turn=True) == [
+        "ok<|end|>\n",
+        "</think>no<|end|>\n",
+    ]
+
+
+def test_an_answer_is_found_where_the_generation_prompt_goes_on_otherwise() -> None:
+    prompts_a_thought = PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>")
+    assert targets(prompts_a_thought, TWO_TURNS, every_turn=True) == ["ok<|end|>\n", "no<|end|>\n"]
+
+
+def test_an_answer_with_reasoning_of_its_own_field_that_is_dropped_is_context_only() -> None:
+    prompts_a_thought = PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>")
+    messages = [user("a"), assistant("ok", reasoning_content="hm"), user("c"), assistant("no")]
+    passage = render_conversation(build_tokenizer(prompts_a_thought), messages, every_turn=True)
+    assert (len(passage.spans), passage.rewritten) == (1, 1)
+
+
+def test_a_conversation_may_begin_with_the_assistant() -> None:
+    assert targets(PLAIN_CHAT, [assistant("hi"), user("a"), assistant("ok")], every_turn=True) == [
+        "hi<|end|>\n",
+        "ok<|end|>\n",
+    ]
+
+
+def test_a_last_answer_that_the_template_changes_is_an_error_with_the_way_out() -> None:
+    drops_all = FORGETFUL_CHAT.replace("loop.last", "false")
+    drops_all = drops_all.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
+    with pytest.raises(ValueError, match=r"\{% generation %\}.*--data\.tokenizer_chat_template"):
+        targets(drops_all, [user("a"), assistant("<think>hm</think>ok")], every_turn=False)
+
+
+def test_the_response_begins_where_the_last_turn_does() -> None:
+    passage = render_conversation(build_tokenizer(PLAIN_CHAT), TWO_TURNS, every_turn=True)
+    assert passage.text[passage.response :] == "no<|end|>\n"
+
+
+# ---- from characters to tokens
+
+
+def words_of(tokenizer: Any, text: str, span: tuple[int, int]) -> list[str]:
+    encoded = encode(tokenizer, [text])[0]
+    return [
+        tokenizer.convert_ids_to_tokens(encoded.tokens)[place] for place in encoded.tokens_of(span)
+    ]
+
+
+def test_a_token_that_straddles_the_border_belongs_to_the_response() -> None:
+    assert words_of(build_tokenizer(), "A: bee", (3, 6)) == [" b", "e", "e"]
+
+
+def test_a_token_that_straddles_the_end_belongs_to_the_response_too() -> None:
+    assert words_of(build_tokenizer(), "ok\nB: x", (0, 3)) == ["ok", "\nB"]
+
+
+def test_a_tokenizer_without_offsets_is_asked_for_the_text_before_the_border() -> None:
+    tokenizer = ByT5Tokenizer()
+    assert not tokenizer.is_fast
+    assert words_of(tokenizer, "A: bee", (3, 6)) == ["b", "e", "e"]
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> PreTrainedTokenizerFast:
+    """Like GPT-2: a word's token has the space before it, which its offsets leave out."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=300, initial_alphabet=ByteLevel.alphabet(), special_tokens=["<eos>"]
+    )
+    backend.train_from_iterator(["the answer is yes", "the answer is no", "  is it"] * 3, trainer)
+    backend.post_processor = ByteLevelOffsets(trim_offsets=True, add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def test_spaces_left_out_of_the_offsets_move_no_border(byte_level: PreTrainedTokenizerFast) -> None:
+    prompt, response = "the answer is ", "yes"
+    end = len(prompt) + len(response)
+    assert words_of(byte_level, prompt + response, (len(prompt), end))[0].startswith("Ġ")
+    assert (
+        "Ġ" not in words_of(byte_level, "is:  yes", (5, 8))[:1]
+    )  # a token of spaces only stays with the prompt
+
+
+@given(text=st.text(alphabet="abe \n:é漢🙂", min_size=2, max_size=20), data=st.data())
+def test_the_tokens_of_a_span_are_those_whose_bytes_overlap_it(
+    byte_level: PreTrainedTokenizerFast, text: str, data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, len(text) - 1))
+    end = data.draw(st.integers(start + 1, len(text)))
+    encoded = encode(byte_level, [text])[0]
+    first, last = len(text[:start].encode()), len(text[:end].encode())
+    expected, position = [], 0
+    for place, token in enumerate(byte_level.convert_ids_to_tokens(encoded.tokens)):
+        if (
+            position < last and position + len(token) > first
+        ):  # a letter of a byte-level token is a byte
+            expected.append(place)
+        position += len(token)
+    assert list(encoded.tokens_of((start, end))) == expected
+
+
+def test_a_prompt_that_ends_in_a_space_loses_no_first_token() -> None:
+    tokenizer = build_tokenizer(SPACED_CHAT)
+    passage = render_conversation(tokenizer, [user("a"), assistant("bee")], every_turn=False)
+    encoded = encode(tokenizer, [passage.text])[0]
+    learned = [
+        tokenizer.convert_ids_to_tokens(encoded.tokens)[t]
+        for t in encoded.tokens_of(passage.spans[0])
+    ]
+    assert learned == [" b", "e", "e", "\n"]

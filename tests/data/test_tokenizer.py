@@ -1,0 +1,93 @@
+"""Tokenizers are complete when they are handed out, or the user is told why they cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openrlhf.data.errors import DataError
+from openrlhf.data.tokenizer import get_tokenizer, require_chat_template
+from tests.data.small import PLAIN_CHAT, build_tokenizer
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def edit(folder: str, **changes: object) -> None:
+    path = Path(folder) / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+
+
+def test_a_missing_padding_token_becomes_the_end_of_text_token(saved: str) -> None:
+    edit(saved, pad_token=None)
+    tokenizer = get_tokenizer(saved)
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<eos>", 1)
+
+
+def test_a_padding_token_of_its_own_is_kept(saved: str) -> None:
+    edit(saved, pad_token="<unk>")
+    assert get_tokenizer(saved).pad_token == "<unk>"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_padding_side_is_the_one_asked_for(saved: str, side: str) -> None:
+    assert get_tokenizer(saved, padding_side=side).padding_side == side
+
+
+def test_a_given_chat_template_replaces_the_tokenizers_own(saved: str) -> None:
+    tokenizer = get_tokenizer(saved, chat_template="{{ messages[0].content }}!")
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    )
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_missing() -> None:
+    with pytest.raises(DataError, match=r"no folder './nowhere'"):
+        get_tokenizer("./nowhere")
+
+
+def test_a_hub_name_that_cannot_be_reached_names_the_flag() -> None:
+    with pytest.raises(DataError, match=r"'nobody/nothing'.*--model\.model_name_or_path"):
+        get_tokenizer("nobody/nothing")
+
+
+def test_a_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        get_tokenizer(str(tmp_path))
+
+
+def test_code_from_the_models_repository_needs_the_users_consent(saved: str) -> None:
+    (Path(saved) / "config.json").write_text(json.dumps({"model_type": "strange"}))
+    edit(saved, tokenizer_class="Strange", auto_map={"AutoTokenizer": ["code.Strange", None]})
+    with pytest.raises(DataError, match=r"--model\.trust_remote_code"):
+        get_tokenizer(saved)
+
+
+def test_a_tokenizer_without_an_end_of_text_token_is_refused(saved: str) -> None:
+    edit(saved, eos_token=None, pad_token=None)
+    with pytest.raises(DataError, match="no end-of-text token"):
+        get_tokenizer(saved)
+
+
+def test_chat_messages_need_a_chat_template() -> None:
+    require_chat_template(build_tokenizer(PLAIN_CHAT))
+    with pytest.raises(
+        DataError, match=r"--data\.apply_chat_template.*--data\.tokenizer_chat_template"
+    ):
+        require_chat_template(build_tokenizer())
+
+
+def test_asking_for_the_slow_tokenizer_is_answered(
+    saved: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    get_tokenizer(saved, use_fast=False)
+    assert "--data.disable_fast_tokenizer has no effect" in caplog.text

@@ -1,0 +1,188 @@
+"""The sender's half on gloo: members are threads of this process, and every wait ends."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed
+
+from openrlhf.distributed.buckets import (
+    PublicationError,
+    TensorSpec,
+    WeightManifest,
+    bucket_hash,
+    bucket_nbytes,
+    unpack,
+)
+from openrlhf.distributed.devices import free_port
+from openrlhf.distributed.weight_sync import WeightGroup, WeightSender, join_group
+
+TENSORS = {name: torch.randn(50, 3) for name in "abcde"}
+MANIFEST = WeightManifest(
+    version=1,
+    specs=tuple(TensorSpec(name=n, dtype="float32", shape=(50, 3)) for n in TENSORS),
+    bucket_bytes=1300,  # two tensors of 600 bytes, padded to 608
+)
+names = itertools.count()
+
+
+def new_group(world_size: int = 2, timeout_s: float = 20.0) -> WeightGroup:
+    return WeightGroup(
+        host="127.0.0.1",
+        port=free_port(),
+        world_size=world_size,
+        transport="gloo",
+        name=f"group-{next(names)}",
+        timeout_s=timeout_s,
+    )
+
+
+def take(
+    group: WeightGroup, rank: int, *, buckets: int | None = None
+) -> tuple[dict, list[int], list[int]]:
+    """Receive tensors, hashes of what came, and the sender's hashes; leave after `buckets` of them."""
+    channel = join_group(group, rank)
+    received, hashes = {}, []
+    try:
+        for bucket in MANIFEST.buckets()[:buckets]:
+            buffer = torch.empty(bucket_nbytes(bucket), dtype=torch.uint8)
+            channel.receive(buffer)
+            hashes.append(bucket_hash(buffer))
+            received |= dict(unpack(bucket, buffer))
+        told = torch.empty(8 * len(hashes), dtype=torch.uint8)
+        if buckets is None:
+            channel.receive(told)
+        return received, hashes, told.view(torch.int64).tolist()
+    finally:
+        channel.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def test_every_worker_gets_every_tensor_and_the_senders_hashes(threads):
+    group = new_group(world_size=3)
+    workers = [threads.submit(take, group, rank) for rank in (1, 2)]
+    sender = WeightSender()
+    sender.join(group)
+    sent = sender.send(MANIFEST, TENSORS.items())
+    assert len(sent.bucket_hashes) == 3
+    for worker in workers:
+        received, hashes, told = worker.result(20)
+        assert all(torch.equal(received[name], TENSORS[name]) for name in TENSORS)
+        assert tuple(hashes) == tuple(told) == sent.bucket_hashes
+    sender.leave()
+
+
+def test_torchs_default_group_is_not_touched(threads):
+    test_every_worker_gets_every_tensor_and_the_senders_hashes(threads)
+    assert not torch.distributed.is_initialized()
+
+
+def test_each_tensor_is_read_before_the_next_is_asked_for(threads):
+    """As with ZeRO 3, where a gathered parameter is freed again when the next one is gathered."""
+    scratch = torch.empty(50, 3)
+    group = new_group()
+    worker = threads.submit(take, group, 1)
+    sender = WeightSender()
+    sender.join(group)
+    sender.send(MANIFEST, ((name, scratch.copy_(tensor)) for name, tensor in TENSORS.items()))
+    received, _, _ = worker.result(20)
+    assert all(torch.equal(received[name], TENSORS[name]) for name in TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (dict(list(TENSORS.items())[:4]), "announces e, the model gives nothing more"),
+        (
+            TENSORS | {"f": torch.zeros(1)},
+            "the model gives f, which the manifest does not announce",
+        ),
+        (dict(sorted(TENSORS.items(), reverse=True)), "announces a, the model gives e"),
+        (TENSORS | {"c": torch.zeros(3, 50)}, "c has shape"),
+    ],
+)
+def test_tensors_that_are_not_the_manifests_are_an_error_on_both_sides_at_once(
+    threads, tensors, message
+):
+    group = new_group()
+    worker = threads.submit(take, group, 1)
+    sender = WeightSender()
+    sender.join(group)
+    with pytest.raises(ValueError, match=message):
+        sender.send(MANIFEST, tensors.items())
+    assert_fails_soon(worker)
+    with pytest.raises(PublicationError, match="no group to go to"):
+        sender.send(MANIFEST, TENSORS.items())
+
+
+def test_a_worker_that_leaves_is_an_error_of_the_sender_at_once(threads):
+    group = new_group()
+    worker = threads.submit(take, group, 1, buckets=1)
+    sender = WeightSender()
+    sender.join(group)
+    began = time.monotonic()
+    with pytest.raises(PublicationError, match="a member died, or did not answer in time"):
+        sender.send(MANIFEST, slowly(TENSORS))
+    assert time.monotonic() - began < 5
+    worker.result(5)
+
+
+def test_a_worker_that_sleeps_is_an_error_of_the_sender_after_the_deadline(threads):
+    group = new_group(timeout_s=1.0)
+    opened = threads.submit(join_group, group, 1)
+    sender = WeightSender()
+    sender.join(group)
+    with pytest.raises(PublicationError, match=f"weight group {group.name} .gloo.: a member died"):
+        sender.send(MANIFEST, ((name, t.repeat(1, 1)) for name, t in TENSORS.items()))
+    opened.result(5).close()
+
+
+def test_members_that_never_come_are_named(threads):
+    group = new_group(world_size=4, timeout_s=0.5)
+    worker = threads.submit(join_group, group, 2)
+    with pytest.raises(PublicationError, match=r"ranks \[1, 3\] did not join within 0.5 s"):
+        WeightSender().join(group)
+    assert_fails_soon(worker)
+
+
+def test_a_worker_without_a_trainer_gives_up_after_the_deadline():
+    with pytest.raises(PublicationError, match="rank 1 could not reach the trainer"):
+        join_group(new_group(timeout_s=0.5), 1)
+
+
+def test_a_sender_joins_again_after_a_failure(threads):
+    sender = WeightSender()
+    first = new_group()
+    worker = threads.submit(take, first, 1)
+    sender.join(first)
+    with pytest.raises(ValueError):
+        sender.send(MANIFEST, [])
+    assert_fails_soon(worker)
+    second = new_group()
+    worker = threads.submit(take, second, 1)
+    sender.join(second)
+    sender.send(MANIFEST, TENSORS.items())
+    assert set(worker.result(20)[0]) == set(TENSORS)
+
+
+def assert_fails_soon(worker: Future) -> None:
+    began = time.monotonic()
+    with pytest.raises(PublicationError):
+        worker.result(20)
+    assert time.monotonic() - began < 5
+
+
+def slowly(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors.items():
+        time.sleep(0.2)
+        yield name, tensor

@@ -1,0 +1,108 @@
+"""The policy model's numbers: against plain Transformers, packed against padded, and gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from openrlhf.experience import offsets_of
+from openrlhf.models import packed_attention
+from openrlhf.models.policy import PolicyModel, reject_transformed_logits
+from tests.tiny import tiny_config
+
+LENGTHS = [5, 1, 9, 3]
+
+
+@pytest.fixture(params=["qwen2-tied", "qwen2-untied", "llama", "mistral-windowed", "qwen3"])
+def hf(request: pytest.FixtureRequest) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config(request.param)).float().eval()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(4, 60, (sum(LENGTHS),), generator=generator)
+    wanted = torch.rand(sum(LENGTHS), generator=generator) < 0.7
+    return tokens, offsets_of(LENGTHS), wanted
+
+
+def as_model(hf: PreTrainedModel, *, packing: bool) -> PolicyModel:
+    hf = copy.deepcopy(hf)
+    if packing:
+        hf.set_attn_implementation(packed_attention.NAME)
+    return PolicyModel(hf, packing=packing)
+
+
+def plain_logprobs(
+    hf: PreTrainedModel, tokens: torch.Tensor, wanted: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """One sequence at a time, through the logits, in float64."""
+    scored, start = torch.zeros(len(tokens), dtype=torch.float64), 0
+    for length in LENGTHS:
+        ids = tokens[start : start + length]
+        logits = hf(ids[None]).logits[0].double() / temperature
+        for t in range(1, length):
+            if wanted[start + t]:
+                scored[start + t] = torch.log_softmax(logits[t - 1], -1)[ids[t]]
+        start += length
+    return scored
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_are_those_of_plain_transformers_one_sequence_at_a_time(
+    hf: PreTrainedModel, packing: bool, temperature: float
+) -> None:
+    tokens, offsets, wanted = batch()
+    with torch.no_grad():
+        scores = as_model(hf, packing=packing)(tokens, offsets, wanted, temperature)
+        expected = plain_logprobs(hf, tokens, wanted, temperature)
+    torch.testing.assert_close(scores.logprobs.double(), expected, atol=2e-6, rtol=0)
+    assert expected.count_nonzero() > 5
+
+
+def test_packed_and_padded_gradients_agree(hf: PreTrainedModel) -> None:
+    tokens, offsets, wanted = batch()
+    gradients = []
+    for packing in (False, True):
+        model = as_model(hf, packing=packing)
+        scores = model(tokens, offsets, wanted, 0.9, True)
+        assert scores.entropy is not None
+        (scores.logprobs.sum() + scores.entropy.square().sum()).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert any(g.abs().max() > 1e-3 for g in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_batch_without_wanted_tokens_has_a_zero_that_can_be_differentiated(packing: bool) -> None:
+    model = as_model(AutoModelForCausalLM.from_config(tiny_config("qwen2-tied")), packing=packing)
+    tokens, offsets, wanted = batch()
+    model(tokens, offsets, torch.zeros_like(wanted)).logprobs.sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None and not parameter.grad.any()
+
+
+def test_no_document_of_a_packed_row_sees_another(hf: PreTrainedModel) -> None:
+    model = as_model(hf, packing=True)
+    tokens, offsets, wanted = batch()
+    changed = tokens.clone()
+    changed[: LENGTHS[0]] = tokens[: LENGTHS[0]].flip(0)
+    with torch.no_grad():
+        before, after = (
+            model(tokens, offsets, wanted).logprobs,
+            model(changed, offsets, wanted).logprobs,
+        )
+    assert torch.equal(before[LENGTHS[0] :], after[LENGTHS[0] :])
+    assert not torch.equal(before, after)
+
+
+def test_architectures_that_transform_their_logits_are_refused() -> None:
+    config = tiny_config("llama")
+    config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="final_logit_softcapping = 30.0"):
+        reject_transformed_logits(config)

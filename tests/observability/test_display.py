@@ -1,0 +1,216 @@
+"""What a run says on the terminal."""
+
+import io
+import json
+
+import pytest
+
+from openrlhf.observability.display import Display, DisplayMode
+from openrlhf.observability.lines import (
+    clock_time,
+    compact,
+    evaluation_parts,
+    join_parts,
+    percent,
+    step_parts,
+)
+
+RL_STEP = {
+    "train/reward": 0.53,
+    "train/kl": 0.002,
+    "train/response_length": 118.4,
+    "timing/tokens_per_second": 1900.0,
+    "timing/step_total": 0.84,
+    "timing/generation": 0.41,
+    "timing/ppo_train": 0.38,
+    "timing/broadcast": 0.05,
+}
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is an interactive terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def line_of(values: dict[str, float], **kwargs) -> str:
+    return join_parts(step_parts(12, 120, values, seconds_left=None), **kwargs).plain
+
+
+def test_a_step_of_reinforcement_learning_reads_as_one_line():
+    line = join_parts(step_parts(12, 120, RL_STEP, seconds_left=83)).plain
+    assert " ".join(line.split()) == (
+        "step 12/120 · reward 0.530 · kl 0.0020 · length 118 · 1.9k tokens/s · "
+        "0.84 s (generate 0.41, train 0.38, publish 0.05) · 1:23 left"
+    )
+
+
+def test_a_supervised_step_shows_its_loss_and_learning_rate():
+    line = line_of({"train/gpt_loss": 2.25, "train/lr": 1e-4, "train/grad_norm": 1.0})
+    assert line == "step  12/120 · loss  2.250 · lr 1.0e-04"
+
+
+def test_numbers_of_successive_steps_stand_below_each_other():
+    first, second = line_of(RL_STEP), line_of({**RL_STEP, "train/reward": -2.5, "train/kl": -0.1})
+    assert [i for i, c in enumerate(first) if c == "·"] == [
+        i for i, c in enumerate(second) if c == "·"
+    ]
+
+
+def test_trouble_is_on_the_line_only_when_there_is_some():
+    assert "failed" not in line_of({**RL_STEP, "train/failed_episodes": 0})
+    line = line_of({**RL_STEP, "train/failed_episodes": 3, "train/nonfinite_steps": 1})
+    assert line.endswith("3 failed episodes · 1 steps not finite")
+
+
+@pytest.mark.parametrize("width", [30, 50, 70, 100, 200])
+def test_a_narrow_terminal_gets_a_shorter_line_with_step_and_reward(width):
+    line = line_of({**RL_STEP, "train/entropy_loss": 1.0}, width=width)
+    assert len(line) <= width
+    assert line.startswith("step  12/120 · reward  0.530")
+
+
+def test_details_leave_a_line_before_any_number_does():
+    full = line_of(RL_STEP)
+    assert line_of(RL_STEP, width=len(full)) == full
+    assert line_of(RL_STEP, width=len(full) - 1) == full.split(" (")[0]
+
+
+def test_what_leaves_a_line_first_is_what_matters_least():
+    values = {"eval/eval_a_pass1": 0.5, "eval/eval_truncated_rate": 0.0, "eval/eval_x": 1.0}
+    parts = evaluation_parts(2, values)
+    assert join_parts(parts, width=60).plain.endswith("a pass@1 0.500 · truncated rate 0%")
+    assert join_parts(parts, width=1).plain == "eval after step 2 · a pass@1 0.500"
+
+
+def test_labels_are_dim_and_headline_numbers_bold():
+    line = join_parts(step_parts(12, 120, RL_STEP, seconds_left=None))
+    styles = {line.plain[span.start : span.end].strip(): span.style for span in line.spans}
+    assert line.style == ""
+    assert (styles["reward"], styles["0.530"]) == ("dim", "bold")
+
+
+def test_an_evaluation_shows_pass_at_k_first():
+    values = {
+        "eval/eval_num_samples": 1600.0,
+        "eval/eval_truncated_rate": 0.02,
+        "eval/eval_my_set_pass1": 0.4523,
+        "eval/eval_my_set_pass4": 0.71,
+    }
+    line = join_parts(evaluation_parts(20, values)).plain
+    assert line == (
+        "eval after step 20 · my_set pass@1 0.452 · my_set pass@4 0.710 · "
+        "num samples 1.6k · truncated rate 2%"
+    )
+
+
+def test_a_supervised_evaluation_shows_its_loss():
+    assert join_parts(evaluation_parts(5, {"eval/eval gpt_loss": 0.5})).plain == (
+        "eval after step 5 · gpt loss 0.500"
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.0, "0"),
+        (0.53104, "0.531"),
+        (-12.34, "-12.3"),
+        (153.4, "153"),
+        (1534.0, "1.5k"),
+        (153_400.0, "153k"),
+        (1.9e6, "1.9M"),
+        (1e-6, "1.0e-06"),
+        (5e12, "5.0e+12"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_compact_numbers(number, text):
+    assert compact(number) == text
+
+
+def test_durations_and_shares():
+    assert [clock_time(s) for s in (0, 59.6, 83, 3723)] == ["0:00", "1:00", "1:23", "1:02:03"]
+    assert [percent(s).strip() for s in (0.02, 1.0, float("nan"))] == ["2%", "100%", "nan"]
+
+
+def test_nobody_watching_means_plain_lines_without_colour():
+    assert Display(out=io.StringIO()).mode is DisplayMode.QUIET
+    assert Display(out=Terminal()).mode is DisplayMode.RICH
+    assert Display(out=Terminal(), quiet=True).mode is DisplayMode.QUIET
+    assert Display(out=Terminal(), json=True).mode is DisplayMode.JSON
+
+
+def test_plain_output_is_one_unbroken_line_per_step_with_the_time_left():
+    out, now = io.StringIO(), [0.0]
+    display = Display(out=out, clock=lambda: now[0])
+    display.begin(20, done=10)  # a run resumed after step 10
+    now[0] = 3.0
+    display.step(11, {**RL_STEP, "train/failed_episodes": 2})
+    now[0] = 6.0
+    display.step(12, RL_STEP)
+    display.close()
+    first, second = out.getvalue().splitlines()
+    assert "0:27 left" in first
+    assert "0:24 left" in second
+    assert "\x1b" not in out.getvalue()
+
+
+def test_rich_output_scrolls_lines_above_a_bar_and_restores_the_terminal():
+    out = Terminal()
+    display = Display(out=out)
+    display.console.width = 100
+    display.begin(20)
+    display.status("generating 512 episodes")
+    display.step(1, RL_STEP)
+    display.warn("the gap grew")
+    display.close()
+    text = out.getvalue()
+    assert "0.530" in text
+    assert "1/20" in text
+    assert "generating 512 episodes" in text
+    assert "the gap grew" in text
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is shown again
+
+
+def test_json_output_is_one_object_per_line():
+    out = io.StringIO()
+    display = Display(json=True, out=out, clock=lambda: 0.0)
+    display.note("hello")
+    display.begin(2)
+    display.step(1, {"train/reward": float("nan")})
+    display.evaluation(1, {"eval/eval_loss": 0.5})
+    display.table("Plan", ["role", "slots"], [["policy", 2]])
+    display.warn("careful")
+    note, step, evaluation, table, warning = map(json.loads, out.getvalue().splitlines())
+    assert note == {"event": "note", "text": "hello"}
+    assert step == {
+        "event": "step",
+        "step": 1,
+        "total_steps": 2,
+        "seconds_left": 0.0,
+        "train/reward": None,
+    }
+    assert evaluation == {"event": "evaluation", "step": 1, "eval/eval_loss": 0.5}
+    assert table["columns"] == ["role", "slots"]
+    assert table["rows"] == [["policy", "2"]]
+    assert warning == {"event": "warning", "text": "careful"}
+
+
+def test_a_table_shows_every_cell_and_aligns_numbers_to_the_right():
+    out = io.StringIO()
+    Display(out=out).table(
+        "Results", ["", "before", "after"], [["pass@1", 0.41, 12.5], ["[bold]raw", None, "2:10"]]
+    )
+    text = out.getvalue()
+    assert "Results" in text
+    assert "[bold]raw" in text  # text is shown, not interpreted
+    ends = {
+        line.rstrip(" |").rfind(cell) + len(cell)
+        for line, cell in (
+            (row, cell) for row in text.splitlines() for cell in ("12.5", "2:10") if cell in row
+        )
+    }
+    assert len(ends) == 1

@@ -1,0 +1,57 @@
+"""How logged numbers reduce."""
+
+import math
+import pickle
+
+import pytest
+
+from openrlhf.observability.metrics import Last, Max, Mean, merge_all, values
+
+
+def test_a_mean_of_unequal_parts_is_the_mean_of_the_whole():
+    parts = [{"train/kl": Mean(1 + 2 + 3, 3)}, {"train/kl": Mean(10, 1)}]
+    assert merge_all(parts)["train/kl"].value == pytest.approx((1 + 2 + 3 + 10) / 4)
+
+
+def test_a_maximum_is_the_largest_of_all_parts():
+    assert merge_all([{"m": Max(2.0)}, {"m": Max(-1.0)}, {"m": Max(2.5)}]) == {"m": Max(2.5)}
+
+
+@pytest.mark.parametrize("order", [[math.nan, 1.0], [1.0, math.nan]])
+def test_a_maximum_does_not_hide_a_nan_in_either_order(order):
+    merged = merge_all({"m": Max(value)} for value in order)
+    assert math.isnan(merged["m"].value)
+
+
+def test_last_is_the_value_of_the_last_part():
+    assert merge_all([{"lr": Last(1.0)}, {"lr": Last(0.5)}]) == {"lr": Last(0.5)}
+
+
+def test_a_name_that_some_ranks_lack_is_averaged_over_the_others():
+    ranks = [{"a": Mean(4, 2)}, {"b": Mean(1, 1)}, {}, {"a": Mean(2, 1), "c": Last(7)}]
+    assert merge_all(ranks) == {"a": Mean(6, 3), "b": Mean(1, 1), "c": Last(7)}
+
+
+def test_merging_leaves_the_parts_as_they_were():
+    first, second = {"a": Mean(1, 1)}, {"a": Mean(3, 1)}
+    merge_all([first, second])
+    assert (first, second) == ({"a": Mean(1, 1)}, {"a": Mean(3, 1)})
+
+
+def test_two_ways_of_reducing_one_name_are_an_error_that_names_both():
+    with pytest.raises(TypeError, match="'a' is a Mean in one part and a Max in another"):
+        merge_all([{"a": Mean(1, 1)}, {"a": Max(1)}])
+
+
+def test_a_mean_over_nothing_is_not_logged():
+    logged = values({"seen": Mean(3, 2), "unseen": Mean(0, 0), "top": Max(2), "lr": Last(1)})
+    assert logged == {"seen": 1.5, "top": 2.0, "lr": 1.0}
+
+
+def test_a_part_with_nothing_to_count_does_not_change_a_mean():
+    assert merge_all([{"a": Mean(0.0, 0)}, {"a": Mean(5, 2)}])["a"].value == 2.5
+
+
+def test_metrics_travel_between_processes():
+    metrics = {"a": Mean(1, 2), "b": Max(3), "c": Last(4)}
+    assert pickle.loads(pickle.dumps(metrics)) == metrics

@@ -1,0 +1,220 @@
+"""The report page: what it shows, and that what it shows cannot break it."""
+
+import math
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from openrlhf.observability.report import (
+    Stage,
+    make_tiles,
+    read_samples,
+    read_series,
+    read_stage,
+    report_run,
+    short_label,
+    write_report,
+)
+from openrlhf.observability.run_folder import RunFolder, SampleRow
+
+SAMPLE = SampleRow(
+    step=1,
+    prompt_index=0,
+    sample_index=0,
+    prompt="2+2=",
+    response="5",
+    reward=0.0,
+    scores={},
+    stop_reason="stop",
+    weight_versions=(0,),
+    error=None,
+)
+
+
+class Page(HTMLParser):
+    """The elements and the visible text of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1][0] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder.create(tmp_path / "grpo")
+    folder.write_config("algo:\n  kl:\n    init_coef: 0.01\n")
+    for step in range(1, 41):
+        folder.log_metrics(step, {"train/reward": step / 40, "train/my_number": 1.0})
+    folder.log_metrics(40, {"eval/eval_gsm8k_pass1": 0.5})
+    folder.log_samples([SAMPLE, replace(SAMPLE, step=40, response="4", reward=1.0)])
+    return folder
+
+
+def page_of(path) -> Page:
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_a_run_reports_its_curves_numbers_config_and_samples(run):
+    page = page_of(report_run(run.path))
+    assert page.count("svg") == 3  # reward, pass@1, and the user's own number
+    assert "40 steps" in page.text
+    assert "gsm8k pass@1" in page.text
+    assert "init_coef: 0.01" in page.text
+    assert "step 1 step 40" in page.text
+    assert "reward 0 ended by stop 2+2= 5" in page.text
+    assert "reward 1.000 ended by stop 2+2= 4" in page.text
+
+
+def test_the_page_needs_nothing_from_outside(run):
+    page = page_of(report_run(run.path))
+    links = [a for _, attrs in page.tags for a in (attrs.get("src"), attrs.get("href")) if a]
+    assert all(link.startswith("#") for link in links)
+    assert page.count("link") == 0
+    assert "url(" not in (run.path / "report.html").read_text()
+
+
+def test_nothing_a_model_writes_becomes_markup(run):
+    attack = "</pre><script>alert(1)</script><img src=x>{{ 7*7 }}"
+    run.log_samples([replace(SAMPLE, step=41, prompt=attack, response=attack)])
+    run.log_samples([replace(SAMPLE, step=41, error=attack, reward=None)])
+    run.log_metrics(41, {f"train/{attack}": 1.0})
+    run.log_metrics(42, {f"train/{attack}": 2.0})
+    run.write_config(attack)
+    path = write_report(
+        run.path / "r.html",
+        [Stage(name=attack, folder=run.path)],
+        title=attack,
+        summary_rows=[[attack], [attack]],
+    )
+    page = page_of(path)
+    assert page.count("script") == 1  # the page's own
+    assert page.count("img") == 0
+    assert "{{ 7*7 }}" in page.text
+
+
+def test_several_stages_share_a_page_with_a_table_on_top(run, tmp_path):
+    path = write_report(
+        tmp_path / "deep" / "report.html",
+        [Stage(name="Supervised", folder=tmp_path / "nothing"), Stage(name="RL", folder=run.path)],
+        title="From nothing",
+        summary_rows=[["", "before", "after"], ["pass@1", 0.41, None]],
+    )
+    page = page_of(path)
+    assert page.count("section") == 2
+    assert [a["href"] for tag, a in page.tags if tag == "a"] == ["#stage-0", "#stage-1"]
+    assert "before after pass@1 0.410 –" in page.text
+    assert "No metrics were logged in this folder." in page.text
+
+
+def test_an_empty_run_has_a_page_too(tmp_path):
+    RunFolder.create(tmp_path)
+    page = page_of(report_run(tmp_path))
+    assert "No metrics were logged" in page.text
+    assert page.count("svg") == 0
+
+
+def test_thousands_of_steps_make_a_page_of_bounded_size(tmp_path):
+    folder = RunFolder.create(tmp_path)
+    names = [f"train/number_{i}" for i in range(5)]
+    for step in range(8000):
+        folder.log_metrics(step, {name: math.sin(step) for name in names})
+    assert report_run(tmp_path).stat().st_size < 300_000
+
+
+def test_lines_of_one_step_are_merged_and_the_later_number_counts():
+    rows = [
+        {"step": 2, "time": 1.0, "train/kl": 1.0},
+        {"step": 1, "time": 0.0, "train/kl": 3.0, "eval/eval_loss": None},
+        {"step": 2, "time": 2.0, "train/kl": 2.0},
+        {"step": 3, "time": 2.0, "train/kl": 1e300},
+    ]
+    series, broken = read_series(rows)
+    assert series == {"train/kl": [(1, 3.0), (2, 2.0)]}
+    assert broken == {"eval/eval_loss": 1, "train/kl": 1}
+
+
+def test_samples_are_paired_by_prompt_where_both_steps_have_it():
+    rows = [
+        {"step": 1, "prompt": "a", "response": "a1"},
+        {"step": 1, "prompt": "a", "response": "second sample of a"},
+        {"step": 1, "prompt": "b", "response": "b1"},
+        {"step": 5, "prompt": "c", "response": "in between"},
+        {"step": 9, "prompt": "b", "response": "b9"},
+        {"step": 9, "prompt": "a", "response": "a9"},
+        {"step": 9, "prompt": "d", "response": "d9"},
+    ]
+    samples = read_samples(rows)
+    assert (samples.first_step, samples.last_step) == (1, 9)
+    pairs = [(x and x["response"], y and y["response"]) for x, y in samples.pairs]
+    assert pairs == [("a1", "a9"), ("b1", "b9")]
+
+
+def test_samples_of_different_prompts_stand_side_by_side_in_their_order():
+    rows = [{"step": step, "prompt": f"p{step}{i}"} for step in (1, 2) for i in range(step)]
+    pairs = read_samples(rows).pairs
+    assert [(x and x["prompt"], y and y["prompt"]) for x, y in pairs] == [
+        ("p10", "p20"),
+        (None, "p21"),
+    ]
+
+
+def test_one_logged_step_has_no_after():
+    samples = read_samples([{"step": 3, "prompt": "a"}])
+    assert (samples.first_step, samples.last_step) == (3, None)
+
+
+def test_failures_are_counted_and_the_newest_errors_shown(run):
+    run.log_metrics(41, {"train/failed_episodes": 2, "train/nonfinite_steps": 1})
+    run.log_metrics(42, {"train/failed_episodes": 3, "train/nonfinite_steps": 2})
+    run.log_metrics(43, {"train/policy_loss": math.nan})
+    run.log_samples(
+        replace(SAMPLE, step=41, reward=None, error=f"TimeoutError {i}") for i in range(30)
+    )
+    view = read_stage(Stage(name="RL", folder=run.path))
+    assert view.failures == [
+        "failed episodes, dropped: 5",
+        "optimizer steps skipped, loss or gradient not finite: 2",
+        "values of train/policy_loss that are not finite: 1",
+        "logged episodes with an error: 30",
+    ]
+    page = page_of(report_run(run.path))
+    assert "TimeoutError 29" in page.text
+    assert "TimeoutError 3 " not in page.text
+
+
+def test_tiles_compare_beginning_and_end():
+    series = {
+        "train/reward": [(step, float(step > 50)) for step in range(1, 101)],
+        "eval/eval_gsm8k_pass1": [(1, 0.25), (100, 0.5)],
+    }
+    tiles = [(tile.label, tile.first, tile.last) for tile in make_tiles(series)]
+    assert tiles == [("gsm8k pass@1", "0.250", "0.500"), ("reward", "0", "1.000")]
+
+
+def test_names_are_shortened_for_people():
+    assert short_label("train/response_length") == "response length"
+    assert short_label("eval/eval_gsm8k_pass4") == "gsm8k pass@4"
+    assert short_label("eval/eval gpt_loss") == "eval gpt loss"
+
+
+def test_a_report_can_be_written_while_a_line_is_half_written(run):
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "train/rew')
+    assert "40 steps" in page_of(report_run(run.path)).text

@@ -1,0 +1,232 @@
+"""Mirrors of the metrics: they receive the same numbers, and never end a run."""
+
+import importlib
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from openrlhf.config.options import ConfigError
+from openrlhf.config.shared import LoggerConfig, WandbConfig
+from openrlhf.observability.trackers import Trackers, make_trackers
+
+# A stand-in for the package: writes what it is told into a file beside itself.
+FAKE_WANDB = """
+import json, pathlib
+calls = pathlib.Path(__file__).with_name("calls.jsonl")
+
+def record(what, **fields):
+    with calls.open("a") as file:
+        file.write(json.dumps({"what": what, **fields}) + "\\n")
+
+class Run:
+    id = "run-1"
+    def define_metric(self, name, step_metric):
+        record("define_metric", name=name, step_metric=step_metric)
+    def log(self, row):
+        if "train/kl" in row and row["train/kl"] < 0:
+            raise ConnectionError("network is down")
+        record("log", row={k: getattr(v, "rows", v) for k, v in row.items()})
+    def finish(self):
+        record("finish")
+
+class Table:
+    def __init__(self, columns, data):
+        self.rows = [columns, *data]
+
+def login(key):
+    record("login", key=key)
+
+def init(**kwargs):
+    if kwargs["project"] == "unreachable":
+        raise TimeoutError("no answer in 90 s")
+    record("init", **kwargs)
+    return Run()
+"""
+
+
+class Recording:
+    """Keeps what it is told; fails from the second call on if told to."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
+        self.seen: list[tuple] = []
+        self.closed = False
+
+    def log(self, step, values):
+        if self.fails and self.seen:
+            raise OSError("disk full")
+        self.seen.append((step, dict(values)))
+
+    def log_samples(self, step, text, reward):
+        self.seen.append((step, text, reward))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def fake_wandb(tmp_path, monkeypatch):
+    """Installs the stand-in; returns a function that reads the calls it received."""
+    place = tmp_path / "site"
+    place.mkdir()
+    (place / "wandb.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    importlib.invalidate_caches()
+    yield lambda: [json.loads(line) for line in (place / "calls.jsonl").read_text().splitlines()]
+    sys.modules.pop("wandb", None)
+
+
+def wandb_flags(**changes) -> LoggerConfig:
+    fields = {"key": "k" * 40, "org": "team", "group": None, "project": "p", "run_name": "r"}
+    return LoggerConfig(wandb=WandbConfig(**(fields | changes)))
+
+
+def start(config: LoggerConfig, run_dir: Path, **kwargs) -> Trackers:
+    return make_trackers(config, settings={"train": {"seed": 1}}, run_dir=run_dir, **kwargs)
+
+
+def read_events(directory: Path) -> EventAccumulator:
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0, "scalars": 0})
+    events.Reload()
+    return events
+
+
+def test_every_mirror_receives_the_same_numbers():
+    mirrors = Recording(), Recording()
+    trackers = Trackers(mirrors)
+    trackers.log(3, {"train/kl": 0.5})
+    trackers.log_samples(3, "2+2=4", 1.0)
+    trackers.close()
+    for mirror in mirrors:
+        assert mirror.seen == [(3, {"train/kl": 0.5}), (3, "2+2=4", 1.0)]
+        assert mirror.closed
+
+
+def test_a_mirror_that_fails_is_reported_once_and_the_others_go_on(caplog):
+    good, bad = Recording(), Recording(fails=True)
+    trackers = Trackers([bad, good])
+    for step in (1, 2, 3):
+        trackers.log(step, {})
+    assert [step for step, _ in good.seen] == [1, 2, 3]
+    assert [step for step, _ in bad.seen] == [1]
+    (record,) = caplog.records
+    assert "Recording failed" in record.getMessage()
+    assert "disk full" in record.getMessage()
+
+
+def test_no_flag_means_no_mirror(tmp_path):
+    start(LoggerConfig(), tmp_path).log(1, {"train/kl": 0.5})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_shows_numbers_and_samples_under_the_run_name(tmp_path):
+    config = LoggerConfig(tensorboard_dir=str(tmp_path), wandb=WandbConfig(run_name="my_run"))
+    trackers = start(config, tmp_path / "run")
+    trackers.log(1, {"train/kl": 0.5, "eval/eval gpt_loss": 2.0})
+    trackers.log(2, {"train/kl": 0.25})
+    trackers.log_samples(2, "line one\n# not a heading", 1.0)
+    events = read_events(tmp_path / "my_run")  # readable before the run closes
+    assert [(e.step, e.value) for e in events.Scalars("train/kl")] == [(1, 0.5), (2, 0.25)]
+    assert [e.value for e in events.Scalars("eval/eval gpt_loss")] == [2.0]
+    (sample,) = events.Tensors("train/generated_samples")
+    text = sample.tensor_proto.string_val[0].decode()
+    assert text == "reward 1.0\n\n    line one\n    # not a heading"
+    trackers.close()
+
+
+def test_a_resumed_run_hides_what_tensorboard_had_after_its_step(tmp_path):
+    config = LoggerConfig(tensorboard_dir=str(tmp_path), wandb=WandbConfig(run_name="r"))
+    first = start(config, tmp_path)
+    for step in (1, 2, 3, 4):
+        first.log(step, {"train/kl": 1.0})
+    first.close()
+    second = start(config, tmp_path, resume_step=2)
+    second.log(3, {"train/kl": 7.0})
+    second.close()
+    shown = [(e.step, e.value) for e in read_events(tmp_path / "r").Scalars("train/kl")]
+    assert shown == [(1, 1.0), (2, 1.0), (3, 7.0)]
+
+
+def test_a_tensorboard_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    trackers = start(LoggerConfig(tensorboard_dir=str(tmp_path / "file")), tmp_path)
+    trackers.log(1, {"train/kl": 0.5})
+    assert "TensorBoard could not start" in caplog.text
+
+
+def test_wandb_asked_for_but_not_installed_is_an_error_with_the_flag(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb").mkdir()  # the folder that earlier runs leave behind is not the package
+    with pytest.raises(ConfigError, match=r"--logger.wandb.key.*not installed.*pip install wandb"):
+        start(wandb_flags(), tmp_path)
+
+
+def test_wandb_receives_numbers_with_an_axis_for_training_and_one_for_evaluation(
+    tmp_path, fake_wandb
+):
+    trackers = start(wandb_flags(), tmp_path)
+    trackers.log(4, {"train/kl": 0.5, "timing/broadcast": 1.0})
+    trackers.log(4, {"eval/eval_loss": 2.0})
+    trackers.log_samples(4, "text", 1.0)
+    trackers.log_samples(5, "more", None)
+    trackers.close()
+    calls = fake_wandb()
+    assert calls[0] == {"what": "login", "key": "k" * 40}
+    assert calls[1]["entity"] == "team"
+    assert calls[1]["config"] == {"train": {"seed": 1}}
+    axes = {c["name"]: c["step_metric"] for c in calls if c["what"] == "define_metric"}
+    assert axes["train/*"] == axes["timing/*"] == "train/global_step"
+    assert axes["eval/*"] == "eval/global_step"
+    logged = [call["row"] for call in calls if call["what"] == "log"]
+    assert logged == [
+        {"train/kl": 0.5, "timing/broadcast": 1.0, "train/global_step": 4},
+        {"eval/eval_loss": 2.0, "eval/global_step": 4},
+        {
+            "train/generated_samples": [["global_step", "text", "reward"], [4, "text", 1.0]],
+            "train/global_step": 4,
+        },
+        {
+            "train/generated_samples": [
+                ["global_step", "text", "reward"],
+                [4, "text", 1.0],
+                [5, "more", None],
+            ],
+            "train/global_step": 5,
+        },
+    ]
+    assert calls[-1] == {"what": "finish"}
+
+
+def test_a_short_key_means_the_login_of_this_machine(tmp_path, fake_wandb):
+    start(wandb_flags(key="True"), tmp_path)
+    assert fake_wandb()[0]["what"] == "init"
+
+
+def test_a_resumed_run_continues_its_wandb_run(tmp_path, fake_wandb):
+    start(wandb_flags(), tmp_path)
+    start(wandb_flags(), tmp_path, resume_step=3)
+    ids = [call["id"] for call in fake_wandb() if call["what"] == "init"]
+    assert ids == [None, "run-1"]
+
+
+def test_an_unreachable_wandb_is_a_warning_and_the_run_goes_on(tmp_path, fake_wandb, caplog):
+    trackers = start(wandb_flags(project="unreachable"), tmp_path)
+    trackers.log(1, {"train/kl": 0.5})
+    assert "W&B could not start" in caplog.text
+    assert [call["what"] for call in fake_wandb()] == ["login"]
+
+
+def test_a_network_failure_later_is_reported_once(tmp_path, fake_wandb, caplog):
+    caplog.set_level(logging.WARNING)
+    trackers = start(wandb_flags(), tmp_path)
+    for kl in (0.5, -1.0, 0.25):
+        trackers.log(1, {"train/kl": kl})
+    assert caplog.text.count("network is down") == 1
+    logged = [call["row"]["train/kl"] for call in fake_wandb() if call["what"] == "log"]
+    assert logged == [0.5]

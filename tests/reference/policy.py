@@ -1,0 +1,110 @@
+"""Policy and value losses, corrections and KL estimates of tokens and rows, from the papers."""
+
+import math
+
+Row = list[float]
+Mask = list[bool]
+
+
+def kl(x: float, estimator: str) -> float:
+    ratio = math.exp(min(-x, 700.0))  # π_ref / π
+    value = {"k1": x, "k2": x * x / 2, "k3": ratio - 1 + x}[estimator]
+    return min(max(value, -10.0), 10.0)
+
+
+def surrogate(rho: float, advantage: float, low: float, high: float, dual: float | None) -> float:
+    held = min(max(rho, 1 - low), 1 + high)
+    objective = min(rho * advantage, held * advantage)
+    if dual is not None and advantage < 0:
+        objective = max(objective, dual * advantage)
+    return -objective
+
+
+def ppo(
+    logprobs: Row,
+    old: Row,
+    advantages: Row,
+    mask: Mask,
+    low: float,
+    high: float,
+    dual: float | None,
+) -> Row:
+    rows = zip(logprobs, old, advantages, mask, strict=True)
+    return [surrogate(math.exp(n - o), a, low, high, dual) if m else 0.0 for n, o, a, m in rows]
+
+
+def gspo(
+    logprobs: Row,
+    old: Row,
+    advantages: Row,
+    mask: Mask,
+    low: float,
+    high: float,
+    dual: float | None,
+) -> Row:
+    """s = (π_θ(y) / π_old(y)) ^ (1 / |y|), the same for all tokens of the row."""
+    actions = [t for t, acting in enumerate(mask) if acting]
+    product = math.prod(math.exp(logprobs[t] - old[t]) for t in actions)
+    s = product ** (1 / len(actions)) if actions else 1.0
+    return [
+        surrogate(s, a, low, high, dual) if m else 0.0
+        for a, m in zip(advantages, mask, strict=True)
+    ]
+
+
+def cispo(
+    logprobs: Row,
+    old: Row,
+    advantages: Row,
+    mask: Mask,
+    low: float,
+    high: float,
+    dual: float | None,
+) -> Row:
+    rows = zip(logprobs, old, advantages, mask, strict=True)
+    return [
+        -min(max(math.exp(n - o), 1 - low), 1 + high) * a * n if m else 0.0 for n, o, a, m in rows
+    ]
+
+
+def value(v: float, old: float, target: float, clip: float) -> float:
+    held = old + min(max(v - old, -clip), clip)
+    return 0.5 * max((v - target) ** 2, (held - target) ** 2)
+
+
+def aggregate(terms: list[Row], masks: list[Mask], kind: str, max_tokens: int) -> float:
+    """The whole window as one list of rows."""
+    rows = [
+        [x for x, m in zip(row, mask, strict=True) if m]
+        for row, mask in zip(terms, masks, strict=True)
+    ]
+    rows = [row for row in rows if row]
+    if not rows:
+        return 0.0
+    if kind == "token":
+        return math.fsum(map(math.fsum, rows)) / sum(map(len, rows))
+    if kind == "sequence":
+        return math.fsum(math.fsum(row) / len(row) for row in rows) / len(rows)
+    return math.fsum(math.fsum(row) / max_tokens for row in rows) / len(rows)
+
+
+def correction(
+    old: Row, rollout: Row, mask: Mask, level: str, mode: str, low: float, high: float
+) -> Row:
+    """The weight of every token: ω looked at on `level`, bounded by `mode`."""
+    omegas = [math.exp(o - r) for o, r in zip(old, rollout, strict=True)]
+    acting = [w for w, m in zip(omegas, mask, strict=True) if m]
+    product = math.prod(acting)
+    row_omega = product if level == "sequence" else product ** (1 / max(len(acting), 1))
+    weights = []
+    for omega, acts in zip(omegas, mask, strict=True):
+        judged = omega if level == "token" else row_omega
+        if not acts:
+            weights.append(0.0)
+        elif mode == "mask":
+            weights.append(omega if low <= judged <= high else 0.0)
+        elif mode == "clip":
+            weights.append(min(max(judged, low), high))
+        else:
+            weights.append(min(judged, high))
+    return weights

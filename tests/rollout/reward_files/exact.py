@@ -1,0 +1,21 @@
+"""A reward file as users write them: an exact match, with a metric and a word to stdout."""
+
+from neighbour import normalised  # a file beside this one
+
+LOADED = [0]
+LOADED[0] += 1
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    print(f"scoring {len(queries)} samples")
+    assert not kwargs
+    matches = [
+        float(normalised(query.removeprefix(prompt)) == normalised(label))
+        for query, prompt, label in zip(queries, prompts, labels, strict=True)
+    ]
+    calls = [float(len(queries))] * len(queries)
+    return {
+        "rewards": matches,
+        "scores": [match / 2 for match in matches],
+        "extra_logs": {"calls": calls},
+    }

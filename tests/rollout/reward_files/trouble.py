@@ -1,0 +1,107 @@
+"""Functions that do what user code should not, and a few that tell about the process they run in."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+
+counter = 0
+loop = None
+
+
+def echo(*args, **kwargs):
+    return [list(args), kwargs]
+
+
+def process():
+    return os.getpid()
+
+
+def count():
+    global counter
+    counter += 1
+    return counter
+
+
+def environment(name):
+    return os.environ.get(name)
+
+
+def modules():
+    return sorted(sys.modules)
+
+
+def shout():
+    print("printed to stdout", flush=True)
+    os.write(1, b"written to descriptor 1\n")
+    print("printed to stderr", file=sys.stderr)
+    return "quiet"
+
+
+async def loop_stays():
+    import asyncio
+
+    global loop
+    first, loop = loop is None, loop or asyncio.get_running_loop()
+    await asyncio.sleep(0)
+    return first or loop is asyncio.get_running_loop()
+
+
+def nap(seconds):
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def hang():
+    time.sleep(1000)
+
+
+def hold_the_interpreter():
+    return 9**9**9
+
+
+def hang_with_child(path):
+    child = subprocess.Popen(["sleep", "1000"])
+    with open(path, "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    return 9**9**9
+
+
+def leave_at_once():
+    os._exit(7)
+
+
+def leave():
+    sys.exit("that is all")
+
+
+def crash():
+    ctypes.string_at(0)
+
+
+def fill_memory():
+    return len(bytearray(1 << 40))
+
+
+def fill_memory_slowly():
+    hoard = []
+    while True:
+        hoard.append(bytearray(1 << 24))
+
+
+def fail():
+    raise ValueError("no way")
+
+
+def opaque():
+    return {"rewards": [object()]}
+
+
+def close_everything():
+    os.closerange(3, 64)
+    time.sleep(1000)
+
+
+def huge():
+    return bytes(1 << 29)

@@ -1,0 +1,559 @@
+"""The rollout engine on the true stack: Ray, vLLM on the CPU, gloo, and a Transformers model in this process as the trainer.
+
+Two engines serve the whole module: one whose model ties its head to its embeddings and whose folder has no tokenizer, and one
+with a head and a tokenizer of its own. The vocabulary of 100 is no multiple of 64, so vLLM pads it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from openrlhf.distributed.buckets import (
+    PublicationError,
+    Receipt,
+    TensorSpec,
+    WeightManifest,
+    verify_receipt,
+)
+from openrlhf.distributed.devices import free_port
+from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
+from openrlhf.rollout.engine import (
+    EngineDead,
+    EngineError,
+    EngineSettings,
+    Generation,
+    RolloutEngine,
+    SamplingParams,
+    engine_environment,
+)
+
+VOCABULARY = 100
+END_TOKEN = 1
+MAX_LEN = 512
+BUCKET_BYTES = 2**16  # about ten buckets
+TIMEOUT_S = 60.0
+PROMPTS = [[5, 6, 7, 8], [40, 41, 42], [9, 90, 11, 70, 13, 50], [33]]
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class FaultyEngine(RolloutEngine):
+    """A rollout engine whose receiving half can be made to go wrong: its worker lives in the same process."""
+
+    async def sabotage(self, fault: str) -> None:
+        """Let every update go wrong in one way, until `repair`."""
+        from openrlhf.distributed import weight_sync
+        from openrlhf.rollout import engine_worker
+
+        channel = weight_sync._BroadcastChannel
+        self.originals = channel.receive, engine_worker.unpack, engine_worker.repack_linears
+        receive, unpack, _ = self.originals
+
+        def receive_flipped(self, buffer):
+            receive(self, buffer)
+            if buffer.numel() > 4096:  # not the hashes
+                buffer[4096] ^= 1
+
+        def unpack_all_but_one(bucket, buffer):
+            return (
+                item for item in unpack(bucket, buffer) if "layers.1.mlp.up_proj" not in item[0]
+            )
+
+        def unpack_one_twice(bucket, buffer):
+            for item in unpack(bucket, buffer):
+                yield from [item] * (2 if "layers.1.mlp.up_proj" in item[0] else 1)
+
+        if fault == "flip":
+            channel.receive = receive_flipped
+        elif fault == "drop":
+            engine_worker.unpack = unpack_all_but_one
+        elif fault == "double":
+            engine_worker.unpack = unpack_one_twice
+        elif fault == "no re-packing":
+            engine_worker.repack_linears = lambda model: None
+
+    async def repair(self) -> None:
+        from openrlhf.distributed import weight_sync
+        from openrlhf.rollout import engine_worker
+
+        channel = weight_sync._BroadcastChannel
+        channel.receive, engine_worker.unpack, engine_worker.repack_linears = self.originals
+
+    async def poison(self) -> None:
+        """Let the next step of the engine's core fail."""
+
+        def step():
+            raise RuntimeError("poisoned")
+
+        self._stop_core.__self__._core.step_fn = step
+
+
+@dataclass
+class Stand:
+    """An engine, and the trainer's model and sender that go with it."""
+
+    engine: ray.actor.ActorHandle
+    model: Qwen2ForCausalLM
+    sender: WeightSender
+    version: int = 0
+
+    def call(self, method: str, *args, **kwargs):
+        return ray.get(getattr(self.engine, method).remote(*args, **kwargs), timeout=TIMEOUT_S)
+
+    def join(self) -> None:
+        join(self.sender, [self.engine])
+
+    def manifest(self, bucket_bytes: int = BUCKET_BYTES) -> WeightManifest:
+        self.version += 1
+        return manifest_of(self.model, self.version, bucket_bytes)
+
+    def receive(self, manifest: WeightManifest, tensors=None) -> Receipt:
+        """Publish without resuming."""
+        receiving = self.engine.receive.remote(manifest)
+        try:
+            sent = self.sender.send(manifest, tensors or self.model.named_parameters())
+        finally:
+            receipt = ray.get(
+                receiving, timeout=TIMEOUT_S
+            )  # where the engine fails, it knows more than the sender
+        verify_receipt(sent, receipt)
+        return receipt
+
+    def publish(self) -> Receipt:
+        receipt = self.receive(self.manifest())
+        self.call("resume")
+        return receipt
+
+    def sample(
+        self, prompts: Sequence[list[int]] = PROMPTS, **params
+    ) -> list[tuple[list[int], Generation]]:
+        """One sample of every prompt, with seeds of their own."""
+        chosen = [
+            SamplingParams(**{"max_tokens": 24, "seed": i, "ignore_eos": True} | params)
+            for i in range(len(prompts))
+        ]
+        calls = [self.engine.generate.remote(p, [c]) for p, c in zip(prompts, chosen, strict=True)]
+        return [(p, g) for p, [g] in zip(prompts, ray.get(calls, timeout=TIMEOUT_S), strict=True)]
+
+
+def manifest_of(
+    model: torch.nn.Module, version: int, bucket_bytes: int = BUCKET_BYTES
+) -> WeightManifest:
+    specs = tuple(
+        TensorSpec(name=name, dtype="float32", shape=tuple(p.shape))
+        for name, p in model.named_parameters()
+    )
+    return WeightManifest(version=version, specs=specs, bucket_bytes=bucket_bytes)
+
+
+def join(sender: WeightSender, engines: Sequence[ray.actor.ActorHandle]) -> None:
+    port, name = free_port(), f"group-{time.monotonic_ns()}"
+    place = {
+        "host": "127.0.0.1",
+        "port": port,
+        "world_size": 1 + len(engines),
+        "transport": "gloo",
+        "timeout_s": TIMEOUT_S,
+    }
+    joining = [e.join.remote(rank_offset=1 + i, group=name, **place) for i, e in enumerate(engines)]
+    sender.join(WeightGroup(name=name, **place))
+    ray.get(joining, timeout=TIMEOUT_S)
+
+
+@torch.no_grad()
+def differences(
+    model: Qwen2ForCausalLM, samples: Sequence[tuple[list[int], Generation]]
+) -> torch.Tensor:
+    """|log π of the engine − log π of `model`| of every sampled token, one row per sample."""
+    rows = []
+    for prompt, generation in samples:
+        tokens = torch.tensor([prompt + generation.tokens])
+        logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        reference = logprobs.gather(1, tokens[0, len(prompt) :, None]).squeeze(1)
+        rows.append((reference - torch.tensor(generation.logprobs)).abs())
+    return torch.stack(rows)
+
+
+def assert_serves(stand: Stand, model: Qwen2ForCausalLM, version: int) -> None:
+    samples = stand.sample()
+    assert {g.weight_versions for _, g in samples} == {(version,)}
+    off = differences(model, samples)
+    assert off.max() < 1e-4 and off.mean() < 1e-5
+
+
+def build_model(*, tied: bool) -> Qwen2ForCausalLM:
+    torch.manual_seed(17 + tied)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LEN,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=END_TOKEN,
+        pad_token_id=0,
+        initializer_range=0.08,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def noisy_copy(
+    model: Qwen2ForCausalLM, names: Sequence[str], scale: float, seed: int = 0
+) -> Qwen2ForCausalLM:
+    """A copy of the model with noise of standard deviation `scale` on the named tensors."""
+    copy = Qwen2ForCausalLM(model.config).eval()
+    copy.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in copy.named_parameters():
+            if name in names:
+                p.add_(torch.randn(p.shape, generator=generator) * scale)
+    return copy
+
+
+def save_tokenizer(folder: Path) -> None:
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{END_TOKEN}").save_pretrained(
+        folder
+    )
+
+
+@pytest.fixture(scope="module")
+def stands(tmp_path_factory) -> Iterator[dict[str, Stand]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    environment = engine_environment("cpu") | {"HF_HUB_OFFLINE": "1"}
+    actor = ray.remote(FaultyEngine).options(num_cpus=0, runtime_env={"env_vars": environment})
+    stands = {}
+    for index, kind in enumerate(("tied", "untied")):
+        folder = tmp_path_factory.mktemp(kind)
+        model = build_model(tied=kind == "tied")
+        model.save_pretrained(folder)
+        if kind == "untied":
+            save_tokenizer(folder)
+        settings = EngineSettings(
+            model=str(folder),
+            dtype="float32",
+            max_model_len=MAX_LEN,
+            kv_cache_bytes=2**25,
+            enable_prefix_caching=True,
+            stop_strings=kind == "untied",
+        )
+        stands[kind] = Stand(
+            engine=actor.remote(settings, index), model=model, sender=WeightSender()
+        )
+    reports = ray.get([stand.engine.start.remote() for stand in stands.values()], timeout=150)
+    assert all(report.build_seconds > 0 for report in reports)
+    assert_serves(stands["tied"], stands["tied"].model, version=0)
+    for stand in stands.values():
+        stand.join()
+    yield stands
+    for stand in stands.values():
+        stand.call("stop")
+    ray.shutdown()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def tied(stands) -> Stand:
+    return stands["tied"]
+
+
+@pytest.fixture
+def untied(stands) -> Stand:
+    return stands["untied"]
+
+
+class TestSampling:
+    def test_logprobs_are_those_of_the_model(self, untied):
+        off = differences(untied.model, untied.sample())
+        assert off.max() < 1e-4 and off.mean() < 1e-5
+
+    def test_the_same_seed_gives_the_same_tokens_whatever_is_in_the_batch(self, tied):
+        alone = [tied.sample([p], seed=7)[0][1] for p in PROMPTS]
+        crowd = [
+            tied.engine.generate.remote([i, 3], [SamplingParams(max_tokens=40, seed=i)] * 2)
+            for i in range(8)
+        ]
+        together = tied.sample(seed=7)
+        ray.get(crowd, timeout=TIMEOUT_S)
+        assert [g.tokens for _, g in together] == [g.tokens for g in alone]
+        assert [g.logprobs for _, g in together] == [g.logprobs for g in alone]
+
+    def test_samples_of_one_prompt_follow_their_own_parameters(self, tied):
+        params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (3, 9, 5)]
+        samples = tied.call("generate", PROMPTS[0], params)
+        assert [len(g.tokens) for g in samples] == [3, 9, 5]
+        assert all(g.finish_reason == "length" and g.text is None for g in samples)
+
+    def test_a_long_prompt_with_a_seed_does_not_kill_the_engine(self, tied):
+        prompts = [[5 + (i + j) % 90 for j in range(300)] for i in range(12)]
+        assert len(tied.sample(prompts, max_tokens=2)) == 12
+
+    def test_the_end_token_and_stop_tokens_end_a_sample_and_are_kept(self, tied):
+        [(_, free)] = tied.sample([PROMPTS[0]], temperature=0.0)
+        stop = free.tokens[4]
+        expected = free.tokens[: free.tokens.index(stop) + 1]
+        [(_, stopped)] = tied.sample([PROMPTS[0]], temperature=0.0, stop_token_ids=[stop])
+        assert (stopped.tokens, stopped.finish_reason, stopped.stop_reason) == (
+            expected,
+            "stop",
+            stop,
+        )
+        ended = tied.sample([[i] for i in range(3, 60)], ignore_eos=False, max_tokens=200)
+        ended = [g for _, g in ended if g.finish_reason == "stop"]
+        assert ended and all(g.tokens.index(END_TOKEN) == len(g.tokens) - 1 for g in ended)
+        assert {g.stop_reason for g in ended} == {None}
+
+    def test_a_stop_string_ends_a_sample_and_is_left_out_of_its_text(self, untied):
+        [(_, free)] = untied.sample([PROMPTS[0]], temperature=0.0)
+        stop = f"w{free.tokens[4]}"
+        cut = free.tokens.index(free.tokens[4]) + 1
+        [(_, stopped)] = untied.sample([PROMPTS[0]], temperature=0.0, stop=[stop])
+        assert (stopped.tokens, stopped.stop_reason) == (free.tokens[:cut], stop)
+        assert stopped.text.split() == [f"w{t}" for t in free.tokens[: cut - 1]]
+
+    @pytest.mark.parametrize(
+        ("prompt", "params", "reason"),
+        [
+            ([5] * (MAX_LEN + 1), SamplingParams(max_tokens=1), "maximum"),
+            ([5], SamplingParams(stop="x"), "stop_strings"),
+        ],
+    )
+    def test_a_bad_request_is_an_error_of_ours_and_the_engine_lives(
+        self, tied, prompt, params, reason
+    ):
+        with pytest.raises(EngineError, match=reason):
+            tied.call("generate", prompt, [params])
+        assert tied.call("health").alive
+        assert len(tied.sample()) == len(PROMPTS)
+        assert "vllm" not in sys.modules  # the error did not make this process import it
+
+
+class TestPublication:
+    @pytest.mark.parametrize(
+        ("kind", "name", "scale"),
+        [
+            ("tied", "model.embed_tokens.weight", 0.05),
+            ("tied", "model.layers.0.self_attn.q_proj.weight", 0.1),
+            ("tied", "model.layers.1.mlp.down_proj.weight", 0.1),
+            ("tied", "model.norm.weight", 0.5),
+            ("untied", "model.embed_tokens.weight", 0.05),
+            ("untied", "lm_head.weight", 0.05),
+            ("untied", "model.layers.1.self_attn.k_proj.bias", 1.0),
+            ("untied", "model.layers.0.self_attn.v_proj.weight", 0.1),
+            ("untied", "model.layers.1.input_layernorm.weight", 0.5),
+            ("untied", "model.layers.0.mlp.gate_proj.weight", 0.1),
+        ],
+    )
+    def test_a_change_of_one_tensor_reaches_the_engine(self, stands, kind, name, scale):
+        stand = stands[kind]
+        old, stand.model = stand.model, noisy_copy(stand.model, [name], scale)
+        receipt = stand.publish()
+        assert receipt.workers[0].packed > 8
+        assert_serves(stand, stand.model, stand.version)
+        assert differences(old, stand.sample()).max() > 1e-2
+
+    def test_samples_under_way_go_on_with_the_new_weights(self, untied):
+        old = untied.model
+        names = [name for name, _ in old.named_parameters()]
+        params = [SamplingParams(max_tokens=400, seed=i, ignore_eos=True) for i in range(4)]
+        running = untied.engine.generate.remote([5, 6, 7], params)
+        time.sleep(0.3)
+        assert untied.call("health").unfinished == 4
+        untied.model = noisy_copy(old, names, 0.02)
+        untied.publish()
+        samples = [([5, 6, 7], g) for g in ray.get(running, timeout=TIMEOUT_S)]
+        assert {g.weight_versions for _, g in samples} == {(untied.version - 1, untied.version)}
+        matches_old, matches_new = (differences(m, samples) < 1e-4 for m in (old, untied.model))
+        for row_old, row_new in zip(matches_old, matches_new, strict=True):
+            switch = int(
+                row_old.long().cumprod(0).sum()
+            )  # tokens before the first that the old weights do not explain
+            assert 0 < switch < 400
+            assert row_new[switch:].all()
+
+    def test_two_engines_in_one_group_serve_the_same_version(self, tied, untied):
+        """The tied engine gets its head twice, as embeddings and as a head of the same values."""
+        model = noisy_copy(untied.model, [], 0.0)
+        model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+        sender, version = WeightSender(), max(tied.version, untied.version) + 1
+        pair = [tied, untied]
+        join(sender, [stand.engine for stand in pair])
+        manifest = manifest_of(model, version)
+        receiving = [stand.engine.receive.remote(manifest) for stand in pair]
+        sent = sender.send(manifest, model.named_parameters())
+        for stand, receipt in zip(pair, ray.get(receiving, timeout=TIMEOUT_S), strict=True):
+            verify_receipt(sent, receipt)
+            stand.call("resume")
+            stand.version = version
+            assert_serves(stand, model, version)
+        sender.leave()
+        for stand in pair:
+            stand.join()
+            stand.publish()
+
+    def test_an_engine_asked_to_pause_waits_and_then_answers(self, tied):
+        tied.call("pause")
+        waiting = tied.engine.generate.remote(PROMPTS[0], [SamplingParams(max_tokens=4, seed=0)])
+        assert ray.wait([waiting], timeout=0.5)[0] == []
+        assert tied.call("health").paused
+        tied.call("resume")
+        assert len(ray.get(waiting, timeout=TIMEOUT_S)) == 1
+
+
+class TestFailedPublication:
+    @pytest.fixture(autouse=True)
+    def heals(self, tied) -> Iterator[None]:
+        """Whatever went wrong: a paused engine, which refuses to serve, and one good publication later all is well."""
+        yield
+        assert tied.call("health").paused
+        with pytest.raises(EngineError, match="unverified"):
+            tied.call("resume")
+        tied.publish()
+        assert_serves(tied, tied.model, tied.version)
+
+    @pytest.mark.parametrize(
+        ("fault", "message"),
+        [
+            ("flip", "hash .* for bucket 0, sent was"),
+            (
+                "drop",
+                r"loaded model.layers.1.mlp.up_proj.weight 0 times.*old values in .*gate_up_proj",
+            ),
+            ("double", "weight_loader"),  # the layer was full before: vLLM's loader itself gives up
+            ("no re-packing", "did not re-pack lm_head"),
+        ],
+    )
+    def test_a_version_that_did_not_arrive_whole_is_refused(self, tied, fault, message):
+        served = tied.call("weight_version")
+        tied.call("sabotage", fault)
+        manifest = tied.manifest()
+        with pytest.raises(PublicationError, match=rf"version {manifest.version}\b.*{message}"):
+            tied.receive(manifest)
+        tied.call("repair")
+        assert tied.call("weight_version") == served
+        tied.join()
+
+    @pytest.mark.parametrize(
+        "name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
+    )
+    def test_a_manifest_that_forgets_a_tensor_is_refused(self, tied, name):
+        manifest = tied.manifest()
+        manifest = replace(manifest, specs=tuple(s for s in manifest.specs if s.name != name))
+        tensors = [item for item in tied.model.named_parameters() if item[0] != name]
+        with pytest.raises(PublicationError, match="old values in"):
+            tied.receive(manifest, tensors)
+
+    def test_a_tensor_the_engine_does_not_know_is_refused(self, tied):
+        manifest = tied.manifest()
+        specs = [
+            replace(s, name="model.surprise") if s.name == "model.norm.weight" else s
+            for s in manifest.specs
+        ]
+        tensors = [(s.name, p) for s, p in zip(specs, tied.model.parameters(), strict=True)]
+        with pytest.raises(PublicationError, match="surprise"):
+            tied.receive(replace(manifest, specs=tuple(specs)), tensors)
+        tied.join()
+
+
+def send_until_killed(group: WeightGroup, folder: str, version: int) -> None:
+    """A trainer that dies when it is asked for the tensor behind the first q_proj."""
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+
+    def tensors():
+        for name, p in model.named_parameters():
+            if name == "model.layers.0.self_attn.k_proj.weight":
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield name, p
+
+    sender = WeightSender()
+    sender.join(group)
+    sender.send(manifest_of(model, version, bucket_bytes=1), tensors())
+
+
+class TestFailure:
+    def test_the_engine_outlives_a_sender_that_is_killed_in_the_middle_of_a_layer(
+        self, tied, tmp_path
+    ):
+        """One tensor a bucket; q_proj comes, k_proj does not. vLLM must not count q_proj twice later."""
+        tied.model.save_pretrained(tmp_path)
+        running = tied.engine.generate.remote(
+            [5], [SamplingParams(max_tokens=400, ignore_eos=True)]
+        )
+        tied.sender.leave()
+        place = {"host": "127.0.0.1", "port": free_port(), "world_size": 2, "transport": "gloo"}
+        victim = multiprocessing.get_context("spawn").Process(
+            target=send_until_killed,
+            args=(WeightGroup(name="doomed", **place), str(tmp_path), tied.version + 1),
+        )
+        victim.start()
+        tied.call("join", rank_offset=1, group="doomed", **place)
+        began = time.monotonic()
+        with pytest.raises(PublicationError, match="died, or did not answer"):
+            tied.call("receive", tied.manifest(bucket_bytes=1))
+        assert time.monotonic() - began < 10
+        victim.join(10)
+        assert victim.exitcode == -signal.SIGKILL
+        assert tied.call("health").paused
+        tied.model = noisy_copy(tied.model, [n for n, _ in tied.model.named_parameters()], 0.02)
+        tied.join()
+        tied.publish()
+        [survivor] = ray.get(running, timeout=TIMEOUT_S)
+        assert len(survivor.tokens) == 400 and survivor.weight_versions[-1] == tied.version
+        assert_serves(tied, tied.model, tied.version)
+
+    def test_a_member_that_never_comes_is_named(self, tied):
+        place = {
+            "host": "127.0.0.1",
+            "port": free_port(),
+            "world_size": 3,
+            "transport": "gloo",
+            "timeout_s": 1.0,
+        }
+        joining = tied.engine.join.remote(rank_offset=1, group="lonely", **place)
+        with pytest.raises(PublicationError, match=r"ranks \[2\] did not join within 1 s"):
+            WeightSender().join(WeightGroup(name="lonely", **place))
+        with pytest.raises(EngineError, match="weight group lonely"):
+            ray.get(joining, timeout=TIMEOUT_S)
+        tied.join()
+
+    def test_a_dead_core_is_noticed_and_replaced_in_the_same_process(self, untied):
+        before = untied.sample()
+        untied.call("poison")
+        with pytest.raises(EngineDead):
+            untied.sample()
+        assert not untied.call("health").alive
+        untied.call("restart")
+        assert untied.call("weight_version") == 0
+        untied.join()
+        untied.publish()
+        assert [g.tokens for _, g in untied.sample()] == [g.tokens for _, g in before]

@@ -1,0 +1,67 @@
+"""Tiny models and tokenizers that tests make from nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2Tokenizer,
+    Qwen3Config,
+)
+
+SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>"]
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 3,
+}
+
+
+def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
+    """A configuration of about 20,000 parameters."""
+    sizes = SIZES | changes
+    match kind:
+        case "qwen2-tied":
+            return Qwen2Config(**sizes, tie_word_embeddings=True)
+        case "qwen2-untied":
+            return Qwen2Config(**sizes, tie_word_embeddings=False)
+        case "llama":
+            return LlamaConfig(**sizes, tie_word_embeddings=False)
+        case "mistral-windowed":
+            return MistralConfig(**sizes, sliding_window=4, tie_word_embeddings=False)
+        case "qwen3":
+            return Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
+        case _:
+            raise ValueError(kind)
+
+
+def character_tokenizer() -> Qwen2Tokenizer:
+    """One token per character: digits, small letters, some signs, space (written Ġ by byte-level tokenizers) and newline (Ċ)."""
+    characters = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=.,?:ĠĊ"
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
+    return Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def save_tiny_model(
+    path: Path, kind: str = "qwen2-tied", *, seed: int = 0, **changes: object
+) -> str:
+    """A random float32 model with its tokenizer in `path`."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).float().save_pretrained(path)
+    character_tokenizer().save_pretrained(path)
+    return str(path)
