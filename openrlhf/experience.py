@@ -4,6 +4,7 @@ Nothing is padded until a model or a formula needs a block, so a batch costs wha
 metadata and drives select, split, concat and move; `Layout` turns columns into (R, T) blocks and back.
 """
 
+# ruff: noqa: RUF009 — `per_token` and `per_sample` are `dataclasses.field` under names that say the role.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -33,11 +34,10 @@ def _offsets() -> Any:
     return field(metadata={"role": OFFSETS})
 
 
-def offsets_of(lengths: Sequence[int]) -> Int[Tensor, " B+1"]:
+def offsets_of(lengths: Sequence[int] | Tensor) -> Int[Tensor, " B+1"]:
     """Where each sequence starts, and where the last one ends: lengths [2, 3] -> [0, 2, 5]."""
-    starts = torch.zeros(len(lengths) + 1, dtype=torch.long)
-    torch.cumsum(torch.tensor(lengths, dtype=torch.long), 0, out=starts[1:])
-    return starts
+    ends = torch.as_tensor(lengths, dtype=torch.long).cumsum(0)
+    return torch.cat([ends.new_zeros(1), ends])
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Ragged:
         """The given rows, in the given order."""
         index = torch.as_tensor(rows, dtype=torch.long)
         lengths = self.lengths[index]
-        offsets = offsets_of(lengths.tolist())
+        offsets = offsets_of(lengths)
         shift = self.offsets[:-1][index] - offsets[:-1]
         places = torch.arange(int(offsets[-1])) + shift.repeat_interleave(lengths)
         taken = {
@@ -144,7 +144,7 @@ class Ragged:
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
         """All rows of all parts, in order. A column must be present in all parts or in none."""
-        lengths = torch.cat([part.lengths for part in parts]).tolist()
+        lengths = torch.cat([part.lengths for part in parts])
         joined = {
             f.name: torch.cat([getattr(part, f.name) for part in parts])
             for f, _ in parts[0]._columns()

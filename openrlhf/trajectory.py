@@ -59,7 +59,7 @@ class Trajectory:
         None  # what dynamic filtering and pass@k look at; the reward where nothing else is given
     )
     weight_versions: tuple[int, ...] = ()  # the versions that sampled its tokens, oldest first
-    extra_logs: Mapping[str, float] = field(default_factory=dict)
+    extra_logs: Mapping[str, float] = field(default_factory=dict[str, float])
     response_text: str = ""
     error: str | None = None
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
+from transformers.utils import logging
 
 DIGITS = 5
 HELD_OUT = 400
@@ -47,6 +49,7 @@ def make_model(folder: Path, *, seed: int) -> None:
         vocab=vocabulary, merges=[], pad_token=PAD, eos_token=EOS, unk_token=UNK
     ).save_pretrained(folder)
     torch.manual_seed(seed)
+    logging.disable_progress_bar()
     config = Qwen2Config(
         vocab_size=64,
         hidden_size=128,
@@ -61,3 +64,7 @@ def make_model(folder: Path, *, seed: int) -> None:
         bos_token_id=None,
     )
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    make_task(Path(sys.argv[1]), seed=int(sys.argv[2]))

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn, TypeVar
 
+from openrlhf.config import options
 from openrlhf.config.machine import count_gpus
 from openrlhf.config.options import ConfigError, parse_config
 
-Root = TypeVar("Root")
+Root = TypeVar("Root", bound=options.Root)
 
 
 def flags_or_exit(root: type[Root], argv: Sequence[str] | None, *, command: str) -> Root:
@@ -24,6 +25,8 @@ def flags_or_exit(root: type[Root], argv: Sequence[str] | None, *, command: str)
 
 def prepare_process() -> None:
     """Environment that has to stand before torch is imported. Idle OpenMP threads sleep: spinning, they take others' cores."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if not count_gpus():
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses, and warns

@@ -83,7 +83,7 @@ def read_flags(root: type[Any], argv: Sequence[str], *, command: str) -> Given:
     written, wrong_keys = read_yaml(file, flags, command) if file else ({}, [])
     problems = [*old.violations, *_unknown(extras, flags, command), *wrong_keys]
     raw = written | typed
-    load_plugins(raw.get("plugin", ()))
+    load_plugins(convert(flags["plugin"], raw.get("plugin") or []))
     values: dict[str, Any] = {}
     for path, value in raw.items():
         if value is None and flags[path].default is None:

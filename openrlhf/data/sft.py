@@ -192,12 +192,13 @@ class _Encoder:
         if not self.pretrain and prompt_tokens >= longest:
             limit = f"{longest} tokens or more (--data.max_len {self.max_len})"
             return _drop(f"with a prompt of {limit}")
-        learned = {place for span in passage.spans for place in encoded.tokens_of(span)} - {0}
+        mask = [False] * len(tokens)
+        for places in map(encoded.tokens_of, passage.spans):
+            learned = range(max(places.start, 1), min(places.stop, len(tokens)))
+            mask[learned.start : learned.stop] = [True] * len(learned)
         if not self.pretrain:
             end_of_text: Any = self.tokenizer.eos_token_id
-            tokens[-1] = end_of_text
-            learned.add(len(tokens) - 1)
-        mask = [place in learned for place in range(len(tokens))]
+            tokens[-1], mask[-1] = end_of_text, True
         return {"tokens": tokens, "loss_mask": mask, "dropped": "", "rewritten": passage.rewritten}
 
     def advice(self) -> str:

@@ -33,7 +33,7 @@ devices.complete_launcher_environment()
 with devices.silenced_stderr():
     import deepspeed
     from deepspeed.utils import logger as deepspeed_logger
-    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 deepspeed_logger.setLevel("ERROR")
 # DeepSpeed calls collectives by names that torch is about to retire, once per gradient bucket.
@@ -77,7 +77,9 @@ class Strategy:
         self.local_rank = int(os.environ["LOCAL_RANK"])
         if self.kind == "cuda":
             torch.cuda.set_device(self.local_rank)
-        self.device = torch.device(self.kind, self.local_rank if self.kind == "cuda" else None)
+        self.device = (
+            torch.device("cuda", self.local_rank) if self.kind == "cuda" else torch.device("cpu")
+        )
         if not dist.is_initialized():
             backend = devices.collective_backend(self.kind)
             deepspeed.init_distributed(backend, timeout=timedelta(seconds=timeout_s), verbose=False)
@@ -135,7 +137,7 @@ class Strategy:
         adam = torch.optim.AdamW(
             groups,
             lr=optimizer.adam.lr,
-            betas=tuple(optimizer.adam.betas),
+            betas=optimizer.adam.betas,
             eps=optimizer.adam.eps,
             fused=True,
         )

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
+from openrlhf.config.plugins import load_plugins
 from openrlhf.distributed.devices import device_kind, free_port, node_address, worker_environment
 from openrlhf.distributed.placement import HostGroup, actor_options, reserve
 
@@ -52,6 +54,7 @@ class WorkerHost:
         local_ranks: Sequence[int],
         address: tuple[str, int],
         settings: dict[str, Any],
+        plugins: Sequence[str],
     ) -> None:
         """Join the group's process group as `rank`. `settings` are the keyword arguments of `Strategy`."""
         os.environ.update(
@@ -67,6 +70,7 @@ class WorkerHost:
         from openrlhf.distributed.strategy import Strategy
 
         self.strategy = Strategy(**settings)
+        load_plugins(plugins)
 
     def add_role(self, role: str, worker: Callable[..., Any], settings: Any) -> None:
         """Create a worker, `worker(strategy, settings)`, under the name `role`."""
@@ -93,20 +97,21 @@ class HostHandles:
         log_dir: str,
         timeout_s: float,
         settings: dict[str, Any],
+        plugins: Sequence[str] = (),
     ) -> None:
         self.group, self.name = group, group.name
         self.log_dir = log_dir
         self._reserved = reserved = reserve(group, on_gpus=on_gpus, timeout_s=timeout_s)
         environment = worker_environment("cuda" if on_gpus else "cpu", threads=threads)
-        host_class = ray.remote(WorkerHost)
-        self.actors = [
+        host_class: Any = ray.remote(WorkerHost)
+        self.actors: list[Any] = [
             host_class.options(
                 **actor_options(reserved, rank, on_gpus=on_gpus),
                 runtime_env={"env_vars": environment},
             ).remote(self.log_path(rank))
             for rank in range(group.slots)
         ]
-        self._connect(settings, timeout_s)
+        self._connect(settings, plugins, timeout_s)
 
     def log_path(self, rank: int) -> str:
         """Where the process of a rank writes its log."""
@@ -118,7 +123,7 @@ class HostHandles:
             ray.kill(host)
         ray.util.remove_placement_group(self._reserved)
 
-    def _connect(self, settings: dict[str, Any], timeout_s: float) -> None:
+    def _connect(self, settings: dict[str, Any], plugins: Sequence[str], timeout_s: float) -> None:
         doing = f"start the {self.name} processes"
         nodes = gather(
             [host.node.remote() for host in self.actors], timeout_s=timeout_s, doing=doing
@@ -126,7 +131,7 @@ class HostHandles:
         local_ranks = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
         [address] = gather([self.actors[0].rendezvous.remote()], timeout_s=timeout_s, doing=doing)
         joined = [
-            host.connect.remote(rank, local_ranks, address, settings)
+            host.connect.remote(rank, local_ranks, address, settings, plugins)
             for rank, host in enumerate(self.actors)
         ]
         gather(
@@ -185,7 +190,7 @@ def gather(
                 raise WorkerError(_late(references, waiting, timeout_s, doing, logs))
             ray.get(done)
         return ray.get(list(references))
-    except ray.exceptions.RayActorError as error:
+    except RayActorError as error:
         raise WorkerError(
             f"a process died while the run was about to {doing}: {error}. Logs: {', '.join(logs) or 'see the run folder'}"
         ) from error

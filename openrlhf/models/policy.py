@@ -34,7 +34,7 @@ class LogprobHead(nn.Module):
     It owns the layer as a submodule and reads its weight in its own forward: that is how ZeRO 3 learns to gather it.
     """
 
-    def __init__(self, lm_head: nn.Linear) -> None:
+    def __init__(self, lm_head: Any) -> None:
         super().__init__()
         self.lm_head = lm_head
 

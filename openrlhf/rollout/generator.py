@@ -104,17 +104,24 @@ class RolloutGenerator:
         generations = await self._generate(tokens, spec.params_for(prompt, len(tokens)))
         requests = [
             RewardRequest(
-                query=self.tokenizer.decode(tokens + generation.tokens, skip_special_tokens=False),
+                query=self._decode(tokens + generation.tokens),
                 prompt=prompt.text,
                 label=prompt.label,
+                response=self._decode(generation.tokens),
             )
             for generation in generations
         ]
         results = await self.reward.score(requests)
         return [
-            self._trajectory(prompt, sample, tokens, generation, result)
-            for sample, (generation, result) in enumerate(zip(generations, results, strict=True))
+            self._trajectory(prompt, sample, tokens, generation, request.response_text, result)
+            for sample, (generation, request, result) in enumerate(
+                zip(generations, requests, results, strict=True)
+            )
         ]
+
+    def _decode(self, tokens: list[int]) -> str:
+        """The text that rewards and samples show: special tokens kept."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
 
     async def _generate(self, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         least = min(range(len(self.engines)), key=self._in_flight.__getitem__)
@@ -130,6 +137,7 @@ class RolloutGenerator:
         sample: int,
         tokens: list[int],
         generation: Generation,
+        response: str,
         result: RewardResult,
     ) -> Trajectory:
         builder = TrajectoryBuilder(tokens)
@@ -141,7 +149,7 @@ class RolloutGenerator:
             reward=result.reward,
             score=result.reward if result.score is None else result.score,
             extra_logs=result.extra_logs,
-            response_text=self.tokenizer.decode(generation.tokens, skip_special_tokens=False),
+            response_text=response,
             error=result.error,
         )
         if finished.failed:

@@ -1,7 +1,8 @@
-"""From the flags to a running PPO trainer: Ray, engines, workers, data, and who gets which piece of the configuration."""
+"""From the flags to a running PPO trainer: data, placement, Ray, engines, workers; and the end of all of them."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Iterator
@@ -12,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from openrlhf.algorithms.kl import FixedKL
-from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout
+from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
 from openrlhf.config.machine import count_gpus
 from openrlhf.config.options import ConfigError
 from openrlhf.config.ppo import PPOConfig
@@ -28,10 +27,9 @@ from openrlhf.distributed import placement
 from openrlhf.distributed.buckets import PublicationError
 from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
-from openrlhf.models.loading import LoadSpec
 from openrlhf.rollout.engine import RolloutEngine
-from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
-from openrlhf.rollout.generator import RolloutError, RolloutGenerator, SamplingSpec
+from openrlhf.rollout.engine_settings import Device, engine_environment
+from openrlhf.rollout.generator import RolloutError, RolloutGenerator
 from openrlhf.rollout.hosts import HostPool
 from openrlhf.rollout.rewards import (
     ErrorBudget,
@@ -40,21 +38,17 @@ from openrlhf.rollout.rewards import (
     RewardErrors,
     VerifierReward,
 )
-from openrlhf.trainers.experience_maker import CreditSettings, ExperienceMaker
-from openrlhf.trainers.ppo import LoopSettings, PPOTrainer
+from openrlhf.trainers import settings
+from openrlhf.trainers.experience_maker import ExperienceMaker
+from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.sources import SyncSource, evaluate
-from openrlhf.workers.base import MicroBatchLimits
-from openrlhf.workers.frozen import ReferenceSettings, ReferenceWorker
-from openrlhf.workers.policy import Objective, PolicySettings, PolicyWorker
+from openrlhf.workers.frozen import ReferenceWorker
+from openrlhf.workers.policy import PolicyWorker
 
-logger = logging.getLogger(__name__)
-
-BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
-OBJECT_STORE_BYTES = (
-    512 << 20
-)  # of a Ray that we start on a machine without GPUs: batches are flat and small
+# Of a Ray that we start on a machine without GPUs, in bytes: batches are flat and small.
+OBJECT_STORE_BYTES = 512 << 20
 # What a user can mend: printed without a traceback.
 USER_ERRORS = (
     ConfigError,
@@ -67,7 +61,6 @@ USER_ERRORS = (
     NonFiniteError,
     PublicationError,
 )
-TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def run_ppo(config: PPOConfig) -> None:
@@ -79,10 +72,10 @@ def run_ppo(config: PPOConfig) -> None:
         max_mem_gib=config.ckpt.max_mem,
     )
     checkpoint = checkpoints.latest() if config.ckpt.load_enable else None
-    if checkpoint:
-        check_resumable(checkpoint, config)
     data = load_prompts(config)
-    kind = "cuda" if count_gpus() else "cpu"
+    if checkpoint:
+        check_resumable(checkpoint, config, data)
+    kind: Device = "cuda" if count_gpus() else "cpu"
     plan = plan_placement(config, kind)
     if config.dry_run:
         show_plan(config, data, plan)
@@ -159,7 +152,7 @@ def ray_cluster(plan: placement.Placement) -> Iterator[None]:
     started = not ray.is_initialized()
     if started:
         try:
-            ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError:
             _start_ray(plan)
     try:
@@ -174,14 +167,13 @@ def _start_ray(plan: placement.Placement) -> None:
     os.environ.setdefault(
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
     )  # leave CUDA_VISIBLE_DEVICES of GPU-less actors alone
-    small = {} if plan.on_gpus else {"object_store_memory": OBJECT_STORE_BYTES}
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, 4),
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
-        **small,
+        logging_level=logging.ERROR,
+        object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
     )
 
 
@@ -193,11 +185,12 @@ class Run:
         config: PPOConfig,
         data: PromptData,
         plan: placement.Placement,
-        kind: str,
+        kind: Device,
         checkpoints: CheckpointManager,
         checkpoint: Checkpoint | None,
     ) -> None:
-        self.config, self.data, self.plan, self.kind = config, data, plan, kind
+        self.config, self.data, self.plan = config, data, plan
+        self.kind: Device = kind
         self.run_dir = checkpoint.state.run_dir if checkpoint else config.run.dir
         self.recorder = Recorder(
             config,
@@ -214,10 +207,12 @@ class Run:
             memory_gib=config.reward.memory_gib,
             log_dir=Path(self.log_dir),
         )
+        self.reward = make_reward(config, self.pool)
         self.checkpoints, self.checkpoint = checkpoints, checkpoint
 
     def __enter__(self) -> Run:
         try:
+            asyncio.run(self.reward.check())
             starting = self._start_engines()
             policy, reference = self._start_workers()
             gather(starting, timeout_s=self.config.train.setup_timeout, doing="start the engines")
@@ -243,14 +238,14 @@ class Run:
         reserved = placement.reserve(
             group, on_gpus=self.plan.on_gpus, timeout_s=config.train.setup_timeout
         )
-        settings = engine_settings(config, self.kind, self.data.tokenizer)
+        made_of = settings.engine_settings(config, self.kind, self.data.tokenizer)
         engine = ray.remote(RolloutEngine)
         self.engines = [
             engine.options(
                 **placement.actor_options(reserved, index, on_gpus=self.plan.on_gpus),
                 max_concurrency=4096,
-                runtime_env={"env_vars": engine_environment(settings.device)},
-            ).remote(settings, index)
+                runtime_env={"env_vars": engine_environment(made_of.device)},
+            ).remote(made_of, index)
             for index in range(group.slots)
         ]
         return [engine.start.remote() for engine in self.engines]
@@ -262,12 +257,14 @@ class Run:
                 self.hosts.append(self._start_hosts(group))
         by_role = {role: hosts for hosts in self.hosts for role in hosts.group.roles}
         policy = WorkerGroup(by_role["actor"], "actor")
-        total_steps = optimizer_steps(config, len(self.data.train))
-        created = policy.create(PolicyWorker, policy_settings(config, self.kind, total_steps))
+        total_steps = settings.optimizer_steps(config, len(self.data.train))
+        created = policy.create(
+            PolicyWorker, settings.policy_settings(config, self.kind, total_steps)
+        )
         reference = None
         if "ref" in by_role:
             reference = WorkerGroup(by_role["ref"], "ref")
-            created += reference.create(ReferenceWorker, reference_settings(config))
+            created += reference.create(ReferenceWorker, settings.reference_settings(config))
         gather(
             created, timeout_s=config.train.setup_timeout, doing="load the models", logs=policy.logs
         )
@@ -286,6 +283,7 @@ class Run:
                 "seed": config.train.seed,
                 "full_determinism": config.train.full_determinism_enable,
             },
+            plugins=[str(Path(path).expanduser().absolute()) for path in config.plugin],
         )
 
     def _make_trainer(self, policy: WorkerGroup, reference: WorkerGroup | None) -> PPOTrainer:
@@ -294,14 +292,14 @@ class Run:
         generator = RolloutGenerator(
             self.engines,
             self.data.tokenizer,
-            make_reward(config, self.pool),
+            self.reward,
             on_error=on_error,
             timeout_s=config.train.step_timeout,
         )
         source = SyncSource(
             self.data.train,
             generator,
-            train_sampling(config),
+            settings.train_sampling(config),
             batch_size=config.rollout.batch_size,
             episodes=config.train.num_episodes,
             seed=config.train.seed,
@@ -310,9 +308,9 @@ class Run:
         maker = ExperienceMaker(
             policy,
             reference,
-            credit_settings(config),
+            settings.credit_settings(config),
             kl,
-            recompute_old=needs_old_logprobs(config),
+            recompute_old=settings.needs_old_logprobs(config),
             timeout_s=config.train.step_timeout,
         )
         weights = WeightPublisher(
@@ -332,7 +330,7 @@ class Run:
                 evaluate,
                 self.data.eval,
                 generator,
-                eval_sampling(config),
+                settings.eval_sampling(config),
                 wave=config.rollout.batch_size,
             )
             if self.data.eval is not None
@@ -341,11 +339,8 @@ class Run:
             ckpt=config.ckpt,
             tokenizer=self.data.tokenizer,
             recorder=self.recorder,
-            settings=loop_settings(config, self.run_dir),
+            settings=settings.loop_settings(config, self.run_dir),
         )
-
-
-# Who gets which piece of the configuration.
 
 
 def make_reward(config: PPOConfig, pool: HostPool) -> FunctionReward | VerifierReward:
@@ -353,192 +348,27 @@ def make_reward(config: PPOConfig, pool: HostPool) -> FunctionReward | VerifierR
     timeout = config.reward.timeout
     if config.reward.verifier:
         return VerifierReward(config.reward.verifier, pool=pool, timeout=timeout)
+    assert config.reward.function_path is not None  # a rule asks for one of the two
     return FunctionReward(
-        config.reward.remote_url, pool=pool, timeout=timeout, batch=config.reward.batch
+        config.reward.function_path, pool=pool, timeout=timeout, batch=config.reward.batch
     )
 
 
-def needs_old_logprobs(config: PPOConfig) -> bool:
-    """Whether π_old is recomputed: not if the update is strictly on-policy and nothing else looks at it.
-
-    With one optimizer step per batch, one pass, no KL in the reward and no dropout, the ratio is 1 by construction.
-    """
-    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    one_step = config.train.max_epochs == 1 and config.train.batch_size >= samples
-    kl_in_reward = config.algo.kl.init_coef > 0 and not config.algo.kl.use_loss
-    return not one_step or kl_in_reward or has_dropout(config)
-
-
-def has_dropout(config: PPOConfig) -> bool:
-    """Whether the model's forward draws random numbers while it trains."""
-    architecture = AutoConfig.from_pretrained(
-        config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code
-    ).to_dict()
-    return any(
-        isinstance(value, float) and value > 0
-        for name, value in architecture.items()
-        if "dropout" in name or "pdrop" in name
-    )
-
-
-def optimizer_steps(config: PPOConfig, prompts: int) -> int:
-    """Length of the learning-rate schedule."""
-    samples = prompts * config.rollout.n_samples_per_prompt * config.train.num_episodes
-    return max(1, samples * config.train.max_epochs // config.train.batch_size)
-
-
-def load_spec(config: PPOConfig) -> LoadSpec:
-    """How the policy's weights are loaded."""
-    return LoadSpec(
-        path=config.actor.model_name_or_path,
-        param_dtype=config.ds.param_dtype,
-        attention=config.ds.attn_implementation,
-        packing=config.ds.packing_samples,
-        gradient_checkpointing=config.actor.gradient_checkpointing_enable,
-        reentrant=config.actor.gradient_checkpointing_reentrant,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-
-
-def forward_limits(config: PPOConfig) -> MicroBatchLimits:
-    """Micro-batches of forwards without gradient."""
-    tokens = config.rollout.max_tokens_per_gpu if config.train.dynamic_batch_enable else None
-    return MicroBatchLimits(size=config.rollout.micro_batch_size, max_tokens=tokens)
-
-
-def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySettings:
-    """What the policy workers need to know."""
-    actor, algo = config.actor, config.algo
-    clip_low, clip_high = actor.eps_clip_low_high
-    tokens = config.train.max_tokens_per_gpu if config.train.dynamic_batch_enable else None
-    return PolicySettings(
-        load=load_spec(config),
-        optimizer=actor,
-        objective=Objective(
-            policy_loss=actor.policy_loss_type,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=actor.dual_clip,
-            aggregation=algo.loss.aggregation,
-            max_response_tokens=config.rollout.max_new_tokens or config.data.max_len,
-            kl_estimator=algo.kl.estimator,
-            kl_in_loss=algo.kl.use_loss,
-            entropy_coef=actor.entropy_coef,
-        ),
-        forward=forward_limits(config),
-        train=MicroBatchLimits(size=config.train.micro_batch_size, max_tokens=tokens),
-        temperature=config.rollout.temperature,
-        total_steps=total_steps,
-        max_nonfinite=config.train.max_nonfinite,
-        bucket_bytes=BUCKET_BYTES[kind],
-        wire_dtype=TORCH_NAMES[config.vllm.dtype],
-    )
-
-
-def reference_settings(config: PPOConfig) -> ReferenceSettings:
-    """What the reference workers need to know."""
-    return ReferenceSettings(
-        load=load_spec(config),
-        forward=forward_limits(config),
-        temperature=config.rollout.temperature,
-    )
-
-
-def credit_settings(config: PPOConfig) -> CreditSettings:
-    """How rewards become advantages."""
-    reward, advantage, kl = config.reward, config.algo.advantage, config.algo.kl
-    return CreditSettings(
-        estimator=advantage.estimator,
-        gamma=advantage.gamma,
-        lam=advantage.lambd,
-        scale_advantages=not advantage.no_std_norm,
-        kl_estimator=kl.estimator,
-        kl_in_reward=kl.init_coef > 0 and not kl.use_loss,
-        reward_clip=reward.clip_range,
-        overlong_buffer=reward.overlong_buffer_len,
-        overlong_factor=reward.overlong_penalty_factor,
-        stop_properly=reward.stop_properly_penalty_coef,
-        max_new_tokens=config.rollout.max_new_tokens,
-        max_len=config.data.max_len,
-    )
-
-
-def engine_settings(
-    config: PPOConfig, kind: str, tokenizer: PreTrainedTokenizerBase
-) -> EngineSettings:
-    """What the engines are made of."""
-    return EngineSettings(
-        model=config.actor.model_name_or_path,
-        dtype=TORCH_NAMES[config.vllm.dtype],
-        max_model_len=config.data.max_len,
-        seed=config.train.seed,
-        device=kind,
-        tensor_parallel_size=config.vllm.tensor_parallel_size,
-        enable_prefix_caching=config.vllm.enable_prefix_caching,
-        enforce_eager=config.vllm.enforce_eager or kind == "cpu",
-        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
-        seeded=config.rollout.seeded == "on",
-        end_token_ids=(tokenizer.eos_token_id,),
-        trust_remote_code=config.model.trust_remote_code,
-    )
-
-
-def train_sampling(config: PPOConfig) -> SamplingSpec:
-    """How training samples are drawn."""
-    return SamplingSpec(
-        purpose="train",
-        n_samples=config.rollout.n_samples_per_prompt,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        max_new_tokens=config.rollout.max_new_tokens,
-        max_len=config.data.max_len,
-        seed=config.train.seed if config.rollout.seeded == "on" else None,
-    )
-
-
-def eval_sampling(config: PPOConfig) -> SamplingSpec:
-    """How evaluation samples are drawn: as in training but for temperature and number."""
-    return SamplingSpec(
-        purpose="eval",
-        n_samples=config.eval.n_samples_per_prompt,
-        temperature=config.eval.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        max_new_tokens=config.rollout.max_new_tokens,
-        max_len=config.data.max_len,
-        seed=config.train.seed if config.rollout.seeded == "on" else None,
-    )
-
-
-def loop_settings(config: PPOConfig, run_dir: str) -> LoopSettings:
-    """What the loop itself needs to know."""
-    return LoopSettings(
-        batch_size=config.train.batch_size,
-        epochs=config.train.max_epochs,
-        seed=config.train.seed,
-        needs_groups=ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].per_group,
-        eval_steps=config.eval.steps,
-        eval_at_start=config.eval.at_start,
-        eval_samples=config.eval.n_samples_per_prompt,
-        best_metric_key=config.ckpt.best_metric_key,
-        step_timeout=config.train.step_timeout,
-        run_dir=run_dir,
-        layout=engine_layout(config),
-    )
-
-
-def engine_layout(config: PPOConfig) -> EngineLayout:
-    """How the policy's state is cut into files."""
-    world = config.actor.num_nodes * config.actor.num_gpus_per_node
-    return EngineLayout(world_size=world, zero_stage=config.ds.zero_stage)
-
-
-def check_resumable(checkpoint: Checkpoint, config: PPOConfig) -> None:
-    """Raise CheckpointError where the run's layout is not the checkpoint's."""
-    there, here = checkpoint.state.engines.get("_actor"), engine_layout(config)
+def check_resumable(checkpoint: Checkpoint, config: PPOConfig, data: PromptData) -> None:
+    """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
+    there, here = checkpoint.state.engines.get("_actor"), settings.engine_layout(config)
+    prompts = checkpoint.state.extra.get("prompts")
+    broken = []
     if there != here:
-        raise CheckpointError(
-            f"{checkpoint.tag} in --ckpt.path {config.ckpt.path} was written by {there}, and this run is {here}: "
-            "use the same --actor.num_nodes, --actor.num_gpus_per_node and --ds.zero_stage."
+        broken.append(
+            f"was written by {there}, and this run is {here}: "
+            "use the same --actor.num_nodes, --actor.num_gpus_per_node and --ds.zero_stage"
         )
+    if prompts != len(data.train):
+        broken.append(
+            f"was written with {prompts} prompts, and this run has {len(data.train)}, so that its place among them would "
+            "shift: use the same --data.prompt_dataset and --data.max_samples"
+        )
+    if broken:
+        where = f"{checkpoint.tag} in --ckpt.path {config.ckpt.path}"
+        raise CheckpointError("\n".join(f"{where} {reason}." for reason in broken))

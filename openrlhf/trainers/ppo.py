@@ -186,6 +186,7 @@ class PPOTrainer:
             best_metric_value=self.best.value,
             run_dir=self.settings.run_dir,
             engines={"_actor": self.settings.layout},
+            extra={"prompts": len(self.source.prompts)},
         )
 
     def resume(self, checkpoint: Checkpoint) -> None:

@@ -23,7 +23,8 @@ class WeightPublisher:
         workers_per_engine: int = 1,
         timeout_s: float,
     ) -> None:
-        self.policy, self.engines, self.transport = policy, list(engines), transport
+        self.policy, self.engines = policy, list(engines)
+        self.transport: Transport = transport
         self.workers_per_engine, self.timeout_s = workers_per_engine, timeout_s
         self.groups_made = 0
         self.connected = False
@@ -68,7 +69,9 @@ class WeightPublisher:
         )
         receiving = [engine.receive.remote(manifest) for engine in self.engines]
         sending = self.policy.broadcast(PolicyWorker.send_weights, manifest)
+        self.connected = False  # until it worked: a failed publication leaves no group behind
         results = self._gather([*receiving, *sending], f"publish weight version {version}")
+        self.connected = True
         sent: SentWeights = results[len(receiving)]
         for receipt in results[: len(receiving)]:
             verify_receipt(sent, receipt)

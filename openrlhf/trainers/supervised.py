@@ -22,7 +22,7 @@ from openrlhf.observability.metrics import Last, Metric, merge_all, values
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.workers.base import MicroBatchLimits
 
-Row = TypeVar("Row")
+Row = TypeVar("Row", contravariant=True)
 Micro = TypeVar("Micro", bound=Ragged)
 
 

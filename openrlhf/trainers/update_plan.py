@@ -20,7 +20,7 @@ class RankUpdate:
 
     rows: list[int]
     steps: list[list[int]]
-    filler: bool = False  # the rank has nothing to learn: its rows are copies that must not count
+    filler: bool = False  # the last of `rows` is a copy that must not count, for steps in which the rank has none
 
 
 def plan_update(
@@ -51,14 +51,17 @@ def share(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[
 def _with_local_rows(steps: list[list[int]]) -> RankUpdate:
     rows = sorted({row for step in steps for row in step})
     place = {row: i for i, row in enumerate(rows)}
-    if not rows:
-        return RankUpdate(rows=[0], steps=[[0] for _ in steps], filler=True)
-    return RankUpdate(rows=rows, steps=[[place[row] for row in step] for step in steps])
+    local = [[place[row] for row in step] or [len(rows)] for step in steps]
+    if all(steps):
+        return RankUpdate(rows=rows, steps=local)
+    return RankUpdate(rows=[*rows, rows[0] if rows else 0], steps=local, filler=True)
 
 
 def rows_of_rank(experience: Experience, update: RankUpdate) -> Experience:
-    """The rows a rank needs. A filler row keeps its tokens, so that the rank runs the same model calls, and learns nothing."""
+    """The rows a rank needs. The filler keeps its tokens, so that the rank runs the same model calls, and learns nothing."""
     part = experience.select(update.rows)
-    return (
-        part.with_columns(action_mask=torch.zeros_like(part.action_mask)) if update.filler else part
-    )
+    if not update.filler:
+        return part
+    mask = part.action_mask.clone()
+    mask[part.offsets[-2] :] = False
+    return part.with_columns(action_mask=mask)

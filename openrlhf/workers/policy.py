@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -78,6 +79,7 @@ class PolicyWorker:
         )
         self.engine.module.train()
         self.sender = WeightSender()
+        self.nonfinite_steps = 0
 
     @property
     def hf(self) -> PreTrainedModel:
@@ -102,11 +104,11 @@ class PolicyWorker:
     def update(self, job: PolicyUpdate) -> Metrics:
         """Take the optimizer steps of an update; metrics of this rank's tokens under their logged names."""
         results = [self._optimizer_step(job, rows) for rows in job.steps]
-        skipped = sum(not result.applied for result in results)
+        self.nonfinite_steps += sum(not math.isfinite(result.grad_norm) for result in results)
         step_metrics: Metrics = {
             "train/actor_lr": Last(results[-1].lr),
             "train/actor_grad_norm": Last(results[-1].grad_norm),
-            "train/nonfinite_steps": Last(float(skipped)),
+            "train/nonfinite_steps": Last(float(self.nonfinite_steps)),
         }
         return merge_all([*(result.metrics for result in results), step_metrics])
 

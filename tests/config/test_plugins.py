@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config import choices
-from openrlhf.config.options import ConfigError
+from openrlhf.config.options import ConfigError, parse_config
+from openrlhf.config.ppo import PPOConfig
 from tests.config.commands import ppo, violations
 
 PLUGIN = """
@@ -52,6 +53,15 @@ def test_several_plugins_may_be_given_in_both_ways(plugin: Path, tmp_path: Path)
         other.write_text("")
     config = ppo(f"--plugin {plugin} {others[0]} --plugin {others[1]}")
     assert config.plugin == tuple(map(str, [plugin, *others]))
+
+
+def test_a_file_may_name_a_plugin_and_use_its_names(plugin: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"plugin: {plugin}\nalgo.advantage.estimator: mine\n")
+    words = "--reward.verifier math --rollout.n_samples_per_prompt 2 --data.prompt_dataset d"
+    words = f"--config {file} --actor.model_name_or_path m {words}"
+    config = parse_config(PPOConfig, words.split(), command="train_ppo_ray")
+    assert (config.plugin, config.algo.advantage.estimator) == ((str(plugin),), "mine")
 
 
 def test_without_the_plugin_its_name_is_unknown() -> None:

@@ -106,6 +106,16 @@ def test_pretraining_text_is_cut_without_an_end_of_text_token() -> None:
     assert show(row) == ["a", "[bc]"]
 
 
+def test_pretraining_text_needs_no_output_column() -> None:
+    row = dataset([{"input": "abc"}], pretrain_mode=True, output_key="output")[0]
+    assert show(row) == ["a", "[bc]"]
+
+
+def test_a_pretraining_text_of_one_token_is_left_out() -> None:
+    rows = dataset([{"input": "a"}, {"input": ""}, {"input": "ab"}], pretrain_mode=True)
+    assert rows.summary == "1 of 3 rows kept, dropped 2 of fewer than two tokens."
+
+
 # ---- chat messages
 
 
@@ -203,6 +213,15 @@ def test_multiturn_learns_what_the_template_marks() -> None:
         "\n<|user|>c<|end|>\n<|assistant|>",
         "[no<|end|>]",
     ]
+
+
+def test_the_end_of_text_is_learned_even_where_the_template_does_not_mark_it() -> None:
+    marks_words_only = MARKED_CHAT.replace(
+        "<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>"
+    )
+    tokenizer = build_tokenizer(marks_words_only, eos="<|end|>")
+    row = dataset([{"input": TWO_TURNS[:2]}], tokenizer, apply_chat_template=True)[0]
+    assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
 def test_answers_that_the_template_rewrites_are_context_and_counted() -> None:

@@ -1,0 +1,198 @@
+"""Who gets which piece of the configuration: from the flags to the settings of workers, engines, maker and loop."""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from openrlhf.checkpoints import EngineLayout
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.models.loading import LoadSpec
+from openrlhf.rollout.engine_settings import Device, EngineSettings
+from openrlhf.rollout.generator import SamplingSpec
+from openrlhf.trainers.experience_maker import CreditSettings
+from openrlhf.trainers.ppo import LoopSettings
+from openrlhf.workers.base import MicroBatchLimits
+from openrlhf.workers.frozen import ReferenceSettings
+from openrlhf.workers.policy import Objective, PolicySettings
+
+BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+TORCH_NAMES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def needs_old_logprobs(config: PPOConfig) -> bool:
+    """Whether π_old is recomputed: not if the update is strictly on-policy and nothing else looks at it.
+
+    With one optimizer step per batch, one pass, no KL in the reward and no dropout, the ratio is 1 by construction.
+    """
+    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    one_step = config.train.max_epochs == 1 and config.train.batch_size >= samples
+    kl_in_reward = config.algo.kl.init_coef > 0 and not config.algo.kl.use_loss
+    return not one_step or kl_in_reward or has_dropout(config)
+
+
+def has_dropout(config: PPOConfig) -> bool:
+    """Whether the model's forward draws random numbers while it trains."""
+    architecture = AutoConfig.from_pretrained(
+        config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code
+    ).to_dict()
+    return any(
+        isinstance(value, float) and value > 0
+        for name, value in architecture.items()
+        if "dropout" in name or "pdrop" in name
+    )
+
+
+def optimizer_steps(config: PPOConfig, prompts: int) -> int:
+    """Length of the learning-rate schedule."""
+    samples = prompts * config.rollout.n_samples_per_prompt * config.train.num_episodes
+    return max(1, samples * config.train.max_epochs // config.train.batch_size)
+
+
+def load_spec(config: PPOConfig) -> LoadSpec:
+    """How the policy's weights are loaded."""
+    return LoadSpec(
+        path=config.actor.model_name_or_path,
+        param_dtype=config.ds.param_dtype,
+        attention=config.ds.attn_implementation,
+        packing=config.ds.packing_samples,
+        gradient_checkpointing=config.actor.gradient_checkpointing_enable,
+        reentrant=config.actor.gradient_checkpointing_reentrant,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def forward_limits(config: PPOConfig) -> MicroBatchLimits:
+    """Micro-batches of forwards without gradient."""
+    tokens = config.rollout.max_tokens_per_gpu if config.train.dynamic_batch_enable else None
+    return MicroBatchLimits(size=config.rollout.micro_batch_size, max_tokens=tokens)
+
+
+def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySettings:
+    """What the policy workers need to know."""
+    actor, algo = config.actor, config.algo
+    clip_low, clip_high = actor.eps_clip_low_high
+    tokens = config.train.max_tokens_per_gpu if config.train.dynamic_batch_enable else None
+    return PolicySettings(
+        load=load_spec(config),
+        optimizer=actor,
+        objective=Objective(
+            policy_loss=actor.policy_loss_type,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            dual_clip=actor.dual_clip,
+            aggregation=algo.loss.aggregation,
+            max_response_tokens=config.rollout.max_new_tokens or config.data.max_len,
+            kl_estimator=algo.kl.estimator,
+            kl_in_loss=algo.kl.use_loss,
+            entropy_coef=actor.entropy_coef,
+        ),
+        forward=forward_limits(config),
+        train=MicroBatchLimits(size=config.train.micro_batch_size, max_tokens=tokens),
+        temperature=config.rollout.temperature,
+        total_steps=total_steps,
+        max_nonfinite=config.train.max_nonfinite,
+        bucket_bytes=BUCKET_BYTES[kind],
+        wire_dtype=TORCH_NAMES[config.vllm.dtype],
+    )
+
+
+def reference_settings(config: PPOConfig) -> ReferenceSettings:
+    """What the reference workers need to know."""
+    return ReferenceSettings(
+        load=load_spec(config),
+        forward=forward_limits(config),
+        temperature=config.rollout.temperature,
+    )
+
+
+def credit_settings(config: PPOConfig) -> CreditSettings:
+    """How rewards become advantages."""
+    reward, advantage, kl = config.reward, config.algo.advantage, config.algo.kl
+    return CreditSettings(
+        estimator=advantage.estimator,
+        gamma=advantage.gamma,
+        lam=advantage.lambd,
+        scale_advantages=not advantage.no_std_norm,
+        kl_estimator=kl.estimator,
+        kl_in_reward=kl.init_coef > 0 and not kl.use_loss,
+        reward_clip=reward.clip_range,
+        overlong_buffer=reward.overlong_buffer_len,
+        overlong_factor=reward.overlong_penalty_factor,
+        stop_properly=reward.stop_properly_penalty_coef,
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_len=config.data.max_len,
+    )
+
+
+def engine_settings(
+    config: PPOConfig, kind: Device, tokenizer: PreTrainedTokenizerBase
+) -> EngineSettings:
+    """What the engines are made of."""
+    return EngineSettings(
+        model=config.actor.model_name_or_path,
+        dtype=TORCH_NAMES[config.vllm.dtype],
+        max_model_len=config.data.max_len,
+        seed=config.train.seed,
+        device=kind,
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
+        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        enforce_eager=config.vllm.enforce_eager or kind == "cpu",
+        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+        seeded=config.rollout.seeded == "on",
+        end_token_ids=(cast(int, tokenizer.eos_token_id),),
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def train_sampling(config: PPOConfig) -> SamplingSpec:
+    """How training samples are drawn."""
+    return SamplingSpec(
+        purpose="train",
+        n_samples=config.rollout.n_samples_per_prompt,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_len=config.data.max_len,
+        seed=config.train.seed if config.rollout.seeded == "on" else None,
+    )
+
+
+def eval_sampling(config: PPOConfig) -> SamplingSpec:
+    """How evaluation samples are drawn: as in training but for temperature and number."""
+    return SamplingSpec(
+        purpose="eval",
+        n_samples=config.eval.n_samples_per_prompt,
+        temperature=config.eval.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_len=config.data.max_len,
+        seed=config.train.seed if config.rollout.seeded == "on" else None,
+    )
+
+
+def loop_settings(config: PPOConfig, run_dir: str) -> LoopSettings:
+    """What the loop itself needs to know."""
+    return LoopSettings(
+        batch_size=config.train.batch_size,
+        epochs=config.train.max_epochs,
+        seed=config.train.seed,
+        needs_groups=ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].per_group,
+        eval_steps=config.eval.steps,
+        eval_at_start=config.eval.at_start,
+        eval_samples=config.eval.n_samples_per_prompt,
+        best_metric_key=config.ckpt.best_metric_key,
+        step_timeout=config.train.step_timeout,
+        run_dir=run_dir,
+        layout=engine_layout(config),
+    )
+
+
+def engine_layout(config: PPOConfig) -> EngineLayout:
+    """How the policy's state is cut into files."""
+    world = config.actor.num_nodes * config.actor.num_gpus_per_node
+    return EngineLayout(world_size=world, zero_stage=config.ds.zero_stage)

@@ -1,0 +1,201 @@
+"""From rewards to advantages on batches small enough to redo by hand, and against loops written from the papers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from openrlhf.algorithms.kl import FixedKL
+from openrlhf.experience import Experience, offsets_of
+from openrlhf.observability.metrics import values
+from openrlhf.trainers.experience_maker import CreditSettings, ExperienceMaker, group_reward_std
+from tests.reference import credit as reference
+
+SETTINGS = CreditSettings(
+    estimator="group_norm",
+    gamma=1.0,
+    lam=1.0,
+    scale_advantages=True,
+    kl_estimator="k1",
+    kl_in_reward=True,
+    reward_clip=(-10.0, 10.0),
+    overlong_buffer=None,
+    overlong_factor=1.0,
+    stop_properly=None,
+    max_new_tokens=4,
+    max_len=6,
+)
+# Two prompts of one token with two samples each: 2, 1, 1 and 3 sampled tokens.
+ACTIONS = [2, 1, 1, 3]
+ROWS = [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 11)]
+ROOT = math.sqrt(0.5)  # the group norm of rewards 1 and 0: ±0.5 / √0.5
+
+
+class NoWorkers:
+    """Stands where credit assignment must not look: it computes on the controller alone."""
+
+
+def batch(rewards: list[float], **changes: Any) -> Experience:
+    offsets = offsets_of([1 + actions for actions in ACTIONS])
+    mask = torch.ones(11, dtype=torch.bool)
+    mask[offsets[:-1]] = False
+    columns: dict[str, Any] = {
+        "tokens": torch.zeros(11, dtype=torch.long),
+        "offsets": offsets,
+        "action_mask": mask,
+        "rollout_logprobs": torch.zeros(11),
+        "group_ids": torch.tensor([7, 7, 9, 9]),
+        "trajectory_ids": torch.arange(4),
+        "rewards": torch.tensor(rewards),
+        "truncated": torch.tensor([False, False, False, True]),
+    }
+    return Experience(**columns | changes)
+
+
+def credited(
+    experience: Experience, *, kl_coef: float = 0.1, **changes: Any
+) -> tuple[Experience, dict[str, float]]:
+    maker = ExperienceMaker(
+        NoWorkers(),  # pyright: ignore[reportArgumentType]
+        None,
+        replace(SETTINGS, **changes),
+        FixedKL(kl_coef),
+        recompute_old=True,
+        timeout_s=1.0,
+    )
+    result, metrics = maker.credit(experience)
+    return result, values(metrics)
+
+
+def rows(column: torch.Tensor | None) -> list[list[float]]:
+    """The sampled tokens of each row."""
+    assert column is not None
+    return [[round(x, 5) for x in column[row].tolist()[1:]] for row in ROWS]
+
+
+def test_group_norm_with_the_kl_in_the_reward_by_hand() -> None:
+    old, ref = torch.full((11,), -1.0), torch.full((11,), -1.0)
+    ref[1:3] = -1.5  # the first sample: 0.5 nats per token, times 0.1
+    experience, metrics = credited(
+        batch([1.0, 0.0, 2.0, 2.0], old_logprobs=old, ref_logprobs=ref), kl_coef=0.1
+    )
+    expected = [[-0.05, ROOT - 0.05], [-ROOT], [0.0], [0.0, 0.0, 0.0]]
+    assert rows(experience.token_rewards) == [[round(x, 5) for x in row] for row in expected]
+    expected = [[ROOT - 0.1, ROOT - 0.05], [-ROOT], [0.0], [0.0, 0.0, 0.0]]
+    assert rows(experience.returns) == [[round(x, 5) for x in row] for row in expected]
+    assert rows(experience.advantages) == rows(experience.returns)
+    assert metrics["train/kl"] == pytest.approx(1.0 / 7)
+    assert metrics["train/return"] == pytest.approx((ROOT - 0.15) / 7, abs=1e-6)
+
+
+def test_the_metrics_of_a_batch_by_hand() -> None:
+    _, metrics = credited(batch([1.0, 0.0, 2.0, 2.0]), kl_in_reward=False, max_len=4)
+    assert metrics == pytest.approx(
+        {
+            "train/reward": 1.25,
+            "train/return": 0.0 + (2 * ROOT - ROOT) / 7,
+            "train/response_length": 7 / 4,
+            "train/total_length": 11 / 4,
+            "train/truncated": 0.25,
+            "train/response_clip_ratio": 0.25,  # the row that fills --data.max_len
+            "train/group_reward_std": ROOT / 2,
+        },
+        abs=1e-6,
+    )
+
+
+def test_prompts_get_no_reward_and_no_advantage() -> None:
+    experience, _ = credited(batch([1.0, 0.0, 2.0, 0.0]), kl_in_reward=False)
+    for column in (experience.token_rewards, experience.advantages, experience.returns):
+        assert column is not None
+        assert not column[~experience.action_mask].any()
+
+
+@pytest.mark.parametrize("name", ["reinforce", "reinforce_baseline", "rloo", "dr_grpo"])
+@pytest.mark.parametrize("scale", [True, False])
+def test_the_other_estimators_are_those_of_the_papers(name: str, scale: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    old, ref = torch.rand(11, generator=generator), torch.rand(11, generator=generator)
+    rewards, gamma = [1.0, 0.25, -2.0, 2.0], 0.9 if name == "reinforce" else 1.0
+    experience, _ = credited(
+        batch(rewards, old_logprobs=old, ref_logprobs=ref),
+        kl_coef=0.3,
+        estimator=name,
+        gamma=gamma,
+        scale_advantages=scale,
+    )
+    mask = experience.action_mask.tolist()
+    flat: list[float] = []
+    shaped = reference.shaped(name, rewards, [7, 7, 9, 9])
+    for row, reward in zip(ROWS, shaped, strict=True):
+        kl = [float(x) for x in (old - ref)[row]]
+        per_token = reference.token_rewards(reward, kl, mask[row], 0.3)
+        flat += reference.discounted_returns(per_token, mask[row], gamma)
+    assert experience.returns is not None and experience.advantages is not None
+    torch.testing.assert_close(experience.returns, torch.tensor(flat), atol=1e-6, rtol=0)
+    if name.startswith("reinforce"):
+        flat = reference.whiten(flat, mask, scale)
+    torch.testing.assert_close(experience.advantages, torch.tensor(flat), atol=1e-6, rtol=0)
+
+
+def test_rewards_are_clipped_after_they_were_shaped() -> None:
+    experience, metrics = credited(
+        batch([100.0, 0.0, 2.0, 0.0]), kl_in_reward=False, reward_clip=(-0.5, 0.25)
+    )
+    assert rows(experience.token_rewards) == [[0.0, 0.25], [-0.5], [0.25], [0.0, 0.0, -0.5]]
+    assert experience.rewards.tolist() == [100.0, 0.0, 2.0, 0.0]
+    assert metrics["train/reward"] == 25.5
+
+
+def test_length_penalties_count_sampled_tokens_and_come_before_the_shaping() -> None:
+    experience, metrics = credited(
+        batch([1.0, 1.0, 1.0, 1.0]),
+        kl_in_reward=False,
+        estimator="reinforce",
+        overlong_buffer=2.0,
+        overlong_factor=0.5,
+    )
+    # max_new_tokens 4, buffer 2: three tokens are one beyond 4 − 2, half of the buffer.
+    assert experience.rewards.tolist() == [1.0, 1.0, 1.0, 0.75]
+    assert metrics["train/reward"] == pytest.approx(3.75 / 4)
+
+
+def test_without_max_new_tokens_the_limit_is_what_each_prompt_leaves() -> None:
+    experience, _ = credited(
+        batch([1.0, 1.0, 1.0, 1.0]),
+        kl_in_reward=False,
+        estimator="reinforce",
+        overlong_buffer=2.0,
+        max_new_tokens=None,
+        max_len=4,
+    )
+    # max_len 4 leaves 3 after a prompt of 1: two tokens are one beyond 3 − 2, three are two.
+    assert experience.rewards.tolist() == [0.5, 1.0, 1.0, 0.0]
+
+
+def test_truncated_samples_are_penalised_for_not_stopping() -> None:
+    experience, _ = credited(
+        batch([1.0, 1.0, 1.0, 1.0]), kl_in_reward=False, estimator="reinforce", stop_properly=0.25
+    )
+    assert experience.rewards.tolist() == [1.0, 1.0, 1.0, 0.25]
+
+
+def test_a_reward_that_is_missing_is_an_error_and_not_a_zero() -> None:
+    with pytest.raises(ValueError, match=r"rewards must be finite.*2: nan"):
+        credited(batch([1.0, 0.0, math.nan, 0.0]), kl_in_reward=False)
+
+
+def test_the_spread_of_rewards_is_a_mean_over_prompts() -> None:
+    rewards = torch.tensor([0.0, 1.0, 5.0, 5.0, 5.0, 9.0])
+    groups = torch.tensor([4, 4, 2, 2, 2, 8])  # std √0.5, 0, and one without peers
+    spread = group_reward_std(rewards, groups)
+    assert spread is not None
+    assert (spread.value, spread.count) == (pytest.approx(ROOT / 2), pytest.approx(2.0))
+
+
+def test_lone_samples_have_no_spread() -> None:
+    assert group_reward_std(torch.tensor([0.0, 1.0]), torch.tensor([1, 2])) is None

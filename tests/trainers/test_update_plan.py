@@ -1,0 +1,121 @@
+"""Every row is trained on once per epoch, and the rows of an optimizer step do not depend on the ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf.experience import Experience, offsets_of
+from openrlhf.trainers.update_plan import RankUpdate, plan_update, rows_of_rank, share
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=25)
+PLANS = {"ranks": st.integers(1, 5), "batch_size": st.integers(1, 12), "epochs": st.integers(1, 3)}
+
+
+def batch_of(lengths: list[int]) -> Experience:
+    """Row i holds the number i; every token but the first of a row is an action."""
+    offsets = offsets_of(lengths)
+    tokens = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    mask = torch.ones(len(tokens), dtype=torch.bool)
+    mask[offsets[:-1]] = False
+    return Experience(
+        tokens=tokens,
+        offsets=offsets,
+        action_mask=mask,
+        rollout_logprobs=torch.zeros(len(tokens)),
+        group_ids=torch.arange(len(lengths)),
+        trajectory_ids=torch.arange(len(lengths)),
+        rewards=torch.zeros(len(lengths)),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+    )
+
+
+def learned(plan: RankUpdate, lengths: list[int]) -> list[list[int]]:
+    """For each optimizer step, the rows of the batch that a rank learns from: those with action tokens."""
+    mine = rows_of_rank(batch_of(lengths), plan)
+    steps = []
+    for step in plan.steps:
+        micro = mine.select(step)
+        assert micro.num_samples, "a rank without rows in a step would skip a collective"
+        steps.append(sorted(micro.trajectory_ids[micro.num_actions > 0].tolist()))
+    return steps
+
+
+def union(plans: list[RankUpdate], lengths: list[int]) -> list[list[int]]:
+    """For each optimizer step, the rows that all ranks together learn from."""
+    per_rank = [learned(plan, lengths) for plan in plans]
+    return [sorted(sum(step, [])) for step in zip(*per_rank, strict=True)]
+
+
+@given(LENGTHS, st.fixed_dictionaries(PLANS))
+def test_every_row_is_learned_from_once_per_epoch(
+    lengths: list[int], shape: dict[str, int]
+) -> None:
+    lengths = [length + 1 for length in lengths]  # at least one action each
+    plans = plan_update(lengths, **shape, seed=0)
+    seen = Counter(row for step in union(plans, lengths) for row in step)
+    assert seen == dict.fromkeys(range(len(lengths)), shape["epochs"])
+
+
+@given(LENGTHS, st.fixed_dictionaries(PLANS), st.integers(0, 9))
+def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(
+    lengths: list[int], shape: dict[str, int], seed: int
+) -> None:
+    lengths = [length + 1 for length in lengths]
+    many = union(plan_update(lengths, **shape, seed=seed), lengths)
+    one = union(plan_update(lengths, **shape | {"ranks": 1}, seed=seed), lengths)
+    assert many == one
+
+
+def test_what_the_batch_size_leaves_over_makes_a_smaller_step() -> None:
+    [plan] = plan_update([3] * 10, ranks=1, batch_size=4, epochs=2, seed=0)
+    assert [len(step) for step in plan.steps] == [4, 4, 2, 4, 4, 2]
+
+
+def test_every_epoch_has_an_order_of_its_own_and_the_seed_decides_them() -> None:
+    def orders(seed: int) -> list[list[int]]:
+        [plan] = plan_update([3] * 32, ranks=1, batch_size=32, epochs=2, seed=seed)
+        return plan.steps
+
+    first, second = orders(7)
+    assert first != second
+    assert orders(7) == [first, second]
+    assert orders(8) != [first, second]
+
+
+def test_ranks_get_nearly_equal_numbers_of_tokens() -> None:
+    lengths = [8, 7, 6, 5, 4]
+    plans = plan_update(lengths, ranks=2, batch_size=5, epochs=1, seed=0)
+    tokens = sorted(sum(lengths[row] for row in plan.rows) for plan in plans)
+    assert tokens == [14, 16]
+
+
+def test_a_rank_is_sent_the_rows_of_its_steps_only() -> None:
+    plans = plan_update([2] * 8, ranks=2, batch_size=4, epochs=1, seed=0)
+    assert all(len(plan.rows) == 4 for plan in plans)
+    assert sorted(plans[0].rows + plans[1].rows) == list(range(8))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_rank_without_any_row_runs_the_same_steps_on_copies_that_do_not_count(rows: int) -> None:
+    lengths = [4] * rows
+    plans = plan_update(lengths, ranks=3, batch_size=3, epochs=2, seed=0)
+    spare = plans[-1]
+    assert len(spare.steps) == 2
+    assert learned(spare, lengths) == [[], []]
+    assert rows_of_rank(batch_of(lengths), spare).num_tokens == 4
+
+
+def test_a_rank_without_rows_in_the_last_short_step_does_not_lose_its_other_rows() -> None:
+    lengths = [4] * 5  # steps of 4 rows and of 1, for two ranks
+    plans = plan_update(lengths, ranks=2, batch_size=4, epochs=1, seed=0)
+    assert sorted(len(steps[0]) for steps in (learned(plan, lengths) for plan in plans)) == [2, 2]
+    assert sorted(len(steps[1]) for steps in (learned(plan, lengths) for plan in plans)) == [0, 1]
+
+
+def test_sharing_fewer_rows_than_ranks_leaves_the_last_ranks_without() -> None:
+    assert share([5, 5, 5], [2, 0], 3) == [[2], [0], []]
