@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields
 from typing import Any
 
@@ -45,7 +46,7 @@ def rows_of(batch: Experience) -> list[tuple[Any, ...]]:
             *(getattr(batch, name)[start:end].tolist() for name in TOKEN_COLUMNS),
             *(getattr(batch, name)[row].item() for name in SAMPLE_COLUMNS),
         )
-        for row, (start, end) in enumerate(zip(edges, edges[1:], strict=False))
+        for row, (start, end) in enumerate(itertools.pairwise(edges))
     ]
 
 
@@ -199,7 +200,7 @@ def test_no_block_is_longer_than_the_shortest_row_of_an_earlier_one(
     lengths: list[int], budget: int
 ) -> None:
     widths = [block.real.sum(1) for block in batch_of(lengths).blocks(budget)]
-    for longer, shorter in zip(widths, widths[1:], strict=False):
+    for longer, shorter in itertools.pairwise(widths):
         assert int(longer.min()) >= int(shorter.max())
 
 

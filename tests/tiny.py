@@ -58,10 +58,17 @@ def character_tokenizer() -> Qwen2Tokenizer:
 
 
 def save_tiny_model(
-    path: Path, kind: str = "qwen2-tied", *, seed: int = 0, **changes: object
+    path: Path,
+    kind: str = "qwen2-tied",
+    *,
+    seed: int = 0,
+    chat_template: str | None = None,
+    **changes: object,
 ) -> str:
     """A random float32 model with its tokenizer in `path`."""
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).float().save_pretrained(path)
-    character_tokenizer().save_pretrained(path)
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(path)
     return str(path)

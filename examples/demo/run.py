@@ -1,6 +1,6 @@
 """`make demo`: from nothing to a tiny model that learned from rewards, through the same commands a cluster user calls.
 
-    task and untrained model  →  train_sft  →  train_ppo_ray (GRPO with a rule reward)  →  table and report.html
+task and untrained model  →  train_sft  →  train_ppo_ray (GRPO with a rule reward)  →  table and report.html
 """
 
 from __future__ import annotations
@@ -40,14 +40,28 @@ class StageResult:
 
 
 def sft_flags(task: Path, out: Path, seed: int) -> list[str]:
-    """Learn the form of an answer from 6,400 worked examples."""
+    """Learn the form of an answer from 5,760 worked examples."""
     return [
         *("--model.model_name_or_path", task / "model"),
         *("--data.dataset", task / "train.jsonl", "--data.max_samples", "5760"),
-        *("--data.input_key", "input", "--data.output_key", "output", "--data.input_template", "{}"),
+        *(
+            "--data.input_key",
+            "input",
+            "--data.output_key",
+            "output",
+            "--data.input_template",
+            "{}",
+        ),
         *("--data.max_len", "32", "--train.max_epochs", "1"),
         *("--train.batch_size", "64", "--train.micro_batch_size", "64"),
-        *("--adam.lr", "1e-3", "--lr_scheduler", "constant_with_warmup", "--lr_warmup_ratio", "0.2"),
+        *(
+            "--adam.lr",
+            "1e-3",
+            "--lr_scheduler",
+            "constant_with_warmup",
+            "--lr_warmup_ratio",
+            "0.2",
+        ),
         *("--train.seed", str(seed), *PRECISION),
         *("--run.dir", out, "--ckpt.output_dir", out / "model", "--ckpt.path", out / "checkpoints"),
     ]
@@ -66,14 +80,16 @@ def grpo_flags(task: Path, model: Path, out: Path, seed: int) -> list[str]:
         *("--algo.advantage.estimator", "group_norm", "--train.colocate_actor_ref"),
         *("--algo.kl.init_coef", "1e-3", "--algo.kl.use_loss", "--algo.kl.estimator", "k3"),
         *("--actor.adam.lr", "3e-4", "--actor.lr_warmup_ratio", "0.1"),
-        *("--eval.dataset", task / "held_out.jsonl", "--eval.at_start", "--eval.steps", "1000"),
+        *("--eval.dataset", task / "held_out.jsonl", "--eval.at_start", "--eval.steps", "40"),
         *("--eval.n_samples_per_prompt", "4", "--eval.temperature", "1"),
         *("--train.seed", str(seed), *PRECISION),
         *("--run.dir", out, "--ckpt.output_dir", out / "model", "--ckpt.path", out / "checkpoints"),
     ]
 
 
-def run_stage(name: str, command: str, flags: list[str], folder: Path, display: Display) -> StageResult:
+def run_stage(
+    name: str, command: str, flags: list[str], folder: Path, display: Display
+) -> StageResult:
     """Run a command of the package as a user would."""
     line = [sys.executable, "-m", f"openrlhf.cli.{command}", *map(str, flags)]
     display.note(f"\n{name}: python -m openrlhf.cli.{command} --run.dir {folder} …")
@@ -86,9 +102,13 @@ def run_stage(name: str, command: str, flags: list[str], folder: Path, display: 
 
 def main() -> None:
     """Make the task, run the stages, show what was learned."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=None, help="folder (default runs/demo-seed<seed>)")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder (default runs/demo-seed<seed>)"
+    )
     options = parser.parse_args()
     out: Path = options.out or Path("runs") / f"demo-seed{options.seed}"
     display, start = Display(), time.monotonic()

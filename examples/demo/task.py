@@ -6,9 +6,14 @@ A model of under a million parameters learns the form in seconds of supervised t
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
+
+os.environ.setdefault(
+    "DS_ACCELERATOR", "cpu"
+)  # nothing here needs a GPU, and DeepSpeed need not ask
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer

@@ -13,12 +13,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = flags_or_exit(SFTConfig, argv, command="train_sft")
     prepare_process()
     # After the flags: --help and mistakes answer without loading torch.
-    from openrlhf.data.loading import DataError
+    from openrlhf.checkpoints import CheckpointError
+    from openrlhf.data.errors import DataError
     from openrlhf.trainers.sft import run_sft
 
     try:
         run_sft(config)
-    except DataError as error:
+    except (DataError, CheckpointError) as error:
         fail(error)
 
 

@@ -157,7 +157,9 @@ class Strategy:
         module.requires_grad_(False).eval()
         if config["zero_optimization"]["stage"] != 3:
             return module.to(self.device)
-        return _initialize(config, module).eval()
+        engine = _initialize(config, module)
+        engine.eval()  # returns nothing, unlike a module's
+        return engine
 
 
 def _initialize(config: dict[str, Any], module: nn.Module, **parts: Any) -> Any:
@@ -273,6 +275,8 @@ class TrainEngine:
         The tensors of a bucket are valid until the next one is asked for. Tied weights come once.
         """
         sharded = self.strategy.config.zero_stage == 3
+        if sharded:  # a forward that no backward followed leaves prefetched parameters in flight
+            self.engine.optimizer.empty_partition_cache()
         for bucket in _module_buckets(self.module.get_submodule("hf"), bucket_bytes):
             parameters = [p for _, p in bucket]
             with deepspeed.zero.GatheredParameters(parameters, enabled=sharded):

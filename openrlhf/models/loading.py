@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,22 +33,38 @@ class LoadSpec:
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
     """A causal language model, ready to train. Raises ValueError naming the flag when it needs code of its own."""
-    attention = spec.attention
-    if spec.packing and attention == "sdpa":
-        attention = packed_attention.NAME
-    try:
+    with naming_the_flag(spec):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            spec.path,
-            dtype=DTYPES[spec.param_dtype],
-            attn_implementation=attention,
-            trust_remote_code=spec.trust_remote_code,
+            spec.path, **pretrained_options(spec)
         )
+    return prepared(model, spec)
+
+
+def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
+    """What `from_pretrained` is told about any model."""
+    packed = spec.packing and spec.attention == "sdpa"
+    return {
+        "dtype": DTYPES[spec.param_dtype],
+        "attn_implementation": packed_attention.NAME if packed else spec.attention,
+        "trust_remote_code": spec.trust_remote_code,
+    }
+
+
+@contextmanager
+def naming_the_flag(spec: LoadSpec) -> Iterator[None]:
+    """Within it, the refusal to run a model's own code is a ValueError with the flag that allows it."""
+    try:
+        yield
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(
             f"the model {spec.path} comes with code of its own; if you trust it, add --model.trust_remote_code"
         ) from error
+
+
+def prepared(model: PreTrainedModel, spec: LoadSpec) -> PreTrainedModel:
+    """The model without a cache, and with gradient checkpointing where that is asked for."""
     model.config.use_cache = False
     if spec.gradient_checkpointing:
         options: dict[str, Any] = {"use_reentrant": spec.reentrant}

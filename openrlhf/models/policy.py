@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.algorithms.tensors import linear_logprobs
-from openrlhf.experience import Layout
+from openrlhf.models.backbone import hidden_states
 
 # Configuration entries by which some architectures transform logits after the head.
 _LOGIT_TRANSFORMS = (
@@ -82,7 +82,7 @@ class PolicyModel(nn.Module):
 
         Logits are made for wanted tokens only, and for a chunk of them at a time.
         """
-        hidden = self._hidden(tokens, offsets)
+        hidden = hidden_states(self.hf.get_decoder(), tokens, offsets, packing=self.packing)
         scored = wanted.clone()
         scored[offsets[:-1]] = False
         places = scored.nonzero()[:, 0]
@@ -92,40 +92,6 @@ class PolicyModel(nn.Module):
             logprobs=blank.index_put((places,), logprobs),
             entropy=None if entropies is None else blank.index_put((places,), entropies),
         )
-
-    def _hidden(self, tokens: Tensor, offsets: Tensor) -> Float[Tensor, "N H"]:
-        decoder = self.hf.get_decoder()
-        lengths = offsets.diff()
-        positions = torch.arange(len(tokens), device=tokens.device)
-        positions = positions - offsets[:-1].repeat_interleave(lengths)
-        if self.packing:
-            return decoder(
-                input_ids=tokens[None],
-                position_ids=positions[None],
-                use_cache=False,  # with a cache, or any mask, documents would attend to each other
-                **self._document_arguments(offsets),
-            ).last_hidden_state[0]
-        layout = Layout.of(offsets)
-        states = decoder(
-            input_ids=layout.gather(tokens),
-            attention_mask=layout.real.long(),
-            position_ids=layout.gather(positions),
-            use_cache=False,
-        ).last_hidden_state
-        return states[layout.real]
-
-    def _document_arguments(self, offsets: Tensor) -> dict[str, Any]:
-        """Where the documents of a packed row lie, in the words of the attention in use."""
-        lengths = offsets.diff()
-        if self.config._attn_implementation == "packed_sdpa":
-            return {"document_lengths": lengths.tolist()}
-        cumulative, longest = offsets.int(), int(lengths.max())
-        return {
-            "cu_seq_lens_q": cumulative,
-            "cu_seq_lens_k": cumulative,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
 
 
 def reject_transformed_logits(architecture: PretrainedConfig) -> None:

@@ -206,3 +206,6 @@ declare(
     "tokens per second",
     {"timing/tokens_per_second": "Tokens of the batch, prompts included, ÷ time of the step."},
 )
+
+if __name__ == "__main__":  # writes docs/metrics.md: `make docs`
+    print(glossary_markdown(), end="")

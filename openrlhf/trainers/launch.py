@@ -148,13 +148,10 @@ def show_plan(config: PPOConfig, data: PromptData, plan: placement.Placement) ->
 
 @contextmanager
 def ray_cluster(plan: placement.Placement) -> Iterator[None]:
-    """Join the Ray that is running (RAY_ADDRESS, a job, or one on this machine), else start one for the run."""
+    """Join the Ray of RAY_ADDRESS, of the job, or that `ray start` left on this machine; else start one for the run."""
     started = not ray.is_initialized()
     if started:
-        try:
-            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError:
-            _start_ray(plan)
+        _init_ray(plan)
     try:
         placement.check_capacity(plan, ray.cluster_resources())
         yield
@@ -163,18 +160,19 @@ def ray_cluster(plan: placement.Placement) -> Iterator[None]:
             ray.shutdown()
 
 
-def _start_ray(plan: placement.Placement) -> None:
-    os.environ.setdefault(
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
-    )  # leave CUDA_VISIBLE_DEVICES of GPU-less actors alone
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, 4),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
-    )
+def _init_ray(plan: placement.Placement) -> None:
+    # Leave CUDA_VISIBLE_DEVICES of GPU-less actors alone.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:  # Not by address="auto": that also joins what another run has started for itself, and dies with it.
+        ray.init(
+            num_cpus=max(os.cpu_count() or 1, 4),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
+        )
+    except ValueError:  # there is a cluster to join, and it has its resources already
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
 
 
 class Run:
@@ -230,7 +228,7 @@ class Run:
             ray.kill(engine)
         for group in self.hosts:
             group.close()
-        self.recorder.display.close()
+        self.recorder.close()
 
     def _start_engines(self) -> list[Any]:
         """Engine actors on their slots; references of their starts, which take a while."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,7 +94,6 @@ class PPOTrainer:
                 self.weights.publish(self.step + 1)  # π_old ← π
             self.after_step(merge_all([rollout, credit, update]))
         self.export(self.ckpt.output_dir)
-        self.recorder.close()
 
     def collect(self, trajectories: Sequence[Trajectory]) -> tuple[Experience, dict[str, Metric]]:
         """Drop what failed, count it, and flatten the rest. Raises RewardErrors when too much has failed."""
@@ -252,7 +252,9 @@ class BestMetric:
         if not self.key:
             self.key = min((name for name in plain if name.endswith("_pass1")), default="")
         self.last = plain.get(self.key)
-        if self.last is None or (self.value is not None and self.last <= self.value):
+        if self.last is None or math.isnan(self.last):
+            return False
+        if self.value is not None and self.last <= self.value:
             return False
         self.value = self.last
         return True

@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.data.loading import DataError, load_datasets
+from openrlhf.data.loading import load_datasets
 from openrlhf.data.sft import SFTDataset, SFTRow
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.strategy import Strategy
 from openrlhf.experience import TokenRows
 from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.recorder import Recorder
-from openrlhf.trainers.supervised import (
-    Schedule,
-    SupervisedTrainer,
-    check_resumable,
-    open_checkpoints,
-)
+from openrlhf.trainers.supervised import run_supervised
+from openrlhf.workers.base import MicroBatchLimits
 
 
 class SFTTask:
@@ -33,6 +26,10 @@ class SFTTask:
     def collate(self, rows: Sequence[SFTRow]) -> TokenRows:
         """Rows of the dataset as one ragged batch."""
         return TokenRows.from_lists([row.tokens for row in rows], [row.loss_mask for row in rows])
+
+    def micro_batches(self, batch: TokenRows, limits: MicroBatchLimits) -> list[TokenRows]:
+        """Any row may go with any other."""
+        return batch.split(limits.cut(batch.lengths))
 
     def counts(self, micro: TokenRows) -> dict[str, float]:
         """Target tokens."""
@@ -95,65 +92,20 @@ def run_sft(config: SFTConfig) -> None:
         trust_remote_code=config.model.trust_remote_code,
         chat_template=config.data.tokenizer_chat_template,
     )
+    data, evaluation = config.data, config.eval
     train_rows = load_rows(
+        config, tokenizer, data.dataset, split=data.dataset_split, probs=data.dataset_probs
+    )
+    eval_rows = None
+    if evaluation.dataset:
+        eval_rows = load_rows(
+            config, tokenizer, evaluation.dataset, split=evaluation.split, probs=None
+        )
+    run_supervised(
         config,
-        tokenizer,
-        config.data.dataset,
-        split=config.data.dataset_split,
-        probs=config.data.dataset_probs,
-    )
-    eval_rows = (
-        load_rows(config, tokenizer, config.eval.dataset, split=config.eval.split, probs=None)
-        if config.eval.dataset
-        else None
-    )
-    schedule = Schedule(
-        rows=len(train_rows), batch_size=config.train.batch_size, max_epochs=config.train.max_epochs
-    )
-    if schedule.steps_per_epoch == 0:
-        raise DataError(
-            f"--data.dataset {config.data.dataset} has {len(train_rows)} usable rows, fewer than one "
-            f"--train.batch_size of {config.train.batch_size}: lower it. {train_rows.summary}"
-        )
-    strategy = Strategy(config.ds, seed=config.train.seed)
-    engine = strategy.trained(
-        lambda: PolicyModel(load_causal_lm(load_spec(config)), packing=config.ds.packing_samples),
-        config,
-        total_steps=schedule.total_steps,
-    )
-    checkpoint = open_checkpoints(config.ckpt).latest() if config.ckpt.load_enable else None
-    broken = check_resumable(checkpoint, schedule, strategy) if checkpoint else []
-    if broken:
-        raise DataError("\n".join(broken))
-    run_dir = checkpoint.state.run_dir if checkpoint else config.run.dir
-    recorder = None
-    if strategy.is_main:
-        recorder = Recorder(
-            config,
-            logger=config.logger,
-            run=config.run,
-            run_dir=run_dir,
-            resume_step=checkpoint.state.step if checkpoint else None,
-        )
-        recorder.display.note(
-            f"{train_rows.summary}; {schedule.total_steps} steps on {strategy.dp_size} process(es)"
-        )
-    trainer = SupervisedTrainer(
         SFTTask(),
-        engine,
-        strategy,
+        lambda: PolicyModel(load_causal_lm(load_spec(config)), packing=config.ds.packing_samples),
         tokenizer=tokenizer,
         train_rows=train_rows,
         eval_rows=eval_rows,
-        schedule=schedule,
-        train=config.train,
-        ckpt=config.ckpt,
-        eval_steps=config.eval.steps,
-        num_workers=config.data.dataloader_num_workers,
-        recorder=recorder,
-        run_dir=run_dir,
     )
-    if checkpoint:
-        trainer.resume(checkpoint)
-    trainer.fit()
-    torch.distributed.destroy_process_group()

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from openrlhf.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointManager,
+    EngineLayout,
+    RunState,
+    StagedCheckpoint,
+)
 from openrlhf.checkpoints.export import export_hf
-from openrlhf.checkpoints.manager import CheckpointManager, StagedCheckpoint
-from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig, TrainConfig
+from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data.batching import ResumableSampler
+from openrlhf.data.errors import DataError
 from openrlhf.distributed.strategy import Strategy, TrainEngine
 from openrlhf.experience import Ragged
 from openrlhf.observability.metrics import Last, Metric, merge_all, values
@@ -33,6 +41,10 @@ class Task(Protocol[Row, Micro]):
         """Rows of the dataset as one ragged batch."""
         ...
 
+    def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
+        """The batch, cut; what belongs together stays together."""
+        ...
+
     def counts(self, micro: Micro) -> Mapping[str, float]:
         """The denominators of a micro-batch."""
         ...
@@ -46,6 +58,17 @@ class Task(Protocol[Row, Micro]):
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """The same metrics under the names of an evaluation."""
         ...
+
+
+class Rows(Protocol):
+    """A dataset of tokenised rows that can say in a sentence what it holds."""
+
+    @property
+    def summary(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +100,12 @@ class SupervisedTrainer(Generic[Row, Micro]):
         strategy: Strategy,
         *,
         tokenizer: PreTrainedTokenizerBase,
-        train_rows: Dataset[Row],
-        eval_rows: Dataset[Row] | None,
+        train_rows: Rows,
+        eval_rows: Rows | None,
         schedule: Schedule,
         train: TrainConfig,
         ckpt: CheckpointConfig,
+        checkpoints: CheckpointManager,
         eval_steps: int,
         num_workers: int,
         recorder: Recorder | None,
@@ -93,7 +117,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.eval_steps = eval_steps if eval_steps > 0 else schedule.steps_per_epoch
         self.num_workers, self.recorder, self.run_dir = num_workers, recorder, run_dir
         self.limits = MicroBatchLimits(size=train.micro_batch_size)
-        self.checkpoints = open_checkpoints(ckpt)
+        self.checkpoints = checkpoints
         self.step = 0
         self.best_metric: float | None = None
         self.last_metric: float | None = None
@@ -115,8 +139,6 @@ class SupervisedTrainer(Generic[Row, Micro]):
             numbers = {"train/lr": Last(result.lr), "train/grad_norm": Last(result.grad_norm)}
             self.after_step(result.metrics | numbers)
         self.export(self.ckpt.output_dir)
-        if self.recorder:
-            self.recorder.close()
 
     def windows(self) -> Iterator[list[Micro]]:
         """This rank's micro-batches of each optimizer step, from where the run stands."""
@@ -135,11 +157,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 self.train_rows, sampler, self.schedule.batch_size // self.strategy.dp_size
             ):
                 batch = self.task.collate(rows)
-                yield batch.split(self.limits.cut(batch))
+                yield self.task.micro_batches(batch, self.limits)
 
-    def _loader(self, rows: Dataset[Row], sampler: Any, batch_size: int) -> DataLoader[Row]:
+    def _loader(self, rows: Rows, sampler: Any, batch_size: int) -> DataLoader[Any]:
         return DataLoader(
-            rows,
+            cast(Dataset[Any], rows),
             batch_size=batch_size,
             sampler=sampler,
             collate_fn=list,
@@ -162,7 +184,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """The task's metrics over all evaluation rows, each counted once."""
         assert self.eval_rows is not None
         sampler = ResumableSampler(
-            len(self.eval_rows),  # pyright: ignore[reportArgumentType]
+            len(self.eval_rows),
             seed=0,
             shuffle=False,
             dp_rank=self.strategy.dp_rank,
@@ -232,29 +254,103 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.strategy.barrier()
 
 
+def run_supervised(
+    config: SupervisedConfig,
+    task: Task[Row, Micro],
+    load_model: Callable[[], nn.Module],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    train_rows: Rows,
+    eval_rows: Rows | None,
+) -> None:
+    """Train a task as the flags say: schedule, engine, resume, loop. Runs in every process of the launcher.
+
+    Raises DataError for too few rows, and CheckpointError where --ckpt.load_enable finds a checkpoint of another run.
+    """
+    schedule = Schedule(
+        rows=len(train_rows), batch_size=config.train.batch_size, max_epochs=config.train.max_epochs
+    )
+    if schedule.steps_per_epoch == 0:
+        raise DataError(
+            f"--data.dataset {config.data.dataset} has {len(train_rows)} usable rows, fewer than one "
+            f"--train.batch_size of {config.train.batch_size}: lower it. {train_rows.summary}"
+        )
+    plan = f"{train_rows.summary}; {schedule.total_steps} steps of {schedule.batch_size} rows"
+    if config.dry_run:
+        print(plan)
+        print(f"first row: {tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())!r}")
+        return
+    strategy = Strategy(
+        config.ds,
+        seed=config.train.seed,
+        full_determinism=config.train.full_determinism_enable,
+    )
+    checkpoints = open_checkpoints(config.ckpt)
+    # One process looks: finding the newest checkpoint also tidies up after a save that was killed.
+    found = checkpoints.latest() if config.ckpt.load_enable and strategy.is_main else None
+    checkpoint: Checkpoint | None = strategy.broadcast(found)
+    if checkpoint:
+        check_resumable(checkpoint, schedule, strategy)
+    engine = strategy.trained(load_model, config, total_steps=schedule.total_steps)
+    run_dir = checkpoint.state.run_dir if checkpoint else config.run.dir
+    recorder = None
+    if strategy.is_main:
+        resume_step = checkpoint.state.step if checkpoint else None
+        recorder = Recorder(
+            config, logger=config.logger, run=config.run, run_dir=run_dir, resume_step=resume_step
+        )
+        recorder.display.note(f"{plan} on {strategy.dp_size} process(es)")
+    trainer = SupervisedTrainer(
+        task,
+        engine,
+        strategy,
+        tokenizer=tokenizer,
+        train_rows=train_rows,
+        eval_rows=eval_rows,
+        schedule=schedule,
+        train=config.train,
+        ckpt=config.ckpt,
+        checkpoints=checkpoints,
+        eval_steps=config.eval.steps,
+        num_workers=config.data.dataloader_num_workers,
+        recorder=recorder,
+        run_dir=run_dir,
+    )
+    try:
+        if checkpoint:
+            trainer.resume(checkpoint)
+        trainer.fit()
+    finally:
+        if recorder:
+            recorder.close()
+    torch.distributed.destroy_process_group()
+
+
 def open_checkpoints(ckpt: CheckpointConfig) -> CheckpointManager:
     """The checkpoints at --ckpt.path; with --ckpt.disable_ds they are exports only."""
     parts = [] if ckpt.disable_ds else [""]
     return CheckpointManager(ckpt.path, parts=parts, max_num=ckpt.max_num, max_mem_gib=ckpt.max_mem)
 
 
-def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strategy) -> list[str]:
-    """Why a checkpoint cannot continue this run; empty when it can."""
-    state = checkpoint.state
-    broken: list[str] = []
+def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strategy) -> None:
+    """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
+    state, broken = checkpoint.state, []
     there = state.engines.get("")
     here = EngineLayout(world_size=strategy.dp_size, zero_stage=strategy.config.zero_stage)
     if there != here:
         broken.append(
-            f"{checkpoint.tag} was written by {there}, this run is {here}: use as many processes and the same --ds.zero_stage"
+            f"was written by {there}, and this run is {here}: "
+            "use as many processes and the same --ds.zero_stage"
         )
-    for name, flag, now in (
+    for name, flags, now in (
         ("batch_size", "--train.batch_size", schedule.batch_size),
-        ("rows", "--data.dataset or --data.max_samples", schedule.rows),
+        ("rows", "--data.dataset and --data.max_samples", schedule.rows),
     ):
         if state.extra.get(name) != now:
             broken.append(
-                f"{checkpoint.tag} was written with {name} {state.extra.get(name)}, this run has {now}: "
-                f"the position in the data would shift. Restore {flag}, or start anew without --ckpt.load_enable."
+                f"was written with {name} {state.extra.get(name)}, and this run has {now}, so that its place in the "
+                f"data would shift: use the same {flags}"
             )
-    return broken
+    if broken:
+        where = f"{checkpoint.tag} in --ckpt.path {checkpoint.root}"
+        raise CheckpointError("\n".join(f"{where} {reason}." for reason in broken))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from openrlhf.data.batching import micro_batches
 from openrlhf.distributed.strategy import Strategy
-from openrlhf.experience import Experience, Layout, Ragged
+from openrlhf.experience import Experience, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +19,10 @@ class MicroBatchLimits:
     size: int
     max_tokens: int | None = None
 
-    def cut(self, rows: Ragged) -> list[list[int]]:
-        """Row numbers of each micro-batch; together they are all rows, once."""
+    def cut(self, lengths: Tensor) -> list[list[int]]:
+        """Row numbers of each micro-batch, for rows of `lengths` tokens; together they are all rows, once."""
         return micro_batches(
-            rows.lengths.tolist(),
+            lengths.tolist(),
             size=None if self.max_tokens else self.size,
             max_tokens=self.max_tokens,
         )
@@ -40,7 +40,7 @@ def score_tokens(
 
     Under ZeRO 3 a forward is collective: every rank runs as many micro-batches as the rank that has most.
     """
-    parts = limits.cut(experience)
+    parts = limits.cut(experience.lengths)
     rounds = (
         int(strategy.all_reduce([len(parts)], "max")[0])
         if strategy.config.zero_stage == 3

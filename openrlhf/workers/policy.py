@@ -115,7 +115,7 @@ class PolicyWorker:
     def _optimizer_step(self, job: PolicyUpdate, rows: list[int]) -> StepResult:
         batch = job.experience.select(rows)
         return self.engine.optimize(
-            batch.split(self.settings.train.cut(batch)),
+            batch.split(self.settings.train.cut(batch.lengths)),
             counts=self._counts,
             loss=lambda micro, totals: self._loss(
                 micro.to(self.strategy.device), totals, job.kl_coef

@@ -97,7 +97,7 @@ def test_the_metrics_of_a_batch_by_hand() -> None:
     assert metrics == pytest.approx(
         {
             "train/reward": 1.25,
-            "train/return": 0.0 + (2 * ROOT - ROOT) / 7,
+            "train/return": ROOT / 7,
             "train/response_length": 7 / 4,
             "train/total_length": 11 / 4,
             "train/truncated": 0.25,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def learned(plan: RankUpdate, lengths: list[int]) -> list[list[int]]:
 def union(plans: list[RankUpdate], lengths: list[int]) -> list[list[int]]:
     """For each optimizer step, the rows that all ranks together learn from."""
     per_rank = [learned(plan, lengths) for plan in plans]
-    return [sorted(sum(step, [])) for step in zip(*per_rank, strict=True)]
+    return [sorted(chain.from_iterable(step)) for step in zip(*per_rank, strict=True)]
 
 
 @given(LENGTHS, st.fixed_dictionaries(PLANS))

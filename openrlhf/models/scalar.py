@@ -1,0 +1,232 @@
+"""Reward models and critics: a language model's decoder under a linear head with one output per token.
+
+Stored as Transformers' sequence classification models with one label, so `AutoModelForSequenceClassification` loads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from openrlhf.models.backbone import hidden_states
+from openrlhf.models.loading import LoadSpec, naming_the_flag, prepared, pretrained_options
+
+NATIVE_HEAD = "score"  # what Transformers calls the head
+
+
+class ScalarHead(nn.Module):
+    """The linear layer of a scalar model, multiplied in float32 whatever its dtype: rewards need more than 8 bits.
+
+    It owns the layer as a submodule and reads its weight in its own forward: that is how ZeRO 3 learns to gather it.
+    """
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, hidden: Float[Tensor, "N H"]) -> Float[Tensor, " N"]:
+        """One number per hidden state."""
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        return nn.functional.linear(hidden.to(precise), self.linear.weight.to(precise))[:, 0]
+
+
+class ScalarModel(nn.Module):
+    """One number for every prefix of every sequence: a reward model reads the last, a critic all of them.
+
+    `packing`: as for the policy. `normalize`: return (value − mean) / std, with the statistics that the training of a
+    reward model left in its configuration; while a reward model is trained, this is off.
+    """
+
+    def __init__(self, hf: PreTrainedModel, *, packing: bool, normalize: bool = False) -> None:
+        super().__init__()
+        stored = hf.config.to_dict()
+        self.hf = hf
+        self.head = ScalarHead(hf.get_submodule(stored.get("value_head_prefix") or NATIVE_HEAD))
+        self.packing = packing
+        self.normalize = normalize
+        self.mean, self.std = _scale(stored.get("mean", 0.0), stored.get("std", 1.0))
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The Transformers configuration; DeepSpeed and the exports read it here."""
+        return self.hf.config
+
+    def set_scale(self, mean: float, std: float) -> None:
+        """Set what `normalize` subtracts and divides by; exports carry it. Raises ValueError unless finite, `std` above 0."""
+        self.mean, self.std = _scale(mean, std)
+        self.config.update({"mean": self.mean, "std": self.std})
+
+    def forward(
+        self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]
+    ) -> Float[Tensor, " N"]:
+        """The head's output at every token, float32: its judgement of the sequence up to and with that token."""
+        hidden = hidden_states(self.hf.get_decoder(), tokens, offsets, packing=self.packing)
+        values = self.head(hidden)
+        return (values - self.mean) / self.std if self.normalize else values
+
+
+def last_token_scores(
+    values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]
+) -> Float[Tensor, " B"]:
+    """The reward of each sequence: the head's output at its last token. No sequence may be empty."""
+    return values[offsets[1:] - 1]
+
+
+def state_values(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Float[Tensor, " N"]:
+    """V of the state before token t is chosen, from the head's outputs after each token.
+
+    Position t gets the output at t − 1, the first of each sequence 0: there is no state before it.
+
+    Example, two sequences: outputs [1, 2, 3 | 4, 5] give [0, 1, 2 | 0, 4].
+    """
+    first = torch.zeros_like(values, dtype=torch.bool)
+    first[offsets[:-1]] = True
+    return values.roll(1).masked_fill(first, 0)
+
+
+def load_scalar(
+    spec: LoadSpec,
+    *,
+    head_prefix: str = NATIVE_HEAD,
+    reinit_head: bool = False,
+    require_head: bool = False,
+    normalize: bool = False,
+    seed: int = 0,
+) -> ScalarModel:
+    """A scalar model from a scalar model's folder, or from a causal language model's with a new head.
+
+    `head_prefix` names the head; a `value_head_prefix` in the stored configuration wins. Under any name but "score" only this
+    loader finds the head of an export. `reinit_head`: a new head even where one is stored. `require_head`: refuse a folder
+    without a head, whose rewards would be random. A new head is N(0, σ²), σ = 1 / (hidden size + 1), from `seed` alone, so
+    equal on every rank; with it goes the stored mean and standard deviation. Raises ValueError for what cannot be loaded.
+    """
+    config, declared = _configuration(spec, head_prefix)
+    model_class = _model_class(config)
+    with naming_the_flag(spec), _quietly():
+        hf, report = model_class.from_pretrained(
+            spec.path,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, too, and refused below
+            **pretrained_options(spec),
+        )
+    name = config.value_head_prefix
+    head = hf._modules.get(name)
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ValueError(_unsupported(config))
+    may_lack_head = reinit_head or not (require_head or declared)
+    stored = _check_weights(spec, report, name, may_lack_head=may_lack_head)
+    if reinit_head or not stored:
+        setattr(hf, name, _new_head(head, seed))
+        hf.config.update({"mean": 0.0, "std": 1.0} if "mean" in hf.config.to_dict() else {})
+    return ScalarModel(prepared(hf, spec), packing=spec.packing, normalize=normalize)
+
+
+def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
+    """The stored configuration as that of a scalar model, and whether it was one before."""
+    with naming_the_flag(spec):
+        config: Any = AutoConfig.from_pretrained(
+            spec.path, trust_remote_code=spec.trust_remote_code
+        )
+    stored_prefix = config.to_dict().get("value_head_prefix")
+    names = config.architectures or []
+    declared = bool(stored_prefix) or any("SequenceClassification" in name for name in names)
+    config.num_labels = 1
+    config.value_head_prefix = stored_prefix or head_prefix
+    text = config.get_text_config()
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    if text.pad_token_id in ends:
+        # Transformers reads the score at the last token that is not padding, which would be the one before end-of-text.
+        text.pad_token_id = None
+    return config, declared
+
+
+def _model_class(config: Any) -> Any:
+    """Transformers' class for the architecture, with its head under the name that the configuration gives."""
+    native: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if native is None:
+        raise ValueError(_unsupported(config))
+    name = config.value_head_prefix
+    if name == NATIVE_HEAD:
+        return native
+    if not name.isidentifier() or hasattr(native, name) or name == native.base_model_prefix:
+        raise ValueError(
+            f"the scalar head cannot be called {name!r}; give --ds.value_head_prefix a free name such as score"
+        )
+
+    def build(self: Any, config: PretrainedConfig) -> None:
+        native.__init__(self, config)
+        self._modules[name] = self._modules.pop(NATIVE_HEAD, None)
+
+    head = property(lambda self: self.get_submodule(name))  # for Transformers' own forward
+    body = {"__init__": build, "__module__": native.__module__, NATIVE_HEAD: head}
+    return type(native.__name__, (native,), body)
+
+
+def _unsupported(config: PretrainedConfig) -> str:
+    return (
+        f"reward models and critics are stored as Transformers' sequence classification models, which has none with a plain "
+        f"linear head for the architecture {config.model_type!r}. Use another one (Llama, Qwen, Mistral, Gemma, …)."
+    )
+
+
+def _check_weights(
+    spec: LoadSpec, report: Mapping[str, Any], name: str, *, may_lack_head: bool
+) -> bool:
+    """Whether the folder had the head `name`. Raises ValueError for weights that are not there or of another size."""
+    key = f"{name}.weight"
+    sizes = {key: tuple(stored) for key, stored, _ in report["mismatched_keys"]}
+    lacking = report["missing_keys"] | sizes.keys()
+    if others := sorted(lacking - {key}):
+        raise ValueError(
+            f"{spec.path} does not hold all weights of its model: {len(others)} are not there, or of another size, "
+            f"among them {others[0]}"
+        )
+    if key in lacking and not may_lack_head:
+        seen = f"is of size {sizes[key]}, not of one output" if key in sizes else "is not there"
+        extra = sorted(report["unexpected_keys"])[:3]
+        raise ValueError(
+            f"{spec.path} is no reward model or critic: its scalar head, {key}, {seen}"
+            + (f" (weights that are not used: {', '.join(extra)})" if extra else "")
+            + ". Name a trained one, or the right --ds.value_head_prefix; train_rm makes a new head with --model.reinit_head."
+        )
+    return key not in lacking
+
+
+def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
+    """A head that judges almost everything as 0. A module of its own, which ZeRO 3 shards when the engine is made."""
+    head = nn.Linear(old.in_features, 1, bias=False, dtype=old.weight.dtype)
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.empty(1, old.in_features).normal_(0, 1 / (old.in_features + 1), generator=draw)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    return head
+
+
+def _scale(mean: float, std: float) -> tuple[float, float]:
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise ValueError(
+            f"rewards cannot be normalised by mean {mean} and standard deviation {std}: both must be finite, and the second "
+            "above 0"
+        )
+    return float(mean), float(std)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without Transformers' report of missing and unused weights: `_check_weights` reads it instead of the user."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)

@@ -1,0 +1,37 @@
+"""What holds for every test: one thread per process, no hub, and where data and devices are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before anything imports torch or a Hugging Face library; child processes inherit them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import pytest
+
+from openrlhf.config.machine import count_gpus
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Test data that is not part of the repository; tests that need it are skipped where it is absent."""
+    folder = ROOT / os.environ.get("OPENRLHF_TEST_DATA", "../shared/data")
+    if not folder.is_dir():
+        pytest.skip(f"no test data in {folder}: OPENRLHF_TEST_DATA names its folder")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is no CUDA device."""
+    if count_gpus() == 0:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

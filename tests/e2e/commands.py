@@ -1,0 +1,132 @@
+"""Runs the commands the way a user does: as processes, from flags; and reads what they left in the run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openrlhf.observability.run_folder import read_lines
+from tests.launch import ROOT
+
+PLAIN = (sys.executable, "-m")
+# Other tests of this process may have made it a world of one.
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+Flags = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A command that has ended: its status, and what it printed."""
+
+    status: int
+    printed: str
+    errors: str
+
+
+def as_arguments(flags: Flags) -> list[str]:
+    """Flags by name; True is a switch, None leaves one out, a list gives several values."""
+    arguments: list[str] = []
+    for name, value in flags.items():
+        if value is None:
+            continue
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        arguments += [f"--{name}", *map(str, values)]
+    return arguments
+
+
+def launch(command: str, flags: Flags, launcher: Sequence[str] = PLAIN) -> subprocess.Popen[str]:
+    """Start `openrlhf.cli.<command>` in a session of its own, with the tools of this environment on the path."""
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    return subprocess.Popen(
+        [*launcher, f"openrlhf.cli.{command}", *as_arguments(flags)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], *, timeout: float) -> Finished:
+    """Wait for a command; kill its whole session when it takes longer than `timeout` seconds."""
+    try:
+        printed, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, errors = process.communicate()
+        raise AssertionError(f"not done in {timeout:g} s:\n{printed}\n{errors}") from None
+    return Finished(status=process.returncode, printed=printed, errors=errors)
+
+
+def run(
+    command: str,
+    flags: Flags,
+    *,
+    launcher: Sequence[str] = PLAIN,
+    status: int = 0,
+    timeout: float = 180,
+) -> Finished:
+    """Run a command to its end, which has to be `status`."""
+    done = finish(launch(command, flags, launcher), timeout=timeout)
+    assert done.status == status, f"ended with {done.status}:\n{done.printed}\n{done.errors}"
+    return done
+
+
+def kill_when(
+    process: subprocess.Popen[str], reached: Callable[[], bool], *, timeout: float = 180
+) -> None:
+    """SIGKILL the main process, and it alone, once `reached` says so."""
+    deadline = time.monotonic() + timeout
+    while not reached():
+        assert process.poll() is None, f"it ended by itself:\n{process.communicate()}"
+        assert time.monotonic() < deadline, "what the kill waits for never came"
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def steps_logged(folder: Path) -> int:
+    """The newest training step in a run folder that may still be written to."""
+    return max((row["step"] for row in read_lines(folder / "metrics.jsonl")), default=0)
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what measures time."""
+    return [
+        {k: v for k, v in row.items() if k != "time" and not k.startswith("timing/")}
+        for row in read_lines(folder / "metrics.jsonl")
+    ]
+
+
+def column(folder: Path, name: str) -> list[float]:
+    """All values of a logged number, in order."""
+    return [row[name] for row in numbers(folder) if name in row]
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    """The lines of samples.jsonl."""
+    return list(read_lines(folder / "samples.jsonl"))
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Rows as a .jsonl file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,283 @@
+"""Supervised fine-tuning as a user runs it: alone, under both launchers, killed and resumed, and given wrong input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.cli.train_sft import main
+from tests.e2e.commands import (
+    as_arguments,
+    column,
+    kill_when,
+    launch,
+    numbers,
+    run,
+    steps_logged,
+    write_rows,
+)
+from tests.tiny import save_tiny_model
+
+TRAIN_ROWS, EVAL_ROWS, BATCH, EPOCHS = 52, 13, 8, 5
+STEPS = TRAIN_ROWS // BATCH * EPOCHS
+EOS, TEMPLATE = "<eos>", "reverse {}="
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def task_rows(count: int, seed: int) -> list[dict[str, str]]:
+    """Words of 1 to 12 letters, to be answered by themselves reversed."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 12))) for _ in range(count)]
+    return [{"input": word, "output": word[::-1] + EOS} for word in words]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Model and data of the module, and a datasets cache of its own."""
+    folder = tmp_path_factory.mktemp("sft")
+    save_tiny_model(folder / "model")
+    write_rows(folder / "train.jsonl", task_rows(TRAIN_ROWS, seed=1))
+    write_rows(folder / "eval.jsonl", task_rows(EVAL_ROWS, seed=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        yield folder
+
+
+def places(folder: Path) -> dict[str, Any]:
+    """Everything a run writes goes into `folder`."""
+    return {
+        "run.dir": folder,
+        "ckpt.output_dir": folder / "model",
+        "ckpt.path": folder / "checkpoints",
+    }
+
+
+def sft_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model.model_name_or_path": workspace / "model",
+        "data.dataset": workspace / "train.jsonl",
+        "data.input_key": "input",
+        "data.output_key": "output",
+        "data.input_template": TEMPLATE,
+        "data.max_len": 64,
+        "eval.dataset": workspace / "eval.jsonl",
+        "train.batch_size": BATCH,
+        "train.micro_batch_size": 2,
+        "train.max_epochs": EPOCHS,
+        "adam.lr": 1e-2,
+        "ds.param_dtype": "fp32",
+        "ckpt.save_steps": 10,
+        **places(folder),
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(workspace: Path) -> Path:
+    """The run that nothing disturbed."""
+    folder = workspace / "whole"
+    run("train_sft", sft_flags(workspace, folder))
+    return folder
+
+
+# ---- one process
+
+
+def test_every_epoch_is_whole_batches_followed_by_an_evaluation(whole: Path) -> None:
+    lines = [(row["step"], "eval/eval gpt_loss" in row) for row in numbers(whole)]
+    expected = []
+    for step in range(1, STEPS + 1):
+        expected.append((step, False))
+        if step % (TRAIN_ROWS // BATCH) == 0:
+            expected.append((step, True))
+    assert lines == expected
+
+
+def test_the_model_learns(whole: Path) -> None:
+    losses = column(whole, "train/gpt_loss")
+    assert all(map(math.isfinite, losses))
+    assert losses[0] == pytest.approx(math.log(64), abs=0.1)  # a random model over 64 tokens
+    assert losses[-1] < 2.5
+    assert column(whole, "eval/eval gpt_loss")[-1] < 2.5
+
+
+def test_the_run_folder_holds_configuration_numbers_and_report(whole: Path) -> None:
+    for name in ("config.yaml", "metrics.jsonl", "report.html"):
+        assert (whole / name).stat().st_size > 0
+    assert "gpt loss" in (whole / "report.html").read_text().lower()
+
+
+def test_the_exported_model_has_in_plain_transformers_the_evaluation_loss_that_was_logged(
+    whole: Path, workspace: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(whole / "model")
+    hf = AutoModelForCausalLM.from_pretrained(whole / "model", dtype=torch.float64)
+    total, count = 0.0, 0
+    for row in task_rows(EVAL_ROWS, seed=2):
+        prompt = tokenizer(TEMPLATE.format(row["input"])).input_ids
+        answer = tokenizer(row["output"]).input_ids
+        with torch.no_grad():
+            logits = hf(torch.tensor([prompt + answer])).logits[0]
+        table = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+        total -= float(table.gather(1, torch.tensor(answer)[:, None]).sum())
+        count += len(answer)
+    logged = column(whole, "eval/eval gpt_loss")[-1]
+    assert logged == pytest.approx(total / count, abs=2e-6)
+
+
+# ---- several processes
+
+
+@pytest.mark.parametrize(
+    ("launcher", "stage"),
+    [
+        (("deepspeed", "--num_gpus", "2", "--module"), 2),
+        (("torchrun", "--nproc_per_node", "2", "-m"), 3),
+    ],
+    ids=["deepspeed-zero2", "torchrun-zero3"],
+)
+def test_two_processes_do_what_one_does(
+    whole: Path, workspace: Path, launcher: tuple[str, ...], stage: int
+) -> None:
+    """To 1e-4 in the loss: sums in another order, which AdamW's steps amplify."""
+    folder = workspace / launcher[0]
+    flags = sft_flags(workspace, folder, **{"ds.zero_stage": stage, "ckpt.save_steps": -1})
+    if launcher[0] == "deepspeed":
+        launcher = (launcher[0], "--master_port", str(29600 + random.randrange(300)), *launcher[1:])
+    run("train_sft", flags, launcher=launcher)
+    for name in ("train/gpt_loss", "eval/eval gpt_loss", "train/lr"):
+        assert column(folder, name) == pytest.approx(column(whole, name), abs=1e-4), name
+    assert column(folder, "train/grad_norm")[0] == pytest.approx(
+        column(whole, "train/grad_norm")[0], rel=1e-5
+    )
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(path / "model", dtype=torch.float32).state_dict()
+        for path in (folder, whole)
+    )
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
+
+
+# ---- a run that is killed
+
+
+def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(
+    whole: Path, workspace: Path
+) -> None:
+    """From the configuration the unbroken run wrote, so that it too is shown to be complete. To the last digit."""
+    folder = workspace / "killed"
+    flags = {"config": whole / "config.yaml", **places(folder)}
+    process = launch("train_sft", flags)
+    kill_when(process, lambda: steps_logged(folder) >= 13)
+    before = numbers(folder)
+    assert before == numbers(whole)[: len(before)]
+    assert steps_logged(folder) < STEPS
+    assert not (folder / "model").exists()
+    run("train_sft", {**flags, "ckpt.load_enable": True, "run.dir": None})
+    assert numbers(folder) == numbers(whole)
+    ours, theirs = (path / "model" / "model.safetensors" for path in (folder, whole))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+# ---- a real data set
+
+
+def test_gsm8k_as_chat_messages_in_bfloat16(workspace: Path, data_dir: Path) -> None:
+    lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
+    rows = [json.loads(line.lower()) for line in lines]
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
+        }
+        for row in rows
+    ]
+    dataset = write_rows(workspace / "gsm8k.jsonl", chats)
+    folder = workspace / "gsm8k"
+    changes = {
+        "data.dataset": dataset,
+        "data.input_key": "messages",
+        "data.output_key": None,
+        "data.apply_chat_template": True,
+        "data.tokenizer_chat_template": CHAT_TEMPLATE,
+        "data.max_len": 1024,
+        "ds.param_dtype": "bf16",
+        "ds.packing_samples": True,
+        "eval.dataset": None,
+        "train.max_epochs": 1,
+    }
+    done = run("train_sft", sft_flags(workspace, folder, **changes))
+    assert "64 of 64 rows kept" in done.printed
+    losses = column(folder, "train/gpt_loss")
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.5
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    exported = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
+    assert exported.dtype == torch.bfloat16
+
+
+# ---- wrong input
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.dataset": "nowhere.jsonl"}, r"--data\.dataset nowhere\.jsonl does not exist"),
+        ({"data.output_key": "answer"}, r"no column 'answer', which --data\.output_key names"),
+        ({"train.batch_size": 64, "train.micro_batch_size": 64}, r"52 usable rows.*of 64: lower"),
+        ({"data.max_length": 64}, r"no flag --data\.max_length\. Did you mean --data\.max_len "),
+        ({"adam.lr": -1.0}, r"--adam\.lr"),
+        ({"train.batch_size": 9}, r"--train\.batch_size 9.*--train\.micro_batch_size 2"),
+        ({"data.apply_chat_template": True}, r"chat template"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_mistake_is_one_message_and_status_2(
+    workspace: Path,
+    changes: dict[str, Any],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("DS_ACCELERATOR", "OMP_WAIT_POLICY", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # what the command sets is undone
+        monkeypatch.delenv(name)
+    folder = workspace / "mistaken"
+    with pytest.raises(SystemExit) as ended:
+        main(as_arguments(sft_flags(workspace, folder, **changes)))
+    errors = capfd.readouterr().err
+    assert ended.value.code == 2
+    assert len(re.findall("^error: ", errors, re.MULTILINE)) == 1
+    assert "Traceback" not in errors
+    assert re.search(message, errors), errors
+    assert not folder.exists()
+
+
+def test_a_mistake_ends_the_process_with_status_2_and_nothing_but_the_message(
+    workspace: Path,
+) -> None:
+    done = run(
+        "train_sft",
+        sft_flags(workspace, workspace / "mistaken", **{"data.input_key": "question"}),
+        status=2,
+    )
+    assert done.printed == ""
+    assert done.errors.startswith("error: ")
+    assert "--data.input_key" in done.errors and "Traceback" not in done.errors

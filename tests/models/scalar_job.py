@@ -1,0 +1,67 @@
+"""One rank of the scalar model's ZeRO test: score, train a few steps, score again, export; at stages 2 and 3."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.checkpoints.export import export_hf
+from openrlhf.config.shared import AdamConfig, EngineConfig, OptimizerConfig
+from openrlhf.distributed.strategy import Strategy
+from openrlhf.models.loading import LoadSpec
+from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
+from tests.models.test_scalar_model import batch
+from tests.tiny import character_tokenizer
+
+# A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as gradients do.
+OPTIMIZER = OptimizerConfig(
+    adam=AdamConfig(lr=0.1, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0
+)
+
+
+def run(stage: int, path: str, out: str) -> dict[str, Any]:
+    """Raise the rewards of the batch; every rank has the same rows."""
+    strategy = Strategy(EngineConfig(zero_stage=stage, param_dtype="fp32"), seed=0)
+    spec = LoadSpec(path=path, param_dtype="fp32", attention="sdpa", packing=True)
+    frozen = strategy.frozen(lambda: load_scalar(spec, seed=5))
+    engine = strategy.trained(lambda: load_scalar(spec, seed=5), OPTIMIZER, total_steps=3)
+    tokens, offsets = batch()
+
+    def values(model: Any) -> Tensor:
+        with torch.no_grad():
+            return model(tokens, offsets).clone()
+
+    def loss(_: None, totals: Any) -> tuple[Tensor, dict[str, Any]]:
+        return -last_token_scores(engine(tokens, offsets), offsets).sum() / totals["rows"], {}
+
+    columns = {"before": values(engine), "frozen": values(frozen)}
+    for _ in range(3):
+        assert engine.optimize([None], counts=lambda _: {"rows": 4.0}, loss=loss).applied
+    columns["after"] = values(engine)
+    assert isinstance(engine.module, ScalarModel)
+    folder = f"{out}.zero{stage}"
+    export_hf(
+        engine.full_parameters(1 << 14),
+        engine.module.hf,
+        character_tokenizer(),
+        folder,
+        writes=strategy.is_main,
+    )
+    strategy.barrier()
+    return {"columns": columns, "export": folder}
+
+
+def main() -> None:
+    """Arguments: model folder, file for the results."""
+    path, out = sys.argv[1:]
+    results = {f"zero{stage}": run(stage, path, out) for stage in (2, 3)}
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, out)
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()

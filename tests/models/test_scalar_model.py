@@ -1,0 +1,408 @@
+"""Reward models and critics: against plain Transformers, packed against padded, and what their folders hold."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    CohereConfig,
+    PreTrainedModel,
+)
+
+from openrlhf.checkpoints.export import export_hf
+from openrlhf.experience import Layout, offsets_of
+from openrlhf.models import packed_attention
+from openrlhf.models.loading import LoadSpec
+from openrlhf.models.scalar import (
+    ScalarHead,
+    ScalarModel,
+    last_token_scores,
+    load_scalar,
+    state_values,
+)
+from tests.launch import run_ranks
+from tests.tiny import character_tokenizer, save_tiny_model, tiny_config
+
+LENGTHS = [5, 1, 9, 3]
+KINDS = ["qwen2-tied", "qwen2-untied", "llama", "mistral-windowed", "qwen3"]
+
+
+def spec(path: Path | str, **changes: Any) -> LoadSpec:
+    settings = {"param_dtype": "fp32", "attention": "sdpa", "packing": False}
+    return LoadSpec(path=str(path), **settings | changes)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(4, 60, (sum(LENGTHS),), generator=generator)
+    return tokens, offsets_of(LENGTHS)
+
+
+def scalar(kind: str = "llama", *, packing: bool = False, **changes: Any) -> ScalarModel:
+    """A random float64 model; without a token for padding, which Transformers reads as text ending there."""
+    torch.manual_seed(0)
+    config = tiny_config(kind, num_labels=1, pad_token_id=None, **changes)
+    hf = AutoModelForSequenceClassification.from_config(config).double().eval()
+    if packing:
+        hf.set_attn_implementation(packed_attention.NAME)
+    return ScalarModel(hf, packing=packing)
+
+
+def export(model: ScalarModel, path: Path) -> str:
+    buckets = [[(name, p.data) for name, p in model.hf.named_parameters()]]
+    export_hf(buckets, model.hf, character_tokenizer(), str(path), writes=True)
+    return str(path)
+
+
+def head_of(model: ScalarModel) -> Tensor:
+    return model.head.linear.weight.detach()
+
+
+def edit_config(path: str, **entries: Any) -> None:
+    file = Path(path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_plain_transformers_one_sequence_at_a_time(
+    kind: str, packing: bool
+) -> None:
+    tokens, offsets = batch()
+    plain = scalar(kind).hf
+    with torch.no_grad():
+        scores = last_token_scores(scalar(kind, packing=packing)(tokens, offsets), offsets)
+        expected = [float(plain(ids[None]).logits) for ids in tokens.split(LENGTHS)]
+    assert scores.tolist() == pytest.approx(expected, abs=1e-12)
+    assert len({round(score, 6) for score in expected}) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_scores_are_those_of_transformers_whatever_side_it_pads(side: str) -> None:
+    tokens, offsets = batch()
+    model = scalar("qwen3")
+    model.hf.config.pad_token_id = 0
+    layout = Layout.of(offsets)
+    ids, mask = layout.gather(tokens), layout.real.long()
+    if side == "left":
+        for row, length in enumerate(LENGTHS):
+            ids[row], mask[row] = ids[row].roll(-length), mask[row].roll(-length)
+    with torch.no_grad():
+        scores = last_token_scores(model(tokens, offsets), offsets)
+        expected = model.hf(input_ids=ids, attention_mask=mask).logits[:, 0]
+    # Rotary angles are float32 in Transformers, and left padding shifts them.
+    torch.testing.assert_close(scores, expected, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_value_of_a_state_is_the_score_of_the_text_before_the_token(packing: bool) -> None:
+    tokens, offsets = batch()
+    plain = scalar().hf
+    expected = []
+    with torch.no_grad():
+        values = state_values(scalar(packing=packing)(tokens, offsets), offsets)
+        for ids in tokens.split(LENGTHS):
+            expected.append(0.0)
+            expected += [float(plain(ids[None, :t]).logits) for t in range(1, len(ids))]
+    assert values.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_state_values_shift_inside_sequences_only() -> None:
+    outputs = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert state_values(outputs, offsets_of([3, 1, 2])).tolist() == [0, 1, 2, 0, 0, 5]
+    assert last_token_scores(outputs, offsets_of([3, 1, 2])).tolist() == [3, 4, 6]
+
+
+def test_packed_and_padded_gradients_agree() -> None:
+    tokens, offsets = batch()
+    gradients = []
+    for packing in (False, True):
+        model = scalar("qwen2-tied", packing=packing)
+        values = model(tokens, offsets)
+        (
+            last_token_scores(values, offsets).sum() + state_values(values, offsets).square().sum()
+        ).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(gradient is not None and gradient.any() for gradient in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-12, rtol=1e-9)
+
+
+def test_a_reward_depends_on_its_own_sequence_only() -> None:
+    tokens, offsets = batch()
+    tokens.requires_grad = False
+    model = scalar(packing=True)
+    embedded: list[Tensor] = []
+    layer = model.hf.get_input_embeddings()
+    layer.register_forward_hook(lambda _, __, out: (out.retain_grad(), embedded.append(out))[0])
+    last_token_scores(model(tokens, offsets), offsets)[2].backward()
+    reached = embedded[0].grad[0].abs().sum(1) > 0
+    assert reached.tolist() == [False] * 6 + [True] * 9 + [False] * 3
+
+
+def test_the_head_of_a_bfloat16_model_is_multiplied_in_float32() -> None:
+    linear = torch.nn.Linear(512, 1, bias=False, dtype=torch.bfloat16)
+    hidden = torch.randn(3, 512, dtype=torch.bfloat16)
+    outputs = ScalarHead(linear)(hidden)
+    expected = hidden.double() @ linear.weight.double()[0]
+    assert outputs.dtype == torch.float32
+    torch.testing.assert_close(outputs.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_normalisation_subtracts_the_mean_and_divides_by_the_standard_deviation() -> None:
+    tokens, offsets = batch()
+    model = scalar()
+    model.set_scale(2.0, 4.0)
+    raw = model(tokens, offsets)
+    model.normalize = True
+    torch.testing.assert_close(model(tokens, offsets), (raw - 2) / 4)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0), (0.0, float("inf"))]
+)
+def test_a_scale_that_cannot_divide_is_refused(mean: float, std: float) -> None:
+    with pytest.raises(ValueError, match="cannot be normalised"):
+        scalar().set_scale(mean, std)
+
+
+# ---- folders
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_a_sequence_classification_model_with_the_same_scores(
+    kind: str, tmp_path: Path
+) -> None:
+    tokens, offsets = batch()
+    model = load_scalar(spec(save_tiny_model(tmp_path / "lm", kind)), seed=3)
+    path = export(model, tmp_path / "rm")
+    plain = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        scores = last_token_scores(model(tokens, offsets), offsets)
+        expected = [float(plain(ids[None]).logits) for ids in tokens.split(LENGTHS)]
+    assert plain.config.num_labels == 1
+    assert scores.tolist() == pytest.approx(expected, abs=1e-6)
+    assert scores.abs().max() > 1e-2
+    AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_of_a_language_model_is_kept_and_the_head_survives_an_export(
+    kind: str, tmp_path: Path
+) -> None:
+    first = load_scalar(spec(save_tiny_model(tmp_path / "lm", kind)), seed=3)
+    second = load_scalar(spec(export(first, tmp_path / "rm")), seed=4, require_head=True)
+    stored = load_file(tmp_path / "lm" / "model.safetensors")
+    for name, parameter in second.hf.named_parameters():
+        assert torch.equal(parameter, first.hf.get_parameter(name)), name
+        assert name == "score.weight" or torch.equal(parameter, stored[name]), name
+
+
+def test_a_model_that_plain_transformers_stored_keeps_its_head(tmp_path: Path) -> None:
+    hf = scalar("qwen3").hf.float()
+    hf.save_pretrained(tmp_path)
+    assert torch.equal(head_of(load_scalar(spec(tmp_path), require_head=True)), hf.score.weight)
+
+
+def test_a_new_head_is_drawn_with_one_over_hidden_size_plus_one(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, hidden_size=1024, num_attention_heads=4)
+    weight = head_of(load_scalar(spec(path), seed=1))
+    assert weight.shape == (1, 1024)
+    assert float(weight.std()) * 1025 == pytest.approx(1.0, abs=0.08)
+    assert abs(float(weight.mean())) < 1e-4
+
+
+def test_a_new_head_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    heads = []
+    for state, seed in ((0, 7), (1, 7), (0, 8)):
+        torch.manual_seed(state)
+        heads.append(head_of(load_scalar(spec(path), seed=seed)))
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+
+
+def test_a_stored_head_is_replaced_only_on_demand_and_its_scale_goes_with_it(
+    tmp_path: Path,
+) -> None:
+    model = load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3)
+    model.set_scale(0.5, 2.0)
+    path = export(model, tmp_path / "rm")
+    kept, renewed = load_scalar(spec(path)), load_scalar(spec(path), reinit_head=True, seed=4)
+    assert torch.equal(head_of(kept), head_of(model))
+    assert (kept.mean, kept.std) == (0.5, 2.0)
+    assert not torch.equal(head_of(renewed), head_of(model))
+    assert (renewed.mean, renewed.std) == (0.0, 1.0)
+    again = load_scalar(spec(export(renewed, tmp_path / "again")))
+    assert (again.mean, again.std) == (0.0, 1.0)
+
+
+def test_another_name_for_the_head_is_the_name_in_the_file_and_wins_over_the_flag(
+    tmp_path: Path,
+) -> None:
+    tokens, offsets = batch()
+    model = load_scalar(spec(save_tiny_model(tmp_path / "lm")), head_prefix="value_head", seed=3)
+    path = export(model, tmp_path / "rm")
+    assert "value_head.weight" in load_file(f"{path}/model.safetensors")
+    again = load_scalar(spec(path), head_prefix="score", require_head=True)
+    assert again.config.value_head_prefix == "value_head"
+    assert torch.equal(head_of(again), head_of(model))
+    with torch.no_grad():
+        scores = last_token_scores(again(tokens, offsets), offsets)
+        expected = [float(again.hf(ids[None]).logits) for ids in tokens.split(LENGTHS)]
+    assert scores.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_reward_model_of_the_reference_is_read(tmp_path: Path) -> None:
+    """Its class has a name of its own, it has no number of labels, and its head may be called value_head."""
+    path = save_tiny_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    head = torch.full((1, 32), 0.25)
+    save_file(
+        weights | {"value_head.weight": head},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    edit_config(
+        path, architectures=["RewardModel"], value_head_prefix="value_head", mean=1.5, std=0.5
+    )
+    model = load_scalar(spec(path), require_head=True)
+    assert torch.equal(head_of(model), head)
+    assert (model.mean, model.std) == (1.5, 0.5)
+
+
+def test_padding_that_is_the_end_of_text_does_not_move_the_score_of_an_export(
+    tmp_path: Path,
+) -> None:
+    model = load_scalar(spec(save_tiny_model(tmp_path / "lm", pad_token_id=1)), seed=3)
+    plain = AutoModelForSequenceClassification.from_pretrained(export(model, tmp_path / "rm"))
+    tokens = torch.tensor([10, 20, 30, 1])  # ends with end-of-text
+    with torch.no_grad():
+        score = float(last_token_scores(model(tokens, offsets_of([4])), offsets_of([4])))
+        assert float(plain.eval()(tokens[None]).logits) == pytest.approx(score, abs=1e-6)
+
+
+def test_packing_and_dtype_are_as_the_flags_say(tmp_path: Path) -> None:
+    model = load_scalar(spec(save_tiny_model(tmp_path), packing=True, param_dtype="bf16"))
+    assert model.packing
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    tokens, offsets = batch()
+    values = model(tokens, offsets)
+    assert values.dtype == torch.float32 and values.isfinite().all()
+
+
+def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    tokens, offsets = batch()
+    gradients = []
+    for checkpointing in (False, True):
+        model = load_scalar(spec(path, gradient_checkpointing=checkpointing), seed=3).train()
+        model(tokens, offsets).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_copies_are_independent() -> None:
+    model = scalar()
+    twin = copy.deepcopy(model)
+    twin.head.linear.weight.data.zero_()
+    assert twin.hf.get_submodule("score") is twin.head.linear
+    assert head_of(model).any()
+
+
+# ---- sharded
+
+
+@pytest.mark.parametrize("case", ["new", "stored"])
+def test_zero_3_shards_the_head_and_changes_no_number(case: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "lm")
+    if case == "stored":
+        model = load_scalar(spec(path), head_prefix="value_head", seed=3)
+        path = export(model, tmp_path / "rm")
+    run_ranks(2, "tests.models.scalar_job", path, str(tmp_path / "results.pt"))
+    results = torch.load(tmp_path / "results.pt")
+    for stage in ("zero2", "zero3"):
+        for name, column in results[stage]["columns"].items():
+            torch.testing.assert_close(
+                column, results["zero2"]["columns"][name], atol=1e-6, rtol=0, msg=f"{stage} {name}"
+            )
+    before, frozen, after = results["zero3"]["columns"].values()
+    torch.testing.assert_close(before, frozen, atol=1e-6, rtol=0)
+    assert (before - after).abs().max() > 1e-3
+    again = load_scalar(spec(results["zero3"]["export"]), require_head=True)
+    tokens, offsets = batch()
+    torch.testing.assert_close(again(tokens, offsets).detach(), after, atol=1e-6, rtol=0)
+
+
+# ---- refusals
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    with pytest.raises(
+        ValueError, match=r"is no reward model.*score\.weight, is not there.*lm_head\.weight"
+    ):
+        load_scalar(spec(path), require_head=True)
+
+
+def test_a_stored_head_under_another_name_is_not_overlooked(tmp_path: Path) -> None:
+    scalar("qwen3").hf.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError,
+        match=r"value_head\.weight, is not there.*score\.weight.*--ds\.value_head_prefix",
+    ):
+        load_scalar(spec(tmp_path), head_prefix="value_head")
+
+
+def test_a_classifier_with_several_classes_is_no_reward_model(tmp_path: Path) -> None:
+    config = tiny_config("llama", num_labels=3)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"score\.weight, is of size \(3, 32\), not of one output"):
+        load_scalar(spec(tmp_path))
+    assert head_of(load_scalar(spec(tmp_path), reinit_head=True)).shape == (1, 32)
+
+
+def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"1 are not there, or of another size, among them model\.norm"
+    ):
+        load_scalar(spec(path))
+
+
+def test_architectures_without_a_plain_head_are_refused_by_name(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    for config in (CohereConfig(**sizes), BertConfig(**sizes, intermediate_size=64)):
+        folder = tmp_path / config.model_type
+        from_config = PreTrainedModel if config is None else AutoModelForSequenceClassification
+        config.save_pretrained(folder)
+        if config.model_type == "bert":
+            from_config.from_config(config).save_pretrained(folder)
+        with pytest.raises(
+            ValueError, match=f"none with a plain linear head.*'{config.model_type}'"
+        ):
+            load_scalar(spec(folder))
+
+
+@pytest.mark.parametrize("name", ["model", "forward", "two words", "a.b"])
+def test_a_head_cannot_take_a_name_that_is_taken(name: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be called .*--ds\.value_head_prefix"):
+        load_scalar(spec(path), head_prefix=name)

@@ -1,0 +1,105 @@
+"""The arrows of docs/architecture.md, walked over every module's imports, and the sizes the project keeps to."""
+
+from __future__ import annotations
+
+import sys
+from fnmatch import fnmatch
+
+import pytest
+
+from tests.sources import Module, loaded_with, package
+
+LEVELS = {
+    "cli": 6,
+    **dict.fromkeys(("trainers", "utils"), 5),
+    **dict.fromkeys(("workers", "rollout"), 4),
+    "checkpoints": 3,
+    **dict.fromkeys(("models", "data", "distributed"), 2),
+    **dict.fromkeys(("experience", "algorithms", "observability"), 1),
+    **dict.fromkeys(("config", "trajectory"), 0),
+}
+# Where each heavy library may be named at all. torch and transformers are at home in many rooms.
+HOMES = {
+    "vllm": ["rollout.engine*"],
+    "cloudpickle": ["rollout.engine*"],
+    "deepspeed": ["distributed.*"],
+    "ray": ["distributed.placement", "distributed.worker_group", "trainers.launch"],
+    "datasets": ["data.*"],
+    "modelscope": ["data.loading"],
+    "math_verify": ["rollout.graders"],
+    "wandb": ["observability.trackers"],
+    "tensorboard": ["observability.trackers"],
+    "rich": ["observability.*"],
+}
+# What a module may load at import besides the standard library and our own modules.
+STANDARD_LIBRARY_ONLY = ["config*", "trajectory", "utils", "cli*"]
+WITHOUT_TORCH = ["rollout.hosts", "rollout.host_process", "rollout.graders", "rollout.rewards"]
+MODULES = sorted(package().values(), key=str)
+
+
+def within(module: Module, patterns: list[str]) -> bool:
+    return any(fnmatch(module.name.removeprefix("openrlhf."), pattern) for pattern in patterns)
+
+
+def libraries(names: set[str]) -> set[str]:
+    tops = {name.split(".")[0] for name in names}
+    return tops - {"openrlhf", "__future__"} - sys.stdlib_module_names
+
+
+def test_every_module_is_in_a_room_with_a_level() -> None:
+    assert {module.room for module in MODULES} - {""} <= LEVELS.keys()
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_imports_point_down_and_siblings_do_not_know_each_other(module: Module) -> None:
+    rooms = {name.split(".")[1] for name in module.imports() if name.startswith("openrlhf.")}
+    others = rooms & LEVELS.keys() - {module.room}
+    wrong = {room for room in others if LEVELS[room] >= LEVELS.get(module.room, 7)}
+    assert not wrong, f"{module} (level {LEVELS[module.room]}) imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_a_heavy_library_has_one_home(library: str) -> None:
+    users = [module for module in MODULES if library in libraries(module.imports())]
+    assert [str(module) for module in users if not within(module, HOMES[library])] == []
+    assert users or library == "modelscope", f"nobody uses {library}: its line can go"
+
+
+def test_algorithms_know_torch_and_none_of_our_classes() -> None:
+    for module in (module for module in MODULES if module.room == "algorithms"):
+        assert libraries(module.imports()) <= {"torch", "jaxtyping"}, module
+        ours = {name for name in module.imports() if name.startswith("openrlhf")}
+        assert all(name.startswith("openrlhf.algorithms") for name in ours), module
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_light_modules_load_no_library(module: Module) -> None:
+    loaded = libraries(loaded_with(module.name))
+    if within(module, STANDARD_LIBRARY_ONLY):
+        assert not loaded
+    if within(module, WITHOUT_TORCH):
+        assert not loaded & {"torch", "transformers", "ray", "vllm", "deepspeed"}
+
+
+def test_engines_never_load_deepspeed_and_trainers_never_load_vllm() -> None:
+    for module in (module for module in MODULES if module.room == "rollout"):
+        assert "deepspeed" not in loaded_with(module.name), module
+    for module in (module for module in MODULES if module.room in ("workers", "trainers")):
+        assert "vllm" not in loaded_with(module.name), module
+
+
+def test_a_module_stays_within_400_lines_and_a_function_within_60() -> None:
+    long_modules = {str(m): n for m in MODULES if (n := m.text.count("\n")) > 400}
+    long_functions = {
+        f"{module} {name}": lines
+        for module in MODULES
+        for name, lines in module.functions()
+        if lines > 60
+    }
+    assert (long_modules, long_functions) == ({}, {})
+
+
+def test_the_core_stays_below_10_000_lines_and_the_package_below_14_000() -> None:
+    core = sum(m.lines for m in MODULES if m.room not in ("cli", "observability"))
+    assert core < 10_000
+    assert sum(m.lines for m in MODULES) < 14_000

@@ -1,0 +1,54 @@
+"""Every command answers `--help` and mistakes at once: before torch, Ray or any other library is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+
+import pytest
+
+from tests.sources import ROOT, package
+
+COMMANDS = [m.name for m in package().values() if m.room == "cli" and "__main__" in m.text]
+
+
+def run(command: str, *words: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """The finished command, and the top names of what it imported."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", command, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=60,
+    )
+    report = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return done, {line.rpartition("|")[2].strip().split(".")[0] for line in report}
+
+
+def assert_no_library(imported: set[str]) -> None:
+    ours = {"openrlhf", "_distutils_hack", "_virtualenv"}  # the last two: .pth files of any Python
+    assert "openrlhf" in imported
+    assert not imported & packages_distributions().keys() - ours
+
+
+def test_there_are_commands() -> None:
+    assert {"openrlhf.cli.train_sft", "openrlhf.cli.train_ppo_ray"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_the_command_and_loads_no_library(command: str) -> None:
+    done, imported = run(command, "--help")
+    assert done.returncode == 0
+    assert f"usage: python -m {command} " in done.stdout
+    assert_no_library(imported)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_mistake_ends_with_status_2_before_a_library_is_loaded(command: str) -> None:
+    done, imported = run(command, "--train.no_such_flag", "1")
+    assert done.returncode == 2
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert_no_library(imported)

@@ -1,0 +1,35 @@
+"""Episodes made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openrlhf.trajectory import Prompt, StopReason, Trajectory
+
+
+def episode(
+    index: int = 0,
+    sample: int = 0,
+    *,
+    score: float | None = None,
+    actions: int = 1,
+    stop: StopReason = StopReason.STOP,
+    source: str = "default",
+    **fields: Any,
+) -> Trajectory:
+    """An episode of prompt number `index`: one prompt token, `actions` sampled ones; its reward is its score."""
+    values = {"reward": score, "score": score} | fields
+    return Trajectory(
+        tokens=list(range(1 + actions)),
+        action_mask=[False] + [True] * actions,
+        rollout_logprobs=[0.0] + [-0.5] * actions,
+        prompt=Prompt(index=index, text=f"prompt {index}", tokens=[0], datasource=source),
+        sample_index=sample,
+        stop_reason=stop,
+        **values,
+    )
+
+
+def failed(index: int = 0, sample: int = 0, *, source: str = "default") -> Trajectory:
+    """An episode that carries an error and no number."""
+    return episode(index, sample, stop=StopReason.FAILED, source=source, error="it broke")

@@ -1,0 +1,189 @@
+"""Which prompts a step gets is a function of the seed and the place in the run; evaluation counts every prompt once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset
+
+from openrlhf.data.prompts import PromptRow
+from openrlhf.rollout.generator import SamplingSpec
+from openrlhf.trainers.sources import SyncSource, evaluate, evaluation_metrics
+from openrlhf.trajectory import Prompt, StopReason, Trajectory
+from tests.trainers.episodes import episode, failed
+
+SPEC = SamplingSpec(
+    purpose="train",
+    n_samples=1,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    max_new_tokens=4,
+    max_len=8,
+    seed=0,
+)
+
+
+class Prompts(Dataset[PromptRow]):
+    """Prompt rows named after their numbers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> PromptRow:
+        return PromptRow(text=f"row {index}", tokens=[index], datasource="a")
+
+
+class EchoGenerator:
+    """Answers every prompt with one episode, and remembers in which calls they came."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[Prompt]] = []
+
+    def rollout(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Trajectory]:
+        self.calls.append(list(prompts))
+        return [episode(prompt.index, score=float(prompt.tokens[0])) for prompt in prompts]
+
+
+def source(prompts: int = 10, *, consumed: int = 0, **changes: Any) -> SyncSource:
+    fields = {"batch_size": 4, "episodes": 2, "seed": 0} | changes
+    made = SyncSource(Prompts(prompts), EchoGenerator(), SPEC, **fields)  # pyright: ignore[reportArgumentType]
+    made.consumed = consumed
+    return made
+
+
+def drawn(made: SyncSource) -> list[list[tuple[int, str]]]:
+    """Running number and text of the prompts of each step."""
+    return [[(prompt.index, prompt.text) for prompt in step] for step in made.draw()]
+
+
+# ---- drawing prompts
+
+
+def test_every_prompt_is_drawn_once_per_pass_and_the_last_batch_may_be_short() -> None:
+    made = source()
+    steps = drawn(made)
+    assert [len(step) for step in steps] == [4, 4, 2, 4, 4, 2]
+    assert len(steps) == made.total_steps
+    texts = [text for step in steps for _, text in step]
+    for one_pass in (texts[:10], texts[10:]):
+        assert sorted(one_pass) == sorted(f"row {i}" for i in range(10))
+
+
+def test_prompts_are_numbered_through_the_whole_run() -> None:
+    numbers = [index for step in drawn(source()) for index, _ in step]
+    assert numbers == list(range(20))
+
+
+def test_every_pass_has_an_order_of_its_own_and_the_seed_decides_them() -> None:
+    texts = [text for step in drawn(source()) for _, text in step]
+    assert texts[:10] != texts[10:]
+    assert drawn(source()) == drawn(source())
+    assert drawn(source(seed=1)) != drawn(source())
+
+
+@pytest.mark.parametrize("steps_done", range(7))
+def test_a_run_taken_up_after_any_step_draws_what_was_left(steps_done: int) -> None:
+    whole = drawn(source())
+    consumed = sum(len(step) for step in whole[:steps_done])
+    assert drawn(source(consumed=consumed)) == whole[steps_done:]
+
+
+def test_consumed_counts_the_prompts_that_were_handed_out() -> None:
+    made = source()
+    for _ in islice(made.draw(), 4):
+        pass
+    assert (made.consumed, made.episode) == (14, 1)
+
+
+def test_worker_processes_do_not_change_the_order() -> None:
+    assert drawn(source(num_workers=2)) == drawn(source())
+
+
+def test_a_step_is_generated_when_it_is_asked_for_and_not_before() -> None:
+    made = source()
+    generator = made.generator
+    assert isinstance(generator, EchoGenerator)
+    steps = iter(made)
+    assert generator.calls == []
+    first = next(steps)
+    assert len(generator.calls) == 1
+    assert [t.prompt.index for t in first] == [0, 1, 2, 3]
+    assert made.consumed == 4
+
+
+def test_evaluation_asks_for_every_prompt_once_in_waves() -> None:
+    generator = EchoGenerator()
+    trajectories = evaluate(Prompts(5), generator, SPEC, wave=2)  # pyright: ignore[reportArgumentType]
+    assert [[p.index for p in call] for call in generator.calls] == [[0, 1], [2, 3], [4]]
+    assert [t.score for t in trajectories] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+# ---- evaluation metrics
+
+
+def test_pass_at_k_is_the_best_and_pass_at_one_the_mean_of_a_prompts_samples() -> None:
+    trajectories = [
+        episode(0, 0, score=1.0, actions=2),
+        episode(0, 1, score=0.0, actions=4, stop=StopReason.LENGTH),
+        episode(1, 0, score=0.0, actions=3),
+        episode(1, 1, score=0.0, actions=3),
+    ]
+    assert evaluation_metrics(trajectories, k=2) == {
+        "eval/eval_default_pass2": 0.5,
+        "eval/eval_default_pass1": 0.25,
+        "eval/eval_default_response_length_mean": 3.0,
+        "eval/eval_default_truncated_rate": 0.25,
+        "eval/eval_response_length_mean": 3.0,
+        "eval/eval_truncated_rate": 0.25,
+        "eval/eval_num_samples": 4.0,
+        "eval/eval_failed_episodes": 0.0,
+    }
+
+
+def test_every_data_source_has_numbers_of_its_own() -> None:
+    metrics = evaluation_metrics(
+        [episode(0, score=1.0, source="gsm8k"), episode(1, score=0.0, source="math")], k=1
+    )
+    assert metrics["eval/eval_gsm8k_pass1"] == 1.0
+    assert metrics["eval/eval_math_pass1"] == 0.0
+    assert metrics["eval/eval_num_samples"] == 2.0
+
+
+def test_with_one_sample_there_is_one_number() -> None:
+    metrics = evaluation_metrics([episode(0, score=1.0), episode(1, score=0.0)], k=1)
+    assert [name for name in metrics if "pass" in name] == ["eval/eval_default_pass1"]
+    assert metrics["eval/eval_default_pass1"] == 0.5
+
+
+def test_failed_samples_are_left_out_and_counted() -> None:
+    trajectories = [
+        episode(0, 0, score=1.0),
+        failed(0, 1),  # prompt 0: 1 of 1
+        episode(1, 0, score=0.0),
+        episode(1, 1, score=0.5),  # prompt 1: mean 0.25
+        failed(2, 0),
+        failed(2, 1),  # prompt 2: nothing to say
+    ]
+    metrics = evaluation_metrics(trajectories, k=2)
+    assert metrics["eval/eval_default_pass1"] == pytest.approx((1.0 + 0.25) / 2)
+    assert metrics["eval/eval_default_pass2"] == pytest.approx((1.0 + 0.5) / 2)
+    assert metrics["eval/eval_failed_episodes"] == 3.0
+    assert metrics["eval/eval_num_samples"] == 6.0
+
+
+def test_where_every_sample_failed_nothing_is_said_about_passing() -> None:
+    metrics = evaluation_metrics([failed(0, 0), failed(0, 1)], k=2)
+    assert metrics == {"eval/eval_num_samples": 2.0, "eval/eval_failed_episodes": 2.0}
+
+
+def test_a_source_without_scores_has_no_pass_rate() -> None:
+    metrics = evaluation_metrics([episode(0, score=None)], k=1)
+    assert math.isnan(metrics["eval/eval_default_pass1"])

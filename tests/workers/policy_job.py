@@ -1,0 +1,140 @@
+"""One rank of the worker tests: a policy and its reference score and update the same batch in every layout asked for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openrlhf.config.shared import AdamConfig, EngineConfig, OptimizerConfig
+from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.distributed.strategy import Strategy
+from openrlhf.experience import Experience, Layout, offsets_of
+from openrlhf.models.loading import LoadSpec
+from openrlhf.observability.metrics import merge_all, values
+from openrlhf.trainers.update_plan import plan_update, rows_of_rank, share
+from openrlhf.workers.base import MicroBatchLimits
+from openrlhf.workers.frozen import ReferenceSettings, ReferenceWorker
+from openrlhf.workers.policy import Objective, PolicySettings, PolicyUpdate, PolicyWorker
+
+LENGTHS = [5, 9, 4, 12, 7, 3, 10, 6, 8]
+BATCH_SIZE = 4  # optimizer steps of 4, 4 and 1 rows: of two ranks, one has none in the last
+TEMPERATURE = 0.8
+KL_COEF, ENTROPY_COEF, CLIP = 0.1, 0.05, 0.2
+# A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as gradients do.
+OPTIMIZER = OptimizerConfig(
+    adam=AdamConfig(lr=1.0, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.5
+)
+OBJECTIVE = Objective(
+    policy_loss="ppo",
+    clip_low=CLIP,
+    clip_high=CLIP,
+    dual_clip=None,
+    aggregation="token",
+    max_response_tokens=16,
+    kl_estimator="k3",
+    kl_in_loss=True,
+    entropy_coef=ENTROPY_COEF,
+)
+
+
+def batch() -> Experience:
+    """Nine rows of different lengths with gaps in their action masks, the same in every process."""
+    draw = torch.Generator().manual_seed(0)
+    tokens, rows = sum(LENGTHS), len(LENGTHS)
+    offsets = offsets_of(LENGTHS)
+    mask = torch.rand(tokens, generator=draw) < 0.7
+    mask[offsets[1:] - 1] = True
+    mask[offsets[:-1]] = False
+    return Experience(
+        tokens=torch.randint(4, 60, (tokens,), generator=draw),
+        offsets=offsets,
+        action_mask=mask,
+        rollout_logprobs=torch.full((tokens,), -4.0),
+        group_ids=torch.arange(rows),
+        trajectory_ids=torch.arange(rows),
+        rewards=torch.zeros(rows),
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        advantages=torch.randn(tokens, generator=draw),
+        old_logprobs=-4.2 + 0.3 * torch.randn(tokens, generator=draw),
+    )
+
+
+def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tensor:
+    """A column as the experience maker gathers it: each rank scores its share."""
+    parts = share(LENGTHS, range(len(LENGTHS)), strategy.dp_size)
+    column = torch.zeros(experience.num_tokens)
+    mine = worker.logprobs(experience.select(parts[strategy.rank]))
+    for rows, scored in zip(parts, strategy.gather(mine), strict=True):
+        place = Layout.of(experience.offsets, torch.tensor(rows))
+        column[place.positions[place.real]] = scored
+    return column
+
+
+def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool) -> dict[str, Any]:
+    """Score, update, and look at the weights."""
+    load = LoadSpec(path=model, param_dtype="fp32", attention="sdpa", packing=packing)
+    settings = PolicySettings(
+        load=load,
+        optimizer=OPTIMIZER,
+        objective=OBJECTIVE,
+        forward=limits,
+        train=limits,
+        temperature=TEMPERATURE,
+        total_steps=3,
+        max_nonfinite=3,
+        bucket_bytes=1 << 14,
+        wire_dtype="float32",
+    )
+    policy = PolicyWorker(strategy, settings)
+    reference = ReferenceWorker(
+        strategy, ReferenceSettings(load=load, forward=limits, temperature=TEMPERATURE)
+    )
+    experience = batch()
+    before = score(policy, strategy, experience)
+    experience = experience.with_columns(ref_logprobs=score(reference, strategy, experience))
+    plans = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)
+    plan = plans[strategy.rank]
+    job = PolicyUpdate(experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=KL_COEF)
+    metrics = merge_all(strategy.gather(policy.update(job)))
+    weights = {
+        name: tensor.clone()
+        for bucket in policy.engine.full_parameters(1 << 14)
+        for name, tensor in bucket
+    }
+    return {
+        "before": before,
+        "reference": experience.ref_logprobs,
+        "after": score(policy, strategy, experience),
+        "reference after": score(reference, strategy, experience),
+        "metrics": values(metrics),
+        "weights": weights,
+        "policy": policy,
+    }
+
+
+def main() -> None:
+    """Arguments: model folder, output folder, then layouts like `zero2-rows3-packed` or `zero3-tokens20-padded`."""
+    model, out, *layouts = sys.argv[1:]
+    results = {}
+    for layout in layouts:
+        stage, limit, shape = layout.split("-")
+        strategy = Strategy(
+            EngineConfig(zero_stage=int(stage.removeprefix("zero")), param_dtype="fp32"), seed=0
+        )
+        if limit.startswith("tokens"):
+            limits = MicroBatchLimits(size=1, max_tokens=int(limit.removeprefix("tokens")))
+        else:
+            limits = MicroBatchLimits(size=int(limit.removeprefix("rows")))
+        result = run(strategy, model, limits, shape == "packed")
+        result.pop("policy").export(get_tokenizer(model), f"{out}/{layout}")
+        results[layout] = result
+    if strategy.is_main:
+        torch.save(results, Path(out) / "results.pt")
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()
