@@ -54,14 +54,7 @@ def sft_flags(task: Path, out: Path, seed: int) -> list[str]:
         ),
         *("--data.max_len", "32", "--train.max_epochs", "1"),
         *("--train.batch_size", "64", "--train.micro_batch_size", "64"),
-        *(
-            "--adam.lr",
-            "1e-3",
-            "--lr_scheduler",
-            "constant_with_warmup",
-            "--lr_warmup_ratio",
-            "0.2",
-        ),
+        *("--adam.lr", "1e-3", "--lr_warmup_ratio", "0.1"),
         *("--train.seed", str(seed), *PRECISION),
         *("--run.dir", out, "--ckpt.output_dir", out / "model", "--ckpt.path", out / "checkpoints"),
     ]
