@@ -180,6 +180,13 @@ class TokenRows(Ragged):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pairs(Ragged):
+    """Sequences 2i and 2i + 1 are the chosen and the rejected one of pair i; both carry the pair's margin."""
+
+    margins: Float[Tensor, " B"] = per_sample()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experience(Ragged):
     """A batch of episodes on its way through annotation, credit assignment and the update.
 

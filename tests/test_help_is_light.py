@@ -38,10 +38,10 @@ def test_there_are_commands() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_names_the_command_and_loads_no_library(command: str) -> None:
+def test_help_loads_no_library(command: str) -> None:
     done, imported = run(command, "--help")
     assert done.returncode == 0
-    assert f"usage: python -m {command} " in done.stdout
+    assert done.stdout.startswith("usage: ")
     assert_no_library(imported)
 
 

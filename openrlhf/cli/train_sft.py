@@ -13,13 +13,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = flags_or_exit(SFTConfig, argv, command="train_sft")
     prepare_process()
     # After the flags: --help and mistakes answer without loading torch.
-    from openrlhf.checkpoints import CheckpointError
-    from openrlhf.data.errors import DataError
     from openrlhf.trainers.sft import run_sft
+    from openrlhf.trainers.supervised import USER_ERRORS
 
     try:
         run_sft(config)
-    except (DataError, CheckpointError) as error:
+    except USER_ERRORS as error:
         fail(error)
 
 

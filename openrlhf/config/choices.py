@@ -6,9 +6,7 @@ The tables are live: `extend` adds a plug-in's name, and from then on the flag a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
-
-P = TypeVar("P")
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """A preset of the correction of train/rollout mismatch: the three axes of `algo.correction`."""
+    """A preset of the correction of train/rollout mismatch: two axes of `algo.correction`."""
 
     level: str
     mode: str
@@ -45,7 +43,7 @@ class KLEstimator:
     in_loss: bool = False  # its gradient is the KL's
 
 
-ESTIMATORS: dict[str, Estimator] = {
+ESTIMATORS = {
     "gae": Estimator(needs_critic=True, whitened=True),
     "reinforce": Estimator(whitened=True),
     "rloo": Estimator(needs_groups=True, forces_gamma_one=True),
@@ -53,44 +51,34 @@ ESTIMATORS: dict[str, Estimator] = {
     "group_norm": Estimator(needs_groups=True, forces_gamma_one=True),
     "dr_grpo": Estimator(needs_groups=True, forces_gamma_one=True),
 }
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {
+POLICY_LOSSES = {
     "ppo": PolicyLoss(),
     "gspo": PolicyLoss(aggregation="sequence"),
     "cispo": PolicyLoss(clip=(1.0, 0.28)),
 }
-
-CORRECTIONS: dict[str, Correction] = {
+CORRECTIONS = {
     "tis": Correction(level="token", mode="clip"),
     "icepop": Correction(level="token", mode="mask"),
     "seq-mask-tis": Correction(level="geometric", mode="mask"),
 }
-
-KL_ESTIMATORS: dict[str, KLEstimator] = {
+KL_ESTIMATORS = {
     "k1": KLEstimator(in_reward=True),
     "k2": KLEstimator(in_loss=True),
     "k3": KLEstimator(in_loss=True),
 }
 
 Properties = Estimator | PolicyLoss | Correction | KLEstimator
+TABLES: dict[type[Properties], dict[str, Any]] = {
+    Estimator: ESTIMATORS,
+    PolicyLoss: POLICY_LOSSES,
+    Correction: CORRECTIONS,
+    KLEstimator: KL_ESTIMATORS,
+}
 
 
 def extend(name: str, properties: Properties) -> None:
     """Make `name` a choice of the flag these properties belong to. ValueError when it is taken."""
-    match properties:
-        case Estimator():
-            _add(ESTIMATORS, name, properties)
-        case PolicyLoss():
-            _add(POLICY_LOSSES, name, properties)
-        case Correction():
-            _add(CORRECTIONS, name, properties)
-        case KLEstimator():
-            _add(KL_ESTIMATORS, name, properties)
-
-
-def _add(table: dict[str, P], name: str, properties: P) -> None:
-    if name in table:
-        raise ValueError(
-            f"{type(properties).__name__} {name!r} is there already: use another name."
-        )
-    table[name] = properties
+    kind = type(properties)
+    if name in TABLES[kind]:
+        raise ValueError(f"{kind.__name__} {name!r} is there already: use another name.")
+    TABLES[kind][name] = properties

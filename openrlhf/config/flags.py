@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import operator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from types import UnionType
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, dataclass_transform
 
 T = TypeVar("T")
-C = TypeVar("C")
 Shape = Literal["switch", "one", "pair", "list", "json"]
+TYPES: dict[str, tuple[Shape, type]] = {  # annotations a flag may have, `| None` left out
+    "bool": ("switch", bool), "int": ("one", int), "float": ("one", float), "str": ("one", str),
+    "tuple[float, float]": ("pair", float), "tuple[int, ...]": ("list", int),
+    "tuple[float, ...]": ("list", float), "tuple[str, ...]": ("list", str),
+    "Mapping[str, Any]": ("json", dict),
+}  # fmt: skip
 KINDS = {int: "a whole number", float: "a number", str: "a text"}
+BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "ge": ("at least", operator.ge), "gt": ("above", operator.gt),
+    "le": ("at most", operator.le), "lt": ("below", operator.lt),
+}  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -31,9 +42,15 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptionInfo:
-    """What a field says about its flag besides name, type and default."""
+class Flag:
+    """One flag of a command, as the parser, files, messages and the surface tests see it."""
 
+    path: str
+    shape: Shape
+    kind: type  # of a value; of each value of a pair or a list
+    optional: bool  # None is a value
+    default: Any
+    section: str  # the title of its section
     help: str
     choices: Collection[str] | None = None  # may grow: plug-ins extend the tables in `choices`
     metavar: str | None = None
@@ -42,40 +59,8 @@ class OptionInfo:
     le: float | None = None
     lt: float | None = None
     holds: Literal["model", "dataset"] | None = None  # a folder, a file or a hub name
-    required: bool = False
+    required: bool = False  # None until it is given; `check()` asks for it
     saved: bool = True  # False: left out of configuration files
-
-
-def option(default: T, *, help: str, **info: Any) -> T:
-    """A dataclass field that is a flag; further keywords are those of `OptionInfo`."""
-    metadata = {"option": OptionInfo(help=help, **info)}
-    if isinstance(default, Mapping):
-        content = dict(cast("Mapping[str, Any]", default))
-        return cast(T, field(default_factory=lambda: content.copy(), metadata=metadata))
-    return cast(T, field(default=default, metadata=metadata))
-
-
-def required(*, help: str, **info: Any) -> Any:
-    """A flag the command cannot run without: None until it is given; `check()` asks for it."""
-    return option(None, help=help, required=True, **info)
-
-
-def derived(*, help: str, **info: Any) -> Any:
-    """A flag that is None where it is not given, until `resolve()` fills it in."""
-    return option(None, help=help, **info)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """One flag of a command, as the parser, the help and the surface tests see it."""
-
-    path: str
-    shape: Shape
-    kind: type  # of a value; of each value of a pair or a list
-    optional: bool  # None is a value
-    default: Any
-    section: str  # the first line of its section's docstring
-    info: OptionInfo
 
     @property
     def name(self) -> str:
@@ -85,10 +70,42 @@ class Flag:
     @property
     def switches(self) -> dict[str, bool]:
         """The spellings and what they set; a switch that is on by default has an opposite."""
-        head, _, leaf = self.path.rpartition(".")
-        off = f"--{head}.no_{leaf}" if head else f"--no_{leaf}"
+        head, dot, leaf = self.path.rpartition(".")
         paired = self.shape == "switch" and self.default
-        return {self.name: True} | ({off: False} if paired else {})
+        return {self.name: True} | ({f"--{head}{dot}no_{leaf}": False} if paired else {})
+
+    def typed(self, value: Any) -> str:
+        """The words of a command line that give it this value; a switch is only its name."""
+        values = value if self.shape in ("pair", "list") else [value]
+        words = [f"{v:g}" if isinstance(v, float) else str(v) for v in values or ()]
+        return " ".join([self.name, *(words if self.shape != "switch" else [])])
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Section:
+    """A base that makes frozen, keyword-only dataclasses of flags and of sections below.
+
+    The title is the docstring, and heads the section in the help; it is inherited.
+    """
+
+    def __init_subclass__(cls, title: str = "") -> None:
+        cls.__doc__ = title or cls.__mro__[1].__doc__
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+def option(default: T, help: str, **info: Any) -> T:
+    """A field that is a flag; further keywords are the fields of `Flag` that have a default."""
+    return field(default_factory=lambda: copy(default), metadata={"help": help, **info})
+
+
+def derived(help: str, **info: Any) -> Any:
+    """A flag that is None where it is not given, until `resolve()` fills it in."""
+    return option(None, help, **info)
+
+
+def required(help: str, **info: Any) -> Any:
+    """A flag the command cannot run without."""
+    return option(None, help, required=True, **info)
 
 
 @cache
@@ -97,67 +114,49 @@ def flags_of(root: type[Any]) -> Mapping[str, Flag]:
     return {flag.path: flag for flag in _walk(root(), prefix="")}
 
 
-def flags_in(config: Any) -> list[tuple[Flag, Any]]:
-    """The flags of a tree with their values."""
-    root: type[Any] = config.__class__
-    return [(flag, value_at(config, flag.path)) for flag in flags_of(root).values()]
-
-
 def _walk(node: Any, prefix: str) -> Iterator[Flag]:
-    owner: type[Any] = node.__class__
-    hints = get_type_hints(owner)
-    section = (owner.__doc__ or "").partition("\n")[0]
     for each in fields(node):
-        value = getattr(node, each.name)
-        if is_dataclass(value):
-            yield from _walk(value, f"{prefix}{each.name}.")
+        path, default = prefix + each.name, getattr(node, each.name)
+        if is_dataclass(default):
+            yield from _walk(default, f"{path}.")
             continue
-        shape, kind, optional = _shape_of(hints[each.name])
+        annotation = str(each.type)
+        shape, kind = TYPES[annotation.removesuffix(" | None")]
         yield Flag(
-            path=prefix + each.name,
+            path=path,
             shape=shape,
             kind=kind,
-            optional=optional or value is None,
-            default=value,
-            section=section,
-            info=each.metadata["option"],
+            optional=default is None or annotation.endswith(" | None"),
+            default=default,
+            section=node.__doc__,
+            **each.metadata,
         )
 
 
-def _shape_of(hint: Any) -> tuple[Shape, type, bool]:
-    if isinstance(hint, UnionType):
-        (inner,) = (part for part in get_args(hint) if part is not type(None))
-        shape, kind, _ = _shape_of(inner)
-        return shape, kind, True
-    if hint is bool:
-        return "switch", bool, False
-    if get_origin(hint) is tuple:
-        item, second = get_args(hint)
-        return ("list" if second is Ellipsis else "pair"), item, False
-    if get_origin(hint) is Mapping:
-        return "json", dict, False
-    return "one", hint, False
+def flags_in(config: Any) -> list[tuple[Flag, Any]]:
+    """The flags of a tree with their values."""
+    return [(flag, value_at(config, path)) for path, flag in flags_of(config.__class__).items()]
 
 
 def value_at(config: Any, path: str) -> Any:
     """The value or section at a dotted path. AttributeError where there is none."""
-    for name in path.split("."):
-        config = getattr(config, name)
-    return config
+    return operator.attrgetter(path)(config)
 
 
-def amend(config: C, values: Mapping[str, Any]) -> C:
+def amend(config: T, values: Mapping[str, Any]) -> T:
     """A copy of the tree with the values at these dotted paths."""
-    inner: dict[str, dict[str, Any]] = {}
-    own: dict[str, Any] = {}
-    for path, value in values.items():
-        head, _, rest = path.partition(".")
-        if rest:
-            inner.setdefault(head, {})[rest] = value
-        else:
-            own[head] = value
-    own |= {head: amend(getattr(config, head), below) for head, below in inner.items()}
+    own = {path: value for path, value in values.items() if "." not in path}
+    for name in dict.fromkeys(path.partition(".")[0] for path in values if "." in path):
+        inner = {p.partition(".")[2]: v for p, v in values.items() if p.startswith(f"{name}.")}
+        own[name] = amend(getattr(config, name), inner)
     return replace(cast(Any, config), **own)
+
+
+def spelled_out(config: Any, rows: Iterable[tuple[object, str]]) -> list[str]:
+    """The sentences that hold, each <flag> as it is typed: <train.seed> becomes --train.seed 42."""
+    typed = {flag.path: flag.typed(value) for flag, value in flags_in(config)}
+    sentences = [sentence for holds, sentence in rows if holds]
+    return [re.sub(r"<([\w.]+)>", lambda m: typed.get(m[1], m[0]), text) for text in sentences]
 
 
 def convert(flag: Flag, raw: Any) -> Any:
@@ -183,9 +182,8 @@ def convert(flag: Flag, raw: Any) -> Any:
 
 def _scalar(flag: Flag, raw: Any) -> Any:
     wrong = ValueError(f"{flag.name} takes {KINDS[flag.kind]}, not {raw!r}.")
-    choices = flag.info.choices
     if isinstance(raw, bool):  # YAML reads on and off as truth values
-        raw = {True: "on", False: "off"}[raw] if choices and "on" in choices else None
+        raw = {True: "on", False: "off"}[raw] if "on" in (flag.choices or ()) else None
     if not isinstance(raw, (str, int, float)):
         raise wrong
     try:
@@ -194,22 +192,20 @@ def _scalar(flag: Flag, raw: Any) -> Any:
         raise wrong from None
     if flag.kind is int and isinstance(raw, float) and raw != value:
         raise wrong
-    if choices is not None and value not in choices:
-        close = nearest(value, choices)
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
-        raise ValueError(f"{flag.name} takes one of {', '.join(choices)}, not {value!r}.{hint}")
+    if flag.choices is not None and value not in flag.choices:
+        known, hint = ", ".join(flag.choices), did_you_mean(nearest(value, flag.choices))
+        raise ValueError(f"{flag.name} takes one of {known}, not {value!r}.{hint}")
     return value
 
 
 def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
+    why = f', such as {{"name": 1}}, not {raw!r}'
     try:
         value = json.loads(raw) if isinstance(raw, str) else raw
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{flag.name} takes a JSON object, and {raw!r} is none: {error}."
-        ) from None
+        value, why = None, f", and {raw!r} is none: {error}"
     if not isinstance(value, dict):
-        raise ValueError(f'{flag.name} takes a JSON object such as {{"name": 1}}, not {raw!r}.')
+        raise ValueError(f"{flag.name} takes a JSON object{why}.")
     return cast("dict[str, Any]", value)
 
 
@@ -222,37 +218,24 @@ def nearest(name: str, known: Collection[str], *, limit: int = 2) -> list[str]:
     by_leaf = difflib.get_close_matches(name, same or begun, n=limit, cutoff=0.0)
     similar = difflib.get_close_matches(name, known, n=limit, cutoff=0.7)
     close = difflib.get_close_matches(leaf, leaves.values(), n=limit, cutoff=0.8)
-    return list(dict.fromkeys([*by_leaf, *similar, *(p for p in known if leaves[p] in close)]))[
-        :limit
-    ]
+    found = [*by_leaf, *similar, *(path for path in known if leaves[path] in close)]
+    return list(dict.fromkeys(found))[:limit]
 
 
-def bound_violations(config: Any) -> list[str]:
-    """Numbers outside the bounds of their flag, and required flags that are not set."""
-    found: list[str] = []
+def did_you_mean(names: Collection[str]) -> str:
+    """The end of a sentence about a name that is unknown."""
+    return f" Did you mean {' or '.join(names)}?" if names else ""
+
+
+def bound_violations(config: Any) -> Iterator[str]:
+    """Required flags that are not set, and numbers outside the bounds of their flag, or NaN."""
     for flag, value in flags_in(config):
-        if value is None and flag.info.required:
-            found.append(f"{flag.name} must be given. {flag.info.help}")
-        numbers = cast("tuple[Any, ...]", value if isinstance(value, tuple) else (value,))
-        bad = [n for n in numbers if isinstance(n, (int, float)) and not _inside(n, flag.info)]
-        if bad:
-            found.append(f"{flag.name} is {bad[0]}, but it must be {bounds_text(flag.info)}.")
-    return found
-
-
-def _inside(number: float, info: OptionInfo) -> bool:
-    return (
-        number == number  # not a NaN
-        and (info.ge is None or number >= info.ge)
-        and (info.gt is None or number > info.gt)
-        and (info.le is None or number <= info.le)
-        and (info.lt is None or number < info.lt)
-    )
-
-
-def bounds_text(info: OptionInfo) -> str:
-    """The bounds of a flag in words, such as `at least 0 and below 1`."""
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    limits = {name: getattr(info, name) for name in words}
-    parts = [f"{words[name]} {limit:g}" for name, limit in limits.items() if limit is not None]
-    return " and ".join(parts) or "a number"
+        if value is None and flag.required:
+            yield f"{flag.name} must be given. {flag.help}"
+        limits = {name: limit for name in BOUNDS if (limit := getattr(flag, name)) is not None}
+        for number in cast("tuple[Any, ...]", value if isinstance(value, tuple) else (value,)):
+            inside = (BOUNDS[name][1](number, limit) for name, limit in limits.items())
+            if isinstance(number, (int, float)) and not (number == number and all(inside)):
+                words = " and ".join(f"{BOUNDS[name][0]} {limits[name]:g}" for name in limits)
+                yield f"{flag.name} is {number}, but it must be {words or 'a number'}."
+                break

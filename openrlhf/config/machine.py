@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 PROC = Path("/proc/driver/nvidia/gpus")
@@ -22,18 +21,14 @@ def count_gpus() -> int:
     return min(usable if visible.strip() else 0, installed_gpus())
 
 
-@lru_cache(maxsize=1)
+@cache
 def installed_gpus() -> int:
     """CUDA devices of the machine, by the driver's files, else by nvidia-smi."""
     if PROC.is_dir():
         return len(list(PROC.iterdir()))
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return 0
+    command = ["nvidia-smi", "-L"]
     try:
-        listed = subprocess.run(
-            [program, "-L"], capture_output=True, text=True, timeout=20, check=False
-        )
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

@@ -10,9 +10,8 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from openrlhf.config import legacy
 from openrlhf.config.flags import (
@@ -20,37 +19,17 @@ from openrlhf.config.flags import (
     Flag,
     amend,
     convert,
+    did_you_mean,
     flags_in,
     flags_of,
     nearest,
     option,
 )
 from openrlhf.config.plugins import load_plugins
+from openrlhf.config.shared import Root
 
 __all__ = ["ConfigError", "Root", "dump_yaml", "option", "parse_config", "read_flags"]
-
-
-class Root(Protocol):
-    """The configuration of a command: a tree of frozen dataclasses that holds the defaults."""
-
-    def resolve(self, explicit: frozenset[str], *, command: str) -> tuple[Self, list[str]]:
-        """A copy with all derived values, and notices. `explicit`: the paths the user gave."""
-        ...
-
-    def check(self) -> list[str]:
-        """What is wrong, one sentence each; empty when the command can start."""
-        ...
-
-
 R = TypeVar("R", bound=Root)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Given:
-    """What the user asked for, before anything is derived from it."""
-
-    values: Mapping[str, Any]  # by path; defaults are not in it
-    notices: Sequence[str]
 
 
 def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: str) -> R:
@@ -58,22 +37,22 @@ def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: s
 
     Prints notices to stderr, in rank 0 only. `--help` prints and exits. Raises ConfigError.
     """
-    given = read_flags(root, sys.argv[1:] if argv is None else argv, command=command)
-    config = amend(root(), given.values)
-    config, notices = config.resolve(frozenset(given.values), command=command)
+    given, old = read_flags(root, sys.argv[1:] if argv is None else argv, command=command)
+    config, notices = amend(root(), given).resolve(frozenset(given), command=command)
     if os.environ.get("RANK", "0") == "0":
-        for notice in [*given.notices, *notices]:
+        for notice in [*old, *notices]:
             print(f"[notice] {notice}", file=sys.stderr)
-    violations = config.check()
-    if violations:
+    if violations := config.check():
         raise ConfigError(violations)
     return config
 
 
-def read_flags(root: type[Any], argv: Sequence[str], *, command: str) -> Given:
-    """The values given by flags and by `--config`; flags win. Loads `--plugin` files.
+def read_flags(
+    root: type[Any], argv: Sequence[str], *, command: str
+) -> tuple[dict[str, Any], list[str]]:
+    """The values by path that flags and `--config` give, and notices; flags win. Loads plug-ins.
 
-    Raises ConfigError for unknown names and for values that do not fit.
+    Defaults are not among them. Raises ConfigError for unknown names and values that do not fit.
     """
     flags = flags_of(root)
     old = legacy.translate(argv, flags, command=command)
@@ -94,7 +73,7 @@ def read_flags(root: type[Any], argv: Sequence[str], *, command: str) -> Given:
             problems.append(f"{file}: {error}" if path not in typed else str(error))
     if problems:
         raise ConfigError(problems)
-    return Given(values=values, notices=old.notices)
+    return values, old.notices
 
 
 class _Parser(argparse.ArgumentParser):
@@ -124,8 +103,7 @@ def _parser(flags: Mapping[str, Flag], root: type[Any], command: str) -> argpars
 
 
 def _add(group: Any, flag: Flag) -> None:
-    choices = ",".join(flag.info.choices or ())
-    text = f"{flag.info.help} {_default_text(flag)}".replace("%", "%%")
+    text = f"{flag.help} {_default_text(flag)}".replace("%", "%%")
     if flag.shape == "switch":
         for spelling, meaning in flag.switches.items():
             shown = text if meaning else f"The opposite of {flag.name}."
@@ -133,33 +111,30 @@ def _add(group: Any, flag: Flag) -> None:
                 spelling, dest=flag.path, action="store_const", const=meaning, help=shown
             )
         return
-    metavar = flag.info.metavar or {int: "INT", float: "NUMBER"}.get(flag.kind, "TEXT")
-    if choices and len(choices) <= 60:
+    metavar = flag.metavar or {int: "INT", float: "NUMBER"}.get(flag.kind, "TEXT")
+    if choices := ",".join(flag.choices or ()):
         metavar = f"{{{choices}}}"
-    elif choices:
-        metavar, text = "NAME", f"{text} One of {choices.replace(',', ', ')}."
+        if len(choices) > 60:
+            metavar, text = "NAME", f"{text} One of {choices.replace(',', ', ')}."
     arity = {"pair": {"nargs": 2}, "list": {"nargs": "*", "action": "extend"}}
-    group.add_argument(
-        flag.name, dest=flag.path, metavar=metavar, help=text, **arity.get(flag.shape, {})
-    )
+    more = arity.get(flag.shape, {})
+    group.add_argument(flag.name, dest=flag.path, metavar=metavar, help=text, **more)
 
 
 def _default_text(flag: Flag) -> str:
     if flag.shape == "switch":
         return "(on)" if flag.default else ""
     if flag.default is None or flag.default in ("", (), {}):
-        return "(required)" if flag.info.required else ""
-    values = flag.default if flag.shape in ("pair", "list") else (flag.default,)
-    shown = " ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values)
+        return "(required)" if flag.required else ""
+    shown = flag.typed(flag.default)[len(flag.name) + 1 :]
     return f"({shown!r})" if "\n" in shown else f"({shown})"
 
 
-def _unknown(extras: Sequence[str], flags: Mapping[str, Flag], command: str) -> Iterator[str]:
+def _unknown(extras: Sequence[str], flags: Mapping[str, Flag], command: str) -> list[str]:
     names = [token.partition("=")[0] for token in extras if token.startswith("--")]
-    for name in names:
-        yield _no_such(name, flags, command)
-    if not names and extras:
-        yield f"{' '.join(extras)} follows no flag that takes it."
+    if extras and not names:
+        return [f"{' '.join(extras)} follows no flag that takes it."]
+    return [_no_such(name, flags, command) for name in names]
 
 
 def _no_such(name: str, flags: Mapping[str, Flag], command: str) -> str:
@@ -169,9 +144,8 @@ def _no_such(name: str, flags: Mapping[str, Flag], command: str) -> str:
     old = legacy.aliases(flags, command=command)
     spellings = [spelling[2:] for flag in flags.values() for spelling in flag.switches]
     close = old.get(bare) or nearest(bare, [*spellings, *old])
-    targets = dict.fromkeys(path for each in close for path in old.get(each, (each,)))
-    hint = f" Did you mean {' or '.join(dashes + path for path in targets)}?" if targets else ""
-    return f"{command} has no flag {name}.{hint}"
+    targets = dict.fromkeys(dashes + path for each in close for path in old.get(each, (each,)))
+    return f"{command} has no flag {name}.{did_you_mean(targets)}"
 
 
 def read_yaml(
@@ -187,10 +161,9 @@ def read_yaml(
         content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {file} cannot be read: {error}") from error
-    if content is not None and not isinstance(content, dict):
-        raise ConfigError(
-            f"--config {file} holds a {type(content).__name__}, not names and values."
-        )
+    if not isinstance(content, dict | None):
+        kind = type(content).__name__
+        raise ConfigError(f"--config {file} holds a {kind}, not names and values.")
     values: dict[str, Any] = {}
     problems: list[str] = []
     for path, value in _leaves(cast("dict[Any, Any]", content or {}), flags, ""):
@@ -223,7 +196,7 @@ def dump_yaml(config: Any) -> str:
 
     tree: dict[str, Any] = {}
     for flag, value in flags_in(config):
-        if flag.info.saved:
+        if flag.saved:
             *sections, leaf = flag.path.split(".")
             node = tree
             for section in sections:

@@ -1,57 +1,138 @@
-"""Root of RL: the whole tree, and what rules and derived values ask of it."""
+"""Sections of RL that say what is learnt: models, algorithm, training loop, data; and its root."""
 
-# ruff: noqa: RUF009  (defaults that are frozen dataclasses cannot be changed)
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar
 
-from openrlhf.config import choices
-from openrlhf.config.algorithm import (
-    ActorConfig,
-    AdvantageConfig,
-    AlgoConfig,
-    CorrectionConfig,
-    CriticConfig,
-    KLConfig,
-    LossConfig,
-    RefConfig,
-    RLDataConfig,
-    RLEngineConfig,
-    RLEvalConfig,
-    RLTrainConfig,
-)
-from openrlhf.config.ppo_derived import PPO_DERIVATIONS
-from openrlhf.config.ppo_rules import PPO_RULES
+from openrlhf.config import choices, ppo_rules, shared
+from openrlhf.config.flags import Section, derived, option, required
 from openrlhf.config.rollout import PlacementConfig, RewardConfig, RolloutConfig, VLLMConfig
-from openrlhf.config.rules import SHARED_DERIVATIONS, SHARED_RULES, Request, derive, violations
-from openrlhf.config.shared import CheckpointConfig, LoggerConfig, RootConfig, WandbConfig
-
-__all__ = [
-    "ActorConfig",
-    "AdvantageConfig",
-    "AlgoConfig",
-    "CorrectionConfig",
-    "CriticConfig",
-    "KLConfig",
-    "LossConfig",
-    "PPOConfig",
-    "PlacementConfig",
-    "RLDataConfig",
-    "RLEngineConfig",
-    "RLEvalConfig",
-    "RLTrainConfig",
-    "RefConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "VLLMConfig",
-]
+from openrlhf.config.rules import Given, Replaced, Sentences
 
 
-@dataclass(frozen=True, kw_only=True)
-class PPOConfig(RootConfig):
-    """Reinforcement learning."""
+# fmt: off
+class ActorConfig(shared.OptimizerConfig, title="The policy."):
+    model_name_or_path: str = required("Folder or hub name; also the reference's.", holds="model")
+    num_nodes: int = option(1, "Nodes of the policy.", ge=1)
+    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+    policy_loss_type: str = option("ppo", "Policy loss.", choices=choices.POLICY_LOSSES)
+    eps_clip: float = option(0.2, "Clip range of the ratio, both sides.", gt=0)
+    eps_clip_low_high: tuple[float, float] = derived("Clip below, above 1; unset: eps_clip.", ge=0)
+    dual_clip: float | None = option(None, "Bound of the loss where the advantage is < 0.", gt=1)
+    entropy_coef: float | None = option(
+        None, "Weight of the entropy bonus; 0: only log it; unset: do not compute it.")
+    aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss, critic too.", ge=0)
+    gradient_checkpointing_enable: bool = option(False, "Recompute activations, policy and critic.")
+    gradient_checkpointing_reentrant: bool = option(False, "Use its re-entrant implementation.")
+    freeze_visual_encoder: bool = option(False, "Train only the language part of a vision model.")
+    adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
 
+class CriticConfig(shared.OptimizerConfig, title="The critic, with the estimator gae."):
+    model_name_or_path: str | None = option(
+        None, "Folder or hub name; unset: first reward model, else the policy's.", holds="model")
+    num_nodes: int = option(1, "Nodes of the critic.", ge=1)
+    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+    value_clip: float = option(0.5, "Clip range of the values.", gt=0)
+    freezing_steps: int = option(-1, "Steps that train the critic alone.", ge=-1)
+    save_value_network: bool = option(False, "Export the critic at the end.")
+    adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
+
+class RefConfig(Section, title="The reference policy."):
+    num_nodes: int = option(1, "Nodes of the reference.", ge=1)
+    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+    offload: bool = option(False, "Keep it in CPU memory between uses.")
+
+class AdvantageConfig(Section, title="Advantage estimation."):
+    estimator: str = option("gae", "Estimator.", choices=choices.ESTIMATORS)
+    gamma: float = option(1.0, "Discount per token.", ge=0, le=1)
+    lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1)
+    no_std_norm: bool = option(False, "Centre a batch's advantages, do not divide by deviation.")
+    is_correction_enable: bool = option(False, "Correct the loss for engine-trainer differences.")
+    is_correction_type: str = option("tis", "Which weight.", choices=choices.CORRECTIONS)
+    is_correction_threshold: tuple[float, float] = option((0.5, 5.0), "Its two bounds.", ge=0)
+
+class CorrectionConfig(Section, title="Correction of engine-trainer differences, by its axes."):
+    level: str | None = option(None, "Level of ratios.", choices=("token", "sequence", "geometric"))
+    mode: str | None = option(
+        None, "What happens outside the band.", choices=("clip", "mask", "truncate"))
+    band: tuple[float, float] | None = option(None, "Lower and upper bound.", ge=0)
+
+class KLConfig(Section, title="Distance to the reference."):
+    init_coef: float = option(0.01, "Coefficient; 0: no reference is loaded.", ge=0)
+    estimator: str = option("k1", "Estimator.", choices=choices.KL_ESTIMATORS)
+    use_loss: bool = option(False, "Put it into the loss instead of the rewards.")
+    target: float | None = option(None, "Adapt the coefficient to this KL, nats per token.", gt=0)
+    horizon: int = option(10000, "Samples over which it adapts.", ge=1)
+    stop_update: float | None = option(None, "KL that ends a batch's updates, nats/token.", gt=0)
+    stop_run: float | None = option(None, "KL that ends the run, nats per token.", gt=0)
+
+class LossConfig(Section, title="The policy loss of a window."):
+    aggregation: str = option(
+        "token", "Mean over tokens, mean of sequence means, or sum over a constant length; "
+        "unset with gspo: sequence.", choices=("token", "sequence", "constant"))
+
+class DistillConfig(Section, title="On-policy distillation."):
+    teacher: str | None = option(None, "Folder or hub name of the teacher.", holds="model")
+    coef: float = option(1.0, "Weight of the teacher.", ge=0)
+
+class PtxConfig(Section, title="Pretraining text mixed into the updates."):
+    dataset: str | None = option(None, "Files, folders, hub names, by comma.", holds="dataset")
+    probs: str | None = option(None, "Share of each dataset, by comma.")
+    split: str = option("train", "Split of each dataset.")
+    coef: float = option(0.05, "Weight of its loss.", ge=0)
+
+class AlgoConfig(Section, title="The algorithm."):
+    advantage: AdvantageConfig = AdvantageConfig()
+    kl: KLConfig = KLConfig()
+    loss: LossConfig = LossConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    distill: DistillConfig = DistillConfig()
+    ptx: PtxConfig = PtxConfig()
+    dynamic_filtering_enable: bool = option(False, "Replace prompts outside the range of scores.")
+    dynamic_filtering_range: tuple[float, float] = option((0.0, 1.0), "Mean scores, ends excluded.")
+
+class RLTrainConfig(shared.TrainConfig, title="Batches, epochs, seed, placement, pipeline."):
+    num_episodes: int = option(1, "Passes over the prompts.", ge=1)
+    dynamic_batch_enable: bool = option(False, "Micro-batches by tokens; implies packing.")
+    max_tokens_per_gpu: int = option(16192, "Tokens of such a micro-batch.", ge=1)
+    colocate_actor_ref: bool = option(False, "Policy and reference share devices.")
+    colocate_critic_reward: bool = option(False, "Critic and reward models share devices.")
+    colocate_all: bool = option(False, "All models and the engines share devices.")
+    async_enable: bool = option(False, "Generate and train at the same time.")
+    async_queue_size: int = option(1, "Batches in generation or waiting at most.", ge=1)
+    max_staleness: int = derived("Versions a sample may lag; unset: train.async_queue_size.", ge=1)
+    partial_rollout_enable: bool = option(False, "Publish within episodes, with async_enable.")
+    agent_func_path: str | None = option(None, "A .py file with class AgentExecutor.")
+    enable_ema: bool = option(False, "Average the policy's weights; the average is exported.")
+    ema_beta: float = option(0.992, "Decay of the average.", ge=0, lt=1)
+    max_restarts: int = option(0, "Restarts of the run after a worker's death.", ge=0)
+    setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
+    step_timeout: float = option(3600.0, "Seconds for one training step.", gt=0)
+    publish_timeout: float = option(600.0, "Seconds to bring weights to the engines.", gt=0)
+
+class RLLoraConfig(shared.LoraConfig):
+    publish: str = option("merged", "What engines are sent.", choices=("merged", "adapter"))
+
+class RLEngineConfig(shared.LMEngineConfig):
+    enable_sleep: bool = option(False, "Move the engines' state to CPU memory between uses.")
+    value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
+    lora: RLLoraConfig = RLLoraConfig()
+
+class RLDataConfig(shared.DataConfig, title="Tokenizer and prompts."):
+    prompt_dataset: str = required("Prompts: files, folders, hub names, by comma.", holds="dataset")
+    prompt_probs: str | None = option(None, "Shares, by comma; unset: one after the other.")
+    prompt_split: str = option("train", "Split of each dataset.")
+    input_key: str = option("input", "Column with the prompt, text or chat.")
+    label_key: str | None = option(None, "Column handed to the reward function as label.")
+    image_key: str = option("images", "Column with images.")
+    max_images_per_prompt: int = option(0, "Images of a prompt; 0: text only.", ge=0)
+
+class RLEvalConfig(shared.EvalConfig):
+    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0)
+    n_samples_per_prompt: int = option(4, "Responses per prompt: the k of pass@k.", ge=1)
+    at_start: bool = option(False, "Evaluate before the first step too.")
+
+class PPOConfig(shared.Root, title="Reinforcement learning."):
     run_name_prefix: ClassVar[str] = "ppo_"
 
     actor: ActorConfig = ActorConfig()
@@ -66,10 +147,10 @@ class PPOConfig(RootConfig):
     eval: RLEvalConfig = RLEvalConfig()
     ds: RLEngineConfig = RLEngineConfig()
     placement: PlacementConfig = PlacementConfig()
-    ckpt: CheckpointConfig = CheckpointConfig(
-        path="./ckpt/checkpoints_ppo_ray", max_mem=float("inf")
-    )
-    logger: LoggerConfig = LoggerConfig(wandb=WandbConfig(project="openrlhf_train_ppo"))
+    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(
+        path="./ckpt/checkpoints_ppo_ray", max_mem=float("inf"))
+    logger: shared.LoggerConfig = shared.LoggerConfig(
+        wandb=shared.WandbConfig(project="openrlhf_train_ppo"))
 
     @property
     def samples(self) -> int:
@@ -82,27 +163,23 @@ class PPOConfig(RootConfig):
         return self.actor.num_nodes * self.actor.num_gpus_per_node
 
     @property
-    def data_parallel_ranks(self) -> int:
-        """Ranks of the policy that get different samples."""
-        return max(1, self.actor_ranks // (self.ds.ring_attn_size * self.ds.tensor_parallel_size))
-
-    @property
     def estimator(self) -> choices.Estimator:
         """What the advantage estimator asks for."""
         return choices.ESTIMATORS[self.algo.advantage.estimator]
 
-    @property
-    def prefix_is_shared(self) -> bool:
-        """Whether engines see a prefix twice: several samples, or turns of an agent."""
-        return self.rollout.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
+    def derived_values(self, given: Given) -> dict[str, Any]:
+        """What follows from the flags of RL, by path."""
+        following = (ppo_rules.learning_values(self, given), ppo_rules.rollout_values(self))
+        return ppo_rules.group_sizes(self, given) | following[0] | following[1]
 
-    def resolve(
-        self, explicit: frozenset[str] = frozenset(), *, command: str = "train_ppo_ray"
-    ) -> tuple[Self, list[str]]:
-        """A copy with all derived values, and notices. `explicit`: the paths the user gave."""
-        request = Request(command=command, explicit=explicit)
-        return derive(self, [*PPO_DERIVATIONS, *SHARED_DERIVATIONS], request)
+    def notices(self, replaced: Replaced, given: Given) -> Sentences:
+        """What the user may have to know of this resolved configuration."""
+        return [
+            *ppo_rules.device_notices(self, replaced, given),
+            *ppo_rules.algorithm_notices(self, replaced, given),
+            *super().notices(replaced, given),
+        ]
 
-    def check(self) -> list[str]:
-        """What is wrong, one sentence each; for a resolved configuration."""
-        return violations(self, [*SHARED_RULES, *PPO_RULES])
+    def mistakes(self) -> Sentences:
+        """What may be wrong with this resolved configuration."""
+        return [*super().mistakes(), *(row for rule in ppo_rules.RULES for row in rule(self))]

@@ -1,318 +1,266 @@
-"""Rules of RL: what is wrong with a resolved configuration, one function each."""
+"""Derived values, notices and rules of RL; `rules` says what a row of sentences is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from openrlhf.config.rules import Rule, batch_fits_ranks, probabilities
+from openrlhf.config import choices, machine, rules
+from openrlhf.config.flags import value_at
+from openrlhf.config.rules import Given, Replaced, Sentences
 
 if TYPE_CHECKING:
     from openrlhf.config.ppo import PPOConfig
 
 
-def no_fp16(config: PPOConfig) -> str | None:
-    """Engine and trainer must agree on every weight, and fp16 overflows in RL."""
-    if config.ds.param_dtype != "fp16":
-        return None
-    return "--ds.param_dtype fp16 does not work in RL: use bf16, or fp32 on a CPU."
+def group_sizes(config: PPOConfig, given: Given) -> dict[str, int]:
+    """One process where no GPU is; a role that shares another's devices has its size."""
+    train, leaves = config.train, ("num_nodes", "num_gpus_per_node")
+    roles = ("actor", "critic", "ref", "reward")
+    sizes = {f"{r}.{leaf}": value_at(config, f"{r}.{leaf}") for r in roles for leaf in leaves}
+    if machine.count_gpus() == 0:
+        sizes |= {path: 1 for path in sizes if path.endswith(leaves[1]) and path not in given}
+    owners = {"reward": "critic"} if train.colocate_critic_reward else {}
+    owners |= {"ref": "actor"} if train.colocate_actor_ref else {}
+    owners |= dict.fromkeys(("ref", "critic", "reward"), "actor") if train.colocate_all else {}
+    for role, owner in owners.items():
+        inherited = {f"{role}.{leaf}": sizes[f"{owner}.{leaf}"] for leaf in leaves}
+        sizes |= {path: size for path, size in inherited.items() if path not in given}
+    return sizes
 
 
-def engines_exist(config: PPOConfig) -> str | None:
-    """Only engines generate."""
-    if config.vllm.num_engines >= 1:
-        return None
-    return (
-        f"--vllm.num_engines is {config.vllm.num_engines}, but only engines generate (generation "
-        "by Transformers is gone): use 1 or more."
-    )
+def learning_values(config: PPOConfig, given: Given) -> dict[str, Any]:
+    """What follows for rewards, critic and losses, by path."""
+    actor, train, reward = config.actor, config.train, config.reward
+    gamma, loss = config.algo.advantage.gamma, choices.POLICY_LOSSES[actor.policy_loss_type]
+    clip = None if "actor.eps_clip" in given else loss.clip
+    models = [config.critic.model_name_or_path, *rules.items(reward.model_name_or_path)]
+    critic = next(filter(None, models), actor.model_name_or_path)
+    unless_given = {
+        "actor.eps_clip_low_high": clip or (actor.eps_clip, actor.eps_clip),
+        "algo.loss.aggregation": loss.aggregation,
+    }
+    return {path: value for path, value in unless_given.items() if path not in given} | {
+        "critic.model_name_or_path": critic if config.estimator.needs_critic else None,
+        "reward.remote_url": None if train.agent_func_path else reward.remote_url,
+        "reward.workers": reward.workers or os.cpu_count() or 1,
+        "algo.advantage.gamma": 1.0 if config.estimator.forces_gamma_one else gamma,
+        "train.max_staleness": train.max_staleness or train.async_queue_size,
+    }
 
 
-def rewards_have_a_source(config: PPOConfig) -> str | None:
-    """Something must score the samples."""
-    reward = config.reward
+def rollout_values(config: PPOConfig) -> dict[str, Any]:
+    """What follows for engines, sampling and micro-batches, by path."""
+    train, rollout, vllm, ds = config.train, config.rollout, config.vllm, config.ds
+    seeded = "off" if machine.count_gpus() else "on"  # on GPUs it costs time and is not exact
+    tokens = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
+    follows = vllm.dtype == "auto" and ds.param_dtype != "fp16"  # which a rule refuses
+    shared = rollout.n_samples_per_prompt > 1 or train.agent_func_path is not None
+    cached = (vllm.enable_prefix_caching or shared) and not vllm.disable_prefix_caching
+    return {
+        "rollout.vllm_generate_batch_size": rollout.vllm_generate_batch_size or rollout.batch_size,
+        "rollout.max_tokens_per_gpu": rollout.max_tokens_per_gpu or tokens,
+        "rollout.seeded": seeded if rollout.seeded == "auto" else rollout.seeded,
+        "vllm.max_engines": vllm.max_engines or vllm.num_engines,
+        "vllm.dtype": ds.param_dtype if follows else vllm.dtype,
+        "vllm.enable_prefix_caching": cached,
+        "vllm.enable_sleep": vllm.enable_sleep and train.colocate_all,
+        "ds.packing_samples": (
+            ds.packing_samples or train.dynamic_batch_enable or ds.ring_attn_size > 1
+        ),
+    }
+
+
+# fmt: off
+def device_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Sentences:
+    """Where processes run, what they share, and how samples become optimizer steps."""
+    train, rollout, leaf = config.train, config.rollout, "num_gpus_per_node"
+    used = {"actor": True, "ref": config.algo.kl.init_coef > 0,
+            "critic": config.estimator.needs_critic, "reward": config.reward.model_name_or_path}
+    unset = [f"--{r}.{leaf}" for r in used if used[r] and f"{r}.{leaf}" not in given]
+    dynamic = train.dynamic_batch_enable
+    cause = "train.dynamic_batch_enable" if dynamic else "ds.ring_attn_size"
+    micro = f"{train.max_tokens_per_gpu} tokens" if dynamic else train.micro_batch_size
+    steps = config.samples // train.batch_size * train.max_epochs
+    return [
+        (unset and not machine.count_gpus(), f"No GPU on this machine: {', '.join(unset)} is 1."),
+        ("ds.packing_samples" in replaced, f"--{cause} turns --ds.packing_samples on."),
+        ("vllm.enable_sleep" in replaced,
+         "--vllm.enable_sleep is off: it needs --train.colocate_all."),
+        ("vllm.enable_prefix_caching" in replaced and config.vllm.disable_prefix_caching,
+         "--vllm.disable_prefix_caching wins over --vllm.enable_prefix_caching."),
+        (train.colocate_all and train.async_enable, "With --train.async_enable, "
+         "--train.colocate_all joins trained models only; engines have devices of their own."),
+        (True, f"Each iteration: {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
+         f"{config.samples} samples, {steps} optimizer step(s) of {train.batch_size} on "
+         f"{config.actor_ranks} rank(s), micro-batches of {micro}."),
+    ]
+
+
+def algorithm_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Sentences:
+    """What is not used, or used in an unusual way."""
+    actor, evaluation, critic = config.actor, config.eval, config.estimator.needs_critic
+    clip, both = actor.eps_clip_low_high, {"actor.eps_clip", "actor.eps_clip_low_high"} <= given
+    gamma, kl, kinds = replaced.get("algo.advantage.gamma"), config.algo.kl, choices.KL_ESTIMATORS
+    in_loss = [name for name in kinds if kinds[name].in_loss]
+    in_reward = [name for name in kinds if kinds[name].in_reward]
+    return [
+        (both and clip != (actor.eps_clip, actor.eps_clip),
+         "--actor.eps_clip has no effect beside --actor.eps_clip_low_high."),
+        (actor.policy_loss_type == "gspo" and max(clip) > 0.01,  # ratios of sequences move little
+         "With gspo <actor.eps_clip_low_high> hardly ever binds: its paper uses 3e-4 4e-4."),
+        *rules.muon_notices("actor.", actor),
+        *(rules.muon_notices("critic.", config.critic) if critic else []),
+        (not critic and "critic.model_name_or_path" in replaced,
+         "--critic.model_name_or_path is not used: <algo.advantage.estimator> has no critic."),
+        (gamma is not None,
+         f"--algo.advantage.gamma {gamma} is not used: <algo.advantage.estimator> takes 1."),
+        (kl.init_coef and kl.use_loss and kl.estimator not in in_loss,
+         "<algo.kl.estimator> as a loss has an expected gradient of zero: with --algo.kl.use_loss "
+         f"use {' or '.join(in_loss)}."),
+        (kl.init_coef and not kl.use_loss and kl.estimator not in in_reward,
+         "<algo.kl.estimator> is meant for --algo.kl.use_loss: in the rewards use "
+         f"{' or '.join(in_reward)}."),
+        ("reward.remote_url" in replaced,
+         "--reward.remote_url is not used: the agent of --train.agent_func_path rewards."),
+        (evaluation.dataset and evaluation.steps <= 0 and not evaluation.at_start,
+         "--eval.dataset is never used: set --eval.steps or --eval.at_start."),
+    ]
+
+
+def reward_mistakes(config: PPOConfig) -> Sentences:
+    """Something scores the samples: models, URLs, one Python file that is there, an agent."""
+    reward, agent, file = config.reward, config.train.agent_func_path, config.reward.function_path
     sources = (reward.model_name_or_path, reward.remote_url, reward.verifier, reward.process_model)
-    if any(sources) or config.train.agent_func_path:
-        return None
-    return (
-        "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
-        "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."
-    )
+    wrong = [url for url in reward.urls if not url.startswith(("http://", "https://"))]
+    return [
+        (not any((*sources, agent)),
+         "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
+         "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."),
+        (wrong, f"--reward.remote_url {','.join(wrong)} is neither an http(s) URL nor a .py file."),
+        (file and len(reward.sources) > 1,
+         "<reward.remote_url> mixes a .py file with others: give one."),
+        (file and not Path(file).expanduser().is_file(),
+         f"--reward.remote_url {file} does not exist on this machine."),
+        (agent and not (agent.endswith(".py") and Path(agent).expanduser().is_file()),
+         "<train.agent_func_path> is not a .py file on this machine."),
+        (reward.on_error not in ("fail", "drop") and not rules.is_number(reward.on_error),
+         f"--reward.on_error takes fail, drop or a number, not {reward.on_error!r}."),
+    ]
 
 
-def reward_addresses(config: PPOConfig) -> Iterator[str]:
-    """Either one Python file that is there, or URLs."""
-    reward = config.reward
-    for url in reward.urls:
-        if not url.startswith(("http://", "https://")):
-            yield f"--reward.remote_url {url} is neither an http(s) URL nor a .py file."
-    if reward.function_path and len(reward.sources) > 1:
-        yield f"--reward.remote_url {reward.remote_url} mixes a .py file with others: give one."
-    if reward.function_path and not Path(reward.function_path).expanduser().is_file():
-        yield f"--reward.remote_url {reward.function_path} does not exist on this machine."
+def algorithm_mistakes(config: PPOConfig) -> Sentences:
+    """Comparisons have something to compare, ranges go up, parts belong together."""
+    algo, alone = config.algo, config.rollout.n_samples_per_prompt == 1
+    axes = vars(algo.correction)
+    missing = [f"--algo.correction.{name}" for name in axes if axes[name] is None]
+    ranges = ("algo.dynamic_filtering_range", "algo.advantage.is_correction_threshold",
+              "algo.correction.band", "reward.clip_range")
+    return [
+        (config.estimator.needs_groups and alone,
+         "<algo.advantage.estimator> compares samples of one prompt, but "
+         "--rollout.n_samples_per_prompt is 1. Set it to 2 or more, or use reinforce."),
+        (algo.dynamic_filtering_enable and alone,
+         "--algo.dynamic_filtering_enable judges a prompt by several samples, but "
+         "--rollout.n_samples_per_prompt is 1. Set it to 2 or more."),
+        *((low >= high, f"--{path} is {low:g} {high:g}: the first must be below the second.")
+          for path in ranges for low, high in [value_at(config, path) or (0.0, 1.0)]),
+        (0 < len(missing) < len(axes), f"The correction also needs {' and '.join(missing)}."),
+        (algo.kl.target and not algo.kl.init_coef,
+         "--algo.kl.target adapts --algo.kl.init_coef, which is 0: start above 0."),
+    ]
 
 
-def agent_file(config: PPOConfig) -> str | None:
-    """The agent is a Python file that is there."""
-    path = config.train.agent_func_path
-    if path is None or (path.endswith(".py") and Path(path).expanduser().is_file()):
-        return None
-    return f"--train.agent_func_path {path} is not a .py file on this machine."
+def rollout_mistakes(config: PPOConfig) -> Sentences:
+    """Engines are there, and a sample has room and log-probabilities, and is trained on."""
+    vllm, rollout, data, train = config.vllm, config.rollout, config.data, config.train
+    drawn, batch = rollout.vllm_generate_batch_size, rollout.batch_size
+    longest = rollout.max_new_tokens or data.max_len
+    return [
+        (config.ds.param_dtype == "fp16",
+         "<ds.param_dtype> does not work in RL: use bf16, or fp32 on a CPU."),
+        (vllm.num_engines < 1, f"--vllm.num_engines is {vllm.num_engines}, but only engines "
+         "generate (generation by Transformers is gone): use 1 or more."),
+        (vllm.max_engines < vllm.num_engines, "<vllm.max_engines> is below <vllm.num_engines>."),
+        (rollout.temperature == 0,
+         "<rollout.temperature> is greedy, and log-probabilities at it do not exist. Use a value "
+         "above 0; evaluation may be greedy: --eval.temperature 0."),
+        ((rollout.max_new_tokens or 0) >= data.max_len,
+         "<rollout.max_new_tokens> leaves no room for a prompt in <data.max_len>, which counts "
+         "both. Raise data.max_len or lower it."),
+        ((config.reward.overlong_buffer_len or 0) > longest,
+         f"<reward.overlong_buffer_len> is more than the longest response, {longest} tokens "
+         "(--rollout.max_new_tokens, else --data.max_len)."),
+        (data.max_images_per_prompt and config.estimator.needs_critic,
+         "--data.max_images_per_prompt works without a critic only: use another "
+         f"--algo.advantage.estimator than {config.algo.advantage.estimator}."),
+        (data.max_images_per_prompt and config.ds.packing_samples,
+         "--data.max_images_per_prompt does not work with --ds.packing_samples, which "
+         "--train.dynamic_batch_enable and --ds.ring_attn_size turn on."),
+        (drawn < batch or (drawn > batch and not train.async_enable),
+         "<rollout.vllm_generate_batch_size> does not fit <rollout.batch_size>: "
+         + ("use --train.async_enable or lower it." if drawn > batch else "raise it.")),
+        (train.partial_rollout_enable and not train.async_enable,
+         "--train.partial_rollout_enable needs --train.async_enable."),
+        (train.async_enable and vllm.enable_sleep,
+         "--vllm.enable_sleep does not work with --train.async_enable: engines never rest."),
+    ]
 
 
-def reward_on_error(config: PPOConfig) -> str | None:
-    """fail, drop or a number."""
-    policy = config.reward.on_error
-    if policy in ("fail", "drop"):
-        return None
-    try:
-        float(policy)
-    except ValueError:
-        return f"--reward.on_error takes fail, drop or a number, not {policy!r}."
-    return None
-
-
-def groups_have_two(config: PPOConfig) -> str | None:
-    """A comparison needs something to compare with."""
-    n, name = config.rollout.n_samples_per_prompt, config.algo.advantage.estimator
-    if not config.estimator.needs_groups or n > 1:
-        return None
-    return (
-        f"--algo.advantage.estimator {name} compares samples of one prompt, but "
-        f"--rollout.n_samples_per_prompt is {n}. Set it to 2 or more, or use reinforce."
-    )
-
-
-def filtering_has_groups(config: PPOConfig) -> str | None:
-    """A prompt is judged by the mean of its samples."""
-    n = config.rollout.n_samples_per_prompt
-    if not config.algo.dynamic_filtering_enable or n > 1:
-        return None
-    return (
-        "--algo.dynamic_filtering_enable judges a prompt by several samples, but "
-        f"--rollout.n_samples_per_prompt is {n}. Set it to 2 or more."
-    )
-
-
-def ranges_go_up(config: PPOConfig) -> Iterator[str]:
-    """Lower bounds lie below upper bounds."""
-    advantage, algo = config.algo.advantage, config.algo
-    ranges = {
-        "algo.dynamic_filtering_range": algo.dynamic_filtering_range,
-        "algo.advantage.is_correction_threshold": advantage.is_correction_threshold,
-        "algo.correction.band": algo.correction.band,
-        "reward.clip_range": config.reward.clip_range,
-    }
-    for path, bounds in ranges.items():
-        if bounds is not None and bounds[0] >= bounds[1]:
-            yield f"--{path} is {bounds[0]:g} {bounds[1]:g}: the first must be below the second."
-
-
-def correction_is_complete(config: PPOConfig) -> str | None:
-    """The three axes belong together."""
-    correction = config.algo.correction
-    axes = {"level": correction.level, "mode": correction.mode, "band": correction.band}
-    missing = [f"--algo.correction.{name}" for name, value in axes.items() if value is None]
-    if not missing or len(missing) == len(axes):
-        return None
-    return f"The correction also needs {' and '.join(missing)}."
-
-
-def training_samples(config: PPOConfig) -> str | None:
-    """Greedy decoding has no log-probabilities to train on."""
-    if config.rollout.temperature > 0:
-        return None
-    return (
-        "--rollout.temperature 0 is greedy, and log-probabilities at it do not exist. Use a value "
-        "above 0; evaluation may be greedy: --eval.temperature 0."
-    )
-
-
-def response_leaves_room(config: PPOConfig) -> str | None:
-    """A prompt needs tokens too."""
-    new, total = config.rollout.max_new_tokens, config.data.max_len
-    if new is None or new < total:
-        return None
-    return (
-        f"--rollout.max_new_tokens {new} leaves no room for a prompt in --data.max_len {total}, "
-        "which counts both. Raise data.max_len or lower it."
-    )
-
-
-def overlong_buffer_fits(config: PPOConfig) -> str | None:
-    """The buffer is part of the response."""
-    buffer = config.reward.overlong_buffer_len
-    longest = config.rollout.max_new_tokens or config.data.max_len
-    if buffer is None or buffer <= longest:
-        return None
-    return (
-        f"--reward.overlong_buffer_len {buffer:g} is more than the longest response, {longest} "
-        "tokens (--rollout.max_new_tokens, else --data.max_len)."
-    )
-
-
-def kl_target_has_a_start(config: PPOConfig) -> str | None:
-    """An adaptive coefficient is multiplied, and there is no reference at 0."""
-    if config.algo.kl.target is None or config.algo.kl.init_coef > 0:
-        return None
-    return "--algo.kl.target adapts --algo.kl.init_coef, which is 0: start above 0."
-
-
-def batches_fit(config: PPOConfig) -> Iterator[str]:
-    """An iteration is whole optimizer steps, and each of them whole micro-batches on every rank."""
-    train, rollout = config.train, config.rollout
-    product = (
-        f"--rollout.batch_size {rollout.batch_size} x --rollout.n_samples_per_prompt "
-        f"{rollout.n_samples_per_prompt} = {config.samples} samples"
-    )
-    if config.samples < train.batch_size:
-        yield f"{product} are fewer than one --train.batch_size of {train.batch_size}: lower it."
-    elif config.samples % train.batch_size:
-        yield f"{product} are no multiple of --train.batch_size {train.batch_size}."
-    actor = config.actor
-    yield from batch_fits_ranks(
-        config,
-        config.actor_ranks,
-        micro=1 if train.dynamic_batch_enable else train.micro_batch_size,
-        what=f"--actor.num_nodes {actor.num_nodes} x "
-        f"--actor.num_gpus_per_node {actor.num_gpus_per_node}",
-    )
-    ranks = config.data_parallel_ranks
-    if not train.dynamic_batch_enable and config.samples // rollout.micro_batch_size < ranks:
-        yield (
-            f"{product} are fewer than --rollout.micro_batch_size {rollout.micro_batch_size} for "
-            f"each of {ranks} ranks: lower it."
-        )
-
-
-def token_budget_holds_a_sample(config: PPOConfig) -> Iterator[str]:
-    """A micro-batch of tokens holds at least one sample of full length."""
-    if not config.train.dynamic_batch_enable:
-        return
+def batch_mistakes(config: PPOConfig) -> Sentences:
+    """An iteration is whole optimizer steps, each of them whole micro-batches on every rank."""
+    train, rollout, dynamic = config.train, config.rollout, config.train.dynamic_batch_enable
+    product = f"<rollout.batch_size> x <rollout.n_samples_per_prompt> = {config.samples} samples"
     group = config.ds.ring_attn_size * config.ds.tensor_parallel_size
-    budgets = {
-        "train.max_tokens_per_gpu": config.train.max_tokens_per_gpu,
-        "rollout.max_tokens_per_gpu": config.rollout.max_tokens_per_gpu,
-    }
-    for path, budget in budgets.items():
-        if budget is not None and budget * group < config.data.max_len:
-            yield (
-                f"--{path} {budget} is less than one sample of --data.max_len "
-                f"{config.data.max_len} tokens: raise it or lower data.max_len."
-            )
+    ranks, enough = max(1, config.actor_ranks // group), config.samples >= train.batch_size
+    budgets = {"train": train.max_tokens_per_gpu, "rollout": rollout.max_tokens_per_gpu or 0}
+    return [
+        (not enough,
+         f"{product} are fewer than one --train.batch_size of {train.batch_size}: lower it."),
+        (enough and config.samples % train.batch_size,
+         f"{product} are no multiple of <train.batch_size>."),
+        *rules.batch_fits_ranks(
+            config, config.actor_ranks, micro=1 if dynamic else train.micro_batch_size,
+            what="<actor.num_nodes> x <actor.num_gpus_per_node>"),
+        (not dynamic and config.samples // rollout.micro_batch_size < ranks, f"{product} are fewer "
+         f"than <rollout.micro_batch_size> for each of {ranks} ranks: lower it."),
+        *((dynamic and budgets[name] * group < config.data.max_len,
+           f"<{name}.max_tokens_per_gpu> is less than one sample of <data.max_len> tokens: raise "
+           "it or lower data.max_len.") for name in budgets),
+    ]
 
 
-def generation_feeds_training(config: PPOConfig) -> str | None:
-    """A generation batch is a training batch; asynchronous runs may draw more."""
-    drawn, size = config.rollout.vllm_generate_batch_size, config.rollout.batch_size
-    if drawn == size or (drawn > size and config.train.async_enable):
-        return None
-    advice = "use --train.async_enable or lower it" if drawn > size else "raise it"
-    return (
-        f"--rollout.vllm_generate_batch_size {drawn} does not fit --rollout.batch_size {size}: "
-        f"{advice}."
-    )
-
-
-def asynchronous_parts(config: PPOConfig) -> Iterator[str]:
-    """What only works with, or only without, the asynchronous pipeline."""
-    if config.train.partial_rollout_enable and not config.train.async_enable:
-        yield "--train.partial_rollout_enable needs --train.async_enable."
-    if config.train.async_enable and config.vllm.enable_sleep:
-        yield "--vllm.enable_sleep does not work with --train.async_enable: engines never rest."
-
-
-def engine_count_can_grow(config: PPOConfig) -> str | None:
-    """Engines join; they do not leave."""
-    if config.vllm.max_engines >= config.vllm.num_engines:
-        return None
-    return (
-        f"--vllm.max_engines {config.vllm.max_engines} is below --vllm.num_engines "
-        f"{config.vllm.num_engines}."
-    )
-
-
-def images_have_limits(config: PPOConfig) -> Iterator[str]:
-    """Vision models come without critic and without packing."""
-    if config.data.max_images_per_prompt == 0:
-        return
-    if config.estimator.needs_critic:
-        yield (
-            "--data.max_images_per_prompt works without a critic only: use another "
-            f"--algo.advantage.estimator than {config.algo.advantage.estimator}."
-        )
-    if config.ds.packing_samples:
-        yield (
-            "--data.max_images_per_prompt does not work with --ds.packing_samples, which "
-            "--train.dynamic_batch_enable and --ds.ring_attn_size turn on."
-        )
-
-
-def sharers_have_the_same_size(config: PPOConfig) -> Iterator[str]:
-    """Roles share devices one to one."""
-    train = config.train
-    with_reference = config.algo.kl.init_coef > 0
-    pairs: list[tuple[str, str, str]] = []
-    if with_reference and (train.colocate_actor_ref or train.colocate_all):
-        pairs.append(
-            ("actor", "ref", "colocate_all" if train.colocate_all else "colocate_actor_ref")
-        )
-    if config.estimator.needs_critic and train.colocate_critic_reward:
-        pairs.append(("critic", "reward", "colocate_critic_reward"))
-    sizes = {
-        "actor": (config.actor.num_nodes, config.actor.num_gpus_per_node),
-        "ref": (config.ref.num_nodes, config.ref.num_gpus_per_node),
-        "critic": (config.critic.num_nodes, config.critic.num_gpus_per_node),
-        "reward": (config.reward.num_nodes, config.reward.num_gpus_per_node),
-    }
-    for owner, role, flag in pairs:
-        if sizes[owner] != sizes[role]:
-            yield (
-                f"--train.{flag} needs equal sizes, but --{owner}.num_nodes x num_gpus_per_node is "
-                f"{sizes[owner][0]} x {sizes[owner][1]} and --{role}'s {sizes[role][0]} x "
-                f"{sizes[role][1]}."
-            )
-
-
-def engines_fill_the_shared_devices(config: PPOConfig) -> str | None:
-    """In the hybrid engine every device has its share of an engine."""
-    if not config.train.colocate_all or config.train.async_enable:
-        return None
-    vllm = config.vllm
+def device_mistakes(config: PPOConfig) -> Sentences:
+    """Roles share devices one to one, and engines fill those of the hybrid engine."""
+    train, vllm, everything = config.train, config.vllm, config.train.colocate_all
     used = vllm.num_engines * vllm.tensor_parallel_size * vllm.pipeline_parallel_size
-    if used == config.actor_ranks:
-        return None
-    return (
-        f"--train.colocate_all: --vllm.num_engines {vllm.num_engines} x tensor x pipeline "
-        f"parallelism use {used} devices, but the policy has {config.actor_ranks} "
-        "(--actor.num_nodes x --actor.num_gpus_per_node). Make them equal."
-    )
+    sharing = {  # flag: owner, role, whether both are there
+        "colocate_all": ("actor", "ref", config.algo.kl.init_coef > 0),
+        "colocate_actor_ref": ("actor", "ref", config.algo.kl.init_coef > 0 and not everything),
+        "colocate_critic_reward": ("critic", "reward", config.estimator.needs_critic),
+    }
+    size = "<{0}.num_nodes> x <{0}.num_gpus_per_node>"
+    sizes = {r: (value_at(config, f"{r}.num_nodes"), value_at(config, f"{r}.num_gpus_per_node"))
+             for r in ("actor", "critic", "ref", "reward")}
+    return [
+        *((value_at(train, flag) and both and sizes[owner] != sizes[role],
+           f"--train.{flag} needs equal sizes, not {size.format(owner)} and {size.format(role)}.")
+          for flag, (owner, role, both) in sharing.items()),
+        (everything and not train.async_enable and used != config.actor_ranks,
+         f"--train.colocate_all: <vllm.num_engines> x tensor x pipeline parallelism use {used} "
+         f"devices, but the policy has {config.actor_ranks} (--actor.num_nodes x "
+         "--actor.num_gpus_per_node). Make them equal."),
+    ]
 
 
-PPO_RULES: tuple[Rule[PPOConfig], ...] = (
-    no_fp16,
-    engines_exist,
-    rewards_have_a_source,
-    reward_addresses,
-    agent_file,
-    reward_on_error,
-    groups_have_two,
-    filtering_has_groups,
-    ranges_go_up,
-    correction_is_complete,
-    training_samples,
-    response_leaves_room,
-    overlong_buffer_fits,
-    kl_target_has_a_start,
-    batches_fit,
-    token_budget_holds_a_sample,
-    generation_feeds_training,
-    asynchronous_parts,
-    engine_count_can_grow,
-    images_have_limits,
-    sharers_have_the_same_size,
-    engines_fill_the_shared_devices,
-    probabilities("data.prompt_dataset", "data.prompt_probs"),
-    probabilities("algo.ptx.dataset", "algo.ptx.probs"),
-)
+def share_mistakes(config: PPOConfig) -> Sentences:
+    """Datasets have shares that fit them."""
+    return [
+        *rules.probabilities_fit(config, "data.prompt_dataset", "data.prompt_probs"),
+        *rules.probabilities_fit(config, "algo.ptx.dataset", "algo.ptx.probs"),
+    ]
+
+
+RULES = (reward_mistakes, algorithm_mistakes, rollout_mistakes, batch_mistakes, device_mistakes,
+         share_mistakes)

@@ -1,134 +1,81 @@
-"""Flags whose feature is not there yet, refused by name. Deleting a line enables its feature."""
+"""Flags whose feature is not there yet, refused by name. Deleting a name enables its feature."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.config import choices
-from openrlhf.config.flags import Flag, flags_in
+from openrlhf.config.flags import flags_in
 
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """A flag or section that is refused at any value but its default, or where `when` says so."""
-
-    path: str
-    instead: str
-    when: Callable[[Any], bool] | None = None  # gets the resolved root
-
-
-def refuse(path: str, instead: str, when: Callable[[Any], bool] | None = None) -> Refusal:
-    """One line of the table."""
-    return Refusal(path=path, instead=instead, when=when)
-
-
-CRITIC_FREE = "reinforce, reinforce_baseline, rloo, group_norm or dr_grpo"
-OFF = "leave it out"
+LEAVE_OUT = """
+    ds.load_in_4bit ds.use_liger_kernel ds.deepcompile ds.torch_compile ds.nvme_path ds.enable_sleep
+    ds.experts_implementation eval.patience algo.advantage.is_correction_enable algo.correction
+    algo.kl.stop_update algo.kl.stop_run algo.distill.teacher algo.ptx.dataset
+    algo.dynamic_filtering_enable actor.freeze_visual_encoder train.enable_ema
+    train.async_enable train.partial_rollout_enable reward.weights
+    ref.offload reward.offload reward.retries vllm.max_restarts
+    vllm.quantization vllm.sync_with_ray vllm.enable_sleep rollout.replay_dir rollout.only
+    rollout.remote_engines placement
+"""
 FUNCTION = "use --reward.remote_url with a .py file, or --reward.verifier math"
+EOS = "end with the end-of-sequence token"
+MORE_GPUS = "use --ds.zero_stage 3 on more GPUs"
+MORE_ENGINES = "use 1 and more --vllm.num_engines"
 
-NOT_YET: tuple[Refusal, ...] = (
-    # every command
-    refuse("ds.ring_attn_size", "use 1 and a smaller --data.max_len"),
-    refuse("ds.tensor_parallel_size", "use 1 and --ds.zero_stage 3"),
-    refuse("ds.lora.rank", "train every weight: 0"),
-    refuse("ds.load_in_4bit", OFF),
-    refuse("ds.use_liger_kernel", OFF),
-    refuse("ds.deepcompile", OFF),
-    refuse("ds.torch_compile", OFF),
-    refuse("ds.adam_offload", "use --ds.zero_stage 3 on more GPUs"),
-    refuse("ds.param_offload", "use --ds.zero_stage 3 on more GPUs"),
-    refuse("ds.nvme_path", OFF),
-    refuse("ds.use_universal_ckpt", "resume with as many processes as before"),
-    refuse("ds.zpg", "use 1"),
-    refuse("ds.experts_implementation", OFF),
-    refuse("optim", "use adam"),
-    refuse("model.aux_loss_coef", "use 0"),
-    refuse("use_ms", "download the files first and give their paths"),
-    refuse("eval.patience", OFF),
-    # RL: algorithm
-    refuse(
-        "algo.advantage.estimator",
-        f"use {CRITIC_FREE}",
-        when=lambda root: choices.ESTIMATORS[root.algo.advantage.estimator].needs_critic,
-    ),
-    refuse("algo.advantage.is_correction_enable", OFF),
-    refuse("algo.correction", OFF),
-    refuse("algo.kl.target", "use a fixed --algo.kl.init_coef"),
-    refuse("algo.kl.stop_update", OFF),
-    refuse("algo.kl.stop_run", OFF),
-    refuse("algo.distill.teacher", OFF),
-    refuse("algo.ptx.dataset", OFF),
-    refuse("algo.dynamic_filtering_enable", OFF),
-    refuse(
-        "actor.policy_loss_type",
-        "use ppo",
-        when=lambda root: root.actor.policy_loss_type in ("gspo", "cispo"),
-    ),
-    refuse("actor.optim", "use adam"),
-    refuse("actor.aux_loss_coef", "use 0"),
-    refuse("actor.freeze_visual_encoder", OFF),
-    refuse("data.max_images_per_prompt", "use text prompts"),
-    refuse("train.enable_ema", OFF),
-    # RL: rewards and agents
-    refuse("reward.model_name_or_path", FUNCTION),
-    refuse("reward.process_model", FUNCTION),
-    refuse("reward.weights", OFF),
-    refuse(
-        "reward.verifier",
-        FUNCTION,
-        when=lambda root: root.reward.verifier not in (None, "math"),
-    ),
-    refuse("reward.remote_url", FUNCTION, when=lambda root: bool(root.reward.urls)),
-    refuse(
-        "reward.remote_url",
-        "beside --reward.verifier, leave out one of them",
-        when=lambda root: bool(root.reward.function_path and root.reward.verifier),
-    ),
-    refuse("train.agent_func_path", FUNCTION),
-    # RL: engines and sampling
-    refuse(
-        "vllm.max_engines",
-        "use as many as --vllm.num_engines",
-        when=lambda root: root.vllm.max_engines != root.vllm.num_engines,
-    ),
-    refuse("vllm.tensor_parallel_size", "use 1 and more --vllm.num_engines"),
-    refuse("vllm.pipeline_parallel_size", "use 1 and more --vllm.num_engines"),
-    refuse("vllm.quantization", OFF),
-    refuse("vllm.sync_with_ray", OFF),
-    refuse("vllm.enable_sleep", OFF),
-    refuse("ds.enable_sleep", OFF),
-    refuse("rollout.stop", "end with the end-of-sequence token"),
-    refuse("rollout.stop_token_ids", "end with the end-of-sequence token"),
-    refuse("rollout.dump_dir", "episodes are in samples.jsonl of --run.dir"),
-    refuse("rollout.replay_dir", OFF),
-    refuse("rollout.only", OFF),
-    refuse("rollout.remote_engines", OFF),
-    # RL: placement and pipeline
-    refuse("train.colocate_all", "use --train.colocate_actor_ref"),
-    refuse("train.colocate_critic_reward", OFF),
-    refuse("train.async_enable", OFF),
-    refuse("train.partial_rollout_enable", OFF),
-    refuse("train.max_restarts", "start again with --ckpt.load_enable"),
-    refuse("placement", OFF),
-)
+# A flag, or a section, that is refused at any value but its default; and what to do instead.
+NOT_YET: dict[str, str] = {
+    **dict.fromkeys(LEAVE_OUT.split(), "leave it out"),
+    "ds.ring_attn_size": "use 1 and a smaller --data.max_len",
+    "ds.tensor_parallel_size": "use 1 and --ds.zero_stage 3",
+    "ds.lora.rank": "train every weight: 0",
+    "ds.adam_offload": MORE_GPUS,
+    "ds.param_offload": MORE_GPUS,
+    "ds.use_universal_ckpt": "resume with as many processes as before",
+    "ds.zpg": "use 1",
+    "optim": "use adam",
+    "actor.optim": "use adam",
+    "model.aux_loss_coef": "use 0",
+    "actor.aux_loss_coef": "use 0",
+    "use_ms": "download the files first and give their paths",
+    "data.max_images_per_prompt": "use text prompts",
+    "reward.process_model": FUNCTION,
+    "train.agent_func_path": FUNCTION,
+    "train.colocate_all": "use --train.colocate_actor_ref",
+    "train.max_restarts": "start again with --ckpt.load_enable",
+    "vllm.tensor_parallel_size": MORE_ENGINES,
+    "vllm.pipeline_parallel_size": MORE_ENGINES,
+    "rollout.stop": EOS,
+    "rollout.stop_token_ids": EOS,
+    "rollout.dump_dir": "episodes are in samples.jsonl of --run.dir",
+}
+# The same for some values only: refused where the function of the resolved root says so.
+FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("actor.policy_loss_type", "use ppo", lambda c: c.actor.policy_loss_type in ("gspo", "cispo")),
+    ("reward.verifier", FUNCTION, lambda c: c.reward.verifier not in (None, "math")),
+    ("reward.remote_url", FUNCTION, lambda c: c.reward.urls != []),
+    ("reward.remote_url", "leave out --reward.verifier, or it",
+     lambda c: bool(c.reward.function_path and c.reward.verifier)),
+    ("reward.model_name_or_path", "use one reward model, and no rule beside it",
+     lambda c: "," in (path := c.reward.model_name_or_path or "")
+     or bool(path and (c.reward.remote_url or c.reward.verifier))),
+    ("rollout.vllm_generate_batch_size", "use --rollout.batch_size, or leave it out",
+     lambda c: c.rollout.vllm_generate_batch_size != c.rollout.batch_size),
+    ("vllm.sync_backend", "use nccl (gloo is used without GPUs)",
+     lambda c: c.vllm.sync_backend not in ("nccl", "gloo")),
+    ("vllm.max_engines", "use as many as --vllm.num_engines",
+     lambda c: c.vllm.max_engines != c.vllm.num_engines),
+)  # fmt: skip
 
 
 def refusals(config: Any) -> Iterator[str]:
     """A sentence for each flag of a resolved configuration whose feature is not there yet."""
-    flags = flags_in(config)
-    for refusal in NOT_YET:
-        for flag, value in flags:
-            if not f"{flag.path}.".startswith(f"{refusal.path}."):
-                continue
-            if refusal.when(config) if refusal.when else value != flag.default:
-                yield f"{_as_typed(flag, value)} is not available yet: {refusal.instead}."
-
-
-def _as_typed(flag: Flag, value: Any) -> str:
-    if flag.shape == "switch":
-        return flag.name
-    values = value if flag.shape in ("pair", "list") else [value]
-    typed = " ".join(map(str, [flag.name, *values]))
-    return f"{typed} (the default)" if value == flag.default else typed
+    for flag, value in flags_in(config):
+        default = " (the default)" if value == flag.default else ""
+        instead = [
+            advice for path, advice, when in FOR_SOME_VALUES if flag.path == path and when(config)
+        ]
+        sections = [flag.path[:end] for end, sign in enumerate(f"{flag.path}.") if sign == "."]
+        if not default:
+            instead += [NOT_YET[path] for path in sections if path in NOT_YET]
+        for advice in instead:
+            yield f"{flag.typed(value)}{default} is not available yet: {advice}."

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -74,6 +75,17 @@ def silenced_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+
+
+def redirect_output(path: str) -> None:
+    """Send this process's standard output and error to a file, also what C++ code prints."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
 
 
 def complete_launcher_environment() -> None:

@@ -7,7 +7,6 @@ gather(references, timeout_s=…, doing="the policy update")             ->  res
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,23 +16,18 @@ import ray
 from ray.exceptions import RayActorError
 
 from openrlhf.config.plugins import load_plugins
-from openrlhf.distributed.devices import device_kind, free_port, node_address, worker_environment
+from openrlhf.distributed.devices import (
+    device_kind,
+    free_port,
+    node_address,
+    redirect_output,
+    worker_environment,
+)
 from openrlhf.distributed.placement import HostGroup, actor_options, reserve
 
 
 class WorkerError(RuntimeError):
     """A worker died, or did not answer in time. The message names it, what it was doing, and its log."""
-
-
-def redirect_output(path: str) -> None:
-    """Send this process's standard output and error to a file, also what C++ code prints."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
 
 
 class WorkerHost:

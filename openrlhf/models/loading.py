@@ -65,7 +65,6 @@ def naming_the_flag(spec: LoadSpec) -> Iterator[None]:
 
 def prepared(model: PreTrainedModel, spec: LoadSpec) -> PreTrainedModel:
     """The model without a cache, and with gradient checkpointing where that is asked for."""
-    model.config.use_cache = False
     if spec.gradient_checkpointing:
         options: dict[str, Any] = {"use_reentrant": spec.reentrant}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

@@ -165,7 +165,4 @@ _SPENT = {
     "timing/broadcast": "publish",
 }
 
-_ALARMS = {
-    "train/failed_episodes": "failed episodes",
-    "train/nonfinite_steps": "steps not finite",
-}
+_ALARMS = {"train/failed_episodes": "failed episodes", "train/nonfinite_steps": "steps not finite"}

@@ -25,6 +25,7 @@ from openrlhf.distributed.buckets import (
     WorkerReceipt,
     verify_receipt,
 )
+from openrlhf.distributed.devices import redirect_output
 from openrlhf.distributed.weight_sync import Transport, WeightGroup
 from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments, engine_environment
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -100,7 +101,10 @@ class RolloutEngine:
     serve, unless what it received last has not been verified.
     """
 
-    def __init__(self, settings: EngineSettings, index: int) -> None:
+    def __init__(self, settings: EngineSettings, index: int, log_path: str | None = None) -> None:
+        """`log_path`: file for what vLLM prints; without one it goes where the process prints."""
+        if log_path:
+            redirect_output(log_path)
         self.settings = settings
         self.index = index
         self._started: Any = None  # vLLM's AsyncLLM

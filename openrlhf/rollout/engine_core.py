@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import get_open_zmq_ipc_path
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
@@ -34,6 +35,15 @@ def start_in_thread(arguments: AsyncEngineArgs) -> tuple[AsyncLLM, Callable[[], 
     """An engine, and the function that ends the thread of its core. Raises what the core raised."""
     register_architectures(arguments.model)
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    head_size, known = (
+        config.model_config.get_head_size(),
+        CPUAttentionBackend.get_supported_head_sizes(),
+    )
+    if head_size not in known:  # vLLM would die at the first sample, without a reason
+        raise ValueError(
+            f"vLLM's CPU attention has kernels for heads of {known}, and those of {arguments.model} have {head_size} "
+            "entries. Use a model with one of these sizes (hidden size ÷ attention heads)."
+        )
     inputs, outputs = get_open_zmq_ipc_path(), get_open_zmq_ipc_path()
     thread = _CoreThread(config, EngineZmqAddresses(inputs=[inputs], outputs=[outputs]))
     thread.start()

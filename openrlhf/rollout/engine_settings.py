@@ -5,7 +5,8 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Device = Literal["cpu", "cuda"]
@@ -31,6 +32,7 @@ class EngineSettings:
     end_token_ids: tuple[int, ...] = ()  # the tokenizer's; generation_config.json's are known
     trust_remote_code: bool = False
     logprobs_mode: str = "processed_logprobs"
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further arguments of vLLM's
 
 
 def engine_environment(device: Device) -> dict[str, str]:
@@ -85,4 +87,6 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
             # CPU generators cannot, and the engine dies
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
-    return arguments
+    if taken := sorted(settings.extra.keys() & arguments.keys()):
+        raise ValueError(f"--vllm.engine_args may not set {taken}: they follow from other flags")
+    return arguments | dict(settings.extra)

@@ -73,7 +73,7 @@ class RolloutGenerator:
         self,
         engines: Sequence[Any],
         tokenizer: PreTrainedTokenizerBase,
-        reward: Reward,
+        reward: Reward | None,
         *,
         on_error: ErrorPolicy,
         timeout_s: float,
@@ -111,7 +111,10 @@ class RolloutGenerator:
             )
             for generation in generations
         ]
-        results = await self.reward.score(requests)
+        # Without a reward here, a reward worker scores the finished episodes.
+        results = (
+            await self.reward.score(requests) if self.reward else [RewardResult()] * len(requests)
+        )
         return [
             self._trajectory(prompt, sample, tokens, generation, request.response_text, result)
             for sample, (generation, request, result) in enumerate(

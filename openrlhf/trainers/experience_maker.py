@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.experience import Experience, Layout
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.update_plan import share
-from openrlhf.workers.frozen import ReferenceWorker
+from openrlhf.trajectory import Trajectory
+from openrlhf.workers.critic import CriticWorker
+from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
 from openrlhf.workers.policy import PolicyWorker
 
 
@@ -58,22 +60,41 @@ class ExperienceMaker:
         self,
         policy: WorkerGroup,
         reference: WorkerGroup | None,
+        critic: WorkerGroup | None,
+        reward: WorkerGroup | None,
         settings: CreditSettings,
         kl: KLController,
         *,
         recompute_old: bool,
         timeout_s: float,
     ) -> None:
-        self.policy, self.reference, self.settings, self.kl = policy, reference, settings, kl
+        self.policy, self.reference, self.critic, self.reward = policy, reference, critic, reward
+        self.settings, self.kl = settings, kl
         self.recompute_old, self.timeout_s = recompute_old, timeout_s
 
+    def scored(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The episodes with the reward model's rewards, where there is one; else as they are."""
+        finished = [t for t in trajectories if not t.failed]
+        if self.reward is None or not finished:
+            return list(trajectories)
+        batch = Experience.from_trajectories(finished)
+        rewards = _Pending(batch, self.reward, RewardWorker.rewards, per_sample=True)
+        numbers = iter(rewards.collect(self.timeout_s).tolist())
+        return [t if t.failed else with_reward(t, next(numbers)) for t in trajectories]
+
     def annotate(self, experience: Experience) -> Experience:
-        """Add log π_old and log π_ref where something needs them: launched side by side, gathered."""
+        """Add log π_old, log π_ref and V where something needs them: launched side by side, gathered."""
         columns: dict[str, _Pending] = {}
+        if self.reward:
+            columns["rewards"] = _Pending(
+                experience, self.reward, RewardWorker.rewards, per_sample=True
+            )
         if self.recompute_old:
             columns["old_logprobs"] = _Pending(experience, self.policy, PolicyWorker.logprobs)
         if self.reference:
             columns["ref_logprobs"] = _Pending(experience, self.reference, ReferenceWorker.logprobs)
+        if self.critic:
+            columns["values"] = _Pending(experience, self.critic, CriticWorker.values)
         return experience.with_columns(
             **{name: pending.collect(self.timeout_s) for name, pending in columns.items()}
         )
@@ -144,10 +165,10 @@ class ExperienceMaker:
     def _metrics(self, experience: Experience, kl: Tensor | None) -> dict[str, Metric]:
         count, actions = experience.num_samples, experience.num_actions
         mask, tokens = experience.action_mask, float(experience.action_mask.sum())
-        assert experience.returns is not None
+        assert experience.token_rewards is not None
         metrics: dict[str, Metric] = {
             "train/reward": Mean(float(experience.rewards.sum()), count),
-            "train/return": Mean(float(experience.returns[mask].sum()), tokens),
+            "train/return": Mean(float(experience.token_rewards.sum()), count),
             "train/response_length": Mean(float(actions.sum()), count),
             "train/total_length": Mean(float(experience.num_tokens), count),
             "train/truncated": Mean(float(experience.truncated.sum()), count),
@@ -164,6 +185,11 @@ class ExperienceMaker:
         return metrics
 
 
+def with_reward(trajectory: Trajectory, reward: float) -> Trajectory:
+    """The episode with a reward that is its score too."""
+    return replace(trajectory, reward=reward, score=reward)
+
+
 def group_reward_std(rewards: Tensor, groups: Tensor) -> Mean | None:
     """Mean over prompts of the unbiased standard deviation of their samples' rewards; None without a group of two."""
     stats = group_statistics(rewards, groups)
@@ -173,25 +199,36 @@ def group_reward_std(rewards: Tensor, groups: Tensor) -> Mean | None:
 
 
 class _Pending:
-    """A column on its way: rows scattered over the ranks of a group, per-token results gathered back into place."""
+    """A column on its way: rows scattered over the ranks of a group, results gathered back into place."""
 
-    def __init__(self, experience: Experience, group: WorkerGroup, method: object) -> None:
-        self.experience, self.group = experience, group
+    def __init__(
+        self,
+        experience: Experience,
+        group: WorkerGroup,
+        method: Callable[..., Tensor],
+        *,
+        per_sample: bool = False,
+    ) -> None:
+        self.experience, self.group, self.per_sample = experience, group, per_sample
         lengths = experience.lengths.tolist()
         # A rank without rows repeats the first one: some forwards are collective. Its result is the same number twice.
         self.parts = [rows or [0] for rows in share(lengths, range(len(lengths)), group.size)]
-        self.references = group.launch(method, experience.split(self.parts))  # pyright: ignore[reportArgumentType]
+        self.references = group.launch(method, experience.split(self.parts))
 
     def collect(self, timeout_s: float) -> Tensor:
-        """The column, (N,)."""
+        """The column: (N,) where ranks gave their tokens numbers, (B,) where they gave their rows numbers."""
         results: Sequence[Tensor] = gather(
             self.references,
             timeout_s=timeout_s,
-            doing=f"score tokens ({self.group.role})",
+            doing=f"score the batch ({self.group.role})",
             logs=self.group.logs,
         )
-        column = torch.zeros(self.experience.num_tokens)
+        size = self.experience.num_samples if self.per_sample else self.experience.num_tokens
+        column = torch.zeros(size)
         for rows, scored in zip(self.parts, results, strict=True):
-            place = Layout.of(self.experience.offsets, torch.tensor(rows))
-            column[place.positions[place.real]] = scored
+            index = torch.tensor(rows)
+            if not self.per_sample:
+                place = Layout.of(self.experience.offsets, index)
+                index = place.positions[place.real]
+            column[index] = scored
         return column

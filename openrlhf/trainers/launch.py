@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,16 +13,17 @@ from typing import Any
 import ray
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.algorithms.kl import FixedKL
+from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
 from openrlhf.config.machine import count_gpus
 from openrlhf.config.options import ConfigError
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig, RefConfig, RewardConfig
 from openrlhf.data.loading import DataError, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed import placement
 from openrlhf.distributed.buckets import PublicationError
+from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.rollout.engine import RolloutEngine
@@ -44,11 +43,10 @@ from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.sources import SyncSource, evaluate
-from openrlhf.workers.frozen import ReferenceWorker
+from openrlhf.workers.critic import CriticWorker
+from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
 from openrlhf.workers.policy import PolicyWorker
 
-# Of a Ray that we start on a machine without GPUs, in bytes: batches are flat and small.
-OBJECT_STORE_BYTES = 512 << 20
 # What a user can mend: printed without a traceback.
 USER_ERRORS = (
     ConfigError,
@@ -67,7 +65,7 @@ def run_ppo(config: PPOConfig) -> None:
     """Train as the flags say, from a Ray that is there or one of our own."""
     checkpoints = CheckpointManager(
         config.ckpt.path,
-        parts=[] if config.ckpt.disable_ds else ["_actor"],
+        parts=[] if config.ckpt.disable_ds else list(settings.engine_layouts(config)),
         max_num=config.ckpt.max_num,
         max_mem_gib=config.ckpt.max_mem,
     )
@@ -128,12 +126,21 @@ def load_prompts(config: PPOConfig) -> PromptData:
 
 def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
     """Which roles there are, and which of them share devices."""
-    roles = {"actor": (config.actor.num_nodes, config.actor.num_gpus_per_node)}
+    roles: dict[str, ActorConfig | RefConfig | CriticConfig | RewardConfig] = {}
+    roles["actor"] = config.actor
     if config.algo.kl.init_coef > 0:
-        roles["ref"] = (config.ref.num_nodes, config.ref.num_gpus_per_node)
+        roles["ref"] = config.ref
+    if settings.has_critic(config):
+        roles["critic"] = config.critic
+    if config.reward.model_name_or_path:
+        roles["reward"] = config.reward
     together = [("actor", "ref")] if config.train.colocate_actor_ref else []
+    together += [("critic", "reward")] if config.train.colocate_critic_reward else []
     return placement.plan(
-        roles, engines=config.vllm.num_engines, on_gpus=kind == "cuda", colocated=together
+        {name: (role.num_nodes, role.num_gpus_per_node) for name, role in roles.items()},
+        engines=config.vllm.num_engines,
+        on_gpus=kind == "cuda",
+        colocated=together,
     )
 
 
@@ -144,35 +151,6 @@ def show_plan(config: PPOConfig, data: PromptData, plan: placement.Placement) ->
     print(f"{len(data.train)} prompts, {steps} steps of {config.rollout.batch_size} prompts")
     for row in (data.train[i] for i in range(min(3, len(data.train)))):
         print(f"prompt {row.text!r} ({len(row.tokens)} tokens), label {row.label!r}")
-
-
-@contextmanager
-def ray_cluster(plan: placement.Placement) -> Iterator[None]:
-    """Join the Ray of RAY_ADDRESS, of the job, or that `ray start` left on this machine; else start one for the run."""
-    started = not ray.is_initialized()
-    if started:
-        _init_ray(plan)
-    try:
-        placement.check_capacity(plan, ray.cluster_resources())
-        yield
-    finally:
-        if started:
-            ray.shutdown()
-
-
-def _init_ray(plan: placement.Placement) -> None:
-    # Leave CUDA_VISIBLE_DEVICES of GPU-less actors alone.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:  # Not by address="auto": that also joins what another run has started for itself, and dies with it.
-        ray.init(
-            num_cpus=max(os.cpu_count() or 1, 4),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
-        )
-    except ValueError:  # there is a cluster to join, and it has its resources already
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
 
 
 class Run:
@@ -190,13 +168,7 @@ class Run:
         self.config, self.data, self.plan = config, data, plan
         self.kind: Device = kind
         self.run_dir = checkpoint.state.run_dir if checkpoint else config.run.dir
-        self.recorder = Recorder(
-            config,
-            logger=config.logger,
-            run=config.run,
-            run_dir=self.run_dir,
-            resume_step=checkpoint.state.step if checkpoint else None,
-        )
+        self.recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.engines: list[Any] = []
         self.hosts: list[HostHandles] = []
@@ -210,11 +182,12 @@ class Run:
 
     def __enter__(self) -> Run:
         try:
-            asyncio.run(self.reward.check())
+            if self.reward:
+                asyncio.run(self.reward.check())
             starting = self._start_engines()
-            policy, reference = self._start_workers()
+            groups = self._start_workers()
             gather(starting, timeout_s=self.config.train.setup_timeout, doing="start the engines")
-            self.trainer = self._make_trainer(policy, reference)
+            self.trainer = self._make_trainer(groups)
             if self.checkpoint:
                 self.trainer.resume(self.checkpoint)
         except BaseException:
@@ -243,30 +216,40 @@ class Run:
                 **placement.actor_options(reserved, index, on_gpus=self.plan.on_gpus),
                 max_concurrency=4096,
                 runtime_env={"env_vars": engine_environment(made_of.device)},
-            ).remote(made_of, index)
+            ).remote(made_of, index, f"{self.log_dir}/vllm-{index}.log")
             for index in range(group.slots)
         ]
         return [engine.start.remote() for engine in self.engines]
 
-    def _start_workers(self) -> tuple[WorkerGroup, WorkerGroup | None]:
-        config = self.config
+    def _start_workers(self) -> dict[str, WorkerGroup]:
+        """Processes for every host group, and the models of all roles in them; by role."""
         for group in self.plan.groups:
             if group.name != "vllm":
                 self.hosts.append(self._start_hosts(group))
-        by_role = {role: hosts for hosts in self.hosts for role in hosts.group.roles}
-        policy = WorkerGroup(by_role["actor"], "actor")
-        total_steps = settings.optimizer_steps(config, len(self.data.train))
-        created = policy.create(
-            PolicyWorker, settings.policy_settings(config, self.kind, total_steps)
-        )
-        reference = None
-        if "ref" in by_role:
-            reference = WorkerGroup(by_role["ref"], "ref")
-            created += reference.create(ReferenceWorker, settings.reference_settings(config))
+        steps = settings.optimizer_steps(self.config, len(self.data.train))
+        workers: dict[str, tuple[type, Callable[[], Any]]] = {
+            "actor": (
+                PolicyWorker,
+                partial(settings.policy_settings, self.config, self.kind, steps),
+            ),
+            "ref": (ReferenceWorker, partial(settings.reference_settings, self.config)),
+            "critic": (
+                CriticWorker,
+                partial(settings.critic_settings, self.config, self.kind, steps),
+            ),
+            "reward": (RewardWorker, partial(settings.reward_settings, self.config)),
+        }
+        groups, created, logs = {}, [], []
+        for hosts in self.hosts:
+            for role in hosts.group.roles:
+                groups[role] = WorkerGroup(hosts, role)
+                worker, made_from = workers[role]
+                created += groups[role].create(worker, made_from())
+                logs += groups[role].logs
         gather(
-            created, timeout_s=config.train.setup_timeout, doing="load the models", logs=policy.logs
+            created, timeout_s=self.config.train.setup_timeout, doing="load the models", logs=logs
         )
-        return policy, reference
+        return groups
 
     def _start_hosts(self, group: placement.HostGroup) -> HostHandles:
         config = self.config
@@ -284,8 +267,8 @@ class Run:
             plugins=[str(Path(path).expanduser().absolute()) for path in config.plugin],
         )
 
-    def _make_trainer(self, policy: WorkerGroup, reference: WorkerGroup | None) -> PPOTrainer:
-        config, kl = self.config, FixedKL(self.config.algo.kl.init_coef)
+    def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer:
+        config, policy, kl = self.config, groups["actor"], make_kl(self.config)
         on_error = ErrorPolicy.parse(config.reward.on_error)
         generator = RolloutGenerator(
             self.engines,
@@ -305,7 +288,9 @@ class Run:
         )
         maker = ExperienceMaker(
             policy,
-            reference,
+            groups.get("ref"),
+            groups.get("critic"),
+            groups.get("reward"),
             settings.credit_settings(config),
             kl,
             recompute_old=settings.needs_old_logprobs(config),
@@ -321,6 +306,7 @@ class Run:
             source,
             maker,
             policy,
+            groups.get("critic"),
             weights,
             kl=kl,
             errors=ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error),
@@ -341,12 +327,21 @@ class Run:
         )
 
 
-def make_reward(config: PPOConfig, pool: HostPool) -> FunctionReward | VerifierReward:
-    """The reward that the flags name."""
+def make_kl(config: PPOConfig) -> KLController:
+    """The coefficient of the KL term, fixed or following a target."""
+    kl = config.algo.kl
+    if kl.target is None:
+        return FixedKL(kl.init_coef)
+    return AdaptiveKL(kl.init_coef, kl.target, kl.horizon)
+
+
+def make_reward(config: PPOConfig, pool: HostPool) -> FunctionReward | VerifierReward | None:
+    """The reward that the flags name; None where reward models score the finished episodes."""
     timeout = config.reward.timeout
     if config.reward.verifier:
         return VerifierReward(config.reward.verifier, pool=pool, timeout=timeout)
-    assert config.reward.function_path is not None  # a rule asks for one of the two
+    if config.reward.function_path is None:
+        return None
     return FunctionReward(
         config.reward.function_path, pool=pool, timeout=timeout, batch=config.reward.batch
     )
@@ -354,13 +349,13 @@ def make_reward(config: PPOConfig, pool: HostPool) -> FunctionReward | VerifierR
 
 def check_resumable(checkpoint: Checkpoint, config: PPOConfig, data: PromptData) -> None:
     """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
-    there, here = checkpoint.state.engines.get("_actor"), settings.engine_layout(config)
+    there, here = dict(checkpoint.state.engines), settings.engine_layouts(config)
     prompts = checkpoint.state.extra.get("prompts")
     broken = []
     if there != here:
         broken.append(
             f"was written by {there}, and this run is {here}: "
-            "use the same --actor.num_nodes, --actor.num_gpus_per_node and --ds.zero_stage"
+            "use the same estimator, --ds.zero_stage and number of devices of each role"
         )
     if prompts != len(data.train):
         broken.append(

@@ -23,8 +23,10 @@ from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.sources import SyncSource, evaluation_metrics
-from openrlhf.trainers.update_plan import plan_update, rows_of_rank
+from openrlhf.trainers.update_plan import RankUpdate, plan_update, rows_of_rank
 from openrlhf.trajectory import Trajectory
+from openrlhf.workers.base import TrainedWorker, Update
+from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 
 Evaluate = Callable[[], list[Trajectory]]
@@ -44,7 +46,9 @@ class LoopSettings:
     best_metric_key: str
     step_timeout: float  # seconds
     run_dir: str
-    layout: EngineLayout  # of the policy's state, for the checkpoint
+    layouts: Mapping[str, EngineLayout]  # of the models' states, for the checkpoint
+    freezing_steps: int  # steps in which only the critic learns
+    save_critic: bool
 
 
 class PPOTrainer:
@@ -55,6 +59,7 @@ class PPOTrainer:
         source: SyncSource,
         maker: ExperienceMaker,
         policy: WorkerGroup,
+        critic: WorkerGroup | None,
         weights: WeightPublisher,
         *,
         kl: KLController,
@@ -66,7 +71,8 @@ class PPOTrainer:
         recorder: Recorder,
         settings: LoopSettings,
     ) -> None:
-        self.source, self.maker, self.policy, self.weights = source, maker, policy, weights
+        self.source, self.maker, self.weights = source, maker, weights
+        self.policy, self.critic = policy, critic
         self.kl, self.errors, self.evaluate = kl, errors, evaluate
         self.checkpoints, self.ckpt, self.tokenizer = checkpoints, ckpt, tokenizer
         self.recorder, self.settings = recorder, settings
@@ -86,45 +92,62 @@ class PPOTrainer:
                 self.after_step(rollout)
                 continue
             with self.clock("make_experience"):
-                experience = self.maker.annotate(experience)  # log π_old, log π_ref
+                experience = self.maker.annotate(experience)  # log π_old, log π_ref, V
                 experience, credit = self.maker.credit(experience)  # r_t, Â_t, Ĝ_t
             with self.clock("ppo_train"):
-                update = self.improve(experience)  # π ← argmin of the objective
+                update = self.improve(experience)  # V, π
             with self.clock("broadcast"):
                 self.weights.publish(self.step + 1)  # π_old ← π
             self.after_step(merge_all([rollout, credit, update]))
         self.export(self.ckpt.output_dir)
 
     def collect(self, trajectories: Sequence[Trajectory]) -> tuple[Experience, dict[str, Metric]]:
-        """Drop what failed, count it, and flatten the rest. Raises RewardErrors when too much has failed."""
+        """Score what reward models score, drop what failed, count it, and flatten the rest. Raises RewardErrors when too much has failed."""
+        trajectories = self.maker.scored(trajectories)
         self.recorder.samples(self.step + 1, trajectories)
         self.errors.check(trajectories)
         kept = trainable(trajectories, needs_groups=self.settings.needs_groups)
         return Experience.from_trajectories(kept), rollout_metrics(trajectories, kept)
 
     def improve(self, experience: Experience) -> dict[str, Metric]:
-        """Update the policy on a credited batch; every rank gets its rows of every optimizer step."""
-        plans = plan_update(
-            experience.lengths.tolist(),
-            ranks=self.policy.size,
+        """Update critic and policy on a credited batch: both at once where they do not share devices.
+
+        While the critic warms up (--critic.freezing_steps), the policy stays as it is.
+        """
+        lengths = experience.lengths.tolist()
+        launched, logs = [], []
+        if self.critic:
+            jobs = [
+                Update(experience=rows_of_rank(experience, plan), steps=plan.steps)
+                for plan in self._plans(lengths, self.critic.size)
+            ]
+            launched += self.critic.launch(CriticWorker.update, jobs)
+            logs += self.critic.logs
+        if self.step + 1 > self.settings.freezing_steps:
+            jobs = [
+                PolicyUpdate(
+                    experience=rows_of_rank(experience, plan),
+                    steps=plan.steps,
+                    kl_coef=self.kl.coef,
+                )
+                for plan in self._plans(lengths, self.policy.size)
+            ]
+            launched += self.policy.launch(PolicyWorker.update, jobs)
+            logs += self.policy.logs
+        return merge_all(self._gather(launched, "update the models", logs))
+
+    def _plans(self, lengths: list[int], ranks: int) -> list[RankUpdate]:
+        """Each rank's rows of every optimizer step; all roles take the same steps in the same order."""
+        return plan_update(
+            lengths,
+            ranks=ranks,
             batch_size=self.settings.batch_size,
             epochs=self.settings.epochs,
             seed=self.settings.seed + self.step,
         )
-        jobs = [
-            PolicyUpdate(
-                experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=self.kl.coef
-            )
-            for plan in plans
-        ]
-        launched = self.policy.launch(PolicyWorker.update, jobs)
-        results = gather(
-            launched,
-            timeout_s=self.settings.step_timeout,
-            doing="update the policy",
-            logs=self.policy.logs,
-        )
-        return merge_all(results)
+
+    def _gather(self, launched: list[Any], doing: str, logs: list[str]) -> list[Any]:
+        return gather(launched, timeout_s=self.settings.step_timeout, doing=doing, logs=logs)
 
     def after_step(self, metrics: dict[str, Metric]) -> None:
         """Log, adapt β, evaluate, checkpoint."""
@@ -146,7 +169,7 @@ class PPOTrainer:
         if self.evaluate is None:
             return
         self.recorder.display.status("evaluating")
-        trajectories = self.evaluate()
+        trajectories = self.maker.scored(self.evaluate())
         metrics = evaluation_metrics(trajectories, k=self.settings.eval_samples)
         self.recorder.evaluation(self.step, metrics)
         if self.best.improves(metrics) and self.step > 0:
@@ -157,16 +180,11 @@ class PPOTrainer:
         if self.ckpt.disable_ds and not self.ckpt.save_hf:
             return
         staged = self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf)
-        if not self.ckpt.disable_ds:
-            saved = self.policy.broadcast(
-                PolicyWorker.save_checkpoint, staged.engine_dir("_actor"), staged.tag
+        for part, group in self.parts().items() if not self.ckpt.disable_ds else ():
+            saved = group.broadcast(
+                TrainedWorker.save_checkpoint, staged.engine_dir(part), staged.tag
             )
-            gather(
-                saved,
-                timeout_s=self.settings.step_timeout,
-                doing="save a checkpoint",
-                logs=self.policy.logs,
-            )
+            self._gather(saved, "save a checkpoint", group.logs)
         if self.ckpt.save_hf:
             self.export(staged.hf_dir)
         self.checkpoints.commit(
@@ -185,36 +203,34 @@ class PPOTrainer:
             best_metric_key=self.best.key or None,
             best_metric_value=self.best.value,
             run_dir=self.settings.run_dir,
-            engines={"_actor": self.settings.layout},
+            engines=self.settings.layouts,
             extra={"prompts": len(self.source.prompts)},
         )
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continue where a checkpoint stands."""
         state = checkpoint.state
-        loaded = self.policy.broadcast(
-            PolicyWorker.load_checkpoint, checkpoint.engine_dir("_actor"), checkpoint.tag
-        )
-        gather(
-            loaded,
-            timeout_s=self.settings.step_timeout,
-            doing="load the checkpoint",
-            logs=self.policy.logs,
-        )
+        for part, group in self.parts().items():
+            loaded = group.broadcast(
+                TrainedWorker.load_checkpoint, checkpoint.engine_dir(part), checkpoint.tag
+            )
+            self._gather(loaded, "load the checkpoint", group.logs)
         self.step, self.source.consumed = state.step, state.consumed
         if state.kl_coef is not None:
             self.kl.load_state_dict({"coef": state.kl_coef})
         self.best.restore(state.best_metric_key, state.best_metric_value)
 
+    def parts(self) -> dict[str, WorkerGroup]:
+        """The trained models, by their place in a checkpoint."""
+        return {"_actor": self.policy} | ({"_critic": self.critic} if self.critic else {})
+
     def export(self, path: str) -> None:
-        """Write the policy as Transformers and a stock vLLM server load it."""
-        exported = self.policy.broadcast(PolicyWorker.export, self.tokenizer, path)
-        gather(
-            exported,
-            timeout_s=self.settings.step_timeout,
-            doing="export the policy",
-            logs=self.policy.logs,
-        )
+        """Write the policy as Transformers and a stock vLLM server load it; the critic beside it where that is asked for."""
+        exported = self.policy.broadcast(TrainedWorker.export, self.tokenizer, path)
+        self._gather(exported, "export the policy", self.policy.logs)
+        if self.critic and self.settings.save_critic:
+            exported = self.critic.broadcast(TrainedWorker.export, self.tokenizer, f"{path}_critic")
+            self._gather(exported, "export the critic", self.critic.logs)
 
     def timed(self, name: str, iterable: Iterable[Any]) -> Iterator[Any]:
         """The items, with the seconds each took to come counted under `timing/<name>`."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
+from openrlhf.checkpoints import RunState
 from openrlhf.config.options import dump_yaml
-from openrlhf.config.shared import LoggerConfig, RunConfig
+from openrlhf.config.shared import Root
 from openrlhf.observability.display import Display
 from openrlhf.observability.report import report_run
 from openrlhf.observability.run_folder import RunFolder, SampleRow
@@ -20,28 +19,24 @@ SAMPLES_PER_STEP = 16  # episodes of a step that go to samples.jsonl; of failed 
 class Recorder:
     """Writes what a run measures and samples. Belongs to the main process.
 
-    `resume_step`: continue the folder of an earlier run, cut back to that step.
+    `resumed`: the state a resumed run continues from; its folder is continued, cut back to that step.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        logger: LoggerConfig,
-        run: RunConfig,
-        run_dir: str,
-        resume_step: int | None,
-    ) -> None:
+    def __init__(self, config: Root, *, resumed: RunState | None = None) -> None:
+        run, logger = config.run, config.logger
         self.display = Display(quiet=run.quiet, json=run.json)
-        if resume_step is None:
-            self.folder = RunFolder.create(run_dir)
+        if resumed:
+            self.folder = RunFolder(resumed.run_dir)
+            self.folder.truncate_to(resumed.step)
         else:
-            self.folder = RunFolder(run_dir)
-            self.folder.truncate_to(resume_step)
+            self.folder = RunFolder.create(run.dir)
         resolved = dump_yaml(config)
         self.folder.write_config(resolved)
         self.trackers = make_trackers(
-            logger, settings={"config": resolved}, run_dir=Path(run_dir), resume_step=resume_step
+            logger,
+            settings={"config": resolved},
+            run_dir=self.folder.path,
+            resume_step=resumed.step if resumed else None,
         )
         self.logging_steps = logger.logging_steps
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Literal, cast
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -15,7 +17,8 @@ from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.trainers.experience_maker import CreditSettings
 from openrlhf.trainers.ppo import LoopSettings
 from openrlhf.workers.base import MicroBatchLimits
-from openrlhf.workers.frozen import ReferenceSettings
+from openrlhf.workers.critic import CriticSettings
+from openrlhf.workers.frozen import ReferenceSettings, RewardModelSettings
 from openrlhf.workers.policy import Objective, PolicySettings
 
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -46,15 +49,17 @@ def has_dropout(config: PPOConfig) -> bool:
 
 
 def optimizer_steps(config: PPOConfig, prompts: int) -> int:
-    """Length of the learning-rate schedule."""
-    samples = prompts * config.rollout.n_samples_per_prompt * config.train.num_episodes
-    return max(1, samples * config.train.max_epochs // config.train.batch_size)
+    """Length of the learning-rate schedule: the optimizer steps of a run in which no episode fails."""
+    size, n = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    batches = [size] * (prompts // size) + [prompts % size]
+    steps = sum(math.ceil(drawn * n / config.train.batch_size) for drawn in batches)
+    return steps * config.train.max_epochs * config.train.num_episodes
 
 
-def load_spec(config: PPOConfig) -> LoadSpec:
-    """How the policy's weights are loaded."""
+def load_spec(config: PPOConfig, path: str) -> LoadSpec:
+    """How weights are loaded. The policy's attention, precision and packing are everybody's."""
     return LoadSpec(
-        path=config.actor.model_name_or_path,
+        path=located(path),
         param_dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
         packing=config.ds.packing_samples,
@@ -64,19 +69,29 @@ def load_spec(config: PPOConfig) -> LoadSpec:
     )
 
 
+def located(path: str) -> str:
+    """A folder as every process finds it, whatever its working directory; a hub name as it is."""
+    return os.path.abspath(path) if os.path.exists(path) else path
+
+
 def forward_limits(config: PPOConfig) -> MicroBatchLimits:
     """Micro-batches of forwards without gradient."""
     tokens = config.rollout.max_tokens_per_gpu if config.train.dynamic_batch_enable else None
     return MicroBatchLimits(size=config.rollout.micro_batch_size, max_tokens=tokens)
 
 
+def train_limits(config: PPOConfig) -> MicroBatchLimits:
+    """Micro-batches of training."""
+    tokens = config.train.max_tokens_per_gpu if config.train.dynamic_batch_enable else None
+    return MicroBatchLimits(size=config.train.micro_batch_size, max_tokens=tokens)
+
+
 def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySettings:
     """What the policy workers need to know."""
     actor, algo = config.actor, config.algo
     clip_low, clip_high = actor.eps_clip_low_high
-    tokens = config.train.max_tokens_per_gpu if config.train.dynamic_batch_enable else None
     return PolicySettings(
-        load=load_spec(config),
+        load=load_spec(config, actor.model_name_or_path),
         optimizer=actor,
         objective=Objective(
             policy_loss=actor.policy_loss_type,
@@ -90,7 +105,7 @@ def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySet
             entropy_coef=actor.entropy_coef,
         ),
         forward=forward_limits(config),
-        train=MicroBatchLimits(size=config.train.micro_batch_size, max_tokens=tokens),
+        train=train_limits(config),
         temperature=config.rollout.temperature,
         total_steps=total_steps,
         max_nonfinite=config.train.max_nonfinite,
@@ -99,10 +114,41 @@ def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySet
     )
 
 
+def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSettings:
+    """What the critic workers need to know."""
+    path = config.critic.model_name_or_path
+    assert path is not None  # derived where the estimator has a critic
+    return CriticSettings(
+        load=load_spec(config, path),
+        optimizer=config.critic,
+        forward=forward_limits(config),
+        train=train_limits(config),
+        total_steps=total_steps,
+        max_nonfinite=config.train.max_nonfinite,
+        bucket_bytes=BUCKET_BYTES[kind],
+        head_prefix=config.ds.value_head_prefix,
+        fresh_head=path == config.actor.model_name_or_path,
+        normalize=config.reward.normalize_enable,
+        value_clip=config.critic.value_clip,
+        seed=config.train.seed,
+    )
+
+
+def reward_settings(config: PPOConfig) -> RewardModelSettings:
+    """What the reward workers need to know."""
+    assert config.reward.model_name_or_path is not None  # else there is no such role
+    return RewardModelSettings(
+        load=load_spec(config, config.reward.model_name_or_path),
+        forward=forward_limits(config),
+        head_prefix=config.ds.value_head_prefix,
+        normalize=config.reward.normalize_enable,
+    )
+
+
 def reference_settings(config: PPOConfig) -> ReferenceSettings:
     """What the reference workers need to know."""
     return ReferenceSettings(
-        load=load_spec(config),
+        load=load_spec(config, config.actor.model_name_or_path),
         forward=forward_limits(config),
         temperature=config.rollout.temperature,
     )
@@ -132,7 +178,7 @@ def engine_settings(
 ) -> EngineSettings:
     """What the engines are made of."""
     return EngineSettings(
-        model=config.actor.model_name_or_path,
+        model=located(config.actor.model_name_or_path),
         dtype=TORCH_NAMES[config.vllm.dtype],
         max_model_len=config.data.max_len,
         seed=config.train.seed,
@@ -144,6 +190,7 @@ def engine_settings(
         seeded=config.rollout.seeded == "on",
         end_token_ids=(cast(int, tokenizer.eos_token_id),),
         trust_remote_code=config.model.trust_remote_code,
+        extra=config.vllm.engine_args,
     )
 
 
@@ -188,11 +235,23 @@ def loop_settings(config: PPOConfig, run_dir: str) -> LoopSettings:
         best_metric_key=config.ckpt.best_metric_key,
         step_timeout=config.train.step_timeout,
         run_dir=run_dir,
-        layout=engine_layout(config),
+        layouts=engine_layouts(config),
+        freezing_steps=config.critic.freezing_steps,
+        save_critic=config.critic.save_value_network,
     )
 
 
-def engine_layout(config: PPOConfig) -> EngineLayout:
-    """How the policy's state is cut into files."""
-    world = config.actor.num_nodes * config.actor.num_gpus_per_node
-    return EngineLayout(world_size=world, zero_stage=config.ds.zero_stage)
+def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
+    """How the state of each trained model is cut into files."""
+    roles = {"_actor": config.actor} | ({"_critic": config.critic} if has_critic(config) else {})
+    return {
+        part: EngineLayout(
+            world_size=role.num_nodes * role.num_gpus_per_node, zero_stage=config.ds.zero_stage
+        )
+        for part, role in roles.items()
+    }
+
+
+def has_critic(config: PPOConfig) -> bool:
+    """Whether the estimator needs values."""
+    return ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].needs_critic

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.config.supervised import SFTConfig
@@ -13,10 +13,10 @@ from openrlhf.data.loading import load_datasets
 from openrlhf.data.sft import SFTDataset, SFTRow
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.experience import TokenRows
-from openrlhf.models.loading import LoadSpec, load_causal_lm
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.supervised import run_supervised
+from openrlhf.trainers.supervised import load_spec, run_supervised
 from openrlhf.workers.base import MicroBatchLimits
 
 
@@ -49,18 +49,8 @@ class SFTTask:
         """The reference's name has a space in it; dashboards know it."""
         return {"eval/eval gpt_loss": metrics["train/gpt_loss"]} if metrics else {}
 
-
-def load_spec(config: SFTConfig) -> LoadSpec:
-    """How the flags ask for the model."""
-    return LoadSpec(
-        path=config.model.model_name_or_path,
-        param_dtype=config.ds.param_dtype,
-        attention=config.ds.attn_implementation,
-        packing=config.ds.packing_samples,
-        gradient_checkpointing=config.model.gradient_checkpointing_enable,
-        reentrant=config.model.gradient_checkpointing_reentrant,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
+        """Nothing to keep."""
 
 
 def load_rows(

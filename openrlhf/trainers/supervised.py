@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -20,15 +21,20 @@ from openrlhf.checkpoints import (
     StagedCheckpoint,
 )
 from openrlhf.checkpoints.export import export_hf
+from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import CheckpointConfig, TrainConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import DataError
-from openrlhf.distributed.strategy import Strategy, TrainEngine
+from openrlhf.distributed.strategy import NonFiniteError, Strategy, TrainEngine
 from openrlhf.experience import Ragged
+from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import Last, Metric, merge_all, values
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.workers.base import MicroBatchLimits
+
+# What a user can mend: printed without a traceback.
+USER_ERRORS = (ConfigError, DataError, CheckpointError, NonFiniteError)
 
 Row = TypeVar("Row", contravariant=True)
 Micro = TypeVar("Micro", bound=Ragged)
@@ -56,7 +62,11 @@ class Task(Protocol[Row, Micro]):
         ...
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """The same metrics under the names of an evaluation."""
+        """What an evaluation logs, from the metrics of all its rows."""
+        ...
+
+    def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
+        """Let the model learn something from its evaluation. Called in every process with the same numbers."""
         ...
 
 
@@ -173,7 +183,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """Log, evaluate, checkpoint."""
         merged = merge_all(self.strategy.gather(dict(metrics)))
         if self.recorder:
-            self.recorder.step(self.step, values(merged))
+            logged = {name: m for name, m in merged.items() if name.startswith("train/")}
+            self.recorder.step(self.step, values(logged))
         last = self.step == self.schedule.total_steps
         if self.eval_rows is not None and (self.step % self.eval_steps == 0 or last):
             self.evaluate()
@@ -182,27 +193,41 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def evaluate(self) -> None:
         """The task's metrics over all evaluation rows, each counted once."""
+        model = self.engine.module.eval()
+        parts: list[dict[str, Metric]] = []
+        with torch.no_grad():
+            for rows, counts in self._evaluation_batches():
+                micro = self.task.collate(rows).to(self.strategy.device)
+                _, metrics = self.task.loss(self.engine, micro, self.task.counts(micro))
+                parts += [metrics] if counts else []
+        model.train()
+        merged = merge_all(part for rank in self.strategy.gather(parts) for part in rank)
+        numbers = values(self.task.evaluation_names(merged))
+        self.task.evaluated(model, numbers)
+        if self.recorder:
+            self.recorder.evaluation(self.step, numbers)
+
+    def _evaluation_batches(self) -> Iterator[tuple[list[Any], bool]]:
+        """This rank's evaluation rows, and whether they count.
+
+        Under ZeRO 3 a forward is collective: every rank runs as many as rank 0, which has most rows.
+        """
         assert self.eval_rows is not None
+        size, ranks = self.train.micro_batch_size, self.strategy.dp_size
         sampler = ResumableSampler(
             len(self.eval_rows),
             seed=0,
             shuffle=False,
             dp_rank=self.strategy.dp_rank,
-            dp_size=self.strategy.dp_size,
+            dp_size=ranks,
             drop_last=False,
         )
-        model = self.engine.module.eval()
-        parts: list[dict[str, Metric]] = []
-        with torch.no_grad():
-            for rows in self._loader(self.eval_rows, sampler, self.train.micro_batch_size):
-                micro = self.task.collate(rows).to(self.strategy.device)
-                _, metrics = self.task.loss(self.engine, micro, self.task.counts(micro))
-                parts.append(metrics)
-        model.train()
-        merged = merge_all(part for rank in self.strategy.gather(parts) for part in rank)
-        numbers = values(self.task.evaluation_names(merged))
-        if self.recorder:
-            self.recorder.evaluation(self.step, numbers)
+        rows = [self.eval_rows[0]]
+        for rows in self._loader(self.eval_rows, sampler, size):
+            yield rows, True
+        if self.strategy.config.zero_stage == 3:
+            most = math.ceil(len(self.eval_rows) / ranks)
+            yield from [(rows, False)] * (math.ceil(most / size) - math.ceil(len(sampler) / size))
 
     def save(self) -> None:
         """Write a checkpoint of the run as it stands. Collective over the ranks."""
@@ -267,23 +292,14 @@ def run_supervised(
 
     Raises DataError for too few rows, and CheckpointError where --ckpt.load_enable finds a checkpoint of another run.
     """
-    schedule = Schedule(
-        rows=len(train_rows), batch_size=config.train.batch_size, max_epochs=config.train.max_epochs
-    )
-    if schedule.steps_per_epoch == 0:
-        raise DataError(
-            f"--data.dataset {config.data.dataset} has {len(train_rows)} usable rows, fewer than one "
-            f"--train.batch_size of {config.train.batch_size}: lower it. {train_rows.summary}"
-        )
+    schedule = make_schedule(config, train_rows)
     plan = f"{train_rows.summary}; {schedule.total_steps} steps of {schedule.batch_size} rows"
     if config.dry_run:
         print(plan)
         print(f"first row: {tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())!r}")
         return
     strategy = Strategy(
-        config.ds,
-        seed=config.train.seed,
-        full_determinism=config.train.full_determinism_enable,
+        config.ds, seed=config.train.seed, full_determinism=config.train.full_determinism_enable
     )
     checkpoints = open_checkpoints(config.ckpt)
     # One process looks: finding the newest checkpoint also tidies up after a save that was killed.
@@ -292,13 +308,9 @@ def run_supervised(
     if checkpoint:
         check_resumable(checkpoint, schedule, strategy)
     engine = strategy.trained(load_model, config, total_steps=schedule.total_steps)
-    run_dir = checkpoint.state.run_dir if checkpoint else config.run.dir
     recorder = None
     if strategy.is_main:
-        resume_step = checkpoint.state.step if checkpoint else None
-        recorder = Recorder(
-            config, logger=config.logger, run=config.run, run_dir=run_dir, resume_step=resume_step
-        )
+        recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
         recorder.display.note(f"{plan} on {strategy.dp_size} process(es)")
     trainer = SupervisedTrainer(
         task,
@@ -314,7 +326,7 @@ def run_supervised(
         eval_steps=config.eval.steps,
         num_workers=config.data.dataloader_num_workers,
         recorder=recorder,
-        run_dir=run_dir,
+        run_dir=checkpoint.state.run_dir if checkpoint else config.run.dir,
     )
     try:
         if checkpoint:
@@ -324,6 +336,31 @@ def run_supervised(
         if recorder:
             recorder.close()
     torch.distributed.destroy_process_group()
+
+
+def load_spec(config: SupervisedConfig) -> LoadSpec:
+    """How the flags ask for the model."""
+    return LoadSpec(
+        path=config.model.model_name_or_path,
+        param_dtype=config.ds.param_dtype,
+        attention=config.ds.attn_implementation,
+        packing=config.ds.packing_samples,
+        gradient_checkpointing=config.model.gradient_checkpointing_enable,
+        reentrant=config.model.gradient_checkpointing_reentrant,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def make_schedule(config: SupervisedConfig, rows: Rows) -> Schedule:
+    """The steps of a run. Raises DataError where the rows do not fill one optimizer step."""
+    train = config.train
+    schedule = Schedule(rows=len(rows), batch_size=train.batch_size, max_epochs=train.max_epochs)
+    if schedule.steps_per_epoch == 0:
+        raise DataError(
+            f"--data.dataset {config.data.dataset} has {len(rows)} usable rows, fewer than one "
+            f"--train.batch_size of {train.batch_size}: lower it. {rows.summary}"
+        )
+    return schedule
 
 
 def open_checkpoints(ckpt: CheckpointConfig) -> CheckpointManager:

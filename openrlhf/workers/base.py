@@ -1,15 +1,24 @@
-"""What every role shares: cutting rows into micro-batches, forwards without gradient, settings."""
+"""What the roles share: cutting rows into micro-batches, forwards without gradient, and being trained."""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from openrlhf.checkpoints.export import export_hf
+from openrlhf.config.shared import OptimizerConfig
 from openrlhf.data.batching import micro_batches
-from openrlhf.distributed.strategy import Strategy
+from openrlhf.distributed.strategy import Metrics, StepResult, Strategy
 from openrlhf.experience import Experience, Layout
+from openrlhf.models.loading import LoadSpec
+from openrlhf.observability.metrics import Last, Max, merge_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,32 +37,141 @@ class MicroBatchLimits:
         )
 
 
-def score_tokens(
-    model: nn.Module,
+def annotate_rows(
     experience: Experience,
+    forward: Callable[[Experience], Tensor],
     limits: MicroBatchLimits,
     strategy: Strategy,
-    *,
-    temperature: float,
-) -> Tensor:
-    """log π of every sampled token, (N,) on the CPU, 0 elsewhere; without gradient.
+) -> list[tuple[list[int], Tensor]]:
+    """`forward` over micro-batches of the rows, without gradient: (row numbers, result on the CPU) of each.
 
     Under ZeRO 3 a forward is collective: every rank runs as many micro-batches as the rank that has most.
     """
     parts = limits.cut(experience.lengths)
-    rounds = (
-        int(strategy.all_reduce([len(parts)], "max")[0])
-        if strategy.config.zero_stage == 3
-        else len(parts)
-    )
-    scored = torch.zeros(experience.num_tokens)
+    sharded = strategy.config.zero_stage == 3
+    rounds = int(strategy.all_reduce([len(parts)], "max")[0]) if sharded else len(parts)
+    results: list[tuple[list[int], Tensor]] = []
     with torch.no_grad():
         for turn in range(rounds):
             rows = parts[min(turn, len(parts) - 1)]
-            micro = experience.select(rows).to(strategy.device)
-            logprobs = model(
-                micro.tokens, micro.offsets, micro.action_mask, temperature
-            ).logprobs.cpu()
-            place = Layout.of(experience.offsets, torch.tensor(rows))
-            scored[place.positions[place.real]] = logprobs
-    return scored
+            results.append((rows, forward(experience.select(rows).to(strategy.device)).cpu()))
+    return results
+
+
+def per_token_column(
+    experience: Experience,
+    forward: Callable[[Experience], Tensor],
+    limits: MicroBatchLimits,
+    strategy: Strategy,
+) -> Tensor:
+    """A column (N,) from a `forward` that gives the tokens of a micro-batch their numbers."""
+    column = torch.zeros(experience.num_tokens)
+    for rows, numbers in annotate_rows(experience, forward, limits, strategy):
+        place = Layout.of(experience.offsets, torch.tensor(rows))
+        column[place.positions[place.real]] = numbers
+    return column
+
+
+def per_sample_column(
+    experience: Experience,
+    forward: Callable[[Experience], Tensor],
+    limits: MicroBatchLimits,
+    strategy: Strategy,
+) -> Tensor:
+    """A column (B,) from a `forward` that gives the rows of a micro-batch their numbers."""
+    column = torch.zeros(experience.num_samples)
+    for rows, numbers in annotate_rows(experience, forward, limits, strategy):
+        column[rows] = numbers
+    return column
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedSettings:
+    """What a worker needs to know to train its model."""
+
+    load: LoadSpec
+    optimizer: OptimizerConfig
+    forward: MicroBatchLimits
+    train: MicroBatchLimits
+    total_steps: int  # optimizer steps of the run: the length of the learning-rate schedule
+    max_nonfinite: int
+    bucket_bytes: int  # of weights on their way out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One rank's rows of an update; `steps` lists, for each optimizer step, which of them it trains on."""
+
+    experience: Experience
+    steps: list[list[int]]
+
+
+Job = TypeVar("Job", bound=Update)
+
+
+class TrainedWorker(ABC, Generic[Job]):
+    """A model with an optimizer. Roles say what they count and what they minimise; `name` is theirs in the logs."""
+
+    name: ClassVar[str]
+
+    def __init__(
+        self, strategy: Strategy, settings: TrainedSettings, load_model: Callable[[], nn.Module]
+    ) -> None:
+        self.strategy = strategy
+        self.trained = settings
+        self.engine = strategy.trained(
+            load_model, settings.optimizer, total_steps=settings.total_steps
+        )
+        self.engine.module.train()
+        self.nonfinite_steps = 0
+
+    @property
+    def hf(self) -> PreTrainedModel:
+        """The Transformers model inside."""
+        model = self.engine.module.get_submodule("hf")
+        assert isinstance(model, PreTrainedModel)
+        return model
+
+    @abstractmethod
+    def counts(self, micro: Experience) -> Mapping[str, float]:
+        """The denominators of a micro-batch."""
+
+    @abstractmethod
+    def loss(
+        self, micro: Experience, totals: Mapping[str, float], job: Job
+    ) -> tuple[Tensor, Metrics]:
+        """This micro-batch's share of the window's loss, and its metrics under their logged names."""
+
+    def update(self, job: Job) -> Metrics:
+        """Take the optimizer steps of an update; metrics of this rank's tokens under their logged names."""
+        results = [self._optimizer_step(job, rows) for rows in job.steps]
+        self.nonfinite_steps += sum(not math.isfinite(result.grad_norm) for result in results)
+        step_metrics: Metrics = {
+            f"train/{self.name}_lr": Last(results[-1].lr),
+            f"train/{self.name}_grad_norm": Last(results[-1].grad_norm),
+            "train/nonfinite_steps": Max(float(self.nonfinite_steps)),
+        }
+        return merge_all([*(result.metrics for result in results), step_metrics])
+
+    def _optimizer_step(self, job: Job, rows: list[int]) -> StepResult:
+        batch = job.experience.select(rows)
+        return self.engine.optimize(
+            batch.split(self.trained.train.cut(batch.lengths)),
+            counts=self.counts,
+            loss=lambda micro, totals: self.loss(micro.to(self.strategy.device), totals, job),
+            max_nonfinite=self.trained.max_nonfinite,
+        )
+
+    def save_checkpoint(self, directory: str, tag: str) -> None:
+        """Write weights, optimizer, schedule and random state. Collective."""
+        self.engine.save(directory, tag)
+
+    def load_checkpoint(self, directory: str, tag: str) -> None:
+        """Read what `save_checkpoint` wrote. Collective."""
+        self.engine.load(directory, tag)
+
+    def export(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+        """Write the model as Transformers loads it. Collective."""
+        buckets = self.engine.full_parameters(self.trained.bucket_bytes)
+        export_hf(buckets, self.hf, tokenizer, path, writes=self.strategy.is_main)
+        self.strategy.barrier()

@@ -1,4 +1,4 @@
-"""Models that are only run forwards: the reference policy."""
+"""Models that are only run forwards: the reference policy and reward models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from openrlhf.distributed.strategy import Strategy
 from openrlhf.experience import Experience
 from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.workers.base import MicroBatchLimits, score_tokens
+from openrlhf.models.scalar import last_token_scores, load_scalar
+from openrlhf.workers.base import MicroBatchLimits, per_sample_column, per_token_column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,42 @@ class ReferenceWorker:
 
     def logprobs(self, experience: Experience) -> Tensor:
         """log π_ref of every sampled token of this rank's rows, (N,)."""
-        return score_tokens(
-            self.model,
-            experience,
-            self.settings.forward,
-            self.strategy,
-            temperature=self.settings.temperature,
+        return per_token_column(experience, self._score, self.settings.forward, self.strategy)
+
+    def _score(self, micro: Experience) -> Tensor:
+        return self.model(
+            micro.tokens, micro.offsets, micro.action_mask, self.settings.temperature
+        ).logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelSettings:
+    """What a reward worker needs to know."""
+
+    load: LoadSpec
+    forward: MicroBatchLimits
+    head_prefix: str
+    normalize: bool
+
+
+class RewardWorker:
+    """A trained reward model: one number per finished episode, read at its last token."""
+
+    def __init__(self, strategy: Strategy, settings: RewardModelSettings) -> None:
+        self.strategy = strategy
+        self.settings = settings
+        self.model = strategy.frozen(
+            lambda: load_scalar(
+                settings.load,
+                head_prefix=settings.head_prefix,
+                require_head=True,
+                normalize=settings.normalize,
+            )
         )
+
+    def rewards(self, experience: Experience) -> Tensor:
+        """Rewards of this rank's rows, (B,)."""
+        return per_sample_column(experience, self._score, self.settings.forward, self.strategy)
+
+    def _score(self, micro: Experience) -> Tensor:
+        return last_token_scores(self.model(micro.tokens, micro.offsets), micro.offsets)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.algorithms.corrections import mismatch
 from openrlhf.algorithms.kl import kl_clamped, kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, aggregation_weights
 from openrlhf.algorithms.tensors import masked_sum
-from openrlhf.checkpoints.export import export_hf
-from openrlhf.config.shared import OptimizerConfig
 from openrlhf.distributed.buckets import SentWeights, TensorSpec, WeightManifest
 from openrlhf.distributed.devices import free_port, node_address
-from openrlhf.distributed.strategy import Metrics, StepResult, Strategy, full_shape
+from openrlhf.distributed.strategy import Metrics, Strategy, full_shape
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
 from openrlhf.experience import Experience
-from openrlhf.models.loading import LoadSpec, load_causal_lm
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.observability.metrics import Last, Max, Mean, merge_all
-from openrlhf.workers.base import MicroBatchLimits, score_tokens
+from openrlhf.observability.metrics import Max, Mean
+from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, per_token_column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,86 +38,45 @@ class Objective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicySettings:
+class PolicySettings(TrainedSettings):
     """What a policy worker needs to know."""
 
-    load: LoadSpec
-    optimizer: OptimizerConfig
     objective: Objective
-    forward: MicroBatchLimits
-    train: MicroBatchLimits
     temperature: float
-    total_steps: int  # optimizer steps of the run: the length of the learning-rate schedule
-    max_nonfinite: int
-    bucket_bytes: int  # of a weight publication
     wire_dtype: str  # of the published weights, as torch names it
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyUpdate:
-    """One rank's rows of an update; `steps` lists, for each optimizer step, which of them it trains on."""
+class PolicyUpdate(Update):
+    """An update of the policy, with the present coefficient β of a KL in the loss."""
 
-    experience: Experience
-    steps: list[list[int]]
     kl_coef: float
 
 
-class PolicyWorker:
+class PolicyWorker(TrainedWorker[PolicyUpdate]):
     """π_θ."""
 
-    def __init__(self, strategy: Strategy, settings: PolicySettings) -> None:
-        self.strategy = strategy
-        self.settings = settings
-        self.engine = strategy.trained(
-            lambda: PolicyModel(load_causal_lm(settings.load), packing=settings.load.packing),
-            settings.optimizer,
-            total_steps=settings.total_steps,
-        )
-        self.engine.module.train()
-        self.sender = WeightSender()
-        self.nonfinite_steps = 0
+    name = "actor"
 
-    @property
-    def hf(self) -> PreTrainedModel:
-        """The Transformers model inside."""
-        model = self.engine.module.get_submodule("hf")
-        assert isinstance(model, PreTrainedModel)
-        return model
+    def __init__(self, strategy: Strategy, settings: PolicySettings) -> None:
+        self.settings = settings
+        load = settings.load
+        super().__init__(
+            strategy, settings, lambda: PolicyModel(load_causal_lm(load), packing=load.packing)
+        )
+        self.sender = WeightSender()
 
     def logprobs(self, experience: Experience) -> Tensor:
         """log π_θ of every sampled token of this rank's rows, (N,), as they are now: π_old of the coming update."""
         self.engine.module.eval()
-        scored = score_tokens(
-            self.engine.module,
-            experience,
-            self.settings.forward,
-            self.strategy,
-            temperature=self.settings.temperature,
-        )
+        scored = per_token_column(experience, self._score, self.settings.forward, self.strategy)
         self.engine.module.train()
         return scored
 
-    def update(self, job: PolicyUpdate) -> Metrics:
-        """Take the optimizer steps of an update; metrics of this rank's tokens under their logged names."""
-        results = [self._optimizer_step(job, rows) for rows in job.steps]
-        self.nonfinite_steps += sum(not math.isfinite(result.grad_norm) for result in results)
-        step_metrics: Metrics = {
-            "train/actor_lr": Last(results[-1].lr),
-            "train/actor_grad_norm": Last(results[-1].grad_norm),
-            "train/nonfinite_steps": Last(float(self.nonfinite_steps)),
-        }
-        return merge_all([*(result.metrics for result in results), step_metrics])
-
-    def _optimizer_step(self, job: PolicyUpdate, rows: list[int]) -> StepResult:
-        batch = job.experience.select(rows)
-        return self.engine.optimize(
-            batch.split(self.settings.train.cut(batch.lengths)),
-            counts=self._counts,
-            loss=lambda micro, totals: self._loss(
-                micro.to(self.strategy.device), totals, job.kl_coef
-            ),
-            max_nonfinite=self.settings.max_nonfinite,
-        )
+    def _score(self, micro: Experience) -> Tensor:
+        return self.engine.module(
+            micro.tokens, micro.offsets, micro.action_mask, self.settings.temperature
+        ).logprobs
 
     def _weights(self, mask: Tensor) -> tuple[Tensor, float]:
         objective = self.settings.objective
@@ -129,13 +84,13 @@ class PolicyWorker:
             mask, objective.aggregation, max_tokens=objective.max_response_tokens
         )
 
-    def _counts(self, micro: Experience) -> Mapping[str, float]:
+    def counts(self, micro: Experience) -> Mapping[str, float]:
         """Denominators: of the policy loss as aggregated, and of the terms that are means over tokens."""
         mask = micro.layout.gather(micro.action_mask)
         return {"policy": self._weights(mask)[1], "tokens": float(mask.sum())}
 
-    def _loss(
-        self, micro: Experience, totals: Mapping[str, float], kl_coef: float
+    def loss(
+        self, micro: Experience, totals: Mapping[str, float], job: PolicyUpdate
     ) -> tuple[Tensor, Metrics]:
         """policy + β·KL − c·entropy, this micro-batch's share of the window; and its metrics."""
         objective = self.settings.objective
@@ -172,7 +127,7 @@ class PolicyWorker:
         if objective.kl_in_loss and micro.ref_logprobs is not None:
             kl = kl_estimate(logprobs, layout.gather(micro.ref_logprobs), objective.kl_estimator)
             kl_sum = masked_sum(kl, mask)
-            loss = loss + kl_coef * kl_sum / totals["tokens"]
+            loss = loss + job.kl_coef * kl_sum / totals["tokens"]
             metrics["train/kl"] = Mean(float(kl_sum.detach()), tokens)
             metrics["train/kl_clamped"] = Mean(float((kl_clamped(kl) & mask).sum()), tokens)
         if scores.entropy is not None and objective.entropy_coef is not None:
@@ -210,20 +165,6 @@ class PolicyWorker:
         for _ in stream:
             pass
         return None
-
-    def save_checkpoint(self, directory: str, tag: str) -> None:
-        """Write weights, optimizer, schedule and random state. Collective."""
-        self.engine.save(directory, tag)
-
-    def load_checkpoint(self, directory: str, tag: str) -> None:
-        """Read what `save_checkpoint` wrote. Collective."""
-        self.engine.load(directory, tag)
-
-    def export(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-        """Write the model as Transformers loads it. Collective."""
-        buckets = self.engine.full_parameters(self.settings.bucket_bytes)
-        export_hf(buckets, self.hf, tokenizer, path, writes=self.strategy.is_main)
-        self.strategy.barrier()
 
 
 def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Metrics:

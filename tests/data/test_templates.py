@@ -15,13 +15,7 @@ from tokenizers.processors import ByteLevel as ByteLevelOffsets
 from tokenizers.trainers import BpeTrainer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from openrlhf.data.templates import (
-    encode,
-    fill_template,
-    render,
-    render_conversation,
-    to_messages,
-)
+from openrlhf.data.templates import encode, fill_template, render, render_conversation, to_messages
 from tests.data.small import (
     FORGETFUL_CHAT,
     MARKED_CHAT,

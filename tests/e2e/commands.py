@@ -82,7 +82,7 @@ def run(
     *,
     launcher: Sequence[str] = PLAIN,
     status: int = 0,
-    timeout: float = 180,
+    timeout: float = 400,
 ) -> Finished:
     """Run a command to its end, which has to be `status`."""
     done = finish(launch(command, flags, launcher), timeout=timeout)
@@ -91,14 +91,19 @@ def run(
 
 
 def kill_when(
-    process: subprocess.Popen[str], reached: Callable[[], bool], *, timeout: float = 180
+    process: subprocess.Popen[str],
+    reached: Callable[[], bool],
+    *,
+    delay: float = 0.0,
+    timeout: float = 400,
 ) -> None:
-    """SIGKILL the main process, and it alone, once `reached` says so."""
+    """SIGKILL the main process, and it alone, `delay` seconds after `reached` says so."""
     deadline = time.monotonic() + timeout
     while not reached():
         assert process.poll() is None, f"it ended by itself:\n{process.communicate()}"
         assert time.monotonic() < deadline, "what the kill waits for never came"
         time.sleep(0.005)
+    time.sleep(delay)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
 

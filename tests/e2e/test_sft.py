@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.cli.train_sft import main
+from openrlhf.distributed.devices import free_port
 from tests.e2e.commands import (
     as_arguments,
     column,
+    finish,
     kill_when,
     launch,
     numbers,
@@ -156,8 +159,7 @@ def test_two_processes_do_what_one_does(
     """To 1e-4 in the loss: sums in another order, which AdamW's steps amplify."""
     folder = workspace / launcher[0]
     flags = sft_flags(workspace, folder, **{"ds.zero_stage": stage, "ckpt.save_steps": -1})
-    if launcher[0] == "deepspeed":
-        launcher = (launcher[0], "--master_port", str(29600 + random.randrange(300)), *launcher[1:])
+    launcher = (launcher[0], "--master_port", str(free_port()), *launcher[1:])
     run("train_sft", flags, launcher=launcher)
     for name in ("train/gpt_loss", "eval/eval gpt_loss", "train/lr"):
         assert column(folder, name) == pytest.approx(column(whole, name), abs=1e-4), name
@@ -169,7 +171,10 @@ def test_two_processes_do_what_one_does(
         for path in (folder, whole)
     )
     for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
+        if not name.endswith(
+            "k_proj.bias"
+        ):  # attention does not see it: AdamW steps along rounding
+            torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
 
 
 # ---- a run that is killed
@@ -281,3 +286,37 @@ def test_a_mistake_ends_the_process_with_status_2_and_nothing_but_the_message(
     assert done.printed == ""
     assert done.errors.startswith("error: ")
     assert "--data.input_key" in done.errors and "Traceback" not in done.errors
+
+
+# ---- long: part of `make verify`
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(1200)
+def test_a_run_killed_again_and_again_at_any_moment_logs_what_an_unbroken_one_logs(
+    whole: Path, workspace: Path
+) -> None:
+    """Killed after a random part of the time that an unbroken run takes, until one gets to the end."""
+    folder, draw = workspace / "haunted", random.Random(0)
+    flags = {
+        "config": whole / "config.yaml",
+        **places(folder),
+        "ckpt.save_steps": 1,
+        "ckpt.load_enable": True,
+    }
+    kills = 0
+    while True:
+        process = launch("train_sft", flags)
+        logged = steps_logged(folder)
+        extra = draw.randint(1, 8)
+        while process.poll() is None and steps_logged(folder) < min(logged + extra, STEPS - 1):
+            time.sleep(0.002)
+        time.sleep(draw.random() * 0.05)
+        if steps_logged(folder) >= STEPS - 1:
+            break
+        process.kill()
+        process.communicate()
+        kills += 1
+    assert finish(process, timeout=400).status == 0
+    assert kills >= 4
+    assert numbers(folder) == numbers(whole)

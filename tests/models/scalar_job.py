@@ -1,4 +1,4 @@
-"""One rank of the scalar model's ZeRO test: score, train a few steps, score again, export; at stages 2 and 3."""
+"""One rank of the scalar model's ZeRO test: score, train a few steps, export, score again; at stages 2 and 3."""
 
 from __future__ import annotations
 
@@ -37,27 +37,24 @@ def run(stage: int, path: str, out: str) -> dict[str, Any]:
     def loss(_: None, totals: Any) -> tuple[Tensor, dict[str, Any]]:
         return -last_token_scores(engine(tokens, offsets), offsets).sum() / totals["rows"], {}
 
-    columns = {"before": values(engine), "frozen": values(frozen)}
+    before, frozen_scores = values(engine), values(frozen)
     for _ in range(3):
         assert engine.optimize([None], counts=lambda _: {"rows": 4.0}, loss=loss).applied
-    columns["after"] = values(engine)
     assert isinstance(engine.module, ScalarModel)
-    folder = f"{out}.zero{stage}"
-    export_hf(
-        engine.full_parameters(1 << 14),
-        engine.module.hf,
-        character_tokenizer(),
-        folder,
-        writes=strategy.is_main,
-    )
+    buckets = engine.full_parameters(1 << 14)
+    export_hf(buckets, engine.module.hf, character_tokenizer(), out, writes=strategy.is_main)
     strategy.barrier()
-    return {"columns": columns, "export": folder}
+    return {"before": before, "frozen": frozen_scores, "after": values(engine), "export": out}
 
 
 def main() -> None:
-    """Arguments: model folder, file for the results."""
-    path, out = sys.argv[1:]
-    results = {f"zero{stage}": run(stage, path, out) for stage in (2, 3)}
+    """Arguments: file for the results, model folders."""
+    out, *paths = sys.argv[1:]
+    results = {
+        (path, stage): run(stage, path, f"{out}.{number}.zero{stage}")
+        for number, path in enumerate(paths)
+        for stage in (2, 3)
+    }
     if torch.distributed.get_rank() == 0:
         torch.save(results, out)
     torch.distributed.barrier()

@@ -104,5 +104,5 @@ def test_no_document_of_a_packed_row_sees_another(hf: PreTrainedModel) -> None:
 def test_architectures_that_transform_their_logits_are_refused() -> None:
     config = tiny_config("llama")
     config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match="final_logit_softcapping = 30.0"):
+    with pytest.raises(ValueError, match=r"final_logit_softcapping = 30\.0"):
         reject_transformed_logits(config)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from openrlhf.checkpoints import RunState
 from openrlhf.config.shared import LoggerConfig, RunConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.observability.run_folder import read_lines
@@ -15,13 +16,11 @@ from tests.trainers.episodes import episode, failed
 
 
 def recorder(folder: Path, *, resume_step: int | None = None, logging_steps: int = 1) -> Recorder:
-    return Recorder(
-        SFTConfig(),
-        logger=LoggerConfig(logging_steps=logging_steps),
-        run=RunConfig(dir=str(folder), quiet=True),
-        run_dir=str(folder),
-        resume_step=resume_step,
+    config = SFTConfig(
+        logger=LoggerConfig(logging_steps=logging_steps), run=RunConfig(dir=str(folder), quiet=True)
     )
+    resumed = None if resume_step is None else RunState(step=resume_step, run_dir=str(folder))
+    return Recorder(config, resumed=resumed)
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -1,0 +1,26 @@
+"""`python -m openrlhf.cli.train_rm`: a reward model from pairs; alone, or under `deepspeed --module` or `torchrun -m`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.cli.common import fail, flags_or_exit, prepare_process
+from openrlhf.config.supervised import RMConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the flags and train."""
+    config = flags_or_exit(RMConfig, argv, command="train_rm")
+    prepare_process()
+    # After the flags: --help and mistakes answer without loading torch.
+    from openrlhf.trainers.reward import run_rm
+    from openrlhf.trainers.supervised import USER_ERRORS
+
+    try:
+        run_rm(config)
+    except USER_ERRORS as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The critic: values of states, and their regression to the returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from openrlhf.algorithms.policy_losses import value_loss
+from openrlhf.algorithms.tensors import masked_sum
+from openrlhf.distributed.strategy import Metrics, Strategy
+from openrlhf.experience import Experience
+from openrlhf.models.scalar import ScalarModel, load_scalar, state_values
+from openrlhf.observability.metrics import Mean
+from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, per_token_column
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSettings(TrainedSettings):
+    """What a critic worker needs to know."""
+
+    head_prefix: str
+    fresh_head: bool  # the model is the policy's: whatever head it has is not a critic's
+    normalize: bool
+    value_clip: float
+    seed: int
+
+
+class CriticWorker(TrainedWorker[Update]):
+    """V."""
+
+    name = "critic"
+
+    def __init__(self, strategy: Strategy, settings: CriticSettings) -> None:
+        self.settings = settings
+
+        def load() -> ScalarModel:
+            return load_scalar(
+                settings.load,
+                head_prefix=settings.head_prefix,
+                reinit_head=settings.fresh_head,
+                normalize=settings.normalize,
+                seed=settings.seed,
+            )
+
+        super().__init__(strategy, settings, load)
+
+    def values(self, experience: Experience) -> Tensor:
+        """V of the state before each token of this rank's rows, (N,)."""
+        self.engine.module.eval()
+        column = per_token_column(experience, self._score, self.settings.forward, self.strategy)
+        self.engine.module.train()
+        return column
+
+    def _score(self, micro: Experience) -> Tensor:
+        return state_values(self.engine.module(micro.tokens, micro.offsets), micro.offsets)
+
+    def counts(self, micro: Experience) -> Mapping[str, float]:
+        """Action tokens."""
+        return {"tokens": float(micro.action_mask.sum())}
+
+    def loss(
+        self, micro: Experience, totals: Mapping[str, float], job: Update
+    ) -> tuple[Tensor, Metrics]:
+        """½ (V − Ĝ)², clipped around the values of the rollout, mean over the window's action tokens."""
+        assert micro.values is not None and micro.returns is not None
+        layout = micro.layout
+        outputs = self.engine(micro.tokens, micro.offsets)
+        values = layout.gather(state_values(outputs, micro.offsets))
+        mask = layout.gather(micro.action_mask)
+        per_token, _ = value_loss(
+            values,
+            layout.gather(micro.values),
+            layout.gather(micro.returns),
+            mask,
+            clip=self.settings.value_clip,
+        )
+        summed, tokens = per_token.sum(), float(mask.sum())
+        metrics: Metrics = {
+            "train/critic_loss": Mean(float(summed.detach()), tokens),
+            "train/values": Mean(float(masked_sum(values.detach(), mask)), tokens),
+        }
+        return summed / totals["tokens"], metrics

@@ -1,0 +1,376 @@
+"""Pairs of preferred and rejected texts: what is joined, cut, left out and refused, token by token."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
+
+from openrlhf.data.errors import DataError
+from openrlhf.data.feedback import PairRow, PreferenceDataset
+from openrlhf.data.loading import load_datasets
+from tests.data.small import (
+    FORGETFUL_CHAT,
+    PLAIN_CHAT,
+    SPACED_CHAT,
+    THINKING_CHAT,
+    build_tokenizer,
+    json_lines,
+)
+
+Rows = list[dict[str, Any]]
+
+
+def pairs(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase | None = None, **flags: Any
+) -> PreferenceDataset:
+    defaults: dict[str, Any] = {"max_len": 64}
+    return PreferenceDataset(
+        Dataset.from_list(rows), tokenizer or build_tokenizer(), **defaults | flags
+    )
+
+
+def chat(rows: Rows, template: str = PLAIN_CHAT, **flags: Any) -> PreferenceDataset:
+    tokenizer = build_tokenizer(template, eos="<|end|>")
+    return pairs(rows, tokenizer, apply_chat_template=True, **flags)
+
+
+def text(tokens: Sequence[int]) -> str:
+    return "".join(build_tokenizer().convert_ids_to_tokens(list(tokens)))
+
+
+def answers(row: PairRow) -> tuple[str, str]:
+    return text(row.chosen[row.prompt_length :]), text(row.rejected[row.prompt_length :])
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+# ---- plain text
+
+
+def test_a_pair_by_id() -> None:
+    row = pairs([{"q": "Q", "chosen": "ok", "rejected": "no"}], prompt_key="q")[0]
+    #                     Q   ok   " " <eos>
+    assert row.chosen == [58, 106, 9, 1]
+    #                       Q   n   o   " " <eos>
+    assert row.rejected == [58, 87, 88, 9, 1]
+    assert (row.prompt_length, row.margin) == (0, 0.0)
+
+
+def test_without_a_prompt_column_the_prompt_is_inside_the_texts() -> None:
+    row = pairs(
+        [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}]
+    )[0]
+    assert text(row.chosen) == "\n\nHuman: a\n\nAssistant: b <eos>"
+    assert text(row.rejected) == "\n\nHuman: a\n\nAssistant: c <eos>"
+
+
+def test_the_input_template_is_put_around_the_prompt_column_only() -> None:
+    rows = [{"q": "{}", "chosen": "{x}", "rejected": "y"}]
+    row = pairs(rows, prompt_key="q", input_template="A{}B")[0]
+    assert (text(row.chosen), text(row.rejected)) == ("A{}B{x} <eos>", "A{}By <eos>")
+    whole = pairs([{"chosen": "x", "rejected": "y"}], input_template="A{}B")[0]
+    assert text(whole.chosen) == "x <eos>"
+
+
+def test_trailing_newlines_go_and_the_end_of_text_is_not_doubled() -> None:
+    row = pairs([{"chosen": "a\n\n", "rejected": "b<eos>\n"}])[0]
+    assert (text(row.chosen), text(row.rejected)) == ("a <eos>", "b<eos>")
+
+
+def test_a_long_text_loses_its_end_still_ends_with_end_of_text_and_is_counted() -> None:
+    rows = [{"chosen": "abcdefg", "rejected": "xy"}, {"chosen": "abcd", "rejected": "x"}]
+    data = pairs(rows, max_len=6)
+    assert (text(data[0].chosen), text(data[0].rejected)) == ("abcde<eos>", "xy <eos>")
+    assert text(data[1].chosen) == "abcd <eos>"
+    assert (
+        data.summary == "2 of 2 pairs kept. 1 of those kept were cut to 6 tokens (--data.max_len)."
+    )
+
+
+def test_columns_may_have_other_names() -> None:
+    row = pairs([{"good": "a", "bad": "b"}], chosen_key="good", rejected_key="bad")[0]
+    assert (text(row.chosen), text(row.rejected)) == ("a <eos>", "b <eos>")
+
+
+# ---- margins
+
+
+def test_a_margin_is_a_number_and_nothing_is_zero() -> None:
+    rows = [{"chosen": "a", "rejected": "b", "margin": value} for value in (0.5, None, -2.0)]
+    assert [row.margin for row in map(pairs(rows).__getitem__, range(3))] == [0.5, 0.0, -2.0]
+    whole = [{"chosen": "a", "rejected": "b", "margin": 3}]
+    assert pairs(whole)[0].margin == 3.0
+
+
+@pytest.mark.parametrize(
+    ("value", "seen"),
+    [("0.5", "a string, not a number"), (True, "a boolean, not a number"), (float("nan"), "nan")],
+)
+def test_a_margin_that_is_no_number_is_named_by_row_and_column(value: Any, seen: str) -> None:
+    rows = [
+        {"chosen": "a", "rejected": "b", "margin": None},
+        {"chosen": "a", "rejected": "b", "margin": value},
+    ]
+    with pytest.raises(DataError, match=rf"row 1, column 'margin': is {seen}"):
+        pairs(rows)
+
+
+# ---- chat messages
+
+
+def test_whole_conversations_are_rendered_as_they_are() -> None:
+    row = chat([{"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}])[
+        0
+    ]
+    assert text(row.chosen) == "<|user|>a<|end|>\n<|assistant|>b<|end|>"
+    assert text(row.rejected) == "<|user|>a<|end|>\n<|assistant|>c<|end|>"
+    assert row.prompt_length == 0
+
+
+def test_a_conversation_that_ends_with_the_user_can_be_judged_as_a_whole() -> None:
+    row = chat([{"chosen": [user("a")], "rejected": [user("b")]}])[0]
+    assert text(row.chosen) == "<|user|>a<|end|>"
+
+
+@pytest.mark.parametrize("prompt", ["a", [user("a")]])
+@pytest.mark.parametrize("chosen", ["b", [assistant("b")]])
+def test_a_prompt_column_is_followed_by_the_answers_strings_or_messages(
+    prompt: Any, chosen: Any
+) -> None:
+    rejected = "c" if isinstance(chosen, str) else [assistant("c")]
+    rows = [{"q": prompt, "chosen": chosen, "rejected": rejected}]
+    row = chat(rows, prompt_key="q", needs_prompt=True)[0]
+    assert text(row.chosen[: row.prompt_length]) == "<|user|>a<|end|>\n<|assistant|>"
+    assert answers(row) == ("b<|end|>", "c<|end|>")
+
+
+# ---- prompts that are not judged
+
+
+def test_the_prompt_is_the_prompt_column() -> None:
+    rows = [{"q": "Q", "chosen": "ok", "rejected": "no"}]
+    row = pairs(rows, prompt_key="q", input_template="{}:", needs_prompt=True)[0]
+    assert row.prompt_length == 2
+    assert answers(row) == ("ok <eos>", "no <eos>")
+
+
+def test_an_answer_that_merges_with_the_prompts_last_space_is_judged_from_there_in_both() -> None:
+    rows = [{"q": "A", "chosen": "bee", "rejected": "cat"}]
+    row = pairs(rows, prompt_key="q", input_template="{}: ", needs_prompt=True)[0]
+    assert answers(row) == (" bee <eos>", " cat <eos>")
+
+
+def test_the_prompt_of_a_conversation_is_all_but_its_last_message() -> None:
+    history = [user("a"), assistant("x"), user("c")]
+    rows = [{"chosen": [*history, assistant("ok")], "rejected": [*history, assistant("no")]}]
+    for template in (PLAIN_CHAT, SPACED_CHAT):
+        row = chat(rows, template, needs_prompt=True)[0]
+        assert answers(row)[0].replace(" ", "").startswith("ok")
+        assert answers(row)[1].replace(" ", "").startswith("no")
+
+
+def test_an_answer_of_several_messages_is_judged_from_its_first() -> None:
+    rows = [
+        {
+            "q": "a",
+            "chosen": [assistant("b"), user("c"), assistant("d")],
+            "rejected": [assistant("e"), user("c"), assistant("d")],
+        }
+    ]
+    row = chat(rows, prompt_key="q", needs_prompt=True)[0]
+    assert answers(row)[0] == "b<|end|>\n<|user|>c<|end|>\n<|assistant|>d<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [
+        (FORGETFUL_CHAT, ""),
+        (THINKING_CHAT, "</think>"),  # the generation prompt ends with "<think>"
+        (PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>"), ""),  # and here is not shown
+    ],
+)
+def test_the_answer_is_found_where_the_template_rewrites_history_or_adds_thoughts(
+    template: str, opening: str
+) -> None:
+    history = [user("a"), assistant("<think>m</think>x"), user("c")]
+    rows = [{"chosen": [*history, assistant("so it is")], "rejected": [*history, assistant("so")]}]
+    row = chat(rows, template, needs_prompt=True, max_len=99)[0]
+    assert answers(row) == (f"{opening}so it is<|end|>", f"{opening}so<|end|>")
+
+
+def test_plain_texts_without_a_prompt_column_are_judged_whole() -> None:
+    row = pairs([{"chosen": "Q: a", "rejected": "Q: b"}], needs_prompt=True)[0]
+    assert row.prompt_length == 0
+
+
+def test_different_histories_are_judged_from_where_they_differ() -> None:
+    chosen, rejected = (
+        [user("a"), assistant("ok")],
+        [user("a much longer question"), assistant("no")],
+    )
+    row = chat([{"chosen": chosen, "rejected": rejected}], needs_prompt=True)[0]
+    assert text(row.chosen[: row.prompt_length]) == "<|user|>a"
+
+
+def test_a_long_prompt_is_left_out_only_where_a_prompt_is_needed() -> None:
+    rows = [
+        {"q": "abcdefgh", "chosen": "x", "rejected": "y"},
+        {"q": "abcdefg", "chosen": "x", "rejected": "y"},
+    ]
+    kept = pairs(rows, prompt_key="q", max_len=10, needs_prompt=True)
+    assert [text(kept[0].chosen)] == ["abcdefgx <eos>"]
+    assert kept.summary == (
+        "1 of 2 pairs kept, dropped 1 with a prompt of 8 tokens or more (--data.max_len 10)."
+    )
+    assert len(pairs(rows, prompt_key="q", max_len=10)) == 2
+
+
+# ---- pairs that are left out
+
+
+def test_pairs_of_equal_texts_are_left_out_by_reason() -> None:
+    rows = [
+        {"chosen": "a", "rejected": "b"},
+        {"chosen": "a", "rejected": "a\n"},
+        {"chosen": "abcdefgh", "rejected": "abcdefgx"},
+        {"chosen": "abcdefg", "rejected": "abcdefgx"},
+    ]
+    kept = pairs(rows, max_len=7)
+    assert text(kept[0].chosen) == "a <eos>"
+    assert kept.summary == (
+        "1 of 4 pairs kept, dropped 2 that differ only after --data.max_len 7 tokens, "
+        "1 whose chosen and rejected text are the same."
+    )
+
+
+def test_when_nothing_is_left_the_counts_are_the_error() -> None:
+    with pytest.raises(DataError, match=r"0 of 1 pairs kept, dropped 1 whose.*--data\.chosen_key"):
+        pairs([{"chosen": "a", "rejected": "a"}])
+
+
+# ---- rows and columns that are wrong
+
+
+@pytest.mark.parametrize("flag", ["prompt_key", "chosen_key", "rejected_key"])
+def test_a_missing_column_is_named_with_its_flag_and_the_columns_there_are(flag: str) -> None:
+    with pytest.raises(
+        DataError,
+        match=rf"no column 'text', which --data\.{flag} names\. It has 'chosen', 'rejected'",
+    ):
+        pairs([{"chosen": "a", "rejected": "b"}], **{flag: "text"})
+
+
+def test_a_malformed_row_is_named_by_file_row_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json_lines([{"chosen": "a", "rejected": value} for value in ("b", "c", None)]))
+    rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
+    with pytest.raises(DataError, match=r"pairs\.jsonl, row 2, column 'rejected': is null"):
+        PreferenceDataset(rows, build_tokenizer(), max_len=64)
+
+
+def test_messages_without_a_template_and_strings_with_one_name_the_flag_to_change() -> None:
+    messages = [user("a"), assistant("b")]
+    with pytest.raises(DataError, match=r"column 'chosen': is a list.*--data\.apply_chat_template"):
+        pairs([{"chosen": messages, "rejected": messages}])
+    with pytest.raises(
+        DataError, match=r"column 'chosen': is a string, not a list of chat.*--data\.prompt_key"
+    ):
+        chat([{"chosen": "a", "rejected": "b"}])
+
+
+def test_a_malformed_message_is_named_by_row_and_message() -> None:
+    bad = [{"from": "human", "value": "a"}]
+    with pytest.raises(DataError, match=r"row 0, column 'chosen': message 0 needs 'role'"):
+        chat([{"chosen": bad, "rejected": bad}])
+
+
+def test_a_chat_without_an_answer_is_refused_where_the_answer_is_judged() -> None:
+    with pytest.raises(DataError, match="row 0, column 'chosen': the last message is not the assi"):
+        chat([{"chosen": [user("a")], "rejected": [user("b")]}], needs_prompt=True)
+
+
+def test_a_missing_chat_template_is_an_error_before_any_row() -> None:
+    with pytest.raises(DataError, match=r"--data\.tokenizer_chat_template"):
+        pairs([{"chosen": [user("a")], "rejected": [user("b")]}], apply_chat_template=True)
+
+
+# ---- public datasets with columns of their own
+
+
+def test_chatbot_arena_is_recognised_and_its_ties_left_out() -> None:
+    a, b = [user("q"), assistant("a")], [user("q"), assistant("b")]
+    winners = ["model_b", "tie", "model_a", "tie (bothbad)"]
+    rows = [{"winner": winner, "conversation_a": a, "conversation_b": b} for winner in winners]
+    data = chat(rows)
+    assert [text(data[place].chosen)[-8:-7] for place in (0, 1)] == ["b", "a"]
+    assert [text(data[place].rejected)[-8:-7] for place in (0, 1)] == ["a", "b"]
+    assert data.summary == "2 of 4 pairs kept, dropped 2 that are ties."
+    with pytest.raises(DataError, match="row 0, column 'winner': is 'A', not model_a"):
+        chat([{"winner": "A", "conversation_a": a, "conversation_b": b}])
+
+
+def test_webgpt_comparisons_are_recognised() -> None:
+    scores = [(-0.5, 0.5), (0.0, 0.0), (1.0, -1.0)]
+    question = {"full_text": "Q", "id": "1"}
+    rows = [
+        {"question": question, "answer_0": "x", "answer_1": "y", "score_0": s, "score_1": t}
+        for s, t in scores
+    ]
+    data = pairs(rows, input_template="{}:", needs_prompt=True)
+    assert [answers(data[place]) for place in (0, 1)] == [
+        ("y <eos>", "x <eos>"),
+        ("x <eos>", "y <eos>"),
+    ]
+    assert data[0].prompt_length == 2
+    with pytest.raises(DataError, match="row 0, column 'score_1': is null, not a number"):
+        pairs([rows[0] | {"score_1": None}])
+
+
+# ---- real and large data
+
+
+def test_several_processes_give_the_same_pairs_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"chosen": f"{number}:", "rejected": "x", "margin": number} for number in range(40)]
+    alone = pairs(rows)
+    monkeypatch.setattr("openrlhf.data.rows.MANY_ROWS", 20)
+    assert list(map(pairs(rows).__getitem__, range(40))) == list(map(alone.__getitem__, range(40)))
+
+
+def check_harmless(data_dir: Path, count: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The texts come back from the tokens; equal pairs, and only those, are left out."""
+    file = data_dir / "hh-rlhf" / "harmless-base-test.jsonl.gz"
+    with gzip.open(file, "rt") as lines:
+        texts = [json.loads(line) for line in itertools.islice(lines, count)]
+    rows = load_datasets(str(file), split="train", max_samples=count, seed=0)
+    data = PreferenceDataset(rows, tokenizer, max_len=1 << 16)
+    # ByT5's end-of-text swallows the space before it.
+    texts = [(row["chosen"].rstrip(), row["rejected"].rstrip()) for row in texts]
+    texts = [pair for pair in texts if pair[0] != pair[1]]
+    assert len(data) == len(texts) >= 0.9 * count
+    for place, (chosen, rejected) in enumerate(texts):
+        pair, end = data[place], str(tokenizer.eos_token)
+        assert tokenizer.decode(pair.chosen) == chosen + end
+        assert tokenizer.decode(pair.rejected) == rejected + end
+
+
+def test_a_slice_of_hh_rlhf(data_dir: Path) -> None:
+    check_harmless(data_dir, 100, ByT5Tokenizer())
+
+
+@pytest.mark.verify
+def test_all_of_hh_rlhf(data_dir: Path) -> None:
+    check_harmless(data_dir, 2312, ByT5Tokenizer())

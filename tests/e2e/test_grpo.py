@@ -1,0 +1,530 @@
+"""GRPO as a user runs it, on Ray, vLLM and DeepSpeed: alone, repeated, killed and resumed, in other layouts, with bad rewards."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.checkpoints import CheckpointError
+from openrlhf.config.options import ConfigError, parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.observability.glossary import GLOSSARY
+from openrlhf.rollout.graders import grade_math
+from openrlhf.trainers.launch import run_ppo
+from tests.e2e.commands import (
+    as_arguments,
+    column,
+    kill_when,
+    launch,
+    numbers,
+    run,
+    samples,
+    steps_logged,
+    write_rows,
+)
+from tests.e2e.processes import Process, descendants, survivors
+from tests.tiny import save_tiny_model
+
+REWARDS = Path(__file__).parent / "reward_files"
+PROMPTS, BATCH, SAMPLES = 24, 4, 4
+STEPS = PROMPTS // BATCH
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+# The CPU kernels of vLLM know heads of 32 and more.
+HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def words(count: int, seed: int) -> list[dict[str, str]]:
+    draw = random.Random(seed)
+    return [
+        {
+            "input": "".join(draw.choices("bcdefgh", k=draw.randint(1, 6))) + "=",
+            "label": f"label {number}",
+            "datasource": "words",
+        }
+        for number in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Model and prompts of the module, and a datasets cache of its own."""
+    folder = tmp_path_factory.mktemp("grpo")
+    save_tiny_model(
+        folder / "model", chat_template=CHAT_TEMPLATE, max_position_embeddings=1024, **HEADS
+    )
+    write_rows(folder / "prompts.jsonl", words(PROMPTS, seed=1))
+    write_rows(folder / "held_out.jsonl", words(5, seed=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        yield folder
+
+
+def places(folder: Path) -> dict[str, Any]:
+    """Everything a run writes goes into `folder`."""
+    return {
+        "run.dir": folder,
+        "ckpt.output_dir": folder / "model",
+        "ckpt.path": folder / "checkpoints",
+    }
+
+
+def grpo_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Six steps of four prompts times four samples of at most eight tokens; every episode is in samples.jsonl."""
+    return {
+        "actor.model_name_or_path": workspace / "model",
+        "data.prompt_dataset": workspace / "prompts.jsonl",
+        "data.label_key": "label",
+        "data.max_len": 16,
+        "reward.remote_url": REWARDS / "letters.py",
+        "rollout.max_new_tokens": 8,
+        "rollout.batch_size": BATCH,
+        "rollout.n_samples_per_prompt": SAMPLES,
+        "rollout.micro_batch_size": 4,
+        "train.batch_size": BATCH * SAMPLES,
+        "train.micro_batch_size": 4,
+        "train.colocate_actor_ref": True,
+        "ds.param_dtype": "fp32",
+        "actor.adam.lr": 1e-2,
+        "actor.lr_scheduler": "constant",
+        "actor.lr_warmup_ratio": 0.0,
+        "actor.entropy_coef": 0.0,
+        "algo.advantage.estimator": "group_norm",
+        "algo.kl.init_coef": 0.01,
+        "algo.kl.use_loss": True,
+        "algo.kl.estimator": "k3",
+        **places(folder),
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(workspace: Path) -> Path:
+    """The run that nothing disturbed; it starts Ray itself."""
+    folder = workspace / "whole"
+    flags = grpo_flags(
+        workspace,
+        folder,
+        **{
+            "eval.dataset": workspace / "held_out.jsonl",
+            "eval.steps": 2,
+            "eval.at_start": True,
+            "eval.temperature": 1.0,
+            "eval.n_samples_per_prompt": 2,
+            "ckpt.save_steps": 2,
+        },
+    )
+    run("train_ppo_ray", flags)
+    return folder
+
+
+# ---- one run
+
+
+def test_every_step_is_logged_and_evaluations_follow_theirs(whole: Path) -> None:
+    lines = [(row["step"], "eval/eval_num_samples" in row) for row in numbers(whole)]
+    steps = [(step, False) for step in range(1, STEPS + 1)]
+    assert lines == [
+        (0, True),
+        *steps[:2],
+        (2, True),
+        *steps[2:4],
+        (4, True),
+        *steps[4:],
+        (6, True),
+    ]
+
+
+def test_every_number_is_finite_and_has_a_definition(whole: Path) -> None:
+    for row in numbers(whole):
+        for name, value in row.items():
+            assert value is not None and math.isfinite(value), (name, row["step"])
+            known = name == "step" or name == "train/digits" or name.startswith("eval/eval_words_")
+            assert known or name in GLOSSARY, name
+
+
+def test_engine_and_trainer_agree_about_the_sampled_tokens_in_every_step(whole: Path) -> None:
+    """Also after each publication: step k + 1 samples from what step k published. Nats per token."""
+    assert len(column(whole, "train/logprob_gap_mean")) == STEPS
+    assert max(column(whole, "train/logprob_gap_mean")) < 1e-5
+    assert max(column(whole, "train/logprob_gap_max")) < 1e-4
+
+
+def test_the_policy_moves_and_the_kl_with_it(whole: Path) -> None:
+    kl = column(whole, "train/kl")
+    assert kl[0] == pytest.approx(0.0, abs=1e-9)
+    assert kl[-1] > 1e-3
+    start = AutoModelForCausalLM.from_pretrained(whole.parent / "model").state_dict()
+    end = AutoModelForCausalLM.from_pretrained(whole / "model").state_dict()
+    assert start.keys() == end.keys()
+    assert all(end[name].isfinite().all() for name in end)
+    assert max(float((end[name] - start[name]).abs().max()) for name in end) > 0.02
+
+
+def test_every_sample_is_written_down_with_what_its_reward_was_computed_from(whole: Path) -> None:
+    rows = samples(whole)
+    assert len(rows) == PROMPTS * SAMPLES
+    expected = {row["input"] for row in words(PROMPTS, seed=1)}
+    assert {row["prompt"] for row in rows} == expected
+    assert len({(row["prompt_index"], row["sample_index"]) for row in rows}) == len(rows)
+    for row in rows:
+        share = row["response"].count("a") / len(row["response"])
+        assert row["reward"] == pytest.approx(share), row
+        assert row["scores"]["score"] == float(share > 0)
+        assert row["weight_versions"] == [row["step"] - 1]
+        assert row["stop_reason"] == ("stop" if row["response"].endswith("<eos>") else "length")
+
+
+def test_the_numbers_of_a_step_are_those_of_its_samples(whole: Path) -> None:
+    rows = samples(whole)
+    for step, reward in enumerate(column(whole, "train/reward"), 1):
+        mine = [row for row in rows if row["step"] == step]
+        assert reward == pytest.approx(sum(row["reward"] for row in mine) / len(mine), abs=1e-6)
+    digits = [sum(map(str.isdigit, row["response"])) for row in rows]
+    assert sum(column(whole, "train/digits")) / STEPS == pytest.approx(sum(digits) / len(digits))
+
+
+def test_the_run_leaves_report_export_checkpoints_and_logs(whole: Path) -> None:
+    assert (whole / "report.html").stat().st_size > 10_000
+    assert AutoTokenizer.from_pretrained(whole / "model")("1+2").input_ids == [5, 40, 6]
+    tags = {
+        path.name.removesuffix(".manifest.json") for path in (whole / "checkpoints").glob("*.json")
+    }
+    assert {"global_step2", "global_step4", "global_step6"} <= tags
+    assert any(path.name.startswith("actor+ref-0") for path in (whole / "logs").iterdir())
+
+
+# ---- a run that is killed
+
+
+def test_a_killed_run_leaves_no_process_and_resumes_to_the_same_numbers(
+    whole: Path, workspace: Path
+) -> None:
+    """From the configuration the unbroken run wrote. Until the kill it is the same seed run twice; all to the last digit."""
+    folder = workspace / "killed"
+    flags = {"config": whole / "config.yaml", **places(folder)}
+    process = launch("train_ppo_ray", flags)
+    started: list[Process] = []
+
+    def three_steps_done() -> bool:
+        if steps_logged(folder) < 3:
+            return False
+        started.extend(descendants(process.pid))
+        return True
+
+    kill_when(process, three_steps_done)
+    before = numbers(folder)
+    assert before == numbers(whole)[: len(before)]
+    assert steps_logged(folder) < STEPS
+    agents = [process for process in started if process.command.endswith("Agent")]
+    ours = [process for process in started if process not in agents]
+    assert any("host_process" in process.command for process in ours)
+    assert any("WorkerHost" in process.command for process in ours)
+    assert survivors(ours, within=30) == []
+    run("train_ppo_ray", {**flags, "run.dir": None, "ckpt.load_enable": True})
+    assert numbers(folder) == numbers(whole)
+    assert samples(folder) == samples(whole)
+    weights, unbroken = (path / "model" / "model.safetensors" for path in (folder, whole))
+    assert weights.read_bytes() == unbroken.read_bytes()
+    # Two of Ray's own wait a minute for their control plane before they end.
+    assert survivors(agents, within=90) == []
+
+
+# ---- the end of a run that cannot go on
+
+
+def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(workspace: Path) -> None:
+    folder = workspace / "broken"
+    flags = grpo_flags(
+        workspace,
+        folder,
+        **{"reward.remote_url": REWARDS / "trouble.py", "reward.max_error_rate": 0.0},
+    )
+    done = run("train_ppo_ray", flags, status=2)
+    assert "error: " in done.errors
+    assert "of 16 episodes failed" in done.errors and "--reward.max_error_rate 0" in done.errors
+    assert "ValueError: sevens are bad luck" in done.errors
+    assert 'trouble.py", line' in done.errors  # where it was raised
+    assert "RewardErrors" not in done.errors  # our own stack is not shown
+    failures = [row for row in samples(folder) if row["stop_reason"] == "failed"]
+    assert failures and all("sevens are bad luck" in row["error"] for row in failures)
+
+
+def test_a_dry_run_prints_plan_and_prompts_and_starts_nothing(workspace: Path) -> None:
+    folder = workspace / "dry"
+    done = run("train_ppo_ray", grpo_flags(workspace, folder, dry_run=True), timeout=60)
+    assert "actor+ref: 1 × 1 CPU process" in done.printed
+    assert "vllm: 1 × 1" in done.printed
+    assert f"{PROMPTS} prompts, {STEPS} steps of {BATCH} prompts" in done.printed
+    assert "label 'label 0'" in done.printed
+    assert not folder.exists()
+
+
+# ---- runs of this process, on one Ray
+
+
+@pytest.fixture(scope="module")
+def cluster(whole: Path) -> Iterator[None]:
+    """A Ray for the runs below; asks for `whole` first, which has to find none."""
+    ray.init(
+        num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
+    )
+    yield
+    ray.shutdown()
+
+
+def train(flags: dict[str, Any]) -> None:
+    run_ppo(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_same(
+    whole: Path, workspace: Path
+) -> None:
+    """To 1e-4: sums in another order, which AdamW's steps amplify; the sampled tokens are the same."""
+    folder = workspace / "spread"
+    changes = {
+        "actor.num_gpus_per_node": 2,
+        "ref.num_gpus_per_node": 2,
+        "vllm.num_engines": 2,
+        "train.colocate_actor_ref": None,
+        "ds.zero_stage": 3,
+        "ds.packing_samples": True,
+    }
+    train(grpo_flags(workspace, folder, **changes))
+    assert [row["response"] for row in samples(folder)] == [
+        row["response"] for row in samples(whole)
+    ]
+    assert {path.name for path in (folder / "logs").glob("*-?.log")} >= {
+        *("actor-0.log", "actor-1.log", "ref-0.log", "ref-1.log")
+    }
+    check_same(folder, whole)
+
+
+def check_same(folder: Path, other: Path) -> None:
+    names = ("train/reward", "train/return", "train/policy_loss", "train/kl", "train/entropy_loss")
+    for name in (*names, "train/ppo_kl", "train/ppo_clip_ratio", "train/response_length"):
+        assert column(folder, name) == pytest.approx(column(other, name), abs=1e-4), name
+    norms = column(folder, "train/actor_grad_norm"), column(other, "train/actor_grad_norm")
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert max(column(folder, "train/logprob_gap_mean")) < 1e-5
+
+
+@pytest.mark.usefixtures("cluster")
+def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depend_on_the_layout(
+    workspace: Path,
+) -> None:
+    """One rank with fixed micro-batches against two ranks with micro-batches by tokens; the last batch is short."""
+    common = {
+        "data.max_samples": 11,
+        "train.batch_size": 8,
+        "train.max_epochs": 2,
+        "algo.kl.use_loss": None,
+        "algo.kl.estimator": "k1",
+        "algo.kl.init_coef": 0.1,
+        "algo.advantage.estimator": "reinforce",
+        "actor.entropy_coef": 0.01,
+    }
+    one, two = workspace / "one", workspace / "two"
+    train(grpo_flags(workspace, one, **common))
+    budget = {
+        "train.dynamic_batch_enable": True,
+        "train.max_tokens_per_gpu": 40,
+        "rollout.max_tokens_per_gpu": 48,
+    }
+    ranks = {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2}
+    train(grpo_flags(workspace, two, **common, **budget, **ranks))
+    assert column(one, "rollout/num_samples") == [16.0, 16.0, 12.0]
+    check_same(two, one)
+    # π_old was recomputed: after the first optimizer step of a batch the ratio is no longer 1.
+    assert all(abs(value) > 1e-6 for value in column(one, "train/ppo_kl"))
+    # the KL is in the returns: they are less than the rewards once the policy has moved
+    assert column(one, "train/kl")[0] == pytest.approx(0.0, abs=1e-6)
+    assert abs(column(one, "train/kl")[-1]) > 1e-4
+
+
+def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
+    """One step of four prompts whose rewards raise at a seven; the run folder and its samples."""
+    folder = workspace / name
+    flags = {
+        "reward.remote_url": REWARDS / "trouble.py",
+        "data.max_samples": BATCH,
+        "algo.kl.init_coef": 0.0,
+        **changes,
+    }
+    train(grpo_flags(workspace, folder, **flags))
+    return folder, samples(folder)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_on(
+    workspace: Path,
+) -> None:
+    """Samples whose call raises, and the four of a prompt whose calls hang."""
+    prompts = [row | {"label": "hang"} if i == 0 else row for i, row in enumerate(words(4, seed=1))]
+    dataset = write_rows(workspace / "hanging.jsonl", prompts)
+    changes = {"data.prompt_dataset": dataset, "reward.timeout": 1.0, "reward.max_error_rate": 0.9}
+    folder, rows = troubled(workspace, "failing", **changes)
+    assert len(rows) == BATCH * SAMPLES
+    hung = [row for row in rows if row["prompt"] == prompts[0]["input"]]
+    raised = [row for row in rows if row not in hung and "7" in row["response"]]
+    assert len(hung) == SAMPLES and raised
+    for row in rows:
+        failed = row in hung or row in raised
+        assert (row["stop_reason"] == "failed") == failed
+        assert (row["reward"] is None) == failed and (row["error"] is not None) == failed
+    assert all("took more than 1 s" in row["error"] for row in hung)
+    assert all("ValueError: sevens are bad luck" in row["error"] for row in raised)
+    assert column(folder, "train/failed_episodes") == [len(hung) + len(raised)]
+    good = Counter(row["prompt"] for row in rows if row["reward"] is not None)
+    compared = [row for row in rows if row["reward"] is not None and good[row["prompt"]] > 1]
+    assert column(folder, "rollout/num_samples") == [len(compared)]
+    mean = sum(row["reward"] for row in compared) / len(compared)
+    assert column(folder, "train/reward") == pytest.approx([mean], abs=1e-6)
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("policy", ["drop", "-0.5"])
+def test_failed_rewards_are_dropped_or_replaced_whatever_their_rate(
+    workspace: Path, policy: str
+) -> None:
+    changes = {"reward.on_error": policy, "reward.max_error_rate": 0.0}
+    folder, rows = troubled(workspace, f"on_error_{policy}", **changes)
+    raised = [row for row in rows if "7" in row["response"]]
+    assert raised and all("sevens are bad luck" in row["error"] for row in raised)
+    if policy == "drop":
+        assert all(row["reward"] is None and row["stop_reason"] == "failed" for row in raised)
+        assert column(folder, "train/failed_episodes") == [len(raised)]
+    else:
+        assert all(row["reward"] == -0.5 and row["stop_reason"] != "failed" for row in raised)
+        assert column(folder, "train/failed_episodes") == [0.0]
+        mean = sum(row["reward"] for row in rows) / len(rows)
+        assert column(folder, "train/reward") == pytest.approx([mean], abs=1e-6)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_reward_file_that_cannot_be_loaded_ends_the_run_before_a_model_is_loaded(
+    workspace: Path,
+) -> None:
+    broken = workspace / "broken.py"
+    broken.write_text("import a_package_that_is_not_there\n")
+    folder = workspace / "unloadable"
+    with pytest.raises(ConfigError) as caught:
+        train(grpo_flags(workspace, folder, **{"reward.remote_url": broken}))
+    assert "--reward.remote_url" in str(caught.value)
+    assert "No module named 'a_package_that_is_not_there'" in str(caught.value)
+    assert not list((folder / "logs").glob("actor*"))
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ds.zero_stage": 3}, ["zero_stage=2", "zero_stage=3", "--ds.zero_stage"]),
+        ({"data.max_samples": 20}, ["with 24 prompts", "has 20", "--data.max_samples"]),
+    ],
+    ids=["another layout", "other prompts"],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_stays_as_it_is(
+    whole: Path, workspace: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    flags = grpo_flags(workspace, workspace / "other", **changes)
+    before = numbers(whole)
+    with pytest.raises(CheckpointError) as caught:
+        train({**flags, "ckpt.path": whole / "checkpoints", "ckpt.load_enable": True})
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert numbers(whole) == before
+    assert not (workspace / "other").exists()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_gsm8k_questions_as_chats_graded_by_the_math_verifier(
+    workspace: Path, data_dir: Path
+) -> None:
+    """64 questions pass through once, each as the chat template renders it, and are graded against `#### 72`."""
+    lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
+    rows = [json.loads(line) for line in lines]
+    chats = [
+        {
+            "messages": [{"role": "user", "content": row["question"].lower()}],
+            "answer": row["answer"],
+        }
+        for row in rows
+    ]
+    folder = workspace / "gsm8k"
+    changes = {
+        "data.prompt_dataset": write_rows(workspace / "gsm8k.jsonl", chats),
+        "data.input_key": "messages",
+        "data.label_key": "answer",
+        "data.apply_chat_template": True,
+        "data.max_len": 1024,
+        "reward.remote_url": None,
+        "reward.verifier": "math",
+        "rollout.batch_size": 8,
+        "rollout.n_samples_per_prompt": 2,
+        "algo.kl.init_coef": 0.0,
+    }
+    train(grpo_flags(workspace, folder, **changes))
+    written = samples(folder)
+    assert len(written) == 64 * 2
+    labels = {f"user: {row['question'].lower()}\nassistant: ": row["answer"] for row in rows}
+    assert Counter(row["prompt"] for row in written) == dict.fromkeys(labels, 2)
+    for row in written:
+        assert row["error"] is None
+        assert row["reward"] in (0.0, 1.0)
+        assert row["reward"] == grade_math(row["response"], labels[row["prompt"]])
+    assert column(folder, "train/failed_episodes") == [0.0] * 8
+
+
+# ---- long: part of `make verify`
+
+
+@pytest.mark.verify
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("packing", [None, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_layout_comes_to_the_same(
+    whole: Path, workspace: Path, stage: int, ranks: int, packing: bool | None
+) -> None:
+    folder = workspace / f"layout-{stage}-{ranks}-{packing}"
+    changes = {
+        "actor.num_gpus_per_node": ranks,
+        "ref.num_gpus_per_node": ranks,
+        "ds.zero_stage": stage,
+        "ds.packing_samples": packing,
+    }
+    train(grpo_flags(workspace, folder, **changes))
+    check_same(folder, whole)
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(1800)
+def test_a_run_killed_again_and_again_logs_what_an_unbroken_one_logs(
+    whole: Path, workspace: Path
+) -> None:
+    """Killed a random moment after its next step, evaluations and checkpoints included, until one gets to the end."""
+    folder, draw = workspace / "haunted", random.Random(0)
+    flags = {"config": whole / "config.yaml", **places(folder), "ckpt.load_enable": True}
+    flags |= {"ckpt.save_steps": 1}
+    kills = 0
+    while (logged := steps_logged(folder)) < STEPS - 2:
+        process = launch("train_ppo_ray", flags)
+        delay = 0.3 * draw.random()
+        kill_when(process, lambda logged=logged: steps_logged(folder) > logged, delay=delay)
+        kills += 1
+    assert kills >= 2
+    run("train_ppo_ray", flags)
+    assert numbers(folder) == numbers(whole)
+    assert samples(folder) == samples(whole)

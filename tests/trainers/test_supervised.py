@@ -1,0 +1,237 @@
+"""The offline loop's rows: each batch of each epoch, from any step on; evaluation counts each row once on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openrlhf.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointManager,
+    EngineLayout,
+    RunState,
+)
+from openrlhf.config.shared import CheckpointConfig, EngineConfig, TrainConfig
+from openrlhf.experience import TokenRows
+from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.trainers.supervised import Schedule, SupervisedTrainer, check_resumable
+from openrlhf.workers.base import MicroBatchLimits
+from tests.tiny import character_tokenizer
+
+
+class Numbers:
+    """Rows that are their own numbers."""
+
+    summary = "numbers"
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class CountingTask:
+    """Remembers the rows of every forward, and what was counted of them."""
+
+    def __init__(self) -> None:
+        self.forwards: list[list[int]] = []
+        self.numbers: Mapping[str, float] = {}
+
+    def collate(self, rows: Sequence[int]) -> TokenRows:
+        return TokenRows.from_lists([[row] for row in rows], [[True] for _ in rows])
+
+    def micro_batches(self, batch: TokenRows, limits: MicroBatchLimits) -> list[TokenRows]:
+        return batch.split(limits.cut(batch.lengths))
+
+    def counts(self, micro: TokenRows) -> dict[str, float]:
+        return {"rows": float(micro.num_samples)}
+
+    def loss(
+        self, model: Any, micro: TokenRows, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        self.forwards.append(micro.tokens.tolist())
+        return torch.zeros(()), {"mean": Mean(float(micro.tokens.sum()), micro.num_samples)}
+
+    def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        return dict(metrics)
+
+    def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
+        self.numbers = numbers
+
+
+class OneOfMany:
+    """A rank's place; what the others would say is not there."""
+
+    device = torch.device("cpu")
+    is_main = False
+
+    def __init__(self, rank: int, ranks: int, stage: int) -> None:
+        self.dp_rank, self.dp_size, self.config = rank, ranks, EngineConfig(zero_stage=stage)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class NoEngine:
+    """A model that is never asked."""
+
+    module = nn.Linear(1, 1)
+
+
+def trainer(
+    folder: Path,
+    task: CountingTask,
+    *,
+    rows: int = 13,
+    rank: int = 0,
+    ranks: int = 1,
+    stage: int = 2,
+) -> SupervisedTrainer[int, TokenRows]:
+    ckpt = CheckpointConfig(path=str(folder))
+    return SupervisedTrainer(
+        task,
+        NoEngine(),  # pyright: ignore[reportArgumentType]
+        OneOfMany(rank, ranks, stage),  # pyright: ignore[reportArgumentType]
+        tokenizer=character_tokenizer(),
+        train_rows=Numbers(rows),
+        eval_rows=Numbers(rows),
+        schedule=Schedule(rows=rows, batch_size=4, max_epochs=3),
+        train=TrainConfig(batch_size=4, micro_batch_size=2, max_epochs=3, seed=5),
+        ckpt=ckpt,
+        checkpoints=CheckpointManager(folder),
+        eval_steps=-1,
+        num_workers=0,
+        recorder=None,
+        run_dir=str(folder),
+    )
+
+
+def batches(made: SupervisedTrainer[int, TokenRows], *, from_step: int = 0) -> list[list[int]]:
+    """The rows of every optimizer step that is left, in order."""
+    made.step = from_step
+    seen = []
+    for window in made.windows():
+        assert all(micro.num_samples <= 2 for micro in window)
+        seen.append([row for micro in window for row in micro.tokens.tolist()])
+        made.step += 1
+    return seen
+
+
+def test_every_epoch_has_whole_batches_of_different_rows_in_an_order_of_its_own(
+    tmp_path: Path,
+) -> None:
+    steps = batches(trainer(tmp_path, CountingTask()))
+    assert [len(step) for step in steps] == [4] * 9
+    epochs = [sum(steps[i : i + 3], start=list[int]()) for i in (0, 3, 6)]
+    assert all(len(set(epoch)) == 12 for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+@pytest.mark.parametrize("step", range(10))
+def test_a_run_taken_up_at_any_step_sees_the_rows_that_were_left(tmp_path: Path, step: int) -> None:
+    made = trainer(tmp_path, CountingTask())
+    assert batches(made, from_step=step) == batches(made)[step:]
+
+
+def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    alone = batches(trainer(tmp_path, CountingTask()))
+    ranks = [batches(trainer(tmp_path, CountingTask(), rank=r, ranks=2)) for r in range(2)]
+    assert [sorted(a + b) for a, b in zip(*ranks, strict=True)] == [sorted(step) for step in alone]
+
+
+@pytest.mark.parametrize("rows", [1, 6, 13])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_evaluation_looks_at_every_row_once(tmp_path: Path, rows: int, ranks: int) -> None:
+    seen: list[int] = []
+    for rank in range(ranks):
+        task = CountingTask()
+        trainer(tmp_path, task, rows=rows, rank=rank, ranks=ranks).evaluate()
+        seen += [row for forward in task.forwards for row in forward]
+    assert sorted(seen) == list(range(rows))
+
+
+def test_an_evaluation_is_a_mean_over_rows_though_the_last_micro_batch_is_short(
+    tmp_path: Path,
+) -> None:
+    task = CountingTask()
+    trainer(tmp_path, task, rows=13).evaluate()
+    assert task.numbers == {"mean": pytest.approx(6.0)}
+
+
+@pytest.mark.parametrize("rows", [1, 6, 13])
+def test_under_zero_3_every_rank_runs_as_many_forwards_as_the_one_with_most_rows(
+    tmp_path: Path, rows: int
+) -> None:
+    """Its forwards are collective: a rank that ran fewer would leave the others waiting."""
+    forwards = set()
+    for rank in range(3):
+        task = CountingTask()
+        trainer(tmp_path, task, rows=rows, rank=rank, ranks=3, stage=3).evaluate()
+        forwards.add(len(task.forwards))
+        own = [row for row in range(rows) if row % 3 == rank]
+        assert task.numbers.get("mean") == (pytest.approx(sum(own) / len(own)) if own else None)
+    assert len(forwards) == 1
+
+
+# ---- what a checkpoint can continue
+
+
+def checkpoint_of(*, world_size: int = 1, **extra: int) -> Checkpoint:
+    return Checkpoint(
+        root=Path("checkpoints"),
+        tag="global_step4",
+        nonce="",
+        sequence=1,
+        places=("global_step4",),
+        files={},
+        metric_key=None,
+        metric_value=None,
+        state=RunState(
+            step=4,
+            engines={"": EngineLayout(world_size=world_size, zero_stage=2)},
+            extra={"batch_size": 4, "rows": 13} | extra,
+        ),
+    )
+
+
+def complaints(checkpoint: Checkpoint) -> str:
+    schedule = Schedule(rows=13, batch_size=4, max_epochs=3)
+    place: Any = OneOfMany(0, 1, stage=2)
+    try:
+        check_resumable(checkpoint, schedule, place)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_of_the_same_run_can_be_continued() -> None:
+    assert complaints(checkpoint_of()) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"world_size": 2}, ["world_size=2", "world_size=1", "as many processes"]),
+        ({"batch_size": 8}, ["batch_size 8", "has 4", "--train.batch_size"]),
+        ({"rows": 12}, ["rows 12", "has 13", "--data.dataset"]),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_with_both_values(
+    changes: dict[str, int], words: list[str]
+) -> None:
+    message = complaints(checkpoint_of(**changes))
+    assert all(word in message for word in [*words, "global_step4"]), message
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    assert len(complaints(checkpoint_of(world_size=2, rows=12)).splitlines()) == 2
