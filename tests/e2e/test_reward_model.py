@@ -1,0 +1,126 @@
+"""Pairs → reward model → PPO with a critic against it, each through its command."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.e2e.commands import column, numbers, run, samples, write_rows
+from tests.tiny import save_tiny_model
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+LETTERS = "abcdefgh"
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, pairs in which the answer with more a's is preferred, and prompts."""
+    folder = tmp_path_factory.mktemp("reward")
+    draw = random.Random(0)
+    save_tiny_model(folder / "model", **SIZES)
+    pairs = [
+        {"prompt": f"{word}=", "chosen": "aaa<eos>", "rejected": f"{word[:3]}<eos>"}
+        for word in ("".join(draw.choices(LETTERS[1:], k=5)) for _ in range(160))
+    ]
+    write_rows(folder / "pairs.jsonl", pairs)
+    write_rows(folder / "prompts.jsonl", [{"input": row["prompt"]} for row in pairs[:24]])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reward_model(workspace: Path) -> Path:
+    """The folder of a `train_rm` run."""
+    out = workspace / "rm"
+    flags = {
+        "model.model_name_or_path": workspace / "model",
+        "data.dataset": workspace / "pairs.jsonl",
+        "data.prompt_key": "prompt",
+        "data.max_len": 32,
+        "train.batch_size": 16,
+        "train.micro_batch_size": 16,
+        "train.max_epochs": 2,
+        "adam.lr": 3e-3,
+        "ds.param_dtype": "fp32",
+        "ds.packing_samples": True,
+        "run.dir": out / "run",
+        "ckpt.output_dir": out / "model",
+        "ckpt.path": out / "ckpt",
+    }
+    run("train_rm", flags)
+    return out
+
+
+@pytest.fixture(scope="module")
+def ppo(workspace: Path, reward_model: Path) -> Path:
+    """The folder of a PPO run against the reward model: three steps, the critic alone in the first."""
+    out = workspace / "ppo"
+    flags = {
+        "actor.model_name_or_path": workspace / "model",
+        "reward.model_name_or_path": reward_model / "model",
+        "data.prompt_dataset": workspace / "prompts.jsonl",
+        "data.max_len": 24,
+        "rollout.max_new_tokens": 6,
+        "rollout.batch_size": 8,
+        "rollout.n_samples_per_prompt": 2,
+        "train.batch_size": 16,
+        "train.micro_batch_size": 16,
+        "rollout.micro_batch_size": 16,
+        "algo.advantage.estimator": "gae",
+        "algo.kl.init_coef": 0.01,
+        "actor.adam.lr": 1e-3,
+        "critic.adam.lr": 1e-3,
+        "critic.freezing_steps": 1,
+        "critic.save_value_network": True,
+        "train.colocate_actor_ref": True,
+        "train.colocate_critic_reward": True,
+        "ds.param_dtype": "fp32",
+        "ds.packing_samples": True,
+        "ckpt.save_steps": 2,
+        "run.dir": out / "run",
+        "ckpt.output_dir": out / "model",
+        "ckpt.path": out / "ckpt",
+    }
+    run("train_ppo_ray", flags)
+    return out
+
+
+def test_the_reward_model_learns_which_answer_is_preferred(reward_model: Path) -> None:
+    losses = column(reward_model / "run", "train/loss")
+    assert losses[-1] < 0.5 * losses[0]
+    assert column(reward_model / "run", "eval/acc_mean")[-1] > 0.9
+
+
+def test_mean_and_deviation_of_the_rewards_are_stored_with_the_model(reward_model: Path) -> None:
+    hf = AutoModelForSequenceClassification.from_pretrained(reward_model / "model")
+    assert hf.config.mean == pytest.approx(column(reward_model / "run", "eval/reward_mean")[-1])
+    assert hf.config.std == pytest.approx(column(reward_model / "run", "eval/reward_std")[-1])
+
+
+def test_rewards_in_rl_are_the_scores_of_plain_transformers(reward_model: Path, ppo: Path) -> None:
+    hf = AutoModelForSequenceClassification.from_pretrained(reward_model / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(reward_model / "model")
+    written = samples(ppo / "run")
+    assert len(written) >= 24
+    for row in written:
+        tokens = tokenizer(row["prompt"] + row["response"], add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            score = hf(torch.tensor([tokens])).logits[0, 0].item()
+        assert row["reward"] == pytest.approx(score, abs=1e-5)
+
+
+def test_the_critic_warms_up_alone_and_then_both_learn(ppo: Path) -> None:
+    steps = [row for row in numbers(ppo / "run") if "train/critic_loss" in row]
+    assert ["train/policy_loss" in row for row in steps] == [False, True, True]
+    assert all(math.isfinite(value) for row in steps for value in row.values())
+    assert steps[1]["train/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy had not moved yet
+
+
+def test_policy_and_critic_are_saved_and_exported(ppo: Path) -> None:
+    for part in ("_actor", "_critic"):
+        assert (ppo / "ckpt" / part / "global_step2").is_dir()
+    AutoModelForSequenceClassification.from_pretrained(ppo / "model_critic")
