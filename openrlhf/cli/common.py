@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NoReturn, TypeVar
 
 from openrlhf.config import options
@@ -39,6 +41,23 @@ def fail(error: Exception) -> NoReturn:
 
 
 SUPPORTED = {"vllm": ("0.32", "0.33"), "torch": ("2.11", "2.14")}  # from, below
+
+
+def check_folders(config: options.Root) -> None:
+    """End the process with status 2 where a folder the run writes to at its end cannot be written: weeks may lie between."""
+    for flag, folder in (
+        ("--ckpt.output_dir", config.ckpt.output_dir),
+        ("--ckpt.path", config.ckpt.path),
+        ("--run.dir", config.run.dir),
+    ):
+        there = Path(folder).expanduser().absolute()
+        while not there.exists():
+            there = there.parent
+        try:
+            with TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            fail(RuntimeError(f"{flag} {folder} cannot be written to: {error}."))
 
 
 def check_versions() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import check_versions, fail, flags_or_exit, prepare_process
+from openrlhf.cli.common import check_folders, check_versions, fail, flags_or_exit, prepare_process
 from openrlhf.config.ppo import PPOConfig
 
 
@@ -12,6 +12,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and train."""
     config = flags_or_exit(PPOConfig, argv, command="train_ppo_ray")
     check_versions()
+    check_folders(config)
     prepare_process()
     # After the flags: --help and mistakes answer without loading torch.
     from openrlhf.trainers.launch import USER_ERRORS, run_ppo

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import fail, flags_or_exit, prepare_process
+from openrlhf.cli.common import check_folders, fail, flags_or_exit, prepare_process
 from openrlhf.config.supervised import RMConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and train."""
     config = flags_or_exit(RMConfig, argv, command="train_rm")
+    check_folders(config)
     prepare_process()
     # After the flags: --help and mistakes answer without loading torch.
     from openrlhf.trainers.reward import run_rm

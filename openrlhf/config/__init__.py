@@ -1,1 +1,1 @@
-"""Flags as trees of frozen dataclasses: standard library only, PyYAML where a file is read or written."""
+"""Flags as trees of frozen dataclasses: standard library only, and PyYAML for files."""

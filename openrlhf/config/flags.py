@@ -193,7 +193,8 @@ def _scalar(flag: Flag, raw: Any) -> Any:
     if flag.kind is int and isinstance(raw, float) and raw != value:
         raise wrong
     if flag.choices is not None and value not in flag.choices:
-        known, hint = ", ".join(flag.choices), did_you_mean(nearest(value, flag.choices))
+        meant = {"grpo": ["group_norm"]}.get(value) or nearest(value, flag.choices)
+        known, hint = ", ".join(flag.choices), did_you_mean(meant)
         raise ValueError(f"{flag.name} takes one of {known}, not {value!r}.{hint}")
     return value
 

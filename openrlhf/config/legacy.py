@@ -162,7 +162,7 @@ def translate(argv: Sequence[str], flags: Mapping[str, Flag], *, command: str) -
     for words in _groups(argv):
         name, equals, value = words[0].removeprefix("--").partition("=")
         values = [value, *words[1:]] if equals else words[1:]
-        if name in flags:
+        if name in flags or not words[0].startswith("--"):
             result.argv += words
         elif name in known:
             if name == "vllm_is_truncated_threshold" and len(values) == 1:

@@ -39,10 +39,12 @@ def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: s
     """
     given, old = read_flags(root, sys.argv[1:] if argv is None else argv, command=command)
     config, notices = amend(root(), given).resolve(frozenset(given), command=command)
+    violations = config.check()
     if os.environ.get("RANK", "0") == "0":
-        for notice in [*old, *notices]:
+        # What is derived from a mistake would only mislead.
+        for notice in old if violations else [*old, *notices]:
             print(f"[notice] {notice}", file=sys.stderr)
-    if violations := config.check():
+    if violations:
         raise ConfigError(violations)
     return config
 

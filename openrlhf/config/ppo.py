@@ -169,8 +169,8 @@ class PPOConfig(shared.Root, title="Reinforcement learning."):
 
     def derived_values(self, given: Given) -> dict[str, Any]:
         """What follows from the flags of RL, by path."""
-        following = (ppo_rules.learning_values(self, given), ppo_rules.rollout_values(self))
-        return ppo_rules.group_sizes(self, given) | following[0] | following[1]
+        sizes = ppo_rules.group_sizes(self, given)
+        return sizes | ppo_rules.learning_values(self, given) | ppo_rules.rollout_values(self)
 
     def notices(self, replaced: Replaced, given: Given) -> Sentences:
         """What the user may have to know of this resolved configuration."""

@@ -82,7 +82,7 @@ def device_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Sente
     dynamic = train.dynamic_batch_enable
     cause = "train.dynamic_batch_enable" if dynamic else "ds.ring_attn_size"
     micro = f"{train.max_tokens_per_gpu} tokens" if dynamic else train.micro_batch_size
-    steps = config.samples // train.batch_size * train.max_epochs
+    steps = config.samples // max(1, train.batch_size) * train.max_epochs
     return [
         (unset and not machine.count_gpus(), f"No GPU on this machine: {', '.join(unset)} is 1."),
         ("ds.packing_samples" in replaced, f"--{cause} turns --ds.packing_samples on."),
@@ -152,7 +152,7 @@ def reward_mistakes(config: PPOConfig) -> Sentences:
 
 def algorithm_mistakes(config: PPOConfig) -> Sentences:
     """Comparisons have something to compare, ranges go up, parts belong together."""
-    algo, alone = config.algo, config.rollout.n_samples_per_prompt == 1
+    algo, alone = config.algo, config.rollout.n_samples_per_prompt < 2
     axes = vars(algo.correction)
     missing = [f"--algo.correction.{name}" for name in axes if axes[name] is None]
     ranges = ("algo.dynamic_filtering_range", "algo.advantage.is_correction_threshold",
@@ -176,7 +176,7 @@ def rollout_mistakes(config: PPOConfig) -> Sentences:
     """Engines are there, and a sample has room and log-probabilities, and is trained on."""
     vllm, rollout, data, train = config.vllm, config.rollout, config.data, config.train
     drawn, batch = rollout.vllm_generate_batch_size, rollout.batch_size
-    longest = rollout.max_new_tokens or data.max_len
+    longest, overlong = rollout.max_new_tokens or data.max_len, config.reward.overlong_buffer_len
     return [
         (config.ds.param_dtype == "fp16",
          "<ds.param_dtype> does not work in RL: use bf16, or fp32 on a CPU."),
@@ -186,10 +186,10 @@ def rollout_mistakes(config: PPOConfig) -> Sentences:
         (rollout.temperature == 0,
          "<rollout.temperature> is greedy, and log-probabilities at it do not exist. Use a value "
          "above 0; evaluation may be greedy: --eval.temperature 0."),
-        ((rollout.max_new_tokens or 0) >= data.max_len,
+        (rollout.max_new_tokens and rollout.max_new_tokens >= data.max_len,
          "<rollout.max_new_tokens> leaves no room for a prompt in <data.max_len>, which counts "
          "both. Raise data.max_len or lower it."),
-        ((config.reward.overlong_buffer_len or 0) > longest,
+        (overlong and overlong > longest,
          f"<reward.overlong_buffer_len> is more than the longest response, {longest} tokens "
          "(--rollout.max_new_tokens, else --data.max_len)."),
         (data.max_images_per_prompt and config.estimator.needs_critic,
@@ -209,25 +209,27 @@ def rollout_mistakes(config: PPOConfig) -> Sentences:
 
 
 def batch_mistakes(config: PPOConfig) -> Sentences:
-    """An iteration is whole optimizer steps, each of them whole micro-batches on every rank."""
+    """An iteration is whole optimizer steps, these whole micro-batches; shares of datasets fit."""
     train, rollout, dynamic = config.train, config.rollout, config.train.dynamic_batch_enable
     product = f"<rollout.batch_size> x <rollout.n_samples_per_prompt> = {config.samples} samples"
-    group = config.ds.ring_attn_size * config.ds.tensor_parallel_size
-    ranks, enough = max(1, config.actor_ranks // group), config.samples >= train.batch_size
+    group, enough = config.ds.group_size, config.samples >= train.batch_size
+    ranks = max(1, config.actor_ranks // group)
     budgets = {"train": train.max_tokens_per_gpu, "rollout": rollout.max_tokens_per_gpu or 0}
     return [
         (not enough,
          f"{product} are fewer than one --train.batch_size of {train.batch_size}: lower it."),
-        (enough and config.samples % train.batch_size,
+        (enough and config.samples % max(1, train.batch_size),
          f"{product} are no multiple of <train.batch_size>."),
         *rules.batch_fits_ranks(
             config, config.actor_ranks, micro=1 if dynamic else train.micro_batch_size,
             what="<actor.num_nodes> x <actor.num_gpus_per_node>"),
-        (not dynamic and config.samples // rollout.micro_batch_size < ranks, f"{product} are fewer "
-         f"than <rollout.micro_batch_size> for each of {ranks} ranks: lower it."),
+        (not dynamic and config.samples < rollout.micro_batch_size * ranks,
+         f"{product} are fewer than <rollout.micro_batch_size> for each of {ranks} rank(s)."),
         *((dynamic and budgets[name] * group < config.data.max_len,
            f"<{name}.max_tokens_per_gpu> is less than one sample of <data.max_len> tokens: raise "
            "it or lower data.max_len.") for name in budgets),
+        *rules.probabilities_fit(config, "data.prompt_dataset", "data.prompt_probs"),
+        *rules.probabilities_fit(config, "algo.ptx.dataset", "algo.ptx.probs"),
     ]
 
 
@@ -240,12 +242,14 @@ def device_mistakes(config: PPOConfig) -> Sentences:
         "colocate_actor_ref": ("actor", "ref", config.algo.kl.init_coef > 0 and not everything),
         "colocate_critic_reward": ("critic", "reward", config.estimator.needs_critic),
     }
-    size = "<{0}.num_nodes> x <{0}.num_gpus_per_node>"
-    sizes = {r: (value_at(config, f"{r}.num_nodes"), value_at(config, f"{r}.num_gpus_per_node"))
-             for r in ("actor", "critic", "ref", "reward")}
+
+    def size(role: str) -> str:
+        return "{0.num_nodes} x {0.num_gpus_per_node}".format(value_at(config, role))
+
     return [
-        *((value_at(train, flag) and both and sizes[owner] != sizes[role],
-           f"--train.{flag} needs equal sizes, not {size.format(owner)} and {size.format(role)}.")
+        *((value_at(train, flag) and both and size(owner) != size(role),
+           f"--train.{flag} needs equal sizes, but --{owner}.num_nodes x num_gpus_per_node is "
+           f"{size(owner)} and --{role}'s {size(role)}.")
           for flag, (owner, role, both) in sharing.items()),
         (everything and not train.async_enable and used != config.actor_ranks,
          f"--train.colocate_all: <vllm.num_engines> x tensor x pipeline parallelism use {used} "
@@ -254,13 +258,4 @@ def device_mistakes(config: PPOConfig) -> Sentences:
     ]
 
 
-def share_mistakes(config: PPOConfig) -> Sentences:
-    """Datasets have shares that fit them."""
-    return [
-        *rules.probabilities_fit(config, "data.prompt_dataset", "data.prompt_probs"),
-        *rules.probabilities_fit(config, "algo.ptx.dataset", "algo.ptx.probs"),
-    ]
-
-
-RULES = (reward_mistakes, algorithm_mistakes, rollout_mistakes, batch_mistakes, device_mistakes,
-         share_mistakes)
+RULES = (reward_mistakes, algorithm_mistakes, rollout_mistakes, batch_mistakes, device_mistakes)

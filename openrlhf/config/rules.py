@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from openrlhf.config import machine
-from openrlhf.config.flags import flags_in, value_at
+from openrlhf.config.flags import amend, bound_violations, flags_in, spelled_out, value_at
+from openrlhf.config.unsupported import refusals
 
 if TYPE_CHECKING:
     from openrlhf.config.shared import EngineConfig, OptimizerConfig, Root
@@ -21,6 +22,22 @@ Given = frozenset[str]  # the paths the user gave, by flag or file
 Replaced = Mapping[str, Any]  # by path: values the user gave, or defaults, that are others now
 Sentences = list[tuple[object, str]]
 FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+R = TypeVar("R", bound="Root")
+
+
+def resolved(config: R, given: Given, command: str) -> tuple[R, list[str]]:
+    """A copy with all derived values, and the notices that hold for it."""
+    values = config.derived_values(given)
+    values |= common_values(amend(config, values), given, command)
+    copy = amend(config, values)
+    replaced = {path: old for path in values if (old := value_at(config, path)) != values[path]}
+    return copy, spelled_out(copy, copy.notices(replaced, given))
+
+
+def violations(config: Root) -> list[str]:
+    """All that is wrong with a resolved configuration."""
+    found = [*bound_violations(config), *refusals(config)]
+    return [*found, *spelled_out(config, config.mistakes())]
 
 
 def common_values(config: Root, given: Given, command: str) -> dict[str, Any]:
@@ -55,17 +72,16 @@ def common_notices(config: Root, replaced: Replaced, given: Given) -> Sentences:
     ds, ckpt, attention = config.ds, config.ckpt, replaced.get("ds.attn_implementation")
     packed = attention and ds.packing_samples and mixes_samples(attention)
     chosen = attention and not packed and "ds.attn_implementation" in given
-    template = replaced.get("data.input_template")
+    template, no_data = replaced.get("data.input_template"), not config.eval.dataset
     return [
         (template is not None,
          f"--data.input_template {template!r} has no {{}} for the prompt and is not used."),
-        ("\\n" in (config.data.input_template or ""),
-         "--data.input_template has a backslash and an n, not a line break: use $'\\n' in bash."),
+        ("\\n" in (config.data.input_template or ""), "--data.input_template has a backslash and "
+         "an n, not a line break; in bash a line break is written $'\\n'."),
         (packed, f"--ds.packing_samples does not work with --ds.attn_implementation {attention}: "
          "<ds.attn_implementation> is used."),
         (chosen, f"No GPU on this machine: sdpa instead of --ds.attn_implementation {attention}."),
-        (config.eval.steps >= 0 and not config.eval.dataset,
-         "--eval.steps has no effect without --eval.dataset."),
+        (no_data and config.eval.steps >= 0, "--eval.steps has no effect without --eval.dataset."),
         (ckpt.save_steps >= 0 and ckpt.disable_ds and not ckpt.save_hf,
          "--ckpt.save_steps saves nothing: --ckpt.disable_ds is on and --ckpt.save_hf off."),
     ]
@@ -73,14 +89,70 @@ def common_notices(config: Root, replaced: Replaced, given: Given) -> Sentences:
 
 def muon_notices(prefix: str, optimizer: OptimizerConfig) -> Sentences:
     """What Muon ignores or applies differently."""
-    uses, muon = optimizer.optim == "muon", optimizer.muon
+    muon, decay = optimizer.muon, optimizer.adam.weight_decay
+    rows: Sentences = [
+        (muon.ns_steps != 5, f"With Muon --{prefix}muon.ns_steps is ignored."),
+        (not muon.nesterov, f"With Muon --{prefix}muon.no_nesterov is ignored."),
+        (optimizer.max_norm, f"With Muon --{prefix}max_norm clips after orthogonalisation."),
+        (decay, f"With Muon --{prefix}adam.weight_decay applies to every weight."),
+    ]
+    return rows if optimizer.optim == "muon" else []
+
+
+def items(text: str | None) -> list[str]:
+    """The parts of a comma list, without blanks."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def sources_exist(config: Root) -> Sentences:
+    """Models and datasets that can only be local are there; dataset scripts are refused."""
+    rows: Sentences = []
+    for flag, value in flags_in(config):
+        for item in items(value) if flag.holds else []:
+            path = item.partition("@")[0] if flag.holds == "dataset" else item
+            script = flag.holds == "dataset" and path.endswith(".py")
+            gone = looks_local(path) and not Path(path).expanduser().exists()
+            rows += [
+                (gone and not script, f"{flag.name} {path} does not exist on this machine."),
+                (script, f"{flag.name} {path} is a Python script, which the datasets library no "
+                 "longer runs. Convert the data to parquet or jsonl and give that."),
+            ]
+    return rows
+
+
+def looks_local(path: str) -> bool:
+    """Whether a text can only be a path: hub names are `name` or `owner/name`."""
+    begins = path.startswith(("/", "./", "../", "~"))
+    return "://" not in path and (begins or path.count("/") > 1 or path.endswith(FILE_ENDINGS))
+
+
+def attention_can_run(ds: EngineConfig) -> Sentences:
+    """Attention and data type are there, and go together."""
+    fp16, fp32 = ds.param_dtype == "fp16", ds.param_dtype == "fp32"
     return [
-        (uses and muon.ns_steps != 5, f"With Muon --{prefix}muon.ns_steps is ignored."),
-        (uses and not muon.nesterov, f"With Muon --{prefix}muon.no_nesterov is ignored."),
-        (uses and optimizer.max_norm > 0,
-         f"With Muon --{prefix}max_norm clips after orthogonalisation."),
-        (uses and optimizer.adam.weight_decay > 0,
-         f"With Muon --{prefix}adam.weight_decay applies to every weight."),
+        (ds.attn_implementation == "flash_attention_2" and not machine.has_flash_attention(),
+         "<ds.attn_implementation> needs the package flash-attn: install it, or use sdpa."),
+        (fp32 and "flash_attention" in ds.attn_implementation,
+         "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32."),
+        (fp16 and ds.load_in_4bit,
+         "--ds.load_in_4bit computes in bf16: use --ds.param_dtype bf16 instead of fp16."),
+        (fp16 and ds.tensor_parallel_size > 1,
+         "--ds.tensor_parallel_size above 1 needs --ds.param_dtype bf16 instead of fp16."),
+    ]
+
+
+def probabilities_fit(config: Root, datasets: str, probs: str) -> Sentences:
+    """Each dataset has one probability, and they sum to 1; for the paths of two flags."""
+    count, texts = len(items(value_at(config, datasets))), items(value_at(config, probs))
+    shares = [float(text) for text in texts if is_number(text)]
+    unit = min(shares, default=0) >= 0 and abs(sum(shares) - 1) < 1e-6
+    return [
+        (len(shares) < len(texts), f"--{probs} takes numbers separated by commas, not "
+         f"{','.join(texts)!r}."),
+        (shares and len(shares) == len(texts) != count,
+         f"--{probs} has {len(shares)} numbers, but --{datasets} {count} datasets: one each."),
+        (shares and len(shares) == len(texts) == count and not unit,
+         f"<{probs}> must be positive and sum to 1."),
     ]
 
 
@@ -92,73 +164,17 @@ def is_number(text: str) -> bool:
         return False
 
 
-def sources_exist(config: Root) -> Sentences:
-    """Models and datasets that can only be local are there; dataset scripts are refused."""
-    rows: Sentences = []
-    for flag, value in flags_in(config):
-        for path in items(value) if flag.holds else []:
-            path = path.partition("@")[0] if flag.holds == "dataset" else path
-            script = flag.holds == "dataset" and path.endswith(".py")
-            gone = not script and looks_local(path) and not Path(path).expanduser().exists()
-            rows += [
-                (gone, f"{flag.name} {path} does not exist on this machine."),
-                (script, f"{flag.name} {path} is a Python script, which the datasets library no "
-                 "longer runs. Convert the data to parquet or jsonl and give that."),
-            ]
-    return rows
-
-
-def items(text: str | None) -> list[str]:
-    """The parts of a comma list, without blanks."""
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
-def looks_local(path: str) -> bool:
-    """Whether a text can only be a path: hub names are `name` or `owner/name`."""
-    begins = path.startswith(("/", "./", "../", "~"))
-    return "://" not in path and (begins or path.count("/") > 1 or path.endswith(FILE_ENDINGS))
-
-
-def attention_can_run(ds: EngineConfig) -> Sentences:
-    """Attention and data type are there, and go together."""
-    attention, dtype = ds.attn_implementation, ds.param_dtype
-    return [
-        (attention == "flash_attention_2" and not machine.has_flash_attention(),
-         "<ds.attn_implementation> needs the package flash-attn: install it, or use sdpa."),
-        ("flash_attention" in attention and dtype == "fp32",
-         "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32."),
-        (dtype == "fp16" and ds.load_in_4bit,
-         "--ds.load_in_4bit computes in bf16: use --ds.param_dtype bf16 instead of fp16."),
-        (dtype == "fp16" and ds.tensor_parallel_size > 1,
-         "--ds.tensor_parallel_size above 1 needs --ds.param_dtype bf16 instead of fp16."),
-    ]
-
-
-def probabilities_fit(config: Root, datasets: str, probs: str) -> Sentences:
-    """Each dataset has one probability, and they sum to 1; for the paths of two flags."""
-    count, texts = len(items(value_at(config, datasets))), items(value_at(config, probs))
-    shares = [float(text) for text in texts if is_number(text)]
-    whole = min(shares, default=0) >= 0 and abs(sum(shares) - 1) < 1e-6
-    return [
-        (len(shares) < len(texts),
-         f"--{probs} takes numbers separated by commas, not {','.join(texts)!r}."),
-        (shares and len(shares) == len(texts) != count,
-         f"--{probs} has {len(texts)} numbers, but --{datasets} {count} datasets: one each."),
-        (texts and len(shares) == count and not whole, f"<{probs}> must be positive and sum to 1."),
-    ]
-
-
 def batch_fits_ranks(config: Root, ranks: int, *, micro: int, what: str) -> Sentences:
     """The batch is whole micro-batches on each rank; `what` says where `ranks` comes from."""
-    group = config.ds.ring_attn_size * config.ds.tensor_parallel_size
-    dp = max(1, ranks // group)
+    group = config.ds.group_size
+    dp, odd = max(1, ranks // group), ranks % group
     share, rest = divmod(config.train.batch_size, dp)
-    grouped = ranks % group == 0
     return [
-        (not grouped, f"{ranks} processes ({what}) do not divide into groups of {group} "
+        (odd, f"{ranks} processes ({what}) do not divide into groups of {group} "
          "(--ds.ring_attn_size x --ds.tensor_parallel_size)."),
-        (grouped and rest, f"<train.batch_size> does not divide by {dp} data-parallel ranks "
+        (not odd and rest, f"<train.batch_size> does not divide by {dp} data-parallel ranks "
          f"({what}): use {max(1, share) * dp} or {(share + 1) * dp}."),
-        (grouped and not rest and share % micro, f"<train.batch_size> gives each of {dp} rank(s) "
-         f"({what}) {share} samples, which do not divide by --train.micro_batch_size {micro}."),
+        (not odd and not rest and share % max(1, micro), f"<train.batch_size> gives each of {dp} "
+         f"rank(s) ({what}) {share} samples, which do not divide by --train.micro_batch_size "
+         f"{micro}."),
     ]

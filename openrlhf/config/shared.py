@@ -1,25 +1,12 @@
-"""Sections that several commands share, and their root.
-
-A field's path is its flag: `config.ds.zero_stage`.
-"""
+"""Sections that several commands share, and their root; `config.ds.zpg` is the flag --ds.zpg."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
 from openrlhf.config import rules
-from openrlhf.config.flags import (
-    Section,
-    amend,
-    bound_violations,
-    derived,
-    option,
-    required,
-    spelled_out,
-    value_at,
-)
+from openrlhf.config.flags import Section, derived, option, required
 from openrlhf.config.rules import Given, Replaced, Sentences
-from openrlhf.config.unsupported import refusals
 
 # fmt: off
 DTYPES = ("bf16", "fp16", "fp32")
@@ -38,8 +25,7 @@ class CheckpointConfig(Section, title="Checkpoints and the exported model."):
     max_mem: float = option(1e8, "GiB all checkpoints together may take.", gt=0)
     load_enable: bool = option(False, "Continue from the newest complete checkpoint.")
     best_metric_key: str = option(
-        "", "Evaluation metric of the best checkpoint; none: keep no best one; empty: the first "
-        "of the evaluation (RL: the first *_pass1).")
+        "", "Metric of the best checkpoint; none: keep none; empty: the first (RL: first *_pass1).")
 
 class WandbConfig(Section, title="Weights & Biases."):
     key: str | None = option(None, "API key; any text if logged in; never saved.", saved=False)
@@ -76,8 +62,7 @@ class LoraConfig(Section, title="LoRA adapters."):
     rank: int = option(0, "Rank; 0: no adapter, every weight is trained.", ge=0)
     alpha: int = option(16, "Scale: the update is multiplied by alpha / rank.", gt=0)
     dropout: float = option(0.0, "Dropout in front of the adapter.", ge=0, lt=1)
-    target_modules: tuple[str, ...] = option(
-        ("all-linear",), "Names of the modules to adapt; all-linear: every linear layer.")
+    target_modules: tuple[str, ...] = option(("all-linear",), "Modules; all-linear: each layer.")
 
 class EngineConfig(Section, title="DeepSpeed: precision, memory, parallelism."):
     zero_stage: int = option(2, "ZeRO stage.", ge=0, le=3)
@@ -88,8 +73,7 @@ class EngineConfig(Section, title="DeepSpeed: precision, memory, parallelism."):
         "none", "Where parameters wait (ZeRO 3).", choices=("none", "cpu", "nvme"))
     nvme_path: str | None = option(None, "Folder on NVMe for offloaded state.")
     attn_implementation: str = option(
-        "flash_attention_2", "Attention; the default means FlashAttention 2 where CUDA and the "
-        "package are there, and sdpa elsewhere.")
+        "flash_attention_2", "The default means FlashAttention 2 where it can run, else sdpa.")
     experts_implementation: str | None = option(
         None, "Kernel of mixture-of-experts layers; unset: Transformers' own.", choices=EXPERTS)
     use_universal_ckpt: bool = option(False, "Load a checkpoint in universal format.")
@@ -103,6 +87,11 @@ class EngineConfig(Section, title="DeepSpeed: precision, memory, parallelism."):
     ring_attn_head_stride: int = option(1, "Heads per ring step; more: faster, more memory.", ge=1)
     load_in_4bit: bool = option(False, "QLoRA: hold the frozen weights in 4 bits (NF4).")
     lora: LoraConfig = LoraConfig()
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that get the same samples: those of ring attention and tensor parallelism."""
+        return max(1, self.ring_attn_size * self.tensor_parallel_size)
 
 class LMEngineConfig(EngineConfig):  # of commands that train a language model
     use_liger_kernel: bool = option(False, "Load the model with Liger's fused kernels.")
@@ -162,8 +151,7 @@ class Root(Section, title="What every training command has."):
     ckpt: CheckpointConfig = CheckpointConfig()
     logger: LoggerConfig = LoggerConfig()
     run: RunConfig = RunConfig()
-    plugin: tuple[str, ...] = option((), "A file of yours that registers estimators, losses and so "
-        "on; repeatable.", metavar="FILE.py")
+    plugin: tuple[str, ...] = option((), "Your file with registrations.", metavar="FILE.py")
     dry_run: bool = option(False, "Check everything, show plan and first batch, stop.", saved=False)
     use_ms: bool = option(False, "Download from ModelScope instead of the Hugging Face hub.")
     local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.", saved=False)
@@ -173,16 +161,11 @@ class Root(Section, title="What every training command has."):
         self, explicit: Given = frozenset(), *, command: str = ""
     ) -> tuple[Self, list[str]]:
         """A copy with all derived values, and notices. `explicit`: the paths the user gave."""
-        values = self.derived_values(explicit)
-        command = command or type(self).__name__
-        values |= rules.common_values(amend(self, values), explicit, command)
-        config = amend(self, values)
-        replaced = {path: old for path in values if (old := value_at(self, path)) != values[path]}
-        return config, spelled_out(config, config.notices(replaced, explicit))
+        return rules.resolved(self, explicit, command or type(self).__name__)
 
     def check(self) -> list[str]:
         """All that is wrong, one sentence each: out of bounds, not there yet, broken rules."""
-        return [*bound_violations(self), *refusals(self), *spelled_out(self, self.mistakes())]
+        return rules.violations(self)
 
     def derived_values(self, given: Given) -> dict[str, Any]:
         """What follows from the flags of this command, by path."""

@@ -18,8 +18,8 @@ class SupervisedConfig(
 
     def derived_values(self, given: Given) -> dict[str, Any]:
         """The default micro-batch of a small batch is the batch."""
-        group = self.ds.ring_attn_size * self.ds.tensor_parallel_size
-        share = max(1, self.train.batch_size // max(1, machine.world_size() // group))
+        ranks = max(1, machine.world_size() // self.ds.group_size)
+        share = max(1, self.train.batch_size // ranks)
         micro = self.train.micro_batch_size
         fits = "train.micro_batch_size" in given or micro <= share
         return {"train.micro_batch_size": micro if fits else share}

@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.models import packed_attention
+
+
+class ModelError(ValueError):
+    """A model cannot be loaded; the message says what to do."""
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -52,13 +58,17 @@ def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
 
 @contextmanager
 def naming_the_flag(spec: LoadSpec) -> Iterator[None]:
-    """Within it, the refusal to run a model's own code is a ValueError with the flag that allows it."""
+    """Within it, a refusal to run a model's own code names the flag that allows it, and unreadable files are named. Raises ModelError."""
     try:
         yield
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"the model in {spec.path} cannot be read (an incomplete download?): {error}"
+        ) from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        raise ValueError(
+        raise ModelError(
             f"the model {spec.path} comes with code of its own; if you trust it, add --model.trust_remote_code"
         ) from error
 

@@ -26,6 +26,7 @@ from openrlhf.distributed.buckets import PublicationError
 from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
+from openrlhf.models.loading import ModelError
 from openrlhf.rollout.engine import RolloutEngine
 from openrlhf.rollout.engine_settings import Device, engine_environment
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
@@ -51,6 +52,7 @@ from openrlhf.workers.policy import PolicyWorker
 USER_ERRORS = (
     ConfigError,
     DataError,
+    ModelError,
     CheckpointError,
     placement.PlacementError,
     RewardErrors,
@@ -63,6 +65,7 @@ USER_ERRORS = (
 
 def run_ppo(config: PPOConfig) -> None:
     """Train as the flags say, from a Ray that is there or one of our own."""
+    check_reward(config)
     checkpoints = CheckpointManager(
         config.ckpt.path,
         parts=[] if config.ckpt.disable_ds else list(settings.engine_layouts(config)),
@@ -333,6 +336,15 @@ def make_kl(config: PPOConfig) -> KLController:
     if kl.target is None:
         return FixedKL(kl.init_coef)
     return AdaptiveKL(kl.init_coef, kl.target, kl.horizon)
+
+
+def check_reward(config: PPOConfig) -> None:
+    """Load the user's reward function once, before anything else. Raises ConfigError with what is wrong in the file."""
+    if config.reward.function_path:
+        with HostPool(1, memory_gib=config.reward.memory_gib) as pool:
+            reward = make_reward(config, pool)
+            assert reward is not None
+            asyncio.run(reward.check())
 
 
 def make_reward(config: PPOConfig, pool: HostPool) -> FunctionReward | VerifierReward | None:

@@ -28,13 +28,13 @@ from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import DataError
 from openrlhf.distributed.strategy import NonFiniteError, Strategy, TrainEngine
 from openrlhf.experience import Ragged
-from openrlhf.models.loading import LoadSpec
+from openrlhf.models.loading import LoadSpec, ModelError
 from openrlhf.observability.metrics import Last, Metric, merge_all, values
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.workers.base import MicroBatchLimits
 
 # What a user can mend: printed without a traceback.
-USER_ERRORS = (ConfigError, DataError, CheckpointError, NonFiniteError)
+USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError, NonFiniteError)
 
 Row = TypeVar("Row", contravariant=True)
 Micro = TypeVar("Micro", bound=Ragged)

@@ -112,6 +112,8 @@ def test_words_that_belong_to_no_flag_are_an_error() -> None:
     assert violations("train_sft", "--ds.packing_samples yes") == [
         "yes follows no flag that takes it."
     ]
+    with pytest.raises(ConfigError, match=r"^seed 3 follows no flag that takes it"):
+        parse_config(SFTConfig, ["seed", "3"], command="train_sft")
 
 
 def test_unknown_flags_and_wrong_values_are_reported_together() -> None:

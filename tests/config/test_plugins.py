@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +64,69 @@ def test_a_file_may_name_a_plugin_and_use_its_names(plugin: Path, tmp_path: Path
     words = f"--config {file} --actor.model_name_or_path m {words}"
     config = parse_config(PPOConfig, words.split(), command="train_ppo_ray")
     assert (config.plugin, config.algo.advantage.estimator) == ((str(plugin),), "mine")
+
+
+REGISTRATIONS = """
+from openrlhf.algorithms.advantages import advantage_estimator
+from openrlhf.algorithms.corrections import PRESETS
+from openrlhf.algorithms.kl import KL_ESTIMATORS
+from openrlhf.algorithms.policy_losses import policy_loss
+from openrlhf.config import choices
+
+@advantage_estimator("my_estimator", per_group=True)
+def mine(rewards, group): return rewards
+@policy_loss("my_loss", aggregation="sequence")
+def loss(*args, **kwargs): ...
+@policy_loss("my_clipped_loss")
+def clipped(*args, **kwargs): ...
+@KL_ESTIMATORS.register("my_kl")
+def kl(log_ratio): return log_ratio
+PRESETS["my_correction"] = ("sequence", "truncate")
+choices.extend("my_clipped_loss", choices.PolicyLoss(clip=(0.5, 0.25)))
+"""
+ACCEPTED = """
+import sys
+from openrlhf.config import choices
+from tests.config.commands import ppo, violations
+line = "--plugin " + sys.argv[1] + " --algo.kl.estimator my_kl --actor.policy_loss_type "
+more = " --algo.advantage.is_correction_type my_correction --algo.advantage.estimator my_estimator"
+(sentence,) = violations("train_ppo_ray", line + "my_loss" + more)
+assert "my_estimator compares samples of one prompt" in sentence, sentence
+config = ppo(line + "my_loss --rollout.n_samples_per_prompt 2" + more)
+assert config.algo.loss.aggregation == "sequence"
+assert config.estimator.forces_gamma_one and not config.estimator.needs_critic
+assert (config.algo.kl.estimator, config.actor.eps_clip_low_high) == ("my_kl", (0.2, 0.2))
+correction = choices.CORRECTIONS[config.algo.advantage.is_correction_type]
+assert correction == choices.Correction(level="sequence", mode="truncate")
+assert ppo(line + "my_clipped_loss").actor.eps_clip_low_high == (0.5, 0.25)
+"""
+
+
+def test_what_a_plugin_registers_among_the_algorithms_is_a_choice_of_its_flag(
+    tmp_path: Path,
+) -> None:
+    """Estimators, losses, KL estimators and corrections; in a process of its own, for registries only grow."""
+    file = tmp_path / "mine.py"
+    file.write_text(REGISTRATIONS)
+    words = [sys.executable, "-c", ACCEPTED, str(file)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=root)
+    assert done.returncode == 0, done.stderr
+
+
+NAMES = {
+    "--algo.advantage.estimator": choices.Estimator(),
+    "--actor.policy_loss_type": choices.PolicyLoss(),
+    "--algo.kl.estimator": choices.KLEstimator(in_reward=True, in_loss=True),
+    "--algo.advantage.is_correction_type": choices.Correction(level="token", mode="clip"),
+}
+
+
+@pytest.mark.parametrize("flag", NAMES)
+def test_extend_makes_a_name_of_every_kind_a_choice_of_its_flag(flag: str, plugin: Path) -> None:
+    assert "'new'" in violations("train_ppo_ray", f"{flag} new")[0]
+    choices.extend("new", NAMES[flag])  # gone after the test: the fixture cleans the tables
+    assert violations("train_ppo_ray", f"{flag} new") == []
 
 
 def test_without_the_plugin_its_name_is_unknown() -> None:

@@ -115,6 +115,11 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--actor.adam.lr nan", "--actor.adam.lr is nan"),
     (SFT, "--ds.zero_stage 4", "--ds.zero_stage is 4"),
     (SFT, "--train.batch_size 0", "--train.batch_size is 0"),
+    (RL, "--train.batch_size 0", "--train.batch_size is 0"),
+    (RL, "--train.micro_batch_size 0", "--train.micro_batch_size is 0"),
+    (RL, "--rollout.micro_batch_size 0", "--rollout.micro_batch_size is 0"),
+    (RL, "--ds.tensor_parallel_size 0", "--ds.tensor_parallel_size is 0"),
+    (SFT, "--ds.ring_attn_size 0", "--ds.ring_attn_size is 0"),
     (SFT, "--ckpt.max_num 0", "--ckpt.max_num is 0"),
     (SFT, "--logger.logging_steps 0", "--logger.logging_steps is 0"),
 ]  # fmt: skip
