@@ -11,9 +11,12 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.e2e.commands import column, numbers, run, samples, write_rows
-from tests.tiny import save_tiny_model
+from tests.tiny import character_tokenizer, save_tiny_model
 
+pytestmark = pytest.mark.verify
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+# Tokens whose text is not tokenised back to them.
+ONE_WAY = ("<unk>", "<bos>", "<pad>")
 LETTERS = "abcdefgh"
 
 
@@ -22,7 +25,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, pairs in which the answer with more a's is preferred, and prompts."""
     folder = tmp_path_factory.mktemp("reward")
     draw = random.Random(0)
-    save_tiny_model(folder / "model", **SIZES)
+    save_tiny_model(folder / "model", **SIZES, vocab_size=len(character_tokenizer()))
     pairs = [
         {"prompt": f"{word}=", "chosen": "aaa<eos>", "rejected": f"{word[:3]}<eos>"}
         for word in ("".join(draw.choices(LETTERS[1:], k=5)) for _ in range(160))
@@ -104,8 +107,10 @@ def test_mean_and_deviation_of_the_rewards_are_stored_with_the_model(reward_mode
 def test_rewards_in_rl_are_the_scores_of_plain_transformers(reward_model: Path, ppo: Path) -> None:
     hf = AutoModelForSequenceClassification.from_pretrained(reward_model / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(reward_model / "model")
-    written = samples(ppo / "run")
-    assert len(written) >= 24
+    written = [
+        row for row in samples(ppo / "run") if not any(name in row["response"] for name in ONE_WAY)
+    ]
+    assert len(written) >= 12
     for row in written:
         tokens = tokenizer(row["prompt"] + row["response"], add_special_tokens=False)["input_ids"]
         with torch.no_grad():
