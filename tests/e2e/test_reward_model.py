@@ -13,7 +13,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tests.e2e.commands import column, numbers, run, samples, write_rows
 from tests.tiny import character_tokenizer, save_tiny_model
 
-pytestmark = pytest.mark.verify
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 # Tokens whose text is not tokenised back to them.
 ONE_WAY = ("<unk>", "<bos>", "<pad>")
