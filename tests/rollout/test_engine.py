@@ -525,7 +525,7 @@ class TestFailure:
         began = time.monotonic()
         with pytest.raises(PublicationError, match="died, or did not answer"):
             tied.call("receive", tied.manifest(bucket_bytes=1))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60  # not the deadline of 120 s
         victim.join(10)
         assert victim.exitcode == -signal.SIGKILL
         assert tied.call("health").paused
