@@ -124,6 +124,8 @@ def algorithm_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Se
          f"{' or '.join(in_reward)}."),
         ("reward.remote_url" in replaced,
          "--reward.remote_url is not used: the agent of --train.agent_func_path rewards."),
+        ("reward.retries" in given and not config.reward.urls,
+         "--reward.retries has no effect: only reward servers are asked again."),
         (evaluation.dataset and evaluation.steps <= 0 and not evaluation.at_start,
          "--eval.dataset is never used: set --eval.steps or --eval.at_start."),
     ]

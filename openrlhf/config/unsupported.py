@@ -13,11 +13,11 @@ LEAVE_OUT = """
     algo.kl.stop_update algo.kl.stop_run algo.distill.teacher algo.ptx.dataset
     algo.dynamic_filtering_enable actor.freeze_visual_encoder train.enable_ema
     train.async_enable train.partial_rollout_enable reward.weights
-    ref.offload reward.offload reward.retries vllm.max_restarts
+    ref.offload reward.offload vllm.max_restarts
     vllm.quantization vllm.sync_with_ray vllm.enable_sleep rollout.replay_dir rollout.only
     rollout.remote_engines placement
 """
-FUNCTION = "use --reward.remote_url with a .py file, or --reward.verifier math"
+FUNCTION = "use --reward.remote_url (a .py file or a server), or --reward.verifier math"
 EOS = "end with the end-of-sequence token"
 MORE_GPUS = "use --ds.zero_stage 3 on more GPUs"
 MORE_ENGINES = "use 1 and more --vllm.num_engines"
@@ -52,9 +52,8 @@ NOT_YET: dict[str, str] = {
 FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("actor.policy_loss_type", "use ppo", lambda c: c.actor.policy_loss_type in ("gspo", "cispo")),
     ("reward.verifier", FUNCTION, lambda c: c.reward.verifier not in (None, "math")),
-    ("reward.remote_url", FUNCTION, lambda c: c.reward.urls != []),
     ("reward.remote_url", "leave out --reward.verifier, or it",
-     lambda c: bool(c.reward.function_path and c.reward.verifier)),
+     lambda c: bool(c.reward.remote_url and c.reward.verifier)),
     ("reward.model_name_or_path", "use one reward model, and no rule beside it",
      lambda c: "," in (path := c.reward.model_name_or_path or "")
      or bool(path and (c.reward.remote_url or c.reward.verifier))),

@@ -113,7 +113,7 @@ class RolloutEngine:
         self._unfinished = 0
         self._paused = False
         self._unverified: int | None = None
-        self._versions = [0]
+        self._version = 0
 
     @property
     def alive(self) -> bool:
@@ -142,7 +142,7 @@ class RolloutEngine:
             self._started, self._stop_core = start_in_thread(arguments)
         else:
             self._started = AsyncLLM.from_engine_args(arguments)
-        self._paused, self._unverified, self._versions = False, None, []
+        self._paused, self._unverified = False, None
         await self._serve_as(0)
         return StartReport(
             vllm_version=vllm.__version__,
@@ -167,7 +167,6 @@ class RolloutEngine:
     async def _sample(self, prompt_tokens: list[int], params: SamplingParams) -> Generation:
         from vllm.inputs.engine import tokens_input
 
-        began_with = len(self._versions) - 1
         request = f"{self.index}-{next(self._requests)}"
         stream = self._llm.generate(tokens_input(prompt_tokens), self._vllm_params(params), request)
         [answer] = [answer async for answer in stream]  # FINAL_ONLY: there is one
@@ -182,15 +181,9 @@ class RolloutEngine:
             ],
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason if named else None,
-            weight_versions=self._versions_behind(output, began_with),
+            weight_versions=tuple(dict.fromkeys(int(span.version) for span in output.weight_versions)),
             text=output.text if params.stop else None,
         )
-
-    def _versions_behind(self, output: Any, began_with: int) -> tuple[int, ...]:
-        spans = getattr(output, "weight_versions", None)
-        if spans is None:  # vLLM 0.24 does not tell: all that were served meanwhile
-            return tuple(self._versions[began_with:])
-        return tuple(dict.fromkeys(int(span.version) for span in spans))
 
     def _vllm_params(self, params: SamplingParams) -> Any:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -275,9 +268,8 @@ class RolloutEngine:
         return receipt
 
     async def _serve_as(self, version: int) -> None:
-        self._versions.append(version)
-        if hasattr(self._llm, "update_weight_version"):  # newer than 0.24: it tags every token
-            await self._llm.update_weight_version(str(version))
+        self._version = version
+        await self._llm.update_weight_version(str(version))  # with which it tags every token
 
     @_plain_errors
     async def pause(self) -> None:
@@ -298,14 +290,14 @@ class RolloutEngine:
 
     async def weight_version(self) -> int:
         """The version that the engine serves, or will serve after `resume`."""
-        return self._versions[-1]
+        return self._version
 
     async def health(self) -> Health:
         """Whether the engine can serve, and what it is doing."""
         return Health(
             alive=self.alive,
             paused=self._paused,
-            weight_version=self._versions[-1],
+            weight_version=self._version,
             unfinished=self._unfinished,
         )
 

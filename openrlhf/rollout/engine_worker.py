@@ -1,8 +1,7 @@
 """The engine's half of a publication, in vLLM's workers: receive, load, and say what was loaded.
 
 vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls the methods through
-`collective_rpc`. This is not one of vLLM's weight-transfer backends: their interface differs
-between 0.24 and 0.32, and they return nothing to verify.
+`collective_rpc`. This is not one of vLLM's weight-transfer backends: they return nothing to verify.
 """
 
 from __future__ import annotations

@@ -53,6 +53,10 @@ class RewardResult:
 class Reward(Protocol):
     """Whatever scores samples: one result per request, in order; an error is a result too."""
 
+    async def check(self) -> None:
+        """Raise ConfigError where it cannot work."""
+        ...
+
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]: ...
 
 

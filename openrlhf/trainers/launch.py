@@ -31,10 +31,12 @@ from openrlhf.rollout.engine import RolloutEngine
 from openrlhf.rollout.engine_settings import Device, engine_environment
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
 from openrlhf.rollout.hosts import HostPool
+from openrlhf.rollout.http_rewards import HTTPReward
 from openrlhf.rollout.rewards import (
     ErrorBudget,
     ErrorPolicy,
     FunctionReward,
+    Reward,
     RewardErrors,
     VerifierReward,
 )
@@ -339,24 +341,23 @@ def make_kl(config: PPOConfig) -> KLController:
 
 
 def check_reward(config: PPOConfig) -> None:
-    """Load the user's reward function once, before anything else. Raises ConfigError with what is wrong in the file."""
-    if config.reward.function_path:
-        with HostPool(1, memory_gib=config.reward.memory_gib) as pool:
-            reward = make_reward(config, pool)
-            assert reward is not None
+    """Load the reward function, or reach the servers, before anything else. Raises ConfigError."""
+    with HostPool(1, memory_gib=config.reward.memory_gib) as pool:
+        if config.reward.remote_url and (reward := make_reward(config, pool)):
             asyncio.run(reward.check())
 
 
-def make_reward(config: PPOConfig, pool: HostPool) -> FunctionReward | VerifierReward | None:
+def make_reward(config: PPOConfig, pool: HostPool) -> Reward | None:
     """The reward that the flags name; None where reward models score the finished episodes."""
-    timeout = config.reward.timeout
-    if config.reward.verifier:
-        return VerifierReward(config.reward.verifier, pool=pool, timeout=timeout)
-    if config.reward.function_path is None:
-        return None
-    return FunctionReward(
-        config.reward.function_path, pool=pool, timeout=timeout, batch=config.reward.batch
-    )
+    reward = config.reward
+    common: dict[str, Any] = {"timeout": reward.timeout}
+    if reward.verifier:
+        return VerifierReward(reward.verifier, pool=pool, **common)
+    if reward.function_path:
+        return FunctionReward(reward.function_path, pool=pool, batch=reward.batch, **common)
+    if reward.urls:
+        return HTTPReward(reward.urls, retries=reward.retries, batch=reward.batch, **common)
+    return None
 
 
 def check_resumable(checkpoint: Checkpoint, config: PPOConfig, data: PromptData) -> None:

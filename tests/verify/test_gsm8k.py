@@ -38,7 +38,12 @@ def test_every_gsm8k_prompt_is_sampled_rewarded_and_trained_on(
     dataset = tmp_path / "gsm8k.jsonl"
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = save_tiny_model(
-        tmp_path / "model", max_position_embeddings=2048, chat_template=TEMPLATE
+        tmp_path / "model",
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        chat_template=TEMPLATE,
     )
     start = time.monotonic()
     flags = {

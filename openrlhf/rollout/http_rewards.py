@@ -1,0 +1,170 @@
+"""Rewards from HTTP servers: where a request goes, when it is tried again, and what its failure says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from openrlhf.config.options import ConfigError
+from openrlhf.rollout.rewards import RewardRequest, RewardResult, read_rewards
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 128  # requests under way at a time; more wait here, where no deadline runs
+LONGEST_PAUSE_S = 30.0
+START_S = 30  # how long `check` waits for a server that is still starting
+RETRIED = {408, 425, 429, *range(500, 600)}  # statuses that another attempt may change
+
+
+class ServerError(RuntimeError):
+    """A server did not answer, or answered that it cannot now: worth another attempt."""
+
+
+@dataclass
+class _Server:
+    url: str
+    in_flight: int = 0
+    failures: int = 0  # since it last answered
+    rests_until: float = 0.0  # time of the event loop
+
+    def answered(self) -> None:
+        self.failures, self.rests_until = 0, 0.0
+
+    def failed(self, problem: str) -> ServerError:
+        """Leave it alone, twice as long after each failure in a row; the error to raise."""
+        self.failures += 1
+        pause = min(0.5 * 2**self.failures, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+        self.rests_until = asyncio.get_running_loop().time() + pause
+        if self.failures == 1:
+            logger.warning("reward server %s: %s", self.url, problem)
+        return ServerError(f"reward server {self.url}: {problem}")
+
+
+class HTTPReward:
+    """Servers that answer POST {"query": [...], "prompts": [...], "labels": [...]} as `read_rewards` says.
+
+    Lists are of length 1, or with `batch` (--reward.batch) of all requests at once. `timeout`
+    (seconds) bounds one attempt, `retries` says how many may follow a failed one. An attempt goes to
+    the server with the fewest requests under way; one that failed rests, longer each time, while
+    another is there.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], *, timeout: float, retries: int, batch: bool = False
+    ) -> None:
+        self.servers = [_Server(url) for url in urls]
+        self.timeout, self.retries, self.batch = timeout, retries, batch
+        self._client: httpx.AsyncClient | None = None  # of the loop that `score` runs in
+        self._turns = asyncio.Semaphore(IN_FLIGHT)
+
+    async def check(self) -> None:
+        """Wait for the servers. Raises ConfigError naming those that nothing answers at."""
+        async with httpx.AsyncClient() as client:
+            problems = await asyncio.gather(*(_await_server(client, s.url) for s in self.servers))
+        if problems := [problem for problem in problems if problem]:
+            raise ConfigError(
+                "\n".join(
+                    f"--reward.remote_url: {problem}. Start the reward server, or mend host and port."
+                    for problem in problems
+                )
+            )
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        """One result per request, in order."""
+        calls = [list(requests)] if self.batch else [[request] for request in requests]
+        results = await asyncio.gather(*(self._call(call) for call in calls if call))
+        return [result for call in results for result in call]
+
+    async def _call(self, requests: list[RewardRequest]) -> list[RewardResult]:
+        body = {
+            "query": [request.query for request in requests],
+            "prompts": [request.prompt for request in requests],
+            "labels": [request.label for request in requests],
+        }
+        try:
+            return read_rewards(await self._ask(body), len(requests))
+        except ServerError as error:
+            failure = f"{error} (attempt {self.retries + 1} of {self.retries + 1})"
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # no JSON, there or here, or not what was asked for
+            failure = f"reward server: {error}"
+        return [RewardResult(error=failure)] * len(requests)
+
+    async def _ask(self, body: dict[str, list[Any]]) -> Any:
+        """The first answer in `retries` + 1 attempts. Raises ServerError after the last."""
+        for _ in range(self.retries):
+            try:
+                return await self._attempt(body)
+            except ServerError:
+                await asyncio.sleep(self._shortest_rest())
+        return await self._attempt(body)
+
+    async def _attempt(self, body: dict[str, list[Any]]) -> Any:
+        """What one server says. Raises ServerError, or ValueError where asking again is no use."""
+        async with self._turns:
+            server = min(self.servers, key=lambda each: (self._rest(each), each.in_flight))
+            server.in_flight += 1
+            try:
+                response = await self._post(server, body)
+            finally:
+                server.in_flight -= 1
+        server.answered()
+        if response.is_error:
+            raise ValueError(f"{server.url} answered {_refusal(response)}")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ValueError(f"{server.url} sent no JSON: {response.text[:200]!r}") from error
+
+    async def _post(self, server: _Server, body: dict[str, list[Any]]) -> httpx.Response:
+        if self._client is None:
+            self._client = httpx.AsyncClient(timeout=None, follow_redirects=True)
+        try:
+            async with asyncio.timeout(self.timeout):
+                response = await self._client.post(server.url, json=body)
+        except TimeoutError as error:
+            late = f"no answer within {self.timeout:g} s (--reward.timeout)"
+            raise server.failed(late) from error
+        except httpx.HTTPError as error:
+            raise server.failed(_told(error)) from error
+        if response.status_code in RETRIED:
+            raise server.failed(_refusal(response))
+        return response
+
+    def _rest(self, server: _Server) -> float:
+        """Seconds that a server is still left alone."""
+        return max(0.0, server.rests_until - asyncio.get_running_loop().time())
+
+    def _shortest_rest(self) -> float:
+        return min(map(self._rest, self.servers))
+
+
+async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
+    """What is wrong with a server that had START_S to come up; None once it answers anything."""
+    problem = None
+    for second in range(START_S):
+        try:
+            await client.head(url)
+            return None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            problem = f"{url} does not answer: {_told(error)}"
+        if second == 0:
+            logger.warning("%s; waiting up to %d s for it", problem, START_S)
+        await asyncio.sleep(1)
+    return problem
+
+
+def _refusal(response: httpx.Response) -> str:
+    return f"status {response.status_code}: {response.text[:200]!r}"
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".strip()
