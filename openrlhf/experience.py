@@ -131,10 +131,7 @@ class Ragged:
         offsets = offsets_of(lengths)
         shift = self.offsets[:-1][index] - offsets[:-1]
         places = torch.arange(int(offsets[-1])) + shift.repeat_interleave(lengths)
-        taken = {
-            f.name: column[places if f.metadata["role"] == PER_TOKEN else index]
-            for f, column in self._columns()
-        }
+        taken = {f.name: column[places if f.metadata["role"] == PER_TOKEN else index] for f, column in self._columns()}
         return replace(self, offsets=offsets, **taken)
 
     def split(self, partition: Sequence[Sequence[int]]) -> list[Self]:
@@ -145,10 +142,7 @@ class Ragged:
     def concat(cls, parts: Sequence[Self]) -> Self:
         """All rows of all parts, in order. A column must be present in all parts or in none."""
         lengths = torch.cat([part.lengths for part in parts])
-        joined = {
-            f.name: torch.cat([getattr(part, f.name) for part in parts])
-            for f, _ in parts[0]._columns()
-        }
+        joined = {f.name: torch.cat([getattr(part, f.name) for part in parts]) for f, _ in parts[0]._columns()}
         return replace(parts[0], offsets=offsets_of(lengths), **joined)
 
     def to(self, device: torch.device | str) -> Self:
@@ -168,9 +162,7 @@ class TokenRows(Ragged):
     loss_mask: Bool[Tensor, " N"] = per_token()
 
     @classmethod
-    def from_lists(
-        cls, tokens: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]]
-    ) -> TokenRows:
+    def from_lists(cls, tokens: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]]) -> TokenRows:
         """One sequence per pair of lists."""
         return cls(
             tokens=torch.tensor([t for row in tokens for t in row], dtype=torch.long),
@@ -215,9 +207,7 @@ class Experience(Ragged):
         return cls(
             tokens=torch.tensor([x for t in trajectories for x in t.tokens], dtype=torch.long),
             offsets=offsets_of([len(t.tokens) for t in trajectories]),
-            action_mask=torch.tensor(
-                [x for t in trajectories for x in t.action_mask], dtype=torch.bool
-            ),
+            action_mask=torch.tensor([x for t in trajectories for x in t.action_mask], dtype=torch.bool),
             rollout_logprobs=torch.tensor(flat_logprobs, dtype=torch.float32),
             group_ids=torch.tensor([t.prompt.index for t in trajectories], dtype=torch.long),
             trajectory_ids=torch.arange(len(trajectories)),

@@ -17,9 +17,7 @@ class StopReason(StrEnum):
 
     STOP = "stop"  # the policy ended it: end token, stop token or stop string, or the environment was done
     LENGTH = "length"  # the token budget was used up: counted as truncated
-    FAILED = (
-        "failed"  # engine, reward or agent failed: carries an error and no reward, never trained on
-    )
+    FAILED = "failed"  # engine, reward or agent failed: carries an error and no reward, never trained on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +53,7 @@ class Trajectory:
     sample_index: int  # which of the prompt's samples
     stop_reason: StopReason
     reward: float | None = None  # None: a reward worker scores it
-    score: float | None = (
-        None  # what dynamic filtering and pass@k look at; the reward where nothing else is given
-    )
+    score: float | None = None  # what dynamic filtering and pass@k look at; the reward where nothing else is given
     weight_versions: tuple[int, ...] = ()  # the versions that sampled its tokens, oldest first
     extra_logs: Mapping[str, float] = field(default_factory=dict[str, float])
     response_text: str = ""
@@ -94,14 +90,10 @@ class TrajectoryBuilder:
         self.rollout_logprobs: list[float] = [0.0] * len(self.tokens)
         self.weight_versions: list[int] = []
 
-    def append_action(
-        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] = ()
-    ) -> None:
+    def append_action(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] = ()) -> None:
         """Append tokens that the policy sampled, with their log-probabilities and the weight versions behind them."""
         if len(tokens) != len(logprobs):
-            raise ValueError(
-                f"{len(tokens)} sampled tokens came with {len(logprobs)} log-probabilities"
-            )
+            raise ValueError(f"{len(tokens)} sampled tokens came with {len(logprobs)} log-probabilities")
         self.tokens += tokens
         self.action_mask += [True] * len(tokens)
         self.rollout_logprobs += logprobs

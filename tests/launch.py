@@ -43,6 +43,4 @@ def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 150) ->
             process.kill()
     for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
         if process.returncode:
-            raise AssertionError(
-                f"rank {rank} of {module} ended with {process.returncode}:\n{output}"
-            )
+            raise AssertionError(f"rank {rank} of {module} ended with {process.returncode}:\n{output}")

@@ -51,9 +51,7 @@ class Module:
     @property
     def lines(self) -> int:
         """Lines of code and docstrings: all but blank lines and comments on a line of their own."""
-        return sum(
-            not line.strip().startswith("#") for line in self.text.splitlines() if line.strip()
-        )
+        return sum(not line.strip().startswith("#") for line in self.text.splitlines() if line.strip())
 
 
 @cache
@@ -87,9 +85,7 @@ def _imported(node: ast.AST) -> Iterator[str]:
         case ast.ImportFrom(module=str(module), names=names):
             yield module
             yield from (f"{module}.{a.name}" for a in names if f"{module}.{a.name}" in package())
-        case ast.Call(
-            func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name))]
-        ):
+        case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name))]):
             yield name
 
 

@@ -23,12 +23,7 @@ HOMES = {
     "vllm": ["rollout.engine*"],
     "cloudpickle": ["rollout.engine*"],
     "deepspeed": ["distributed.*"],
-    "ray": [
-        "distributed.cluster",
-        "distributed.placement",
-        "distributed.worker_group",
-        "trainers.launch",
-    ],
+    "ray": ["distributed.cluster", "distributed.placement", "distributed.worker_group", "trainers.launch"],
     "datasets": ["data.*"],
     "modelscope": ["data.loading"],
     "math_verify": ["rollout.graders"],
@@ -96,15 +91,12 @@ def test_engines_never_load_deepspeed_and_trainers_never_load_vllm() -> None:
 def test_a_module_stays_within_400_lines_and_a_function_within_60() -> None:
     long_modules = {str(m): n for m in MODULES if (n := m.text.count("\n")) > 400}
     long_functions = {
-        f"{module} {name}": lines
-        for module in MODULES
-        for name, lines in module.functions()
-        if lines > 60
+        f"{module} {name}": lines for module in MODULES for name, lines in module.functions() if lines > 60
     }
     assert (long_modules, long_functions) == ({}, {})
 
 
 def test_core_and_package_stay_within_their_sizes() -> None:
     core = sum(m.lines for m in MODULES if m.room not in ("cli", "observability"))
-    assert core < 10_250  # the aim is 10,000: see docs/architecture.md
+    assert core < 10_000
     assert sum(m.lines for m in MODULES) < 14_000

@@ -38,8 +38,7 @@ def test_the_readme_shows_each_command_on_a_laptop_and_on_a_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "gpus"),
-    [(*laptop, 0) for laptop in ON_LAPTOP] + [(*cluster, 8) for cluster in ON_CLUSTER],
+    ("command", "words", "gpus"), [(*laptop, 0) for laptop in ON_LAPTOP] + [(*cluster, 8) for cluster in ON_CLUSTER]
 )
 def test_its_commands_are_accepted_on_their_machines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, words: list[str], gpus: int
@@ -57,9 +56,7 @@ def test_its_commands_are_accepted_on_their_machines(
 def test_links_and_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     links = {(page.parent / link).resolve() for link in re.findall(r"\]\((?!http)([^)#]+)", text)}
-    named = {
-        ROOT / path for path in re.findall(r"`((?:openrlhf|tests|docs|examples)/[\w/.]+)`", text)
-    }
+    named = {ROOT / path for path in re.findall(r"`((?:openrlhf|tests|docs|examples)/[\w/.]+)`", text)}
     assert [str(path) for path in sorted(links | named) if not path.exists()] == []
 
 

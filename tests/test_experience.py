@@ -52,10 +52,7 @@ def rows_of(batch: Experience) -> list[tuple[Any, ...]]:
 
 def same(left: Experience, right: Experience) -> bool:
     pairs = [(getattr(left, f.name), getattr(right, f.name)) for f in fields(left)]
-    return all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
-        for a, b in pairs
-    )
+    return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b for a, b in pairs)
 
 
 # ---- rows
@@ -127,13 +124,9 @@ def test_actions_are_counted_per_row() -> None:
 # ---- wrong lengths
 
 
-@pytest.mark.parametrize(
-    ("column", "entries"), [("tokens", 4), ("advantages", 6), ("rewards", 3), ("group_ids", 1)]
-)
+@pytest.mark.parametrize(("column", "entries"), [("tokens", 4), ("advantages", 6), ("rewards", 3), ("group_ids", 1)])
 def test_a_column_of_another_length_is_refused_by_name(column: str, entries: int) -> None:
-    with pytest.raises(
-        ValueError, match=rf"Experience\.{column} has {entries} entries.* 2 sequences with 5 tokens"
-    ):
+    with pytest.raises(ValueError, match=rf"Experience\.{column} has {entries} entries.* 2 sequences with 5 tokens"):
         batch_of([2, 3]).with_columns(**{column: torch.zeros(entries)})
 
 
@@ -163,9 +156,7 @@ def test_padding_of_numbers_is_zero_though_the_first_token_is_not_finite() -> No
 
 
 @given(LENGTHS, st.data())
-def test_scattering_what_was_gathered_restores_those_rows_and_no_others(
-    lengths: list[int], data: Any
-) -> None:
+def test_scattering_what_was_gathered_restores_those_rows_and_no_others(lengths: list[int], data: Any) -> None:
     batch = batch_of(lengths)
     rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), unique=True, min_size=1))
     layout = Layout.of(batch.offsets, torch.tensor(rows))
@@ -196,9 +187,7 @@ def test_blocks_hold_every_token_once_within_the_budget(lengths: list[int], budg
 
 
 @given(LENGTHS, st.integers(1, 40))
-def test_no_block_is_longer_than_the_shortest_row_of_an_earlier_one(
-    lengths: list[int], budget: int
-) -> None:
+def test_no_block_is_longer_than_the_shortest_row_of_an_earlier_one(lengths: list[int], budget: int) -> None:
     widths = [block.real.sum(1) for block in batch_of(lengths).blocks(budget)]
     for longer, shorter in itertools.pairwise(widths):
         assert int(longer.min()) >= int(shorter.max())

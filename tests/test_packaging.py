@@ -110,9 +110,7 @@ def installed(tmp_path: Path) -> Path:
     run([*build, ROOT], tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     python = tmp_path / "env/bin/python"
-    run(
-        [sys.executable, "-m", "uv", "venv", tmp_path / "env", "--python", sys.executable], tmp_path
-    )
+    run([sys.executable, "-m", "uv", "venv", tmp_path / "env", "--python", sys.executable], tmp_path)
     links = os.environ.get("PIP_FIND_LINKS")
     where = ["--find-links", links] if links else ["--torch-backend", "cpu"]
     override = ["--override", ROOT / "requirements/overrides-cpu.txt"]

@@ -14,9 +14,7 @@ from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilde
 PROMPT = Prompt(index=3, text="2+2=", tokens=[7, 9, 7, 3])
 TURNS = st.lists(
     st.one_of(
-        st.tuples(
-            st.just("action"), st.lists(st.tuples(st.integers(0, 99), st.floats(-9, 0)), max_size=5)
-        ),
+        st.tuples(st.just("action"), st.lists(st.tuples(st.integers(0, 99), st.floats(-9, 0)), max_size=5)),
         st.tuples(st.just("feedback"), st.lists(st.integers(0, 99), max_size=5)),
     ),
     max_size=6,
@@ -90,15 +88,9 @@ def test_lists_of_different_lengths_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("reason", "truncated", "failed"),
-    [
-        (StopReason.STOP, False, False),
-        (StopReason.LENGTH, True, False),
-        (StopReason.FAILED, False, True),
-    ],
+    [(StopReason.STOP, False, False), (StopReason.LENGTH, True, False), (StopReason.FAILED, False, True)],
 )
-def test_truncated_and_failed_follow_from_the_stop_reason(
-    reason: StopReason, truncated: bool, failed: bool
-) -> None:
+def test_truncated_and_failed_follow_from_the_stop_reason(reason: StopReason, truncated: bool, failed: bool) -> None:
     trajectory = finish(TrajectoryBuilder([7]), stop_reason=reason)
     assert (trajectory.truncated, trajectory.failed) == (truncated, failed)
 

@@ -52,18 +52,11 @@ def character_tokenizer() -> Qwen2Tokenizer:
     """One token per character: digits, small letters, some signs, space (written Ġ by byte-level tokenizers) and newline (Ċ)."""
     characters = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=.,?:ĠĊ"
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
-    return Qwen2Tokenizer(
-        vocab=vocabulary, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    return Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def save_tiny_model(
-    path: Path,
-    kind: str = "qwen2-tied",
-    *,
-    seed: int = 0,
-    chat_template: str | None = None,
-    **changes: object,
+    path: Path, kind: str = "qwen2-tied", *, seed: int = 0, chat_template: str | None = None, **changes: object
 ) -> str:
     """A random float32 model with its tokenizer in `path`."""
     torch.manual_seed(seed)

@@ -44,14 +44,7 @@ def sft_flags(task: Path, out: Path, seed: int) -> list[str]:
     return [
         *("--model.model_name_or_path", task / "model"),
         *("--data.dataset", task / "train.jsonl", "--data.max_samples", "5760"),
-        *(
-            "--data.input_key",
-            "input",
-            "--data.output_key",
-            "output",
-            "--data.input_template",
-            "{}",
-        ),
+        *("--data.input_key", "input", "--data.output_key", "output", "--data.input_template", "{}"),
         *("--data.max_len", "32", "--train.max_epochs", "1"),
         *("--train.batch_size", "64", "--train.micro_batch_size", "64"),
         *("--adam.lr", "1e-3", "--lr_warmup_ratio", "0.1"),
@@ -80,9 +73,7 @@ def grpo_flags(task: Path, model: Path, out: Path, seed: int) -> list[str]:
     ]
 
 
-def run_stage(
-    name: str, command: str, flags: list[str], folder: Path, display: Display
-) -> StageResult:
+def run_stage(name: str, command: str, flags: list[str], folder: Path, display: Display) -> StageResult:
     """Run a command of the package as a user would."""
     line = [sys.executable, "-m", f"openrlhf.cli.{command}", *map(str, flags)]
     display.note(f"\n{name}: python -m openrlhf.cli.{command} --run.dir {folder} …")
@@ -95,23 +86,15 @@ def run_stage(
 
 def main() -> None:
     """Make the task, run the stages, show what was learned."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--out", type=Path, default=None, help="folder (default runs/demo-seed<seed>)"
-    )
+    parser.add_argument("--out", type=Path, default=None, help="folder (default runs/demo-seed<seed>)")
     options = parser.parse_args()
     out: Path = options.out or Path("runs") / f"demo-seed{options.seed}"
     display, start = Display(), time.monotonic()
     display.note("The task: sort five digits. `sort 52918=` is to be answered `12589`.")
-    subprocess.run(
-        [sys.executable, str(HERE / "task.py"), str(out / "task"), str(options.seed)], check=True
-    )
-    sft = run_stage(
-        "SFT", "train_sft", sft_flags(out / "task", out / "sft", options.seed), out / "sft", display
-    )
+    subprocess.run([sys.executable, str(HERE / "task.py"), str(out / "task"), str(options.seed)], check=True)
+    sft = run_stage("SFT", "train_sft", sft_flags(out / "task", out / "sft", options.seed), out / "sft", display)
     flags = grpo_flags(out / "task", out / "sft" / "model", out / "grpo", options.seed)
     grpo = run_stage("GRPO", "train_ppo_ray", flags, out / "grpo", display)
     columns, rows = summary(sft, grpo)

@@ -11,9 +11,7 @@ import random
 import sys
 from pathlib import Path
 
-os.environ.setdefault(
-    "DS_ACCELERATOR", "cpu"
-)  # nothing here needs a GPU, and DeepSpeed need not ask
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here needs a GPU, and DeepSpeed need not ask
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
@@ -50,9 +48,7 @@ def _write(path: Path, problems: list[str]) -> None:
 def make_model(folder: Path, *, seed: int) -> None:
     """An untrained Qwen2 of 0.8 million parameters, one token per character."""
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(VOCABULARY))}
-    Qwen2Tokenizer(
-        vocab=vocabulary, merges=[], pad_token=PAD, eos_token=EOS, unk_token=UNK
-    ).save_pretrained(folder)
+    Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token=PAD, eos_token=EOS, unk_token=UNK).save_pretrained(folder)
     torch.manual_seed(seed)
     logging.disable_progress_bar()
     config = Qwen2Config(

@@ -62,9 +62,7 @@ def gae(
     """
     if not token_rewards.shape == values.shape == mask.shape:
         shapes = [tuple(x.shape) for x in (token_rewards, values, mask)]
-        raise ValueError(
-            f"token rewards, values and mask must be blocks of one shape, not {shapes}"
-        )
+        raise ValueError(f"token rewards, values and mask must be blocks of one shape, not {shapes}")
     longest = int(mask.sum(1).max()) if mask.numel() else 0
     order = (~mask).byte().argsort(dim=1, stable=True)[:, :longest]  # each row's actions, in order
     acting = mask.gather(1, order)
@@ -118,9 +116,7 @@ def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
     untyped = cast(Any, torch)
     _, place, counts = untyped.unique(group, return_inverse=True, return_counts=True)
     exact = rewards.double()
-    lowest = exact.new_zeros(len(counts)).scatter_reduce(
-        0, place, exact, "amin", include_self=False
-    )
+    lowest = exact.new_zeros(len(counts)).scatter_reduce(0, place, exact, "amin", include_self=False)
     above = exact - lowest[place]
     size = counts.double()
     mean = exact.new_zeros(len(counts)).index_add(0, place, above) / size
@@ -145,12 +141,7 @@ def advantage_estimator(
 
     def register(shape: RewardShaping) -> RewardShaping:
         entry = AdvantageEstimator(
-            name=name,
-            shape=shape,
-            credit=credit,
-            per_group=per_group,
-            needs_critic=needs_critic,
-            whiten=whiten,
+            name=name, shape=shape, credit=credit, per_group=per_group, needs_critic=needs_critic, whiten=whiten
         )
         ADVANTAGE_ESTIMATORS.add(name, entry)
         return shape
@@ -228,11 +219,7 @@ def assign_credit(
 
 
 def normalize_advantages(
-    advantages: Float[Tensor, "*s"],
-    mask: Bool[Tensor, "*s"],
-    estimator: AdvantageEstimator,
-    *,
-    scale: bool = True,
+    advantages: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], estimator: AdvantageEstimator, *, scale: bool = True
 ) -> Float[Tensor, "*s"]:
     """Whitened over the action tokens of the whole batch if the estimator asks for it."""
     return masked_whiten(advantages, mask, scale=scale) if estimator.whiten else advantages

@@ -36,8 +36,7 @@ class Correction:
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high:
             raise ValueError(
-                f"--algo.correction.band {self.low} {self.high}: give the lower bound first, and "
-                "none below 0"
+                f"--algo.correction.band {self.low} {self.high}: give the lower bound first, and none below 0"
             )
 
 
@@ -66,10 +65,7 @@ def correction_weights(
     omega = bounded_exp(_at_level(log_omega, mask, correction.level)).expand_as(own)
     low = 0.0 if correction.mode == "truncate" else correction.low
     outside = (omega < low) | (omega > correction.high)
-    if correction.mode == "mask":
-        weights = own.masked_fill(outside, 0)
-    else:
-        weights = omega.clamp(low, correction.high)
+    weights = own.masked_fill(outside, 0) if correction.mode == "mask" else omega.clamp(low, correction.high)
     return weights.masked_fill(~mask, 0), outside & mask
 
 
@@ -94,10 +90,7 @@ class Mismatch:
 
 @torch.no_grad()
 def mismatch(
-    old_logprobs: PerToken,
-    rollout_logprobs: PerToken,
-    mask: TokenMask,
-    outside: TokenMask | None = None,
+    old_logprobs: PerToken, rollout_logprobs: PerToken, mask: TokenMask, outside: TokenMask | None = None
 ) -> Mismatch:
     """The disagreement of a block. `outside`: the second result of `correction_weights`, if any."""
     delta = log_ratio(rollout_logprobs, old_logprobs, mask)[mask]

@@ -57,15 +57,11 @@ class PolicyLossChoice:
 POLICY_LOSSES: Registry[PolicyLossChoice] = Registry("policy loss")
 
 
-def policy_loss(
-    name: str, *, aggregation: str = "token"
-) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+def policy_loss(name: str, *, aggregation: str = "token") -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Register a policy loss; `aggregation` is what its paper uses."""
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
-        POLICY_LOSSES.add(
-            name, PolicyLossChoice(name=name, function=function, aggregation=aggregation)
-        )
+        POLICY_LOSSES.add(name, PolicyLossChoice(name=name, function=function, aggregation=aggregation))
         return function
 
     return register
@@ -89,9 +85,7 @@ def ppo(
     ValueError for c ≤ 1.  arXiv:1707.06347
     """
     log_rho = log_ratio(logprobs, old_logprobs, mask)
-    return _surrogate(
-        bounded_exp(log_rho), log_rho, advantages, mask, clip_low, clip_high, dual_clip
-    )
+    return _surrogate(bounded_exp(log_rho), log_rho, advantages, mask, clip_low, clip_high, dual_clip)
 
 
 @policy_loss("gspo", aggregation="sequence")
@@ -161,8 +155,7 @@ def cispo(
     """
     if dual_clip is not None:
         raise ValueError(
-            f"--actor.dual_clip {dual_clip} has no meaning with --actor.policy_loss_type cispo: "
-            "leave it out"
+            f"--actor.dual_clip {dual_clip} has no meaning with --actor.policy_loss_type cispo: leave it out"
         )
     log_rho = log_ratio(logprobs, old_logprobs, mask).detach()
     rho = bounded_exp(log_rho).masked_fill(~mask, 0)
@@ -216,15 +209,12 @@ def constant_length(mask: TokenMask, max_tokens: int | None) -> tuple[PerToken, 
     """Sums of sequences ÷ a constant: length has no influence.  Dr. GRPO, arXiv:2503.20783"""
     if not max_tokens:
         raise ValueError(
-            "--algo.loss.aggregation constant divides by the longest response: "
-            "set --rollout.max_new_tokens"
+            "--algo.loss.aggregation constant divides by the longest response: set --rollout.max_new_tokens"
         )
     return mask / max_tokens, float(mask.any(1).sum())
 
 
-def aggregation_weights(
-    mask: TokenMask, kind: str, *, max_tokens: int | None = None
-) -> tuple[PerToken, float]:
+def aggregation_weights(mask: TokenMask, kind: str, *, max_tokens: int | None = None) -> tuple[PerToken, float]:
     """(weights, count) of a micro-batch: loss = Σ_window Σ weights · ℓ / Σ_window count.
 
     Rows with an empty mask count nowhere. For mask [[T, T], [T, F]]: token → [[1, 1], [1, 0]] and

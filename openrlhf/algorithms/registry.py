@@ -27,10 +27,7 @@ class Registry(Generic[Choice]):
     def add(self, name: str, choice: Choice) -> None:
         """Register `choice` under `name`. Raises ValueError when the name is taken."""
         if name in self._choices:
-            raise ValueError(
-                f"{self.kind} {name!r} is registered already; choose a name other than "
-                f"{self._known()}"
-            )
+            raise ValueError(f"{self.kind} {name!r} is registered already; choose a name other than {self._known()}")
         self._choices[name] = choice
 
     def __getitem__(self, name: str) -> Choice:

@@ -14,11 +14,7 @@ from openrlhf.algorithms.tensors import PerRow, PerSample, PerToken, TokenMask
 
 
 def overlong_penalty(
-    lengths: Int[Tensor, " R"],
-    *,
-    max_length: int | Int[Tensor, " R"],
-    buffer: float,
-    factor: float = 1.0,
+    lengths: Int[Tensor, " R"], *, max_length: int | Int[Tensor, " R"], buffer: float, factor: float = 1.0
 ) -> PerSample:
     """−factor · e / buffer, e = the tokens beyond max_length − buffer, at most buffer; to be added.
 
@@ -29,16 +25,13 @@ def overlong_penalty(
     """
     if buffer <= 0 or (isinstance(max_length, int) and buffer > max_length):
         raise ValueError(
-            f"--reward.overlong_buffer_len {buffer} must be above 0 and at most the longest "
-            f"response, {max_length}"
+            f"--reward.overlong_buffer_len {buffer} must be above 0 and at most the longest response, {max_length}"
         )
     excess = (lengths - (max_length - buffer)).clamp(0, buffer)
     return (-factor * excess / buffer).to(torch.float32)
 
 
-def stop_properly_penalty(
-    rewards: PerSample, truncated: Bool[Tensor, " R"], coef: float
-) -> PerSample:
+def stop_properly_penalty(rewards: PerSample, truncated: Bool[Tensor, " R"], coef: float) -> PerSample:
     """The rewards, those of truncated samples times `coef`, or replaced by a negative `coef`.
 
     Raises ValueError for a coefficient above 1, which would reward being cut off.
@@ -64,9 +57,7 @@ def last_action(action_mask: TokenMask) -> TokenMask:
     return action_mask & (actions_from_here == 1)
 
 
-def token_rewards(
-    rewards: PerRow, kl: PerToken | None, action_mask: TokenMask, kl_coef: float
-) -> PerToken:
+def token_rewards(rewards: PerRow, kl: PerToken | None, action_mask: TokenMask, kl_coef: float) -> PerToken:
     """r_t = −β · kl_t at every action token, plus the row's reward at its last one; zero elsewhere.
 
     `kl` is None where no KL enters the reward; a negative β counts as 0. A row without action

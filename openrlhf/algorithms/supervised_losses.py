@@ -17,9 +17,7 @@ Pairs = Float[Tensor, " P"]
 class PairwiseLoss(Protocol):
     """Rewards of the chosen and the rejected responses, and margins if there are any, to (P,)."""
 
-    def __call__(
-        self, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
-    ) -> Tensor: ...
+    def __call__(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor: ...
 
 
 PAIRWISE_LOSSES: Registry[PairwiseLoss] = Registry("pairwise loss")

@@ -18,9 +18,7 @@ PerSample = Float[Tensor, " R"]  # all samples of a batch, not only the rows of 
 GroupIds = Int[Tensor, " R"]  # equal numbers: samples of the same prompt
 
 MIN_VARIANCE = 1e-8
-LOG_RATIO_BOUND = (
-    20.0  # nats; exp(20) = 4.9e8 is far outside every clip range and far inside float32
-)
+LOG_RATIO_BOUND = 20.0  # nats; exp(20) = 4.9e8 is far outside every clip range and far inside float32
 CHUNK_LOGITS = 1 << 25  # logits per chunk: 128 MiB in float32
 NEGLIGIBLE_LOGPROB = -1e4  # exp of it is 0 in float64 too; keeps 0 · (−inf) out of entropies
 
@@ -36,9 +34,7 @@ def masked_mean(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tenso
 
 
 @torch.no_grad()
-def masked_whiten(
-    x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], *, scale: bool = True
-) -> Float[Tensor, "*s"]:
+def masked_whiten(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], *, scale: bool = True) -> Float[Tensor, "*s"]:
     """(x − μ) / √max(σ², 1e-8) over the masked positions, zero elsewhere. σ² is the population's.
 
     `scale=False` gives x − μ. Equal values come out as exactly zero: the rounding error of μ would
@@ -99,12 +95,7 @@ def linear_logprobs(
 
 
 def _score_tokens(
-    states: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    entropy: bool,
+    states: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     if temperature <= 0:
         raise ValueError(
@@ -184,9 +175,7 @@ def _row_chunks(states: Tensor, weight: Tensor | None) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(states), step))
 
 
-def _log_softmax(
-    states: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float
-) -> Tensor:
+def _log_softmax(states: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float) -> Tensor:
     """A fresh (rows, V) block of log-probabilities in float32 or better."""
     logits = states if weight is None else F.linear(states, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

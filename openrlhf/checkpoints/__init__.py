@@ -3,11 +3,4 @@
 from openrlhf.checkpoints.manager import CheckpointManager, StagedCheckpoint
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointManager",
-    "EngineLayout",
-    "RunState",
-    "StagedCheckpoint",
-]
+__all__ = ["Checkpoint", "CheckpointError", "CheckpointManager", "EngineLayout", "RunState", "StagedCheckpoint"]

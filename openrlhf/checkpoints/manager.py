@@ -29,13 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openrlhf.checkpoints.files import fingerprint, move, sync, sync_tree, write_atomically
-from openrlhf.checkpoints.manifest import (
-    Checkpoint,
-    CheckpointError,
-    RunState,
-    manifest_text,
-    read_manifest,
-)
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, manifest_text, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +66,11 @@ class CheckpointManager:
     """
 
     def __init__(
-        self,
-        root: str | Path,
-        *,
-        parts: Sequence[str] = ("",),
-        max_num: int = 3,
-        max_mem_gib: float = math.inf,
+        self, root: str | Path, *, parts: Sequence[str] = ("",), max_num: int = 3, max_mem_gib: float = math.inf
     ) -> None:
         if max_num < 1:
             raise CheckpointError(
-                f"--ckpt.max_num is {max_num}, but the newest checkpoint always stays: set 1 or"
-                " more."
+                f"--ckpt.max_num is {max_num}, but the newest checkpoint always stays: set 1 or more."
             )
         self.root = Path(root).absolute()
         self.parts = tuple(parts)
@@ -131,9 +119,7 @@ class CheckpointManager:
                 os.rename(path, f"{path}.damaged")
         return sorted(found, key=lambda checkpoint: checkpoint.sequence)
 
-    def begin(
-        self, step: int, *, best: bool = False, hf: bool = False, expected_bytes: int = 0
-    ) -> StagedCheckpoint:
+    def begin(self, step: int, *, best: bool = False, hf: bool = False, expected_bytes: int = 0) -> StagedCheckpoint:
         """Make the directories of a save; `hf` announces an export.
 
         Gives up an earlier save that was not committed. Raises CheckpointError where the disk has
@@ -149,12 +135,8 @@ class CheckpointManager:
             for place in places:
                 (directory / place).mkdir(parents=True)
         except OSError as error:
-            raise CheckpointError(
-                f"{tag} cannot be written to --ckpt.path {self.root}: {error}."
-            ) from error
-        return StagedCheckpoint(
-            directory=directory, tag=tag, nonce=nonce, step=step, places=tuple(places)
-        )
+            raise CheckpointError(f"{tag} cannot be written to --ckpt.path {self.root}: {error}.") from error
+        return StagedCheckpoint(directory=directory, tag=tag, nonce=nonce, step=step, places=tuple(places))
 
     def commit(
         self,
@@ -180,8 +162,7 @@ class CheckpointManager:
             with suppress(OSError):  # what is left is settled by the next call
                 self.abort(staged)
             raise CheckpointError(
-                f"{staged.tag} could not be written to --ckpt.path {self.root}: {error}."
-                " Older checkpoints still stand."
+                f"{staged.tag} could not be written to --ckpt.path {self.root}: {error}. Older checkpoints still stand."
             ) from error
         try:
             _remove(staged.directory)
@@ -198,11 +179,7 @@ class CheckpointManager:
         self._settle()
 
     def _seal(
-        self,
-        staged: StagedCheckpoint,
-        state: RunState,
-        metric_key: str | None,
-        metric_value: float | None,
+        self, staged: StagedCheckpoint, state: RunState, metric_key: str | None, metric_value: float | None
     ) -> Checkpoint:
         """Sync and hash the staged files, and write the draft of the manifest beside them."""
         files: dict[str, tuple[int, str]] = {}
@@ -249,12 +226,7 @@ class CheckpointManager:
 
     def _rotate(self) -> None:
         """Let go what exceeds the limits, and sweep."""
-        evicted = evictions(
-            self.checkpoints(),
-            max_num=self.max_num,
-            max_bytes=self.max_bytes,
-            damaged=self._damaged,
-        )
+        evicted = evictions(self.checkpoints(), max_num=self.max_num, max_bytes=self.max_bytes, damaged=self._damaged)
         for checkpoint in evicted:
             self._set_aside(checkpoint)
             (self.root / (checkpoint.tag + MANIFEST)).unlink()
@@ -311,11 +283,7 @@ class CheckpointManager:
 
 
 def evictions(
-    checkpoints: Sequence[Checkpoint],
-    *,
-    max_num: int,
-    max_bytes: float,
-    damaged: Collection[str] = (),
+    checkpoints: Sequence[Checkpoint], *, max_num: int, max_bytes: float, damaged: Collection[str] = ()
 ) -> list[Checkpoint]:
     """Which of `checkpoints` (oldest first) to let go: all best but the last, then regular ones.
 

@@ -45,9 +45,7 @@ class RunState:
     loader: Mapping[str, Any] = field(default_factory=dict)  # state of the data loader
     kl_coef: float | None = None
     best_metric_key: str | None = None
-    best_metric_value: float | None = (
-        None  # of the run so far: in every checkpoint, not only in the best
-    )
+    best_metric_value: float | None = None  # of the run so far: in every checkpoint, not only in the best
     run_dir: str = ""
     rng: Mapping[str, str] = field(default_factory=dict)  # process → generator states, base64
     engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part → layout
@@ -94,9 +92,7 @@ class Checkpoint:
     @property
     def hf_dir(self) -> str | None:
         """The directory of its export, if it has one."""
-        return next(
-            (str(self.root / place) for place in self.places if place.endswith("_hf")), None
-        )
+        return next((str(self.root / place) for place in self.places if place.endswith("_hf")), None)
 
     def engine_dir(self, part: str = "") -> str:
         """What `engine.load_checkpoint(…, tag=checkpoint.tag)` takes as its directory."""
@@ -122,9 +118,7 @@ def manifest_text(checkpoint: Checkpoint) -> str:
     """The manifest of `checkpoint`: its fields but the root, a format number and a SHA-256."""
     values = asdict(checkpoint)
     del values["root"]
-    return json.dumps(
-        {"format": FORMAT, "sha256": _json_hash(values), "checkpoint": values}, indent=1
-    )
+    return json.dumps({"format": FORMAT, "sha256": _json_hash(values), "checkpoint": values}, indent=1)
 
 
 def read_manifest(path: Path, *, root: Path) -> Checkpoint:

@@ -25,9 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if verb not in VERBS:
         close = get_close_matches(verb, VERBS, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        print(
-            f"error: there is no verb {verb}; known are {', '.join(VERBS)}.{hint}", file=sys.stderr
-        )
+        print(f"error: there is no verb {verb}; known are {', '.join(VERBS)}.{hint}", file=sys.stderr)
         raise SystemExit(2)
     import_module(f"openrlhf.cli.{VERBS[verb][0]}").main(arguments[1:])
 

@@ -51,21 +51,13 @@ ESTIMATORS = {
     "group_norm": Estimator(needs_groups=True, forces_gamma_one=True),
     "dr_grpo": Estimator(needs_groups=True, forces_gamma_one=True),
 }
-POLICY_LOSSES = {
-    "ppo": PolicyLoss(),
-    "gspo": PolicyLoss(aggregation="sequence"),
-    "cispo": PolicyLoss(clip=(1.0, 0.28)),
-}
+POLICY_LOSSES = {"ppo": PolicyLoss(), "gspo": PolicyLoss(aggregation="sequence"), "cispo": PolicyLoss(clip=(1.0, 0.28))}
 CORRECTIONS = {
     "tis": Correction(level="token", mode="clip"),
     "icepop": Correction(level="token", mode="mask"),
     "seq-mask-tis": Correction(level="geometric", mode="mask"),
 }
-KL_ESTIMATORS = {
-    "k1": KLEstimator(in_reward=True),
-    "k2": KLEstimator(in_loss=True),
-    "k3": KLEstimator(in_loss=True),
-}
+KL_ESTIMATORS = {"k1": KLEstimator(in_reward=True), "k2": KLEstimator(in_loss=True), "k3": KLEstimator(in_loss=True)}
 
 Properties = Estimator | PolicyLoss | Correction | KLEstimator
 TABLES: dict[type[Properties], dict[str, Any]] = {

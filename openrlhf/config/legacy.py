@@ -207,6 +207,5 @@ def _translate_lengths(lengths: Mapping[str, str], result: Translation) -> None:
         rest = f"--rollout.max_new_tokens {response}"
         result.argv[:0] = f"{total} {rest}".split()  # first: today's names win
         result.notices.append(
-            f"--prompt_max_len and --generate_max_len are now {total} (prompt and response) and "
-            f"{rest}."
+            f"--prompt_max_len and --generate_max_len are now {total} (prompt and response) and {rest}."
         )

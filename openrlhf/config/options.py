@@ -14,17 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 from openrlhf.config import legacy
-from openrlhf.config.flags import (
-    ConfigError,
-    Flag,
-    amend,
-    convert,
-    did_you_mean,
-    flags_in,
-    flags_of,
-    nearest,
-    option,
-)
+from openrlhf.config.flags import ConfigError, Flag, amend, convert, did_you_mean, flags_in, flags_of, nearest, option
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.shared import Root
 
@@ -49,9 +39,7 @@ def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: s
     return config
 
 
-def read_flags(
-    root: type[Any], argv: Sequence[str], *, command: str
-) -> tuple[dict[str, Any], list[str]]:
+def read_flags(root: type[Any], argv: Sequence[str], *, command: str) -> tuple[dict[str, Any], list[str]]:
     """The values by path that flags and `--config` give, and notices; flags win. Loads plug-ins.
 
     Defaults are not among them. Raises ConfigError for unknown names and values that do not fit.
@@ -109,9 +97,7 @@ def _add(group: Any, flag: Flag) -> None:
     if flag.shape == "switch":
         for spelling, meaning in flag.switches.items():
             shown = text if meaning else f"The opposite of {flag.name}."
-            group.add_argument(
-                spelling, dest=flag.path, action="store_const", const=meaning, help=shown
-            )
+            group.add_argument(spelling, dest=flag.path, action="store_const", const=meaning, help=shown)
         return
     metavar = flag.metavar or {int: "INT", float: "NUMBER"}.get(flag.kind, "TEXT")
     if choices := ",".join(flag.choices or ()):
@@ -150,9 +136,7 @@ def _no_such(name: str, flags: Mapping[str, Flag], command: str) -> str:
     return f"{command} has no flag {name}.{did_you_mean(targets)}"
 
 
-def read_yaml(
-    file: str, flags: Mapping[str, Flag], command: str
-) -> tuple[dict[str, Any], list[str]]:
+def read_yaml(file: str, flags: Mapping[str, Flag], command: str) -> tuple[dict[str, Any], list[str]]:
     """The values of a file by path (keys nested or dotted), and what is wrong with its keys.
 
     Raises ConfigError when it cannot be read.
@@ -178,9 +162,7 @@ def read_yaml(
     return values, problems
 
 
-def _leaves(
-    node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str
-) -> Iterator[tuple[str, Any]]:
+def _leaves(node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         path = f"{prefix}{key}"
         if path not in flags and isinstance(value, dict):

@@ -66,9 +66,7 @@ def rollout_values(config: PPOConfig) -> dict[str, Any]:
         "vllm.dtype": ds.param_dtype if follows else vllm.dtype,
         "vllm.enable_prefix_caching": cached,
         "vllm.enable_sleep": vllm.enable_sleep and train.colocate_all,
-        "ds.packing_samples": (
-            ds.packing_samples or train.dynamic_batch_enable or ds.ring_attn_size > 1
-        ),
+        "ds.packing_samples": (ds.packing_samples or train.dynamic_batch_enable or ds.ring_attn_size > 1),
     }
 
 

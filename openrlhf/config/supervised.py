@@ -9,9 +9,7 @@ from openrlhf.config.flags import option
 from openrlhf.config.rules import Given, Replaced, Sentences
 
 
-class SupervisedConfig(
-    shared.OptimizerConfig, shared.Root, title="What the offline commands share."
-):
+class SupervisedConfig(shared.OptimizerConfig, shared.Root, title="What the offline commands share."):
     model: shared.ModelConfig = shared.ModelConfig()
     ds: shared.EngineConfig = shared.EngineConfig()
     data: shared.OfflineDataConfig = shared.OfflineDataConfig()
@@ -65,9 +63,7 @@ class SFTConfig(SupervisedConfig, title="Supervised fine-tuning."):
     run_name_prefix: ClassVar[str] = "sft_"
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_sft")
-    logger: shared.LoggerConfig = shared.LoggerConfig(
-        wandb=shared.WandbConfig(project="openrlhf_train_sft")
-    )
+    logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_sft"))
     train: shared.TrainConfig = shared.TrainConfig(max_epochs=2)
     model: SFTModelConfig = SFTModelConfig()
     ds: shared.LMEngineConfig = shared.LMEngineConfig()
@@ -97,9 +93,7 @@ class PreferenceDataConfig(shared.OfflineDataConfig):
 
 
 class RMModelConfig(shared.ModelConfig):
-    loss_type: str = option(
-        "sigmoid", "Pairwise loss; both names are the same one.", choices=("sigmoid", "logexp")
-    )
+    loss_type: str = option("sigmoid", "Pairwise loss; both names are the same one.", choices=("sigmoid", "logexp"))
     margin_loss_enable: bool = option(False, "Ask for the margin of the column margin (sigmoid).")
     compute_fp32_loss_enable: bool = option(False, "No effect: rewards are float32 always.")
     reinit_head: bool = option(False, "A fresh scalar head even where one is stored.")
@@ -113,9 +107,7 @@ class RMConfig(SupervisedConfig, title="Reward model from preference pairs."):
     run_name_prefix: ClassVar[str] = "rm_"
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_rm")
-    logger: shared.LoggerConfig = shared.LoggerConfig(
-        wandb=shared.WandbConfig(project="openrlhf_train_rm")
-    )
+    logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_rm"))
     adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
     train: shared.TrainConfig = shared.TrainConfig(micro_batch_size=1)
     model: RMModelConfig = RMModelConfig()

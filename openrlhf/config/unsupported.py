@@ -70,9 +70,7 @@ def refusals(config: Any) -> Iterator[str]:
     """A sentence for each flag of a resolved configuration whose feature is not there yet."""
     for flag, value in flags_in(config):
         default = " (the default)" if value == flag.default else ""
-        instead = [
-            advice for path, advice, when in FOR_SOME_VALUES if flag.path == path and when(config)
-        ]
+        instead = [advice for path, advice, when in FOR_SOME_VALUES if flag.path == path and when(config)]
         sections = [flag.path[:end] for end, sign in enumerate(f"{flag.path}.") if sign == "."]
         if not default:
             instead += [NOT_YET[path] for path in sections if path in NOT_YET]

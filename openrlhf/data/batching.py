@@ -66,15 +66,11 @@ def _largest_differencing(lengths: Sequence[int], parts: int) -> _Groups:
     while len(solutions) > 1:
         _, _, heavy = heapq.heappop(solutions)
         _, _, light = heapq.heappop(solutions)
-        apart = max(
-            parts - len(light), 0
-        )  # these many of the heaviest meet an empty group of the other
+        apart = max(parts - len(light), 0)  # these many of the heaviest meet an empty group of the other
         joined, rest = heavy[:apart], heavy[apart:]
         unmet = len(light) - len(rest)  # heavy's empty groups meet the heaviest of the other
         joined += light[:unmet]
-        joined += [
-            (a + b, x + y) for (a, x), (b, y) in zip(rest, reversed(light[unmet:]), strict=True)
-        ]
+        joined += [(a + b, x + y) for (a, x), (b, y) in zip(rest, reversed(light[unmet:]), strict=True)]
         joined.sort(key=itemgetter(0), reverse=True)
         lightest = joined[-1][0] if len(joined) == parts else 0
         heapq.heappush(solutions, (lightest - joined[0][0], next(number), joined))
@@ -83,9 +79,7 @@ def _largest_differencing(lengths: Sequence[int], parts: int) -> _Groups:
 
 def _longest_first(lengths: Sequence[int], parts: int) -> _Groups:
     """Each row, longest first, to the group that is lightest so far."""
-    groups: list[tuple[int, int, list[int]]] = [
-        (0, 0, []) for _ in range(parts)
-    ]  # tokens, rows, row numbers
+    groups: list[tuple[int, int, list[int]]] = [(0, 0, []) for _ in range(parts)]  # tokens, rows, row numbers
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         tokens, count, rows = groups[0]
         heapq.heapreplace(groups, (tokens + lengths[row], count + 1, [*rows, row]))
@@ -103,9 +97,7 @@ def micro_batches(
     limit is given, for fewer rows than `minimum`, and for a row longer than `max_tokens`.
     """
     if (size is None) == (max_tokens is None):
-        raise ValueError(
-            f"give either size or max_tokens, not size={size} and max_tokens={max_tokens}"
-        )
+        raise ValueError(f"give either size or max_tokens, not size={size} and max_tokens={max_tokens}")
     if not lengths:
         return []
     if len(lengths) < minimum:
@@ -162,9 +154,7 @@ class ResumableSampler(Sampler[int]):
             raise ValueError(f"rank {dp_rank} is not one of {dp_size} data-parallel ranks")
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
         self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.epoch_rows = (
-            num_rows - num_rows % math.lcm(batch_size, dp_size) if drop_last else num_rows
-        )
+        self.epoch_rows = num_rows - num_rows % math.lcm(batch_size, dp_size) if drop_last else num_rows
         if drop_last and not self.epoch_rows:
             raise ValueError(
                 f"{num_rows} rows do not fill one batch of {batch_size} over {dp_size} ranks. "

@@ -54,8 +54,7 @@ def check_columns(columns: Sequence[str], needed: Mapping[str, str | None]) -> N
         if column is not None and column not in columns:
             there = ", ".join(repr(name) for name in columns if name not in (SOURCE, ROW))
             raise DataError(
-                f"The dataset has no column {column!r}, which {flag} names. "
-                f"It has {there}: set {flag} to one of them."
+                f"The dataset has no column {column!r}, which {flag} names. It has {there}: set {flag} to one of them."
             )
 
 

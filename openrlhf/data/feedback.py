@@ -16,15 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.errors import DataError, check_columns, kind, row_error, text_of
 from openrlhf.data.layouts import PairLayout, recognise
 from openrlhf.data.rows import Columns, as_rows, map_rows, number_rows
-from openrlhf.data.templates import (
-    Encoded,
-    Message,
-    encode,
-    fill_template,
-    render,
-    render_conversation,
-    to_messages,
-)
+from openrlhf.data.templates import Encoded, Message, encode, fill_template, render, render_conversation, to_messages
 from openrlhf.data.tokenizer import require_chat_template
 
 FEATURES = Features(
@@ -92,11 +84,7 @@ class PreferenceDataset(torch.utils.data.Dataset[PairRow]):
         if layout:
             prompt_key = "prompt" if layout.has_prompt else None
             chosen_key, rejected_key = "chosen", "rejected"
-        flags = {
-            "--data.prompt_key": prompt_key,
-            "--data.chosen_key": chosen_key,
-            "--data.rejected_key": rejected_key,
-        }
+        flags = {"--data.prompt_key": prompt_key, "--data.chosen_key": chosen_key, "--data.rejected_key": rejected_key}
         if not layout:
             check_columns(dataset.column_names, flags)
         if apply_chat_template:
@@ -203,17 +191,13 @@ class _Encoder:
         if not self.needs_prompt:
             return 0
         if messages[-1]["role"] != "assistant":
-            raise ValueError(
-                "the last message is not the assistant's, so there is no answer to judge"
-            )
+            raise ValueError("the last message is not the assistant's, so there is no answer to judge")
         before = render(self.tokenizer, prompt, add_generation_prompt=True) if prompt else ""
         if text.startswith(before):
             return len(before)
         return render_conversation(self.tokenizer, messages, every_turn=False).response
 
-    def _tokens(
-        self, row: Mapping[str, Any], texts: list[_Text], pair: list[Encoded]
-    ) -> dict[str, Any]:
+    def _tokens(self, row: Mapping[str, Any], texts: list[_Text], pair: list[Encoded]) -> dict[str, Any]:
         """The columns of a pair that is tokenized."""
         margin, limit, prompt_length = _margin(row), self.max_len - 2, 0
         chosen, rejected = map(self._cut, pair)
@@ -221,9 +205,7 @@ class _Encoder:
             spans = [(text.answer, len(text.text)) for text in texts]
             starts = [known.tokens_of(span).start for known, span in zip(pair, spans, strict=True)]
             if min(starts) >= limit:
-                return _drop(
-                    f"with a prompt of {limit} tokens or more (--data.max_len {self.max_len})"
-                )
+                return _drop(f"with a prompt of {limit} tokens or more (--data.max_len {self.max_len})")
             prompt_length = min(*starts, _in_common(chosen, rejected))
         if pair[0].tokens == pair[1].tokens:
             return _drop(SAME_TEXT)

@@ -28,11 +28,7 @@ def _arena(row: Row) -> Row | None:
     if winner.startswith("tie"):
         return None
     a, b = row["conversation_a"], row["conversation_b"]
-    return (
-        {**row, "chosen": a, "rejected": b}
-        if winner == "model_a"
-        else {**row, "chosen": b, "rejected": a}
-    )
+    return {**row, "chosen": a, "rejected": b} if winner == "model_a" else {**row, "chosen": b, "rejected": a}
 
 
 def _webgpt(row: Row) -> Row | None:
@@ -53,14 +49,8 @@ def _webgpt(row: Row) -> Row | None:
 
 
 LAYOUTS = (
-    PairLayout(
-        columns=("winner", "conversation_a", "conversation_b"), pair=_arena, has_prompt=False
-    ),
-    PairLayout(
-        columns=("question", "answer_0", "answer_1", "score_0", "score_1"),
-        pair=_webgpt,
-        has_prompt=True,
-    ),
+    PairLayout(columns=("winner", "conversation_a", "conversation_b"), pair=_arena, has_prompt=False),
+    PairLayout(columns=("question", "answer_0", "answer_1", "score_0", "score_1"), pair=_webgpt, has_prompt=True),
 )
 
 

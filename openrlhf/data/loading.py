@@ -23,26 +23,14 @@ from openrlhf.data.errors import SOURCE, DataError, looks_like_path
 from openrlhf.data.faults import explain
 from openrlhf.data.rows import number_rows
 
-FORMATS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
+FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 GZIPPED = (".json.gz", ".jsonl.gz", ".csv.gz")
 SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk writes
 SPLIT_FLAGS = "--data.dataset_split, --data.prompt_split or --eval.split"
 
 
 def load_datasets(
-    spec: str,
-    *,
-    split: str,
-    probs: str | None = None,
-    max_samples: int,
-    seed: int,
-    use_ms: bool = False,
+    spec: str, *, split: str, probs: str | None = None, max_samples: int, seed: int, use_ms: bool = False
 ) -> Dataset:
     """The datasets of a comma list, `split` of each, as one of at most `max_samples` rows.
 
@@ -124,9 +112,7 @@ def _load_one(item: str, split: str, max_samples: int, use_ms: bool) -> Dataset:
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
             there = ", ".join(repr(str(name)) for name in loaded)
-            raise DataError(
-                f"{item} has no split {split!r}; it has {there}. Set {SPLIT_FLAGS} to one of them."
-            )
+            raise DataError(f"{item} has no split {split!r}; it has {there}. Set {SPLIT_FLAGS} to one of them.")
         loaded = loaded[split]
     if not len(loaded):
         raise DataError(f"{item} has no rows in split {split!r}.")
@@ -166,9 +152,7 @@ def _read_file(path: str, file_format: str) -> DatasetDict:
     loaded = load_dataset(file_format, data_files=path)
     features = next(iter(loaded.values())).features
     dates = [
-        name
-        for name, type_ in features.items()
-        if isinstance(type_, Value) and type_.dtype.startswith("timestamp")
+        name for name, type_ in features.items() if isinstance(type_, Value) and type_.dtype.startswith("timestamp")
     ]
     if file_format == "json" and dates:  # strings that look like dates: keep them strings
         as_written = Features(features | dict.fromkeys(dates, Json()))

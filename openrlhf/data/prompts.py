@@ -69,10 +69,7 @@ class PromptDataset(torch.utils.data.Dataset[PromptRow]):
             require_chat_template(tokenizer)
         rows = number_rows(dataset)
         renderer = _Renderer(
-            tokenizer=tokenizer,
-            column=input_key,
-            input_template=input_template,
-            chat=apply_chat_template,
+            tokenizer=tokenizer, column=input_key, input_template=input_template, chat=apply_chat_template
         )
         self._prompts = map_rows(rows, [input_key], renderer, FEATURES, "Rendering prompts")
         self._label_key, self._image_key = label_key, image_key

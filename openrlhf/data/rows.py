@@ -32,11 +32,7 @@ def as_rows(columns: Columns) -> list[dict[str, Any]]:
 
 
 def map_rows(
-    dataset: Dataset,
-    columns: list[str],
-    function: Callable[[Columns], Columns],
-    features: Features,
-    title: str,
+    dataset: Dataset, columns: list[str], function: Callable[[Columns], Columns], features: Features, title: str
 ) -> Dataset:
     """`function` over batches of these columns and the rows' origins; its results are the columns.
 

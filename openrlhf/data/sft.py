@@ -13,15 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.errors import DataError, check_columns, row_error, text_of
 from openrlhf.data.rows import Columns, as_rows, map_rows, number_rows
-from openrlhf.data.templates import (
-    Encoded,
-    Message,
-    Passage,
-    encode,
-    fill_template,
-    render_conversation,
-    to_messages,
-)
+from openrlhf.data.templates import Encoded, Message, Passage, encode, fill_template, render_conversation, to_messages
 from openrlhf.data.tokenizer import require_chat_template
 
 FEATURES = Features(
@@ -52,9 +44,7 @@ class SFTRow:
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.loss_mask):
             sizes = f"{len(self.tokens)} tokens and {len(self.loss_mask)} mask entries"
-            raise ValueError(
-                f"the lists of a row speak of the same positions, but there are {sizes}"
-            )
+            raise ValueError(f"the lists of a row speak of the same positions, but there are {sizes}")
 
 
 class SFTDataset(torch.utils.data.Dataset[SFTRow]):
@@ -156,9 +146,7 @@ class _Encoder:
         if not prompt or not response:
             return NO_RESPONSE if prompt else NO_PROMPT
         text = prompt + response
-        return self._close(
-            Passage(text=text, spans=[(len(prompt), len(text))], response=len(prompt))
-        )
+        return self._close(Passage(text=text, spans=[(len(prompt), len(text))], response=len(prompt)))
 
     def _conversation(self, row: Mapping[str, Any]) -> Passage | str:
         messages = _messages(row, self.input_key, "user")

@@ -46,9 +46,7 @@ def to_messages(value: Any, *, role: str = "user") -> list[Message]:
 
 def _to_message(message: Any, number: int) -> Message:
     if not isinstance(message, dict):
-        raise ValueError(
-            f"message {number} is {kind(message)}, not an object with role and content"
-        )
+        raise ValueError(f"message {number} is {kind(message)}, not an object with role and content")
     present = _without_nulls(message)
     if "role" not in present or not ("content" in present or present.get("tool_calls")):
         has = ", ".join(map(repr, present)) or "nothing"
@@ -69,10 +67,7 @@ def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool = False,
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool = False
 ) -> str:
     """The messages through the chat template. Raises ValueError with the template's complaint."""
     return _render(tokenizer, messages, add_generation_prompt)[0]
@@ -138,9 +133,7 @@ def render_conversation(
     return Passage(text=text, spans=spans, response=spans[-1][0], rewritten=rewritten)
 
 
-def _find_turn(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, text: str
-) -> Span | None:
+def _find_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, text: str) -> Span | None:
     through = render(tokenizer, messages[: turn + 1])
     if turn:
         prompt = render(tokenizer, messages[:turn], add_generation_prompt=True)
@@ -152,9 +145,7 @@ def _find_turn(
     return _find_content(tokenizer, messages, turn, text)
 
 
-def _find_content(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, text: str
-) -> Span | None:
+def _find_content(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, text: str) -> Span | None:
     """Where a turn's content is in `text`: between the neighbours that a stand-in would have."""
     past = [*messages[:turn], {**messages[turn], "content": STAND_IN}]
     before, _, after = render(tokenizer, [*past, *messages[turn + 1 :]]).partition(STAND_IN)

@@ -28,8 +28,7 @@ def get_tokenizer(
     """
     if not use_fast:
         logger.warning(
-            "--data.disable_fast_tokenizer has no effect: "
-            "Transformers 5 has one implementation of each tokenizer."
+            "--data.disable_fast_tokenizer has no effect: Transformers 5 has one implementation of each tokenizer."
         )
     folder = os.path.expanduser(path)
     if looks_like_path(path) and not os.path.isdir(folder):
@@ -59,9 +58,7 @@ def _explain(path: str, error: Exception) -> str:
             f"The tokenizer of {path!r} is code in the model's own repository, which runs only if "
             "you allow it: read that code, then pass --model.trust_remote_code."
         )
-    what = (
-        "a folder" if os.path.isdir(os.path.expanduser(path)) else "no folder here, so a hub name"
-    )
+    what = "a folder" if os.path.isdir(os.path.expanduser(path)) else "no folder here, so a hub name"
     return (
         f"No tokenizer could be loaded from {path!r} ({what}), "
         f"which --model.model_name_or_path or --actor.model_name_or_path names: {error}"

@@ -74,9 +74,7 @@ def pack(bucket: Bucket, tensors: Iterable[Tensor], buffer: Tensor) -> None:
     """
     for (spec, view), tensor in zip(_views(bucket, buffer), tensors, strict=True):
         if tuple(tensor.shape) != spec.shape:
-            raise ValueError(
-                f"{spec.name} has shape {tuple(tensor.shape)}, announced as {spec.shape}"
-            )
+            raise ValueError(f"{spec.name} has shape {tuple(tensor.shape)}, announced as {spec.shape}")
         view.copy_(tensor.detach())
 
 
@@ -136,13 +134,8 @@ class WeightManifest:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> WeightManifest:
-        specs = (
-            TensorSpec(name=s["name"], dtype=s["dtype"], shape=tuple(s["shape"]))
-            for s in message["specs"]
-        )
-        return cls(
-            version=message["version"], specs=tuple(specs), bucket_bytes=message["bucket_bytes"]
-        )
+        specs = (TensorSpec(name=s["name"], dtype=s["dtype"], shape=tuple(s["shape"])) for s in message["specs"])
+        return cls(version=message["version"], specs=tuple(specs), bucket_bytes=message["bucket_bytes"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +163,7 @@ class WorkerReceipt:
     def from_message(cls, message: Mapping[str, Any]) -> WorkerReceipt:
         """From the fields as vLLM's serialisation brings them: it makes lists of tuples."""
         fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in message.items()
+            name: tuple(value) if isinstance(value, list) else value for name, value in message.items()
         }
         return cls(**fields)
 

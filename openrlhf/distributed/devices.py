@@ -35,9 +35,7 @@ def node_address() -> str:
     """This machine's address as other machines of the cluster reach it; loopback when there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(
-                ("10.255.255.255", 1)
-            )  # a datagram socket sends nothing: this only picks the route
+            probe.connect(("10.255.255.255", 1))  # a datagram socket sends nothing: this only picks the route
             return probe.getsockname()[0]
         except OSError:
             return "127.0.0.1"
@@ -56,11 +54,7 @@ def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
     }
     if kind == "cuda":
         return common
-    return common | {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "passive",
-    }
+    return common | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
 
 
 @contextmanager

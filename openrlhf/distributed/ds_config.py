@@ -33,9 +33,7 @@ def training_stage(engine: EngineConfig) -> int:
 
 def inference_config(engine: EngineConfig) -> dict[str, Any]:
     """DeepSpeed's configuration of a frozen model: sharded with ZeRO 3 where the trained one is, else whole."""
-    return _common(engine) | {
-        "zero_optimization": _zero(engine, 3 if engine.zero_stage == 3 else 0)
-    }
+    return _common(engine) | {"zero_optimization": _zero(engine, 3 if engine.zero_stage == 3 else 0)}
 
 
 def _common(engine: EngineConfig) -> dict[str, Any]:
@@ -75,15 +73,10 @@ def fill_auto(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
     return config | {"zero_optimization": zero}
 
 
-def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
-) -> list[dict[str, Any]]:
+def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """AdamW's parameter groups: decayed, and not decayed. Empty groups are left out (schedulers fail on them)."""
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
     decayed: Sequence[Tensor] = [p for name, p in trained if not name.endswith(NO_DECAY)]
     spared: Sequence[Tensor] = [p for name, p in trained if name.endswith(NO_DECAY)]
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": spared, "weight_decay": 0.0},
-    ]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -63,11 +63,7 @@ class Placement:
 
 
 def plan(
-    counts: Mapping[str, tuple[int, int]],
-    *,
-    engines: int,
-    on_gpus: bool,
-    colocated: Sequence[Sequence[str]] = (),
+    counts: Mapping[str, tuple[int, int]], *, engines: int, on_gpus: bool, colocated: Sequence[Sequence[str]] = ()
 ) -> Placement:
     """Host groups from `role -> (nodes, slots per node)`; roles listed together in `colocated` share theirs.
 
@@ -87,9 +83,7 @@ def plan(
                 "set --<role>.num_nodes and --<role>.num_gpus_per_node of them alike"
             )
         nodes, slots = counts[roles[0]]
-        groups.append(
-            HostGroup(name="+".join(roles), roles=roles, nodes=nodes, slots_per_node=slots)
-        )
+        groups.append(HostGroup(name="+".join(roles), roles=roles, nodes=nodes, slots_per_node=slots))
         placed.update(roles)
     groups.append(HostGroup(name="vllm", roles=("vllm",), nodes=1, slots_per_node=engines))
     return Placement(groups=tuple(groups), on_gpus=on_gpus)
@@ -127,7 +121,5 @@ def actor_options(reserved: PlacementGroup, index: int, *, on_gpus: bool) -> dic
     return {
         "num_cpus": CPU_PER_SLOT,
         "num_gpus": 1 if on_gpus else 0,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            reserved, placement_group_bundle_index=index
-        ),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=index),
     }

@@ -65,21 +65,14 @@ class Strategy:
     """This process's place among its peers: device, ranks, reductions, and how models become engines."""
 
     def __init__(
-        self,
-        engine: EngineConfig,
-        *,
-        seed: int,
-        full_determinism: bool = False,
-        timeout_s: float = 3600,
+        self, engine: EngineConfig, *, seed: int, full_determinism: bool = False, timeout_s: float = 3600
     ) -> None:
         self.config = engine
         self.kind = devices.device_kind()
         self.local_rank = int(os.environ["LOCAL_RANK"])
         if self.kind == "cuda":
             torch.cuda.set_device(self.local_rank)
-        self.device = (
-            torch.device("cuda", self.local_rank) if self.kind == "cuda" else torch.device("cpu")
-        )
+        self.device = torch.device("cuda", self.local_rank) if self.kind == "cuda" else torch.device("cpu")
         if not dist.is_initialized():
             backend = devices.collective_backend(self.kind)
             deepspeed.init_distributed(backend, timeout=timedelta(seconds=timeout_s), verbose=False)
@@ -95,10 +88,7 @@ class Strategy:
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         """Sums (or `max`, `min`) of a few numbers over the data-parallel ranks."""
         block = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(
-            block,
-            op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op],
-        )
+        dist.all_reduce(block, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op])
         return block.tolist()
 
     def gather(self, value: Any) -> list[Any]:
@@ -126,26 +116,17 @@ class Strategy:
         finally:
             del live  # Transformers holds it by a weak reference: while it lives, every model is loaded sharded
 
-    def trained(
-        self, load: Callable[[], nn.Module], optimizer: OptimizerConfig, *, total_steps: int
-    ) -> TrainEngine:
+    def trained(self, load: Callable[[], nn.Module], optimizer: OptimizerConfig, *, total_steps: int) -> TrainEngine:
         """Load a model with `load` and give it an optimizer, a schedule and a gradient-reducing engine."""
         config = ds_config.training_config(self.config, max_norm=optimizer.max_norm)
         with self.loading(config):
             module = load()
         groups = ds_config.parameter_groups(module.named_parameters(), optimizer.adam.weight_decay)
         adam = torch.optim.AdamW(
-            groups,
-            lr=optimizer.adam.lr,
-            betas=optimizer.adam.betas,
-            eps=optimizer.adam.eps,
-            fused=True,
+            groups, lr=optimizer.adam.lr, betas=optimizer.adam.betas, eps=optimizer.adam.eps, fused=True
         )
         engine = _initialize(
-            config,
-            module,
-            optimizer=adam,
-            lr_scheduler=lambda wrapped: _schedule(wrapped, optimizer, total_steps),
+            config, module, optimizer=adam, lr_scheduler=lambda wrapped: _schedule(wrapped, optimizer, total_steps)
         )
         return TrainEngine(engine, self)
 
@@ -264,9 +245,7 @@ class TrainEngine:
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
         restore_random_state(
-            torch.load(
-                Path(directory) / tag / f"random_state_{self.strategy.rank}.pt", weights_only=False
-            )
+            torch.load(Path(directory) / tag / f"random_state_{self.strategy.rank}.pt", weights_only=False)
         )
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -322,11 +301,7 @@ def hidden_size_of(module: nn.Module) -> int:
 
 def random_state() -> dict[str, Any]:
     """The state of every generator that a forward may draw from (dropout)."""
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 

@@ -79,9 +79,7 @@ def _meet(group: WeightGroup, rank: int) -> Store:
         )
     except RuntimeError as error:
         role = "listen" if rank == 0 else "reach the trainer"
-        raise _broken(
-            group, f"rank {rank} could not {role} at {group.host}:{group.port}", error
-        ) from error
+        raise _broken(group, f"rank {rank} could not {role} at {group.host}:{group.port}", error) from error
     store = PrefixStore(group.name, tcp)
     store.set(keys[rank], "")
     try:
@@ -100,9 +98,7 @@ def _absent(store: Store, keys: dict[int, str], timeout_s: float) -> str:
 
 
 def _broken(group: WeightGroup, what: str, error: Exception) -> PublicationError:
-    return PublicationError(
-        f"weight group {group.name} ({group.transport}): {what}: {str(error).splitlines()[0]}"
-    )
+    return PublicationError(f"weight group {group.name} ({group.transport}): {what}: {str(error).splitlines()[0]}")
 
 
 class _BroadcastChannel:
@@ -215,9 +211,7 @@ class WeightSender:
         paused until a new group sends everything again.
         """
         if self._channel is None:
-            raise PublicationError(
-                f"version {manifest.version} has no group to go to: join one first"
-            )
+            raise PublicationError(f"version {manifest.version} has no group to go to: join one first")
         try:
             hashes = tuple(self._send_buckets(self._channel, manifest, iter(tensors)))
             self._channel.send(torch.tensor(hashes, device=self._channel.device).view(torch.uint8))
@@ -230,9 +224,7 @@ class WeightSender:
         self, channel: Channel, manifest: WeightManifest, stream: Iterator[tuple[str, Tensor]]
     ) -> Iterator[int]:
         buckets = manifest.buckets()
-        buffer = torch.empty(
-            max(map(bucket_nbytes, buckets)), dtype=torch.uint8, device=channel.device
-        )
+        buffer = torch.empty(max(map(bucket_nbytes, buckets)), dtype=torch.uint8, device=channel.device)
         for bucket in buckets:
             packed = buffer[: bucket_nbytes(bucket)]
             pack(bucket, _in_order(bucket, stream), packed)

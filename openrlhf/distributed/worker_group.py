@@ -16,13 +16,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from openrlhf.config.plugins import load_plugins
-from openrlhf.distributed.devices import (
-    device_kind,
-    free_port,
-    node_address,
-    redirect_output,
-    worker_environment,
-)
+from openrlhf.distributed.devices import device_kind, free_port, node_address, redirect_output, worker_environment
 from openrlhf.distributed.placement import HostGroup, actor_options, reserve
 
 
@@ -100,8 +94,7 @@ class HostHandles:
         host_class: Any = ray.remote(WorkerHost)
         self.actors: list[Any] = [
             host_class.options(
-                **actor_options(reserved, rank, on_gpus=on_gpus),
-                runtime_env={"env_vars": environment},
+                **actor_options(reserved, rank, on_gpus=on_gpus), runtime_env={"env_vars": environment}
             ).remote(self.log_path(rank))
             for rank in range(group.slots)
         ]
@@ -119,21 +112,13 @@ class HostHandles:
 
     def _connect(self, settings: dict[str, Any], plugins: Sequence[str], timeout_s: float) -> None:
         doing = f"start the {self.name} processes"
-        nodes = gather(
-            [host.node.remote() for host in self.actors], timeout_s=timeout_s, doing=doing
-        )
+        nodes = gather([host.node.remote() for host in self.actors], timeout_s=timeout_s, doing=doing)
         local_ranks = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
         [address] = gather([self.actors[0].rendezvous.remote()], timeout_s=timeout_s, doing=doing)
         joined = [
-            host.connect.remote(rank, local_ranks, address, settings, plugins)
-            for rank, host in enumerate(self.actors)
+            host.connect.remote(rank, local_ranks, address, settings, plugins) for rank, host in enumerate(self.actors)
         ]
-        gather(
-            joined,
-            timeout_s=timeout_s,
-            doing=doing,
-            logs=[self.log_path(r) for r in range(len(joined))],
-        )
+        gather(joined, timeout_s=timeout_s, doing=doing, logs=[self.log_path(r) for r in range(len(joined))])
 
 
 class WorkerGroup:
@@ -167,9 +152,7 @@ class WorkerGroup:
         return [host.call.remote(self.role, method.__name__, *args) for host in self.hosts.actors]
 
 
-def gather(
-    references: Sequence[Any], *, timeout_s: float, doing: str, logs: Sequence[str] = ()
-) -> list[Any]:
+def gather(references: Sequence[Any], *, timeout_s: float, doing: str, logs: Sequence[str] = ()) -> list[Any]:
     """The results, in order. `doing` completes "… did not <doing> in time"; `logs[i]` is the log behind reference i.
 
     The first failure ends the wait: its peers may hang in a collective because of it. Raises WorkerError when a process died
@@ -190,13 +173,7 @@ def gather(
         ) from error
 
 
-def _late(
-    references: Sequence[Any],
-    waiting: Sequence[Any],
-    timeout_s: float,
-    doing: str,
-    logs: Sequence[str],
-) -> str:
+def _late(references: Sequence[Any], waiting: Sequence[Any], timeout_s: float, doing: str, logs: Sequence[str]) -> str:
     late = [rank for rank, reference in enumerate(references) if reference in waiting]
     where = ", ".join(logs[rank] if rank < len(logs) else f"process {rank}" for rank in late)
     return (

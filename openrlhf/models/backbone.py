@@ -45,9 +45,4 @@ def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
     if attention == packed_attention.NAME:
         return {"document_lengths": lengths.tolist()}
     cumulative, longest = offsets.int(), int(lengths.max())
-    return {
-        "cu_seq_lens_q": cumulative,
-        "cu_seq_lens_k": cumulative,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    return {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, "max_length_q": longest, "max_length_k": longest}

@@ -40,9 +40,7 @@ class LoadSpec:
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
     """A causal language model, ready to train. Raises ValueError naming the flag when it needs code of its own."""
     with naming_the_flag(spec):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            spec.path, **pretrained_options(spec)
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(spec.path, **pretrained_options(spec))
     return prepared(model, spec)
 
 
@@ -62,9 +60,7 @@ def naming_the_flag(spec: LoadSpec) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"the model in {spec.path} cannot be read (an incomplete download?): {error}"
-        ) from error
+        raise ModelError(f"the model in {spec.path} cannot be read (an incomplete download?): {error}") from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise

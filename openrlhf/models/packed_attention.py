@@ -52,9 +52,7 @@ def packed_sdpa(
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        for q, k, v in zip(
-            query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
-        )
+        for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     ]
     return torch.cat(pieces, 2).transpose(1, 2), None
 

@@ -13,12 +13,7 @@ from openrlhf.algorithms.tensors import linear_logprobs
 from openrlhf.models.backbone import hidden_states
 
 # Configuration entries by which some architectures transform logits after the head.
-_LOGIT_TRANSFORMS = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-)
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class TokenScores(NamedTuple):
@@ -43,12 +38,7 @@ class LogprobHead(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """(K, H) hidden states and (K,) targets -> (K,) log-probabilities and, if asked for, entropies in nats."""
         return linear_logprobs(
-            hidden,
-            self.lm_head.weight,
-            targets,
-            temperature=temperature,
-            entropy=entropy,
-            bias=self.lm_head.bias,
+            hidden, self.lm_head.weight, targets, temperature=temperature, entropy=entropy, bias=self.lm_head.bias
         )
 
 

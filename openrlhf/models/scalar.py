@@ -65,18 +65,14 @@ class ScalarModel(nn.Module):
         self.mean, self.std = _scale(mean, std)
         self.config.update({"mean": self.mean, "std": self.std})
 
-    def forward(
-        self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]
-    ) -> Float[Tensor, " N"]:
+    def forward(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Float[Tensor, " N"]:
         """The head's output at every token, float32: its judgement of the sequence up to and with that token."""
         hidden = hidden_states(self.hf.get_decoder(), tokens, offsets, packing=self.packing)
         values = self.head(hidden)
         return (values - self.mean) / self.std if self.normalize else values
 
 
-def last_token_scores(
-    values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]
-) -> Float[Tensor, " B"]:
+def last_token_scores(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Float[Tensor, " B"]:
     """The reward of each sequence: the head's output at its last token. No sequence may be empty."""
     return values[offsets[1:] - 1]
 
@@ -134,9 +130,7 @@ def load_scalar(
 def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
     """The stored configuration as that of a scalar model, and whether it was one before."""
     with naming_the_flag(spec):
-        config: Any = AutoConfig.from_pretrained(
-            spec.path, trust_remote_code=spec.trust_remote_code
-        )
+        config: Any = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
     stored_prefix = config.to_dict().get("value_head_prefix")
     names = config.architectures or []
     declared = bool(stored_prefix) or any("SequenceClassification" in name for name in names)
@@ -179,9 +173,7 @@ def _unsupported(config: PretrainedConfig) -> str:
     )
 
 
-def _check_weights(
-    spec: LoadSpec, report: Mapping[str, Any], name: str, *, may_lack_head: bool
-) -> bool:
+def _check_weights(spec: LoadSpec, report: Mapping[str, Any], name: str, *, may_lack_head: bool) -> bool:
     """Whether the folder had the head `name`. Raises ValueError for weights that are not there or of another size."""
     key = f"{name}.weight"
     sizes = {key: tuple(stored) for key, stored, _ in report["mismatched_keys"]}

@@ -147,16 +147,13 @@ def draw(lines: Sequence[Line], *, label: str) -> Markup:
         "bottom": HEIGHT - BOTTOM,
         "range": [frame.first, frame.last, frame.low, frame.high],
         "lines": [
-            {
-                "x": [point.step for point in line.points],
-                "y": [float(f"{point.mean:.5g}") for point in line.points],
-            }
+            {"x": [point.step for point in line.points], "y": [float(f"{point.mean:.5g}") for point in line.points]}
             for line in lines
         ],
     }
-    return Markup(
-        '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}" data-chart="{}">{}</svg>'
-    ).format(WIDTH, HEIGHT, label, json.dumps(numbers), Markup("").join(map(Markup, body)))
+    return Markup('<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}" data-chart="{}">{}</svg>').format(
+        WIDTH, HEIGHT, label, json.dumps(numbers), Markup("").join(map(Markup, body))
+    )
 
 
 def _axes(frame: Frame) -> list[str]:

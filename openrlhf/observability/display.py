@@ -20,14 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from openrlhf.observability.lines import (
-    Part,
-    clock_time,
-    compact,
-    evaluation_parts,
-    join_parts,
-    step_parts,
-)
+from openrlhf.observability.lines import Part, clock_time, compact, evaluation_parts, join_parts, step_parts
 from openrlhf.observability.run_folder import json_line
 
 PLAIN_WIDTH = 120  # columns of a table where there is no terminal to ask

@@ -59,18 +59,11 @@ def glossary_markdown() -> str:
         for name in sorted(name for name in GLOSSARY if name.startswith(f"{stage}/")):
             spec = GLOSSARY[name]
             meaning = spec.definition.replace("|", "\\|")
-            lines += [
-                f"| `{name}` | {spec.kind.__name__.lower()} | {spec.unit or '–'} | {meaning} |"
-            ]
+            lines += [f"| `{name}` | {spec.kind.__name__.lower()} | {spec.unit or '–'} | {meaning} |"]
     return "\n".join(lines) + "\n"
 
 
-_STAGES = {
-    "train": "Training",
-    "rollout": "Rollout",
-    "timing": "Time and throughput",
-    "eval": "Evaluation",
-}
+_STAGES = {"train": "Training", "rollout": "Rollout", "timing": "Time and throughput", "eval": "Evaluation"}
 
 _INTRODUCTION = """\
 Every number a run logs, under the name it has in `metrics.jsonl` and in the trackers. Means are
@@ -122,11 +115,7 @@ declare(
         "eval/eval prm_loss": "Cross entropy of a step label of the evaluation set.",
     },
 )
-declare(
-    Max,
-    "nats per token",
-    {"train/logprob_gap_max": "Largest |log π_rollout − log π_trainer| of any token."},
-)
+declare(Max, "nats per token", {"train/logprob_gap_max": "Largest |log π_rollout − log π_trainer| of any token."})
 declare(
     Mean,
     "share",
@@ -156,9 +145,7 @@ declare(
         "eval/eval_{datasource}_response_length_mean": "The same, of one data source.",
     },
 )
-declare(
-    Mean, "percent", {"train/dynamic_filtering_pass_rate": "Prompts that dynamic filtering kept."}
-)
+declare(Mean, "percent", {"train/dynamic_filtering_pass_rate": "Prompts that dynamic filtering kept."})
 declare(Mean, "versions", {"train/staleness_mean": "Age of a sampled token in weight versions."})
 declare(Max, "versions", {"train/staleness_max": "Age of the oldest sampled token."})
 declare(

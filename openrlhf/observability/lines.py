@@ -46,9 +46,7 @@ def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
     return join_parts([*parts[:leaves], *parts[leaves + 1 :]], width=width)
 
 
-def step_parts(
-    step: int, total: int, values: Mapping[str, float], *, seconds_left: float | None
-) -> list[Part]:
+def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_left: float | None) -> list[Part]:
     """The pieces of a training step's line, from those metrics that are there."""
     parts = [Part(label="step", value=f"{step:>{len(str(total))}}/{total}", style="bold")]
     for shown in _SHOWN:
@@ -56,9 +54,7 @@ def step_parts(
         if number is not None:
             value = shown.form(number)
             style = "bold" if shown.rank == 0 else ""
-            parts += [
-                Part(label=shown.label, value=value, unit=shown.unit, rank=shown.rank, style=style)
-            ]
+            parts += [Part(label=shown.label, value=value, unit=shown.unit, rank=shown.rank, style=style)]
     if "timing/step_total" in values:
         spent = [f"{say} {seconds(values[name])}" for name, say in _SPENT.items() if name in values]
         time = seconds(values["timing/step_total"])
@@ -137,25 +133,15 @@ class _Shown:
 
 _SHOWN = (
     _Shown(names=("train/reward", "rollout/reward_mean"), label="reward"),
-    _Shown(
-        names=("train/gpt_loss", "train/loss", "train/kto_loss", "train/prm_loss"), label="loss"
-    ),
+    _Shown(names=("train/gpt_loss", "train/loss", "train/kto_loss", "train/prm_loss"), label="loss"),
     _Shown(names=("train/acc",), label="accuracy", form=percent),
     _Shown(names=("train/kl",), label="kl", form="{:7.4f}".format, rank=1),
     _Shown(names=("train/entropy_loss",), label="entropy", rank=5),
     _Shown(
-        names=("train/response_length", "rollout/response_length_mean"),
-        label="length",
-        form="{:4.0f}".format,
-        rank=3,
+        names=("train/response_length", "rollout/response_length_mean"), label="length", form="{:4.0f}".format, rank=3
     ),
     _Shown(names=("train/lr",), label="lr", form="{:.1e}".format, rank=4),
-    _Shown(
-        names=("timing/tokens_per_second",),
-        unit="tokens/s",
-        form=lambda rate: f"{compact(rate):>5}",
-        rank=4,
-    ),
+    _Shown(names=("timing/tokens_per_second",), unit="tokens/s", form=lambda rate: f"{compact(rate):>5}", rank=4),
 )
 
 _SPENT = {

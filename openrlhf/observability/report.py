@@ -97,11 +97,7 @@ def report_run(folder: Path | str) -> Path:
 
 
 def write_report(
-    path: Path | str,
-    stages: Sequence[Stage],
-    *,
-    title: str,
-    summary_rows: Sequence[Sequence[object]] = (),
+    path: Path | str, stages: Sequence[Stage], *, title: str, summary_rows: Sequence[Sequence[object]] = ()
 ) -> Path:
     """Write the page about `stages`, in their order. Returns `path`.
 
@@ -202,10 +198,7 @@ def make_panel(title: str, names: Sequence[str], series: Series) -> Panel:
     """The chart of the metrics `names` of one unit; unit and definition come from the glossary."""
     specs = [spec for name in names if (spec := find_spec(name))]
     labels = [short_label(name) for name in names]
-    lines = [
-        Line(label=label, points=downsample(series[name]))
-        for label, name in zip(labels, names, strict=True)
-    ]
+    lines = [Line(label=label, points=downsample(series[name])) for label, name in zip(labels, names, strict=True)]
     return Panel(
         title=title,
         unit=specs[0].unit if specs else "",

@@ -142,11 +142,7 @@ _WANDB_AXES = {
 
 
 def make_trackers(
-    config: LoggerConfig,
-    *,
-    settings: Mapping[str, Any],
-    run_dir: Path,
-    resume_step: int | None = None,
+    config: LoggerConfig, *, settings: Mapping[str, Any], run_dir: Path, resume_step: int | None = None
 ) -> Trackers:
     """Start the mirrors that the flags ask for. `settings` is the resolved configuration, to show.
 

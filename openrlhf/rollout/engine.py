@@ -87,9 +87,7 @@ def _plain_errors(
         except Exception as error:
             dead = type(error).__name__ == "EngineDeadError" or not self.alive
             failure = EngineDead if dead else EngineError
-            raise failure(
-                f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}"
-            ) from None
+            raise failure(f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}") from None
 
     return guarded
 
@@ -145,15 +143,11 @@ class RolloutEngine:
         self._paused, self._unverified = False, None
         await self._serve_as(0)
         return StartReport(
-            vllm_version=vllm.__version__,
-            import_seconds=imported - began,
-            build_seconds=time.perf_counter() - imported,
+            vllm_version=vllm.__version__, import_seconds=imported - began, build_seconds=time.perf_counter() - imported
         )
 
     @_plain_errors
-    async def generate(
-        self, prompt_tokens: list[int], params: list[SamplingParams]
-    ) -> list[Generation]:
+    async def generate(self, prompt_tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         """One sample of the prompt for each of `params`, in their order. Waits out a pause."""
         samples = [asyncio.create_task(self._sample(prompt_tokens, each)) for each in params]
         self._unfinished += len(samples)
@@ -176,8 +170,7 @@ class RolloutEngine:
         return Generation(
             tokens=list(output.token_ids),
             logprobs=[
-                candidates[token].logprob
-                for token, candidates in zip(output.token_ids, output.logprobs, strict=True)
+                candidates[token].logprob for token, candidates in zip(output.token_ids, output.logprobs, strict=True)
             ],
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason if named else None,
@@ -190,17 +183,12 @@ class RolloutEngine:
         from vllm.sampling_params import RequestOutputKind
 
         if params.stop and not self.settings.stop_strings:
-            raise EngineError(
-                f"stop strings {params.stop!r} need an engine with a tokenizer: stop_strings=True"
-            )
+            raise EngineError(f"stop strings {params.stop!r} need an engine with a tokenizer: stop_strings=True")
         if params.seed is not None and self.settings.device == "cpu" and not self.settings.seeded:
-            raise EngineError(
-                f"seed {params.seed} needs an engine for seeded samples on a CPU: --rollout.seeded"
-            )
+            raise EngineError(f"seed {params.seed} needs an engine for seeded samples on a CPU: --rollout.seeded")
         ends = [] if params.ignore_eos else list(self.settings.end_token_ids)
         return VLLMSamplingParams(
-            **asdict(params)
-            | {"logprobs": 0, "stop_token_ids": [*(params.stop_token_ids or ()), *ends]},
+            **asdict(params) | {"logprobs": 0, "stop_token_ids": [*(params.stop_token_ids or ()), *ends]},
             detokenize=bool(params.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -223,12 +211,7 @@ class RolloutEngine:
         EngineError when they do not within `timeout_s`.
         """
         meeting = WeightGroup(
-            host=host,
-            port=port,
-            world_size=world_size,
-            transport=transport,
-            name=group,
-            timeout_s=timeout_s,
+            host=host, port=port, world_size=world_size, transport=transport, name=group, timeout_s=timeout_s
         )
         await self._llm.collective_rpc("publication_join", args=(asdict(meeting), rank_offset))
 
@@ -249,15 +232,12 @@ class RolloutEngine:
             await self.pause()
         self._unverified = manifest.version
         try:
-            answers = await self._llm.collective_rpc(
-                "publication_receive", args=(manifest.as_message(),)
-            )
+            answers = await self._llm.collective_rpc("publication_receive", args=(manifest.as_message(),))
         except Exception as error:
             if not self.alive:
                 raise
             raise PublicationError(
-                f"engine {self.index} could not take in version {manifest.version} "
-                f"and stays paused: {error}"
+                f"engine {self.index} could not take in version {manifest.version} and stays paused: {error}"
             ) from None
         workers = tuple(WorkerReceipt.from_message(answer) for answer in answers)
         receipt = Receipt(engine=self.index, version=manifest.version, workers=workers)
@@ -294,12 +274,7 @@ class RolloutEngine:
 
     async def health(self) -> Health:
         """Whether the engine can serve, and what it is doing."""
-        return Health(
-            alive=self.alive,
-            paused=self._paused,
-            weight_version=self._version,
-            unfinished=self._unfinished,
-        )
+        return Health(alive=self.alive, paused=self._paused, weight_version=self._version, unfinished=self._unfinished)
 
     @_plain_errors
     async def stop(self) -> None:

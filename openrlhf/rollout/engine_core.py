@@ -35,10 +35,7 @@ def start_in_thread(arguments: AsyncEngineArgs) -> tuple[AsyncLLM, Callable[[], 
     """An engine, and the function that ends the thread of its core. Raises what the core raised."""
     register_architectures(arguments.model)
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    head_size, known = (
-        config.model_config.get_head_size(),
-        CPUAttentionBackend.get_supported_head_sizes(),
-    )
+    head_size, known = (config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes())
     if head_size not in known:  # vLLM would die at the first sample, without a reason
         raise ValueError(
             f"vLLM's CPU attention has kernels for heads of {known}, and those of {arguments.model} have {head_size} "
@@ -51,13 +48,7 @@ def start_in_thread(arguments: AsyncEngineArgs) -> tuple[AsyncLLM, Callable[[], 
     if thread.error is not None:
         raise thread.error
     addresses = {"input_address": inputs, "output_address": outputs}
-    llm = AsyncLLM(
-        config,
-        Executor.get_class(config),
-        log_stats=False,
-        log_requests=False,
-        client_addresses=addresses,
-    )
+    llm = AsyncLLM(config, Executor.get_class(config), log_stats=False, log_requests=False, client_addresses=addresses)
     return llm, thread.stop
 
 

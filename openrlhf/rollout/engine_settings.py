@@ -48,15 +48,12 @@ def engine_environment(device: Device) -> dict[str, str]:
     }
     if device == "cuda":
         return common | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    return (
-        common
-        | {
-            "OMP_NUM_THREADS": "1",  # two spinning threads on two cores: 10 to 25 times slower
-            "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles its log-probability helper at the first sample: 2 to 12 s
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine to the same core
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM adds a process between core and worker
-        }
-    )
+    return common | {
+        "OMP_NUM_THREADS": "1",  # two spinning threads on two cores: 10 to 25 times slower
+        "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles its log-probability helper at the first sample: 2 to 12 s
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine to the same core
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM adds a process between core and worker
+    }
 
 
 def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:

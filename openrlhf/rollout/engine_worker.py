@@ -16,20 +16,11 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from openrlhf.distributed.buckets import (
-    WeightManifest,
-    WorkerReceipt,
-    bucket_hash,
-    bucket_nbytes,
-    unpack,
-)
+from openrlhf.distributed.buckets import WeightManifest, WorkerReceipt, bucket_hash, bucket_nbytes, unpack
 from openrlhf.distributed.weight_sync import Channel, WeightGroup, join_group
 
 

@@ -44,9 +44,7 @@ class SamplingSpec:
                 top_p=self.top_p,
                 top_k=self.top_k,
                 max_tokens=min(budget, self.max_new_tokens or budget),
-                seed=None
-                if self.seed is None
-                else sample_seed(self.seed, self.purpose, prompt.index, sample),
+                seed=None if self.seed is None else sample_seed(self.seed, self.purpose, prompt.index, sample),
             )
             for sample in range(self.n_samples)
         ]
@@ -84,9 +82,7 @@ class RolloutGenerator:
         self.on_error = on_error
         self.timeout_s = timeout_s
         self._loop = BackgroundLoop()
-        self._in_flight = [0] * len(
-            self.engines
-        )  # samples asked of each engine and not answered yet
+        self._in_flight = [0] * len(self.engines)  # samples asked of each engine and not answered yet
 
     def rollout(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Trajectory]:
         """All samples of all prompts, in prompt order, samples of a prompt adjacent, failed ones among them.
@@ -112,14 +108,10 @@ class RolloutGenerator:
             for generation in generations
         ]
         # Without a reward here, a reward worker scores the finished episodes.
-        results = (
-            await self.reward.score(requests) if self.reward else [RewardResult()] * len(requests)
-        )
+        results = await self.reward.score(requests) if self.reward else [RewardResult()] * len(requests)
         return [
             self._trajectory(prompt, sample, tokens, generation, request.response_text, result)
-            for sample, (generation, request, result) in enumerate(
-                zip(generations, requests, results, strict=True)
-            )
+            for sample, (generation, request, result) in enumerate(zip(generations, requests, results, strict=True))
         ]
 
     def _decode(self, tokens: list[int]) -> str:
@@ -156,12 +148,7 @@ class RolloutGenerator:
             error=result.error,
         )
         if finished.failed:
-            return replace(
-                finished,
-                reward=None,
-                score=None,
-                error=f"the engine ended it: {generation.finish_reason}",
-            )
+            return replace(finished, reward=None, score=None, error=f"the engine ended it: {generation.finish_reason}")
         return finished if result.error is None else self._failed_reward(finished)
 
     def _failed_reward(self, finished: Trajectory) -> Trajectory:
@@ -184,9 +171,7 @@ class BackgroundLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="rollout-loop", daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:

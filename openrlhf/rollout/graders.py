@@ -22,10 +22,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat 
 # a pattern and its replacement, applied in order
 Rule = tuple[str, str | Callable[[re.Match[str]], str]]
 
-_UNIT = (
-    "(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|yard)s?"
-    "|foot|feet|inch(?:es)?"
-)
+_UNIT = "(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|yard)s?|foot|feet|inch(?:es)?"
 _LATEX: list[Rule] = [
     (r"\n|\\!", ""),
     (r"\\\\", r"\\"),
@@ -108,13 +105,9 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
     if given == truth:
         return True
     ours, theirs = _parts(given), _parts(truth)
-    if len(ours) != len(theirs) or (
-        len(theirs) > 1 and (given[0], given[-1]) != (truth[0], truth[-1])
-    ):
+    if len(ours) != len(theirs) or (len(theirs) > 1 and (given[0], given[-1]) != (truth[0], truth[-1])):
         return False
-    return bool(given) and all(
-        _same_value(one, other) for one, other in zip(ours, theirs, strict=True)
-    )
+    return bool(given) and all(_same_value(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def grade_math(response: str, label: str) -> float:
@@ -130,15 +123,9 @@ def grade_math(response: str, label: str) -> float:
         return 1.0
     if answer is not None and len(answer) > LONGEST_ANSWER:
         return 0.0
-    if re.fullmatch(
-        r"(\\text\{)?[A-Za-z][A-Za-z .'-]+\}?", truth
-    ):  # a word is no product of its letters
+    if re.fullmatch(r"(\\text\{)?[A-Za-z][A-Za-z .'-]+\}?", truth):  # a word is no product of its letters
         return 0.0
-    found = (
-        parse(response[-LONGEST_ANSWER:], parsing_timeout=_seconds())
-        if answer is None
-        else _parse(answer)
-    )
+    found = parse(response[-LONGEST_ANSWER:], parsing_timeout=_seconds()) if answer is None else _parse(answer)
     return float(verify(_parse(truth), found, timeout_seconds=_seconds()))
 
 

@@ -91,8 +91,7 @@ def parameters_of(function: Callable[..., Any]) -> list[list[Any]] | None:
         return None
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
-        [each.name, each.kind.name, each.default is each.empty and each.kind not in variable]
-        for each in parameters
+        [each.name, each.kind.name, each.default is each.empty and each.kind not in variable] for each in parameters
     ]
 
 
@@ -168,9 +167,7 @@ def main(socket_fd: int, lifeline: int, memory_bytes: int) -> None:
     faulthandler.register(DUMP_SIGNAL, all_threads=False)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(
-        OSError
-    ):  # where the whole machine runs short, the kernel is to take a host first
+    with suppress(OSError):  # where the whole machine runs short, the kernel is to take a host first
         Path("/proc/self/oom_score_adj").write_text("1000")
     channel = socket.socket(fileno=socket_fd)
     channel.set_inheritable(False)

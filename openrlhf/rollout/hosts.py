@@ -122,10 +122,7 @@ class _Host:
         """Send a request and wait for the next reply. Raises HostTimeout or HostDied."""
         loop = asyncio.get_running_loop()
         log_start = self.log.stat().st_size if self.log else 0
-        timers = (
-            loop.call_later(seconds, self._dump),
-            loop.call_later(seconds + DUMP_SECONDS, self._expire),
-        )
+        timers = (loop.call_later(seconds, self._dump), loop.call_later(seconds + DUMP_SECONDS, self._expire))
         try:
             await loop.sock_sendall(self.socket, frame)
             (length,) = LENGTH.unpack(await self._read(LENGTH.size))

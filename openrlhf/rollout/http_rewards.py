@@ -55,9 +55,7 @@ class HTTPReward:
     another is there.
     """
 
-    def __init__(
-        self, urls: Sequence[str], *, timeout: float, retries: int, batch: bool = False
-    ) -> None:
+    def __init__(self, urls: Sequence[str], *, timeout: float, retries: int, batch: bool = False) -> None:
         self.servers = [_Server(url) for url in urls]
         self.timeout, self.retries, self.batch = timeout, retries, batch
         self._client: httpx.AsyncClient | None = None  # of the loop that `score` runs in
@@ -91,10 +89,7 @@ class HTTPReward:
             return read_rewards(await self._ask(body), len(requests))
         except ServerError as error:
             failure = f"{error} (attempt {self.retries + 1} of {self.retries + 1})"
-        except (
-            TypeError,
-            ValueError,
-        ) as error:  # no JSON, there or here, or not what was asked for
+        except (TypeError, ValueError) as error:  # no JSON, there or here, or not what was asked for
             failure = f"reward server: {error}"
         return [RewardResult(error=failure)] * len(requests)
 

@@ -31,9 +31,7 @@ class RewardRequest:
     query: str
     prompt: str
     label: Any = ""
-    response: str | None = (
-        None  # the sampled text alone; without it, what follows the prompt in the query
-    )
+    response: str | None = None  # the sampled text alone; without it, what follows the prompt in the query
 
     @property
     def response_text(self) -> str:
@@ -69,13 +67,7 @@ class FunctionReward:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        pool: HostPool,
-        timeout: float,
-        batch: bool = False,
-        function: str = "reward_func",
+        self, path: str | Path, *, pool: HostPool, timeout: float, batch: bool = False, function: str = "reward_func"
     ) -> None:
         self.target = f"{Path(path).resolve()}:{function}"
         self.pool, self.timeout, self.batch = pool, timeout, batch
@@ -97,9 +89,7 @@ class FunctionReward:
             args, kwargs = (await self._learn_arguments()).of(requests)
             returned = await self.pool.call(self.target, *args, timeout=self.timeout, **kwargs)
             if not isinstance(returned, Mapping):
-                self._notice(
-                    "returns rewards alone; a dict with rewards, scores and extra_logs can say more"
-                )
+                self._notice("returns rewards alone; a dict with rewards, scores and extra_logs can say more")
             return read_rewards(returned, len(requests))
         except (HostError, ConfigError) as error:
             return [RewardResult(error=str(error))] * len(requests)
@@ -174,9 +164,7 @@ class VerifierReward:
 
     async def _verify(self, request: RewardRequest) -> RewardResult:
         try:
-            reward = await self.pool.call(
-                self.target, request.response_text, str(request.label), timeout=self.timeout
-            )
+            reward = await self.pool.call(self.target, request.response_text, str(request.label), timeout=self.timeout)
             return RewardResult(reward=reward, score=reward)
         except HostError as error:
             return RewardResult(error=str(error))
@@ -191,25 +179,15 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
     if not isinstance(returned, Mapping):
         returned = {"rewards": returned}
     if "rewards" not in returned:
-        raise ValueError(
-            f"returned a dict without 'rewards'; its keys are {sorted(map(str, returned))}"
-        )
+        raise ValueError(f"returned a dict without 'rewards'; its keys are {sorted(map(str, returned))}")
     rewards = _finite("rewards", returned["rewards"], count)
-    scores = (
-        rewards if returned.get("scores") is None else _finite("scores", returned["scores"], count)
-    )
+    scores = rewards if returned.get("scores") is None else _finite("scores", returned["scores"], count)
     logs = returned.get("extra_logs") or {}
     if not isinstance(logs, Mapping):
         raise ValueError(f"returned extra_logs that are no dict: {_shown(logs)}")
-    columns = {
-        str(name): _numbers(f"extra_logs[{name!r}]", value, count) for name, value in logs.items()
-    }
+    columns = {str(name): _numbers(f"extra_logs[{name!r}]", value, count) for name, value in logs.items()}
     return [
-        RewardResult(
-            reward=reward,
-            score=score,
-            extra_logs={name: column[i] for name, column in columns.items()},
-        )
+        RewardResult(reward=reward, score=score, extra_logs={name: column[i] for name, column in columns.items()})
         for i, (reward, score) in enumerate(zip(rewards, scores, strict=True))
     ]
 
@@ -232,9 +210,7 @@ def _numbers(name: str, value: Any, count: int) -> list[float]:
 
 
 def _flatten(value: Any) -> list[Any]:
-    return (
-        [leaf for item in value for leaf in _flatten(item)] if isinstance(value, list) else [value]
-    )
+    return [leaf for item in value for leaf in _flatten(item)] if isinstance(value, list) else [value]
 
 
 def _shown(value: Any) -> str:

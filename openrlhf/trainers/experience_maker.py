@@ -16,12 +16,7 @@ from openrlhf.algorithms.advantages import (
     shape_rewards,
 )
 from openrlhf.algorithms.kl import KLController, kl_clamped, kl_estimate
-from openrlhf.algorithms.rewards import (
-    clip_rewards,
-    overlong_penalty,
-    stop_properly_penalty,
-    token_rewards,
-)
+from openrlhf.algorithms.rewards import clip_rewards, overlong_penalty, stop_properly_penalty, token_rewards
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.experience import Experience, Layout
 from openrlhf.observability.metrics import Mean, Metric
@@ -86,38 +81,27 @@ class ExperienceMaker:
         """Add log π_old, log π_ref and V where something needs them: launched side by side, gathered."""
         columns: dict[str, _Pending] = {}
         if self.reward:
-            columns["rewards"] = _Pending(
-                experience, self.reward, RewardWorker.rewards, per_sample=True
-            )
+            columns["rewards"] = _Pending(experience, self.reward, RewardWorker.rewards, per_sample=True)
         if self.recompute_old:
             columns["old_logprobs"] = _Pending(experience, self.policy, PolicyWorker.logprobs)
         if self.reference:
             columns["ref_logprobs"] = _Pending(experience, self.reference, ReferenceWorker.logprobs)
         if self.critic:
             columns["values"] = _Pending(experience, self.critic, CriticWorker.values)
-        return experience.with_columns(
-            **{name: pending.collect(self.timeout_s) for name, pending in columns.items()}
-        )
+        return experience.with_columns(**{name: pending.collect(self.timeout_s) for name, pending in columns.items()})
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """r_t, Â_t and Ĝ_t, and the metrics of the batch."""
         estimator = ADVANTAGE_ESTIMATORS[self.settings.estimator]
         rewards = self._penalised(experience)
-        shaped = clip_rewards(
-            shape_rewards(rewards, experience.group_ids, estimator), *self.settings.reward_clip
-        )
+        shaped = clip_rewards(shape_rewards(rewards, experience.group_ids, estimator), *self.settings.reward_clip)
         kl = self._reward_kl(experience)
-        columns = {
-            name: torch.zeros(experience.num_tokens)
-            for name in ("token_rewards", "advantages", "returns")
-        }
+        columns = {name: torch.zeros(experience.num_tokens) for name in ("token_rewards", "advantages", "returns")}
         row_of_token = experience.sample_of_token()
         for block in experience.blocks():
             rows = row_of_token[block.positions[:, 0]]
             mask = block.gather(experience.action_mask)
-            per_token = token_rewards(
-                shaped[rows], None if kl is None else block.gather(kl), mask, self.kl.coef
-            )
+            per_token = token_rewards(shaped[rows], None if kl is None else block.gather(kl), mask, self.kl.coef)
             advantages, returns = assign_credit(
                 estimator,
                 per_token,
@@ -129,10 +113,7 @@ class ExperienceMaker:
             for name, values in zip(columns, (per_token, advantages, returns), strict=True):
                 block.scatter(values, columns[name])
         columns["advantages"] = normalize_advantages(
-            columns["advantages"],
-            experience.action_mask,
-            estimator,
-            scale=self.settings.scale_advantages,
+            columns["advantages"], experience.action_mask, estimator, scale=self.settings.scale_advantages
         )
         credited = experience.with_columns(rewards=rewards, **columns)
         return credited, self._metrics(credited, kl)
@@ -158,9 +139,7 @@ class ExperienceMaker:
         if not self.settings.kl_in_reward or experience.ref_logprobs is None:
             return None
         assert experience.old_logprobs is not None
-        return kl_estimate(
-            experience.old_logprobs, experience.ref_logprobs, self.settings.kl_estimator
-        )
+        return kl_estimate(experience.old_logprobs, experience.ref_logprobs, self.settings.kl_estimator)
 
     def _metrics(self, experience: Experience, kl: Tensor | None) -> dict[str, Metric]:
         count, actions = experience.num_samples, experience.num_actions
@@ -172,9 +151,7 @@ class ExperienceMaker:
             "train/response_length": Mean(float(actions.sum()), count),
             "train/total_length": Mean(float(experience.num_tokens), count),
             "train/truncated": Mean(float(experience.truncated.sum()), count),
-            "train/response_clip_ratio": Mean(
-                float((experience.lengths >= self.settings.max_len).sum()), count
-            ),
+            "train/response_clip_ratio": Mean(float((experience.lengths >= self.settings.max_len).sum()), count),
         }
         spread = group_reward_std(experience.rewards, experience.group_ids)
         if spread is not None:
@@ -202,12 +179,7 @@ class _Pending:
     """A column on its way: rows scattered over the ranks of a group, results gathered back into place."""
 
     def __init__(
-        self,
-        experience: Experience,
-        group: WorkerGroup,
-        method: Callable[..., Tensor],
-        *,
-        per_sample: bool = False,
+        self, experience: Experience, group: WorkerGroup, method: Callable[..., Tensor], *, per_sample: bool = False
     ) -> None:
         self.experience, self.group, self.per_sample = experience, group, per_sample
         lengths = experience.lengths.tolist()
@@ -218,10 +190,7 @@ class _Pending:
     def collect(self, timeout_s: float) -> Tensor:
         """The column: (N,) where ranks gave their tokens numbers, (B,) where they gave their rows numbers."""
         results: Sequence[Tensor] = gather(
-            self.references,
-            timeout_s=timeout_s,
-            doing=f"score the batch ({self.group.role})",
-            logs=self.group.logs,
+            self.references, timeout_s=timeout_s, doing=f"score the batch ({self.group.role})", logs=self.group.logs
         )
         size = self.experience.num_samples if self.per_sample else self.experience.num_tokens
         column = torch.zeros(size)

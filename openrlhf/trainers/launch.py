@@ -32,14 +32,7 @@ from openrlhf.rollout.engine_settings import Device, engine_environment
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
 from openrlhf.rollout.hosts import HostPool
 from openrlhf.rollout.http_rewards import HTTPReward
-from openrlhf.rollout.rewards import (
-    ErrorBudget,
-    ErrorPolicy,
-    FunctionReward,
-    Reward,
-    RewardErrors,
-    VerifierReward,
-)
+from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, FunctionReward, Reward, RewardErrors, VerifierReward
 from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.ppo import PPOTrainer
@@ -107,9 +100,7 @@ def load_prompts(config: PPOConfig) -> PromptData:
     )
 
     def prompts(spec: str, *, split: str, probs: str | None) -> PromptDataset:
-        rows = load_datasets(
-            spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed
-        )
+        rows = load_datasets(spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed)
         return PromptDataset(
             rows,
             tokenizer,
@@ -123,9 +114,7 @@ def load_prompts(config: PPOConfig) -> PromptData:
     return PromptData(
         tokenizer=tokenizer,
         train=prompts(data.prompt_dataset, split=data.prompt_split, probs=data.prompt_probs),
-        eval=prompts(config.eval.dataset, split=config.eval.split, probs=None)
-        if config.eval.dataset
-        else None,
+        eval=prompts(config.eval.dataset, split=config.eval.split, probs=None) if config.eval.dataset else None,
     )
 
 
@@ -211,9 +200,7 @@ class Run:
     def _start_engines(self) -> list[Any]:
         """Engine actors on their slots; references of their starts, which take a while."""
         config, group = self.config, self.plan.group_of("vllm")
-        reserved = placement.reserve(
-            group, on_gpus=self.plan.on_gpus, timeout_s=config.train.setup_timeout
-        )
+        reserved = placement.reserve(group, on_gpus=self.plan.on_gpus, timeout_s=config.train.setup_timeout)
         made_of = settings.engine_settings(config, self.kind, self.data.tokenizer)
         engine = ray.remote(RolloutEngine)
         self.engines = [
@@ -233,15 +220,9 @@ class Run:
                 self.hosts.append(self._start_hosts(group))
         steps = settings.optimizer_steps(self.config, len(self.data.train))
         workers: dict[str, tuple[type, Callable[[], Any]]] = {
-            "actor": (
-                PolicyWorker,
-                partial(settings.policy_settings, self.config, self.kind, steps),
-            ),
+            "actor": (PolicyWorker, partial(settings.policy_settings, self.config, self.kind, steps)),
             "ref": (ReferenceWorker, partial(settings.reference_settings, self.config)),
-            "critic": (
-                CriticWorker,
-                partial(settings.critic_settings, self.config, self.kind, steps),
-            ),
+            "critic": (CriticWorker, partial(settings.critic_settings, self.config, self.kind, steps)),
             "reward": (RewardWorker, partial(settings.reward_settings, self.config)),
         }
         groups, created, logs = {}, [], []
@@ -251,9 +232,7 @@ class Run:
                 worker, made_from = workers[role]
                 created += groups[role].create(worker, made_from())
                 logs += groups[role].logs
-        gather(
-            created, timeout_s=self.config.train.setup_timeout, doing="load the models", logs=logs
-        )
+        gather(created, timeout_s=self.config.train.setup_timeout, doing="load the models", logs=logs)
         return groups
 
     def _start_hosts(self, group: placement.HostGroup) -> HostHandles:
@@ -276,11 +255,7 @@ class Run:
         config, policy, kl = self.config, groups["actor"], make_kl(self.config)
         on_error = ErrorPolicy.parse(config.reward.on_error)
         generator = RolloutGenerator(
-            self.engines,
-            self.data.tokenizer,
-            self.reward,
-            on_error=on_error,
-            timeout_s=config.train.step_timeout,
+            self.engines, self.data.tokenizer, self.reward, on_error=on_error, timeout_s=config.train.step_timeout
         )
         source = SyncSource(
             self.data.train,
@@ -316,11 +291,7 @@ class Run:
             kl=kl,
             errors=ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error),
             evaluate=partial(
-                evaluate,
-                self.data.eval,
-                generator,
-                settings.eval_sampling(config),
-                wave=config.rollout.batch_size,
+                evaluate, self.data.eval, generator, settings.eval_sampling(config), wave=config.rollout.batch_size
             )
             if self.data.eval is not None
             else None,

@@ -125,11 +125,7 @@ class PPOTrainer:
             logs += self.critic.logs
         if self.step + 1 > self.settings.freezing_steps:
             jobs = [
-                PolicyUpdate(
-                    experience=rows_of_rank(experience, plan),
-                    steps=plan.steps,
-                    kl_coef=self.kl.coef,
-                )
+                PolicyUpdate(experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=self.kl.coef)
                 for plan in self._plans(lengths, self.policy.size)
             ]
             launched += self.policy.launch(PolicyWorker.update, jobs)
@@ -181,17 +177,12 @@ class PPOTrainer:
             return
         staged = self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf)
         for part, group in self.parts().items() if not self.ckpt.disable_ds else ():
-            saved = group.broadcast(
-                TrainedWorker.save_checkpoint, staged.engine_dir(part), staged.tag
-            )
+            saved = group.broadcast(TrainedWorker.save_checkpoint, staged.engine_dir(part), staged.tag)
             self._gather(saved, "save a checkpoint", group.logs)
         if self.ckpt.save_hf:
             self.export(staged.hf_dir)
         self.checkpoints.commit(
-            staged,
-            state=self._state(),
-            metric_key=self.best.key or None,
-            metric_value=self.best.last,
+            staged, state=self._state(), metric_key=self.best.key or None, metric_value=self.best.last
         )
 
     def _state(self) -> RunState:
@@ -211,9 +202,7 @@ class PPOTrainer:
         """Continue where a checkpoint stands."""
         state = checkpoint.state
         for part, group in self.parts().items():
-            loaded = group.broadcast(
-                TrainedWorker.load_checkpoint, checkpoint.engine_dir(part), checkpoint.tag
-            )
+            loaded = group.broadcast(TrainedWorker.load_checkpoint, checkpoint.engine_dir(part), checkpoint.tag)
             self._gather(loaded, "load the checkpoint", group.logs)
         self.step, self.source.consumed = state.step, state.consumed
         if state.kl_coef is not None:
@@ -292,9 +281,7 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
     return [t for t in finished if peers[t.prompt.index] > 1]
 
 
-def rollout_metrics(
-    trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]
-) -> dict[str, Metric]:
+def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, Metric]:
     """What the rollout itself looked like, and the means of the user's extra numbers over the samples that gave them."""
     rewards = [t.reward for t in kept if t.reward is not None]
     count = len(rewards)
@@ -306,10 +293,7 @@ def rollout_metrics(
         "rollout/response_length_mean": Mean(sum(t.num_actions for t in kept), len(kept)),
         "rollout/truncated_rate": Mean(sum(t.truncated for t in kept), len(kept)),
         "rollout/num_samples": Last(float(len(kept))),
-        "train/score": Mean(
-            sum(t.score for t in kept if t.score is not None),
-            sum(t.score is not None for t in kept),
-        ),
+        "train/score": Mean(sum(t.score for t in kept if t.score is not None), sum(t.score is not None for t in kept)),
         "train/failed_episodes": Last(float(sum(t.failed for t in trajectories))),
     }
     logs = [{f"train/{name}": Mean(value, 1) for name, value in t.extra_logs.items()} for t in kept]

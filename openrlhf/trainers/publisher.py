@@ -32,8 +32,7 @@ class WeightPublisher:
     def connect(self) -> None:
         """Form the weight group, anew when an engine was replaced."""
         [(host, port)] = self._gather(
-            self.policy.broadcast(PolicyWorker.weight_address)[:1],
-            "tell where to send weights from",
+            self.policy.broadcast(PolicyWorker.weight_address)[:1], "tell where to send weights from"
         )
         self.groups_made += 1
         group = WeightGroup(
@@ -64,9 +63,7 @@ class WeightPublisher:
         """Send the policy's weights as `version`. Raises PublicationError, naming what differs, and then no engine serves it."""
         if not self.connected:
             self.connect()
-        [manifest] = self._gather(
-            [self.policy.broadcast(PolicyWorker.weight_manifest, version)[0]], "list its weights"
-        )
+        [manifest] = self._gather([self.policy.broadcast(PolicyWorker.weight_manifest, version)[0]], "list its weights")
         receiving = [engine.receive.remote(manifest) for engine in self.engines]
         sending = self.policy.broadcast(PolicyWorker.send_weights, manifest)
         self.connected = False  # until it worked: a failed publication leaves no group behind

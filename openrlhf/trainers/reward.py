@@ -22,9 +22,7 @@ from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.supervised import Rows, load_spec, run_supervised
 from openrlhf.workers.base import MicroBatchLimits
 
-HELD_BACK = (
-    0.01  # of the training rows, to measure mean and deviation where there is no evaluation set
-)
+HELD_BACK = 0.01  # of the training rows, to measure mean and deviation where there is no evaluation set
 
 
 class RewardTask:
@@ -52,9 +50,7 @@ class RewardTask:
         """Pairs."""
         return {"pairs": micro.num_samples / 2}
 
-    def loss(
-        self, model: Any, micro: Pairs, totals: Mapping[str, float]
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, model: Any, micro: Pairs, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's share of the mean over the window's pairs."""
         scores = last_token_scores(model(micro.tokens, micro.offsets), micro.offsets)
         chosen, rejected = scores[0::2], scores[1::2]
@@ -100,9 +96,7 @@ def run_rm(config: RMConfig) -> None:
     )
 
     def rows(spec: str, *, split: str, probs: str | None) -> PreferenceDataset:
-        dataset = load_datasets(
-            spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed
-        )
+        dataset = load_datasets(spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed)
         return PreferenceDataset(
             dataset,
             tokenizer,

@@ -173,9 +173,7 @@ def credit_settings(config: PPOConfig) -> CreditSettings:
     )
 
 
-def engine_settings(
-    config: PPOConfig, kind: Device, tokenizer: PreTrainedTokenizerBase
-) -> EngineSettings:
+def engine_settings(config: PPOConfig, kind: Device, tokenizer: PreTrainedTokenizerBase) -> EngineSettings:
     """What the engines are made of."""
     return EngineSettings(
         model=located(config.actor.model_name_or_path),
@@ -245,9 +243,7 @@ def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
     """How the state of each trained model is cut into files."""
     roles = {"_actor": config.actor} | ({"_critic": config.critic} if has_critic(config) else {})
     return {
-        part: EngineLayout(
-            world_size=role.num_nodes * role.num_gpus_per_node, zero_stage=config.ds.zero_stage
-        )
+        part: EngineLayout(world_size=role.num_nodes * role.num_gpus_per_node, zero_stage=config.ds.zero_stage)
         for part, role in roles.items()
     }
 

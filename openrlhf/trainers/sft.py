@@ -35,9 +35,7 @@ class SFTTask:
         """Target tokens."""
         return {"tokens": float(micro.loss_mask.sum())}
 
-    def loss(
-        self, model: Any, micro: TokenRows, totals: Mapping[str, float]
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, model: Any, micro: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's share of the mean over the window's target tokens."""
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
         summed = (token_nll(scores.logprobs, micro.loss_mask)).sum()
@@ -53,14 +51,10 @@ class SFTTask:
         """Nothing to keep."""
 
 
-def load_rows(
-    config: SFTConfig, tokenizer: Any, spec: str, *, split: str, probs: str | None
-) -> SFTDataset:
+def load_rows(config: SFTConfig, tokenizer: Any, spec: str, *, split: str, probs: str | None) -> SFTDataset:
     """The rows of a dataset spec, tokenised."""
     data = config.data
-    dataset = load_datasets(
-        spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed
-    )
+    dataset = load_datasets(spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed)
     return SFTDataset(
         dataset,
         tokenizer,
@@ -83,14 +77,10 @@ def run_sft(config: SFTConfig) -> None:
         chat_template=config.data.tokenizer_chat_template,
     )
     data, evaluation = config.data, config.eval
-    train_rows = load_rows(
-        config, tokenizer, data.dataset, split=data.dataset_split, probs=data.dataset_probs
-    )
+    train_rows = load_rows(config, tokenizer, data.dataset, split=data.dataset_split, probs=data.dataset_probs)
     eval_rows = None
     if evaluation.dataset:
-        eval_rows = load_rows(
-            config, tokenizer, evaluation.dataset, split=evaluation.split, probs=None
-        )
+        eval_rows = load_rows(config, tokenizer, evaluation.dataset, split=evaluation.split, probs=None)
     run_supervised(
         config,
         SFTTask(),

@@ -61,16 +61,10 @@ class SyncSource:
                 yield prompts
 
     def _loader(self, episode: int, *, position: int) -> DataLoader[PromptRow]:
-        sampler = ResumableSampler(
-            len(self.prompts), seed=self.seed, consumed=position, drop_last=False
-        )
+        sampler = ResumableSampler(len(self.prompts), seed=self.seed, consumed=position, drop_last=False)
         sampler.set_epoch(episode)
         return DataLoader(
-            self.prompts,
-            batch_size=self.batch_size,
-            sampler=sampler,
-            collate_fn=list,
-            num_workers=self.num_workers,
+            self.prompts, batch_size=self.batch_size, sampler=sampler, collate_fn=list, num_workers=self.num_workers
         )
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
@@ -78,9 +72,7 @@ class SyncSource:
             yield self.generator.rollout(prompts, self.spec)
 
 
-def evaluate(
-    prompts: PromptDataset, generator: RolloutGenerator, spec: SamplingSpec, *, wave: int
-) -> list[Trajectory]:
+def evaluate(prompts: PromptDataset, generator: RolloutGenerator, spec: SamplingSpec, *, wave: int) -> list[Trajectory]:
     """Episodes of every evaluation prompt, generated in waves of `wave` prompts."""
     trajectories: list[Trajectory] = []
     for first in range(0, len(prompts), wave):

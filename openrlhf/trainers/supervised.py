@@ -55,9 +55,7 @@ class Task(Protocol[Row, Micro]):
         """The denominators of a micro-batch."""
         ...
 
-    def loss(
-        self, model: Any, micro: Micro, totals: Mapping[str, float]
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, model: Any, micro: Micro, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         """The micro-batch's share of the window's loss, and its metrics under their logged names."""
         ...
 
@@ -140,9 +138,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             result = self.engine.optimize(
                 window,
                 counts=self.task.counts,
-                loss=lambda micro, totals: self.task.loss(
-                    self.engine, micro.to(self.strategy.device), totals
-                ),
+                loss=lambda micro, totals: self.task.loss(self.engine, micro.to(self.strategy.device), totals),
                 max_nonfinite=self.train.max_nonfinite,
             )
             self.step += 1
@@ -163,9 +159,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 consumed=step_in_epoch * self.schedule.batch_size,
             )
             sampler.set_epoch(epoch)
-            for rows in self._loader(
-                self.train_rows, sampler, self.schedule.batch_size // self.strategy.dp_size
-            ):
+            for rows in self._loader(self.train_rows, sampler, self.schedule.batch_size // self.strategy.dp_size):
                 batch = self.task.collate(rows)
                 yield self.task.micro_batches(batch, self.limits)
 
@@ -215,12 +209,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         assert self.eval_rows is not None
         size, ranks = self.train.micro_batch_size, self.strategy.dp_size
         sampler = ResumableSampler(
-            len(self.eval_rows),
-            seed=0,
-            shuffle=False,
-            dp_rank=self.strategy.dp_rank,
-            dp_size=ranks,
-            drop_last=False,
+            len(self.eval_rows), seed=0, shuffle=False, dp_rank=self.strategy.dp_rank, dp_size=ranks, drop_last=False
         )
         rows = [self.eval_rows[0]]
         for rows in self._loader(self.eval_rows, sampler, size):
@@ -233,11 +222,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """Write a checkpoint of the run as it stands. Collective over the ranks."""
         if self.ckpt.disable_ds and not self.ckpt.save_hf:
             return
-        begun = (
-            self.checkpoints.begin(self.step, hf=self.ckpt.save_hf)
-            if self.strategy.is_main
-            else None
-        )
+        begun = self.checkpoints.begin(self.step, hf=self.ckpt.save_hf) if self.strategy.is_main else None
         staged: StagedCheckpoint = self.strategy.broadcast(begun)
         if not self.ckpt.disable_ds:
             self.engine.save(staged.engine_dir(), staged.tag)
@@ -248,9 +233,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.strategy.barrier()
 
     def _state(self) -> RunState:
-        layout = EngineLayout(
-            world_size=self.strategy.dp_size, zero_stage=self.strategy.config.zero_stage
-        )
+        layout = EngineLayout(world_size=self.strategy.dp_size, zero_stage=self.strategy.config.zero_stage)
         return RunState(
             step=self.step,
             epoch=self.step // self.schedule.steps_per_epoch,
@@ -269,13 +252,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """Write the model as Transformers loads it. Collective over the ranks."""
         hf: nn.Module = self.engine.module.get_submodule("hf")
         assert isinstance(hf, PreTrainedModel)
-        export_hf(
-            self.engine.full_parameters(1 << 30),
-            hf,
-            self.tokenizer,
-            path,
-            writes=self.strategy.is_main,
-        )
+        export_hf(self.engine.full_parameters(1 << 30), hf, self.tokenizer, path, writes=self.strategy.is_main)
         self.strategy.barrier()
 
 
@@ -298,9 +275,7 @@ def run_supervised(
         print(plan)
         print(f"first row: {tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())!r}")
         return
-    strategy = Strategy(
-        config.ds, seed=config.train.seed, full_determinism=config.train.full_determinism_enable
-    )
+    strategy = Strategy(config.ds, seed=config.train.seed, full_determinism=config.train.full_determinism_enable)
     checkpoints = open_checkpoints(config.ckpt)
     # One process looks: finding the newest checkpoint also tidies up after a save that was killed.
     found = checkpoints.latest() if config.ckpt.load_enable and strategy.is_main else None
@@ -376,8 +351,7 @@ def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strate
     here = EngineLayout(world_size=strategy.dp_size, zero_stage=strategy.config.zero_stage)
     if there != here:
         broken.append(
-            f"was written by {there}, and this run is {here}: "
-            "use as many processes and the same --ds.zero_stage"
+            f"was written by {there}, and this run is {here}: use as many processes and the same --ds.zero_stage"
         )
     for name, flags, now in (
         ("batch_size", "--train.batch_size", schedule.batch_size),

@@ -23,9 +23,7 @@ class RankUpdate:
     filler: bool = False  # the last of `rows` is a copy that must not count, for steps in which the rank has none
 
 
-def plan_update(
-    lengths: Sequence[int], *, ranks: int, batch_size: int, epochs: int, seed: int
-) -> list[RankUpdate]:
+def plan_update(lengths: Sequence[int], *, ranks: int, batch_size: int, epochs: int, seed: int) -> list[RankUpdate]:
     """Cut rows of `lengths` tokens into optimizer steps of `batch_size` rows, shuffled per epoch, balanced over the ranks.
 
     Rows left over by `batch_size` make a last, smaller step: they were paid for. Deterministic in `seed`.

@@ -10,10 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["extract_boxed_answer", "grade_answer"]
 
-_HOMES = {
-    "extract_boxed_answer": "openrlhf.rollout.graders",
-    "grade_answer": "openrlhf.rollout.graders",
-}
+_HOMES = {"extract_boxed_answer": "openrlhf.rollout.graders", "grade_answer": "openrlhf.rollout.graders"}
 
 
 def __getattr__(name: str) -> Any:

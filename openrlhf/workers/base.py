@@ -30,18 +30,11 @@ class MicroBatchLimits:
 
     def cut(self, lengths: Tensor) -> list[list[int]]:
         """Row numbers of each micro-batch, for rows of `lengths` tokens; together they are all rows, once."""
-        return micro_batches(
-            lengths.tolist(),
-            size=None if self.max_tokens else self.size,
-            max_tokens=self.max_tokens,
-        )
+        return micro_batches(lengths.tolist(), size=None if self.max_tokens else self.size, max_tokens=self.max_tokens)
 
 
 def annotate_rows(
-    experience: Experience,
-    forward: Callable[[Experience], Tensor],
-    limits: MicroBatchLimits,
-    strategy: Strategy,
+    experience: Experience, forward: Callable[[Experience], Tensor], limits: MicroBatchLimits, strategy: Strategy
 ) -> list[tuple[list[int], Tensor]]:
     """`forward` over micro-batches of the rows, without gradient: (row numbers, result on the CPU) of each.
 
@@ -59,10 +52,7 @@ def annotate_rows(
 
 
 def per_token_column(
-    experience: Experience,
-    forward: Callable[[Experience], Tensor],
-    limits: MicroBatchLimits,
-    strategy: Strategy,
+    experience: Experience, forward: Callable[[Experience], Tensor], limits: MicroBatchLimits, strategy: Strategy
 ) -> Tensor:
     """A column (N,) from a `forward` that gives the tokens of a micro-batch their numbers."""
     column = torch.zeros(experience.num_tokens)
@@ -73,10 +63,7 @@ def per_token_column(
 
 
 def per_sample_column(
-    experience: Experience,
-    forward: Callable[[Experience], Tensor],
-    limits: MicroBatchLimits,
-    strategy: Strategy,
+    experience: Experience, forward: Callable[[Experience], Tensor], limits: MicroBatchLimits, strategy: Strategy
 ) -> Tensor:
     """A column (B,) from a `forward` that gives the rows of a micro-batch their numbers."""
     column = torch.zeros(experience.num_samples)
@@ -114,14 +101,10 @@ class TrainedWorker(ABC, Generic[Job]):
 
     name: ClassVar[str]
 
-    def __init__(
-        self, strategy: Strategy, settings: TrainedSettings, load_model: Callable[[], nn.Module]
-    ) -> None:
+    def __init__(self, strategy: Strategy, settings: TrainedSettings, load_model: Callable[[], nn.Module]) -> None:
         self.strategy = strategy
         self.trained = settings
-        self.engine = strategy.trained(
-            load_model, settings.optimizer, total_steps=settings.total_steps
-        )
+        self.engine = strategy.trained(load_model, settings.optimizer, total_steps=settings.total_steps)
         self.engine.module.train()
         self.nonfinite_steps = 0
 
@@ -137,9 +120,7 @@ class TrainedWorker(ABC, Generic[Job]):
         """The denominators of a micro-batch."""
 
     @abstractmethod
-    def loss(
-        self, micro: Experience, totals: Mapping[str, float], job: Job
-    ) -> tuple[Tensor, Metrics]:
+    def loss(self, micro: Experience, totals: Mapping[str, float], job: Job) -> tuple[Tensor, Metrics]:
         """This micro-batch's share of the window's loss, and its metrics under their logged names."""
 
     def update(self, job: Job) -> Metrics:

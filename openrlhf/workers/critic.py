@@ -60,9 +60,7 @@ class CriticWorker(TrainedWorker[Update]):
         """Action tokens."""
         return {"tokens": float(micro.action_mask.sum())}
 
-    def loss(
-        self, micro: Experience, totals: Mapping[str, float], job: Update
-    ) -> tuple[Tensor, Metrics]:
+    def loss(self, micro: Experience, totals: Mapping[str, float], job: Update) -> tuple[Tensor, Metrics]:
         """½ (V − Ĝ)², clipped around the values of the rollout, mean over the window's action tokens."""
         assert micro.values is not None and micro.returns is not None
         layout = micro.layout
@@ -70,11 +68,7 @@ class CriticWorker(TrainedWorker[Update]):
         values = layout.gather(state_values(outputs, micro.offsets))
         mask = layout.gather(micro.action_mask)
         per_token, _ = value_loss(
-            values,
-            layout.gather(micro.values),
-            layout.gather(micro.returns),
-            mask,
-            clip=self.settings.value_clip,
+            values, layout.gather(micro.values), layout.gather(micro.returns), mask, clip=self.settings.value_clip
         )
         summed, tokens = per_token.sum(), float(mask.sum())
         metrics: Metrics = {

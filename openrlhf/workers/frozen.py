@@ -29,18 +29,14 @@ class ReferenceWorker:
     def __init__(self, strategy: Strategy, settings: ReferenceSettings) -> None:
         self.strategy = strategy
         self.settings = settings
-        self.model = strategy.frozen(
-            lambda: PolicyModel(load_causal_lm(settings.load), packing=settings.load.packing)
-        )
+        self.model = strategy.frozen(lambda: PolicyModel(load_causal_lm(settings.load), packing=settings.load.packing))
 
     def logprobs(self, experience: Experience) -> Tensor:
         """log π_ref of every sampled token of this rank's rows, (N,)."""
         return per_token_column(experience, self._score, self.settings.forward, self.strategy)
 
     def _score(self, micro: Experience) -> Tensor:
-        return self.model(
-            micro.tokens, micro.offsets, micro.action_mask, self.settings.temperature
-        ).logprobs
+        return self.model(micro.tokens, micro.offsets, micro.action_mask, self.settings.temperature).logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +57,7 @@ class RewardWorker:
         self.settings = settings
         self.model = strategy.frozen(
             lambda: load_scalar(
-                settings.load,
-                head_prefix=settings.head_prefix,
-                require_head=True,
-                normalize=settings.normalize,
+                settings.load, head_prefix=settings.head_prefix, require_head=True, normalize=settings.normalize
             )
         )
 

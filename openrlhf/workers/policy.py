@@ -61,9 +61,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def __init__(self, strategy: Strategy, settings: PolicySettings) -> None:
         self.settings = settings
         load = settings.load
-        super().__init__(
-            strategy, settings, lambda: PolicyModel(load_causal_lm(load), packing=load.packing)
-        )
+        super().__init__(strategy, settings, lambda: PolicyModel(load_causal_lm(load), packing=load.packing))
         self.sender = WeightSender()
 
     def logprobs(self, experience: Experience) -> Tensor:
@@ -74,24 +72,18 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return scored
 
     def _score(self, micro: Experience) -> Tensor:
-        return self.engine.module(
-            micro.tokens, micro.offsets, micro.action_mask, self.settings.temperature
-        ).logprobs
+        return self.engine.module(micro.tokens, micro.offsets, micro.action_mask, self.settings.temperature).logprobs
 
     def _weights(self, mask: Tensor) -> tuple[Tensor, float]:
         objective = self.settings.objective
-        return aggregation_weights(
-            mask, objective.aggregation, max_tokens=objective.max_response_tokens
-        )
+        return aggregation_weights(mask, objective.aggregation, max_tokens=objective.max_response_tokens)
 
     def counts(self, micro: Experience) -> Mapping[str, float]:
         """Denominators: of the policy loss as aggregated, and of the terms that are means over tokens."""
         mask = micro.layout.gather(micro.action_mask)
         return {"policy": self._weights(mask)[1], "tokens": float(mask.sum())}
 
-    def loss(
-        self, micro: Experience, totals: Mapping[str, float], job: PolicyUpdate
-    ) -> tuple[Tensor, Metrics]:
+    def loss(self, micro: Experience, totals: Mapping[str, float], job: PolicyUpdate) -> tuple[Tensor, Metrics]:
         """policy + β·KL − c·entropy, this micro-batch's share of the window; and its metrics."""
         objective = self.settings.objective
         scores = self.engine(
@@ -143,9 +135,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             TensorSpec(name=name, dtype=self.settings.wire_dtype, shape=full_shape(parameter))
             for name, parameter in self.hf.named_parameters()
         )
-        return WeightManifest(
-            version=version, specs=tuple(specs), bucket_bytes=self.settings.bucket_bytes
-        )
+        return WeightManifest(version=version, specs=tuple(specs), bucket_bytes=self.settings.bucket_bytes)
 
     def weight_address(self) -> tuple[str, int]:
         """Where rank 0 will wait for the engines."""

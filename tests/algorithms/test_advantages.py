@@ -29,9 +29,7 @@ quarters = st.integers(-40, 40).map(lambda n: n / 4)
 batches = st.lists(st.tuples(quarters, st.integers(0, 4)), min_size=1, max_size=20)
 
 
-def shaped(
-    name: str, rewards: list[float], groups: list[int], dtype: torch.dtype = torch.float64
-) -> Tensor:
+def shaped(name: str, rewards: list[float], groups: list[int], dtype: torch.dtype = torch.float64) -> Tensor:
     group = torch.tensor(groups, dtype=torch.long)
     return shape_rewards(torch.tensor(rewards, dtype=dtype), group, ADVANTAGE_ESTIMATORS[name])
 
@@ -95,16 +93,12 @@ def test_two_prompts_by_hand(name: str, expected: list[float]) -> None:
 @given(batch=batches)
 def test_shaping_agrees_with_the_reference(name: str, batch: list[tuple[float, int]]) -> None:
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
-    assert shaped(name, rewards, groups).tolist() == pytest.approx(
-        credit.shaped(name, rewards, groups), abs=1e-9
-    )
+    assert shaped(name, rewards, groups).tolist() == pytest.approx(credit.shaped(name, rewards, groups), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", PER_GROUP)
 @given(batch=batches)
-def test_the_shaped_rewards_of_a_prompt_sum_to_zero(
-    name: str, batch: list[tuple[float, int]]
-) -> None:
+def test_the_shaped_rewards_of_a_prompt_sum_to_zero(name: str, batch: list[tuple[float, int]]) -> None:
     groups = torch.tensor([g for _, g in batch])
     result = shaped(name, [r for r, _ in batch], groups.tolist())
     sums = torch.zeros(5, dtype=torch.float64).index_add(0, groups, result)
@@ -151,9 +145,7 @@ def test_a_sample_without_peers_teaches_nothing(name: str) -> None:
 def test_the_statistics_of_each_samples_group() -> None:
     stats = group_statistics(torch.tensor([1.0, 0.0, 3.0, 8.0, 5.0]), torch.tensor([4, 4, 9, 1, 9]))
     assert stats.size.tolist() == [2, 2, 2, 1, 2]
-    assert stats.std.tolist() == pytest.approx(
-        [math.sqrt(0.5)] * 2 + [math.sqrt(2), 0, math.sqrt(2)]
-    )
+    assert stats.std.tolist() == pytest.approx([math.sqrt(0.5)] * 2 + [math.sqrt(2), 0, math.sqrt(2)])
 
 
 def test_no_samples_are_no_problem() -> None:
@@ -192,16 +184,12 @@ def test_gae_steps_over_a_tool_answer() -> None:
     assert returns.tolist() == [[0.0, 1.375, 0.0, 0.0, 3.5, 8.0, 0.0]]
 
 
-@pytest.mark.parametrize(
-    ("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.0, 0.7), (0.5, 1.0)]
-)
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.0, 0.7), (0.5, 1.0)])
 def test_gae_agrees_with_the_sum_of_the_paper(gamma: float, lam: float) -> None:
     rewards, values, mask = random_block()
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
     for row in range(len(mask)):
-        expected = credit.gae(
-            rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma, lam
-        )
+        expected = credit.gae(rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma, lam)
         assert advantages[row].tolist() == pytest.approx(expected[0])
         assert returns[row].tolist() == pytest.approx(expected[1])
 
@@ -248,9 +236,7 @@ def test_what_stands_outside_the_mask_is_never_read() -> None:
     rewards, values, mask = random_block()
     clean = gae(rewards, values, mask, gamma=0.9, lam=0.8)
     nan = float("nan")
-    dirty = gae(
-        rewards.masked_fill(~mask, nan), values.masked_fill(~mask, nan), mask, gamma=0.9, lam=0.8
-    )
+    dirty = gae(rewards.masked_fill(~mask, nan), values.masked_fill(~mask, nan), mask, gamma=0.9, lam=0.8)
     assert torch.equal(clean[0], dirty[0])
     assert torch.equal(clean[1], dirty[1])
 
@@ -296,13 +282,9 @@ def test_every_estimator_from_reward_to_advantage(name: str, kl_coef: float, sca
     flat: list[float] = []
     for row, score in enumerate(credit.shaped(name, rewards, groups)):
         row_mask = mask[row].tolist()
-        row_rewards = credit.token_rewards(
-            min(max(score, -10.0), 10.0), kl[row].tolist(), row_mask, kl_coef
-        )
+        row_rewards = credit.token_rewards(min(max(score, -10.0), 10.0), kl[row].tolist(), row_mask, kl_coef)
         if name == "gae":
-            row_advantages, row_returns = credit.gae(
-                row_rewards, values[row].tolist(), row_mask, gamma, lam
-            )
+            row_advantages, row_returns = credit.gae(row_rewards, values[row].tolist(), row_mask, gamma, lam)
         else:
             row_returns = credit.discounted_returns(row_rewards, row_mask, gamma)
             row_advantages = row_returns
@@ -327,6 +309,4 @@ def test_a_batch_of_equal_rewards_teaches_exactly_nothing(name: str) -> None:
 def test_gae_without_a_critic_is_refused() -> None:
     block = torch.zeros(1, 2)
     with pytest.raises(ValueError, match="'gae' needs the critic's values"):
-        assign_credit(
-            ADVANTAGE_ESTIMATORS["gae"], block, block > 0, values=None, gamma=1.0, lam=1.0
-        )
+        assign_credit(ADVANTAGE_ESTIMATORS["gae"], block, block > 0, values=None, gamma=1.0, lam=1.0)

@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.corrections import (
-    PRESETS,
-    Correction,
-    Level,
-    Mode,
-    correction_weights,
-    mismatch,
-)
+from openrlhf.algorithms.corrections import PRESETS, Correction, Level, Mode, correction_weights, mismatch
 from tests.reference import policy
 
 COMBINATIONS = list(product(get_args(Level), get_args(Mode)))
@@ -62,9 +55,7 @@ def test_every_level_and_mode_agrees_with_the_reference(level: Level, mode: Mode
     generator = torch.Generator().manual_seed(0)
     old, rollout = torch.randn(2, 8, 6, dtype=torch.float64, generator=generator) * 0.7
     mask = torch.rand(8, 6, generator=generator) < 0.7
-    weights, _ = correction_weights(
-        old, rollout, mask, Correction(level=level, mode=mode, low=0.5, high=2.0)
-    )
+    weights, _ = correction_weights(old, rollout, mask, Correction(level=level, mode=mode, low=0.5, high=2.0))
     for row in range(8):
         expected = policy.correction(
             old[row].tolist(), rollout[row].tolist(), mask[row].tolist(), level, mode, 0.5, 2.0
@@ -75,9 +66,7 @@ def test_every_level_and_mode_agrees_with_the_reference(level: Level, mode: Mode
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
 def test_equal_engines_are_not_corrected(level: Level, mode: Mode) -> None:
     same, mask = torch.full((2, 3), -1.5), torch.tensor([[True, True, False], [True, False, False]])
-    weights, outside = correction_weights(
-        same, same, mask, Correction(level=level, mode=mode, low=0.5, high=2.0)
-    )
+    weights, outside = correction_weights(same, same, mask, Correction(level=level, mode=mode, low=0.5, high=2.0))
     assert torch.equal(weights, mask.float())
     assert not outside.any()
 
@@ -98,9 +87,7 @@ def test_no_gap_makes_a_weight_infinite(level: Level, mode: Mode, gap: float) ->
 def test_a_row_without_actions_gives_a_differentiable_zero(level: Level, mode: Mode) -> None:
     nothing = torch.zeros(2, 4, dtype=torch.bool)
     dirty = torch.full((2, 4), float("nan"))
-    weights, outside = correction_weights(
-        dirty, dirty, nothing, Correction(level=level, mode=mode, low=0.5, high=2.0)
-    )
+    weights, outside = correction_weights(dirty, dirty, nothing, Correction(level=level, mode=mode, low=0.5, high=2.0))
     terms = torch.ones(2, 4, requires_grad=True)
     (weights * terms).sum().backward()
     assert terms.grad is not None
@@ -110,9 +97,7 @@ def test_a_row_without_actions_gives_a_differentiable_zero(level: Level, mode: M
 
 def test_weights_carry_no_gradient() -> None:
     old, rollout, mask = row_of([0.9, 1.1])
-    assert not correction_weights(old.requires_grad_(), rollout, mask, preset("tis"))[
-        0
-    ].requires_grad
+    assert not correction_weights(old.requires_grad_(), rollout, mask, preset("tis"))[0].requires_grad
 
 
 def test_tokens_beyond_the_band_are_pointed_out_by_row_where_the_row_is_judged() -> None:

@@ -25,9 +25,9 @@ def exact_kl_gradient(estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.106531)])
 def test_half_a_nat_by_hand(estimator: str, expected: float) -> None:
-    assert kl_estimate(
-        torch.tensor([-1.0]), torch.tensor([-1.5]), estimator
-    ).item() == pytest.approx(expected, abs=1e-6)
+    assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), estimator).item() == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -42,9 +42,7 @@ def test_k1_and_k3_are_unbiased(estimator: str) -> None:
     policy_logprobs = torch.tensor([0.3, -1.0, 0.7]).double().log_softmax(0)
     reference = torch.tensor([0.1, 0.5, -0.4]).double().log_softmax(0)
     expectation = policy_logprobs.exp() @ kl_estimate(policy_logprobs, reference, estimator)
-    assert expectation.item() == pytest.approx(
-        (policy_logprobs.exp() @ (policy_logprobs - reference)).item()
-    )
+    assert expectation.item() == pytest.approx((policy_logprobs.exp() @ (policy_logprobs - reference)).item())
 
 
 def test_k1_as_a_loss_has_no_expected_gradient() -> None:

@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf.algorithms.policy_losses import (
-    AGGREGATIONS,
-    POLICY_LOSSES,
-    PolicyLoss,
-    aggregation_weights,
-    value_loss,
-)
+from openrlhf.algorithms.policy_losses import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, aggregation_weights, value_loss
 from tests.reference import policy
 
 LOSSES = ["ppo", "gspo", "cispo"]
@@ -51,9 +45,7 @@ def one_token(ratio: float, advantage: float, name: str = "ppo", **clip: Any) ->
 def gradient(name: str, block: Block, **clip: Any) -> Tensor:
     """∂ Σ ℓ / ∂ log π_θ."""
     logprobs = block[0].clone().requires_grad_()
-    (result,) = torch.autograd.grad(
-        loss_of(name, (logprobs, *block[1:]), **clip).per_token.sum(), logprobs
-    )
+    (result,) = torch.autograd.grad(loss_of(name, (logprobs, *block[1:]), **clip).per_token.sum(), logprobs)
     return result
 
 
@@ -120,8 +112,7 @@ def test_gspo_is_ppo_for_sequences_of_one_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dual_clip"),
-    [("ppo", None), ("ppo", 1.5), ("gspo", None), ("gspo", 1.5), ("cispo", None)],
+    ("name", "dual_clip"), [("ppo", None), ("ppo", 1.5), ("gspo", None), ("gspo", 1.5), ("cispo", None)]
 )
 @pytest.mark.parametrize("spread", [0.1, 1.0])
 def test_losses_agree_with_the_reference(name: str, dual_clip: float | None, spread: float) -> None:
@@ -130,9 +121,7 @@ def test_losses_agree_with_the_reference(name: str, dual_clip: float | None, spr
     reference = {"ppo": policy.ppo, "gspo": policy.gspo, "cispo": policy.cispo}[name]
     for row, per_token in enumerate(loss.per_token.tolist()):
         logprobs, old, advantages, mask = (x[row].tolist() for x in block)
-        assert per_token == pytest.approx(
-            reference(logprobs, old, advantages, mask, 0.2, 0.28, dual_clip)
-        )
+        assert per_token == pytest.approx(reference(logprobs, old, advantages, mask, 0.2, 0.28, dual_clip))
 
 
 def test_a_dual_clip_where_it_makes_no_sense_is_refused() -> None:
@@ -172,9 +161,7 @@ def test_what_stands_outside_the_mask_is_never_read(name: str, garbage: float) -
     clean = (*columns, mask)
     assert torch.equal(gradient(name, dirty), gradient(name, clean))
     for field in fields(PolicyLoss):
-        assert torch.equal(
-            getattr(loss_of(name, dirty), field.name), getattr(loss_of(name, clean), field.name)
-        )
+        assert torch.equal(getattr(loss_of(name, dirty), field.name), getattr(loss_of(name, clean), field.name))
         assert not getattr(loss_of(name, dirty), field.name)[~mask].any()
 
 
@@ -239,9 +226,7 @@ def test_a_batch_with_nothing_to_learn_is_a_differentiable_zero(name: str) -> No
         (2.0, 0.0, 0.5 * 4.0, False),  # wrong and far: the plain error is the larger one
     ],
 )
-def test_the_value_loss_by_hand(
-    value: float, target: float, expected: float, clipped: bool
-) -> None:
+def test_the_value_loss_by_hand(value: float, target: float, expected: float, clipped: bool) -> None:
     v, old, goal = (torch.tensor([[x]]) for x in (value, 1.0, target))
     loss, held = value_loss(v, old, goal, torch.tensor([[True]]), clip=0.5)
     assert loss.item() == pytest.approx(expected)
@@ -306,19 +291,14 @@ def test_loss_and_gradient_do_not_depend_on_the_split(kind: str, cuts: list[int]
     weights, share = aggregation_weights(mask, kind, max_tokens=9)
     (at_once,) = torch.autograd.grad((weights * whole).sum() / share, logprobs)
     assert torch.allclose(split, at_once)
-    assert (total / count).item() == pytest.approx(
-        policy.aggregate(whole.tolist(), mask.tolist(), kind, 9), rel=1e-6
-    )
+    assert (total / count).item() == pytest.approx(policy.aggregate(whole.tolist(), mask.tolist(), kind, 9), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_without_actions_counts_nowhere(kind: str) -> None:
     mask = random_block()[3]
     assert not mask[0].any()
-    assert (
-        aggregation_weights(mask, kind, max_tokens=9)[1]
-        == aggregation_weights(mask[1:], kind, max_tokens=9)[1]
-    )
+    assert aggregation_weights(mask, kind, max_tokens=9)[1] == aggregation_weights(mask[1:], kind, max_tokens=9)[1]
 
 
 def test_constant_aggregation_needs_a_length() -> None:

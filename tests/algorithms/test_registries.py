@@ -49,8 +49,7 @@ def test_flags_and_registry_know_the_same_estimators_with_the_same_needs() -> No
         for name, entry in ((name, ADVANTAGE_ESTIMATORS[name]) for name in ADVANTAGE_ESTIMATORS)
     }
     assert registered == {
-        name: (e.needs_groups, e.needs_critic, e.whitened, e.forces_gamma_one)
-        for name, e in choices.ESTIMATORS.items()
+        name: (e.needs_groups, e.needs_critic, e.whitened, e.forces_gamma_one) for name, e in choices.ESTIMATORS.items()
     }
 
 
@@ -62,9 +61,7 @@ def test_flags_and_registry_know_the_same_policy_losses() -> None:
 
 def test_flags_and_registry_know_the_same_correction_presets() -> None:
     assert {name: (c.level, c.mode) for name, c in choices.CORRECTIONS.items()} == PRESETS
-    assert all(
-        level in get_args(Level) and mode in get_args(Mode) for level, mode in PRESETS.values()
-    )
+    assert all(level in get_args(Level) and mode in get_args(Mode) for level, mode in PRESETS.values())
 
 
 def test_flags_and_registry_know_the_same_kl_estimators() -> None:

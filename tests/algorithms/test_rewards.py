@@ -41,8 +41,7 @@ def test_an_impossible_overlong_buffer_is_refused(buffer: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("coef", "expected"),
-    [(0.5, [1.0, -2.0]), (0.0, [0.0, -2.0]), (1.0, [2.0, -2.0]), (-3.0, [-3.0, -2.0])],
+    ("coef", "expected"), [(0.5, [1.0, -2.0]), (0.0, [0.0, -2.0]), (1.0, [2.0, -2.0]), (-3.0, [-3.0, -2.0])]
 )
 def test_truncated_samples_are_scaled_or_replaced(coef: float, expected: list[float]) -> None:
     truncated = torch.tensor([True, False])
@@ -55,11 +54,7 @@ def test_a_bonus_for_being_cut_off_is_refused() -> None:
 
 
 def test_rewards_are_held_to_their_range() -> None:
-    assert clip_rewards(torch.tensor([-12.0, 3.0, 12.0]), -10.0, 10.0).tolist() == [
-        -10.0,
-        3.0,
-        10.0,
-    ]
+    assert clip_rewards(torch.tensor([-12.0, 3.0, 12.0]), -10.0, 10.0).tolist() == [-10.0, 3.0, 10.0]
     with pytest.raises(ValueError, match=r"--reward\.clip_range 1\.0 -1\.0"):
         clip_rewards(torch.zeros(1), 1.0, -1.0)
 
@@ -79,8 +74,7 @@ def test_token_rewards_agree_with_the_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     kl, outcome = torch.randn(3, 6, generator=generator), torch.randn(3, generator=generator)
     expected = [
-        credit.token_rewards(r, k, m, 0.3)
-        for r, k, m in zip(outcome.tolist(), kl.tolist(), MASK.tolist(), strict=True)
+        credit.token_rewards(r, k, m, 0.3) for r, k, m in zip(outcome.tolist(), kl.tolist(), MASK.tolist(), strict=True)
     ]
     assert torch.allclose(token_rewards(outcome, kl, MASK, 0.3), torch.tensor(expected))
 

@@ -35,9 +35,7 @@ def test_both_names_agree_and_only_one_knows_a_margin() -> None:
     margin = torch.full((50,), 0.7)
     assert torch.equal(log_exp(chosen, rejected), log_sigmoid(chosen, rejected))
     assert torch.equal(log_exp(chosen, rejected, margin), log_sigmoid(chosen, rejected))
-    assert torch.allclose(
-        log_sigmoid(chosen, rejected, margin), log_sigmoid(chosen - 0.7, rejected)
-    )
+    assert torch.allclose(log_sigmoid(chosen, rejected, margin), log_sigmoid(chosen - 0.7, rejected))
 
 
 @pytest.mark.parametrize("name", list(PAIRWISE_LOSSES))

@@ -83,9 +83,7 @@ def test_whitening_agrees_with_the_reference(scale: bool) -> None:
 def test_a_tiny_variance_is_held_to_its_floor() -> None:
     """Two values 2e-5 apart: variance 1e-10, held to 1e-8, so they become ±0.1 and not ±1."""
     x = torch.tensor([0.0, 2e-5])
-    assert torch.allclose(
-        masked_whiten(x, torch.ones(2, dtype=torch.bool)), torch.tensor([-0.1, 0.1])
-    )
+    assert torch.allclose(masked_whiten(x, torch.ones(2, dtype=torch.bool)), torch.tensor([-0.1, 0.1]))
 
 
 @pytest.mark.parametrize("value", [0.1, 0.3, 0.7, -1 / 3, 1e6])
@@ -102,9 +100,7 @@ def test_whitening_nothing_gives_zeros() -> None:
 
 def test_log_ratios_outside_the_mask_are_zero_whatever_stands_there() -> None:
     mask = torch.tensor([True, False, False])
-    ratio = log_ratio(
-        torch.tensor([-1.0, NAN, -math.inf]), torch.tensor([-3.0, 0.0, -math.inf]), mask
-    )
+    ratio = log_ratio(torch.tensor([-1.0, NAN, -math.inf]), torch.tensor([-3.0, 0.0, -math.inf]), mask)
     assert ratio.tolist() == [2.0, 0.0, 0.0]
 
 
@@ -130,17 +126,12 @@ def test_two_equal_logits_are_a_coin() -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_logprobs_and_entropy_agree_with_the_reference(temperature: float) -> None:
     hidden, weight, bias, targets = head_inputs()
-    logprobs, entropy = linear_logprobs(
-        hidden, weight, targets, temperature=temperature, entropy=True, bias=bias
-    )
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=temperature, entropy=True, bias=bias)
     rows = [tokens.linear(h, weight.tolist(), bias.tolist()) for h in hidden.tolist()]
     assert entropy is not None
     assert entropy.tolist() == pytest.approx([tokens.entropy(row, temperature) for row in rows])
     assert logprobs.tolist() == pytest.approx(
-        [
-            tokens.token_logprob(row, y, temperature)
-            for row, y in zip(rows, targets.tolist(), strict=True)
-        ]
+        [tokens.token_logprob(row, y, temperature) for row, y in zip(rows, targets.tolist(), strict=True)]
     )
     from_logits = token_logprobs_from_logits(hidden @ weight.t() + bias, targets, temperature)
     assert torch.allclose(from_logits, logprobs)
@@ -156,9 +147,7 @@ def test_both_results_have_the_gradient_of_their_finite_differences(
     hidden, weight, bias = (x.requires_grad_() for x in inputs)
 
     def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = linear_logprobs(
-            hidden, weight, targets, temperature=temperature, entropy=True, bias=bias
-        )
+        logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=temperature, entropy=True, bias=bias)
         assert entropy is not None
         return logprobs, entropy
 
@@ -238,9 +227,7 @@ def test_forbidden_tokens_do_not_spoil_the_entropy() -> None:
     """A bias of −∞ takes a token out of the vocabulary: what remains is a coin."""
     bias = torch.tensor([0.0, 0.0, -math.inf])
     hidden = torch.zeros(1, 2, requires_grad=True)
-    logprobs, entropy = linear_logprobs(
-        hidden, torch.ones(3, 2), torch.tensor([0]), entropy=True, bias=bias
-    )
+    logprobs, entropy = linear_logprobs(hidden, torch.ones(3, 2), torch.tensor([0]), entropy=True, bias=bias)
     assert entropy is not None
     (logprobs.sum() + 5 * entropy.sum()).backward()
     assert entropy.item() == pytest.approx(math.log(2))
@@ -270,11 +257,7 @@ class LargestResult(TorchDispatchMode):
         self.numel = 0
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        self, func: Callable[..., object], types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
         sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]

@@ -316,9 +316,7 @@ def test_a_disk_that_is_full_at_any_operation_costs_at_most_the_new_checkpoint(
     assert True in outcomes and False in outcomes and len(outcomes) > 20
 
 
-def test_a_full_disk_is_reported_with_the_path_and_that_older_checkpoints_stand(
-    tmp_path: Path,
-) -> None:
+def test_a_full_disk_is_reported_with_the_path_and_that_older_checkpoints_stand(tmp_path: Path) -> None:
     manager = manager_of(tmp_path)
     save(manager, 1, "old")
     staged = manager.begin(2)
@@ -328,10 +326,7 @@ def test_a_full_disk_is_reported_with_the_path_and_that_older_checkpoints_stand(
     def strike(count: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with (
-        sabotage(strike, MODIFY),
-        pytest.raises(CheckpointError, match=r"--ckpt\.path .*No space left.*still stand"),
-    ):
+    with sabotage(strike, MODIFY), pytest.raises(CheckpointError, match=r"--ckpt\.path .*No space left.*still stand"):
         manager.commit(staged, state=RunState(step=2))
     assert newest_label(manager) == "old"
 

@@ -39,14 +39,10 @@ def fill(staged: StagedCheckpoint, text: str = "weights") -> None:
         (path.parent.parent / "latest").write_text("a pointer of DeepSpeed's that is not ours")
 
 
-def save(
-    manager: CheckpointManager, step: int, metric: float | None = None, **begin: bool
-) -> Checkpoint:
+def save(manager: CheckpointManager, step: int, metric: float | None = None, **begin: bool) -> Checkpoint:
     staged = manager.begin(step, **begin)
     fill(staged)
-    return manager.commit(
-        staged, state=RunState(step=step), metric_key="eval_pass1", metric_value=metric
-    )
+    return manager.commit(staged, state=RunState(step=step), metric_key="eval_pass1", metric_value=metric)
 
 
 def tags(manager: CheckpointManager) -> list[str]:
@@ -63,13 +59,9 @@ def tree(root: Path) -> set[str]:
 def test_an_offline_checkpoint_has_the_layout_that_deepspeed_loads(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     staged = manager.begin(20, hf=True)
-    assert not list(
-        Path(staged.engine_dir()).glob("global_step20/*")
-    )  # a directory nobody else uses
+    assert not list(Path(staged.engine_dir()).glob("global_step20/*"))  # a directory nobody else uses
     fill(staged)
-    checkpoint = manager.commit(
-        staged, state=RunState(step=20), metric_key="loss", metric_value=0.5
-    )
+    checkpoint = manager.commit(staged, state=RunState(step=20), metric_key="loss", metric_value=0.5)
     assert tree(tmp_path) == {
         "latest",
         "global_step20.manifest.json",
@@ -99,9 +91,7 @@ def test_an_rl_checkpoint_keeps_each_engine_in_a_directory_of_its_own(tmp_path: 
     }
 
 
-def test_ranks_in_another_working_directory_get_absolute_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_in_another_working_directory_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     staged = CheckpointManager("ckpt/deep").begin(1, hf=True)
     assert os.path.isabs(staged.engine_dir())
@@ -163,14 +153,10 @@ def test_an_empty_or_missing_path_is_a_fresh_start(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_the_newest_save_wins_whether_regular_or_best_and_whatever_its_number(
-    tmp_path: Path,
-) -> None:
+def test_the_newest_save_wins_whether_regular_or_best_and_whatever_its_number(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, max_num=9)
     for step, best in [(10, False), (10, True), (20, False), (5, False), (4, True)]:
-        checkpoint = save(
-            manager, step, best=best
-        )  # 5 after 20: a new run over an older one's path
+        checkpoint = save(manager, step, best=best)  # 5 after 20: a new run over an older one's path
         assert CheckpointManager(tmp_path).latest() == checkpoint
 
 
@@ -324,9 +310,7 @@ def test_what_latest_finds_incomplete_does_not_crowd_out_a_good_one(tmp_path: Pa
     assert tags(manager) == ["global_step1", "global_step3"]
 
 
-def test_max_num_counts_the_checkpoint_just_written_and_exports_go_with_their_tag(
-    tmp_path: Path,
-) -> None:
+def test_max_num_counts_the_checkpoint_just_written_and_exports_go_with_their_tag(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, parts=RL, max_num=2)
     for step in range(1, 6):
         save(manager, step, hf=True)
@@ -481,9 +465,7 @@ def test_short_files_are_hashed_whole(tmp_path: Path) -> None:
     assert checkpoint_files.fingerprint(path)
 
 
-def test_long_files_are_sampled_and_every_long_gap_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_files_are_sampled_and_every_long_gap_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_files, "BLOCK", 16)
     size = checkpoint_files.SAMPLES * 16 * 10
     content = os.urandom(size)
@@ -507,9 +489,7 @@ def test_a_terabyte_costs_no_more_to_hash_than_16_mib(tmp_path: Path) -> None:
     assert checkpoint_files.fingerprint(path)
 
 
-def test_the_warnings_of_an_ordinary_run_are_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_warnings_of_an_ordinary_run_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     manager = CheckpointManager(tmp_path, parts=RL, max_num=1)
     assert manager.latest() is None
     for step in (1, 2):

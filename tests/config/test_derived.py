@@ -178,9 +178,7 @@ def test_gspo_aggregates_by_sequence_unless_told_otherwise_and_wants_a_small_cli
     assert config.algo.loss.aggregation == "sequence"
     assert "3e-4 4e-4" in notices
     config, notices = resolved(
-        rl(actor__policy_loss_type="gspo", actor__eps_clip=3e-4),
-        "actor.eps_clip",
-        "algo.loss.aggregation",
+        rl(actor__policy_loss_type="gspo", actor__eps_clip=3e-4), "actor.eps_clip", "algo.loss.aggregation"
     )
     assert config.algo.loss.aggregation == "token"
     assert "gspo" not in notices
@@ -208,9 +206,7 @@ def test_other_estimators_have_no_critic(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
-def test_group_estimators_do_not_discount(
-    estimator: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_group_estimators_do_not_discount(estimator: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = f"--algo.advantage.estimator {estimator} --rollout.n_samples_per_prompt 2"
     assert ppo(f"{line} --algo.advantage.gamma 0.9").algo.advantage.gamma == 1.0
     assert "--algo.advantage.gamma 0.9 is not used" in capsys.readouterr().err
@@ -229,9 +225,7 @@ def test_counts_follow_the_flag_they_default_to() -> None:
     assert resolved(rl(train__async_queue_size=3))[0].train.max_staleness == 3
 
 
-def test_dynamic_batches_turn_packing_on_and_share_their_budget(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_dynamic_batches_turn_packing_on_and_share_their_budget(capsys: pytest.CaptureFixture[str]) -> None:
     config = ppo("--train.dynamic_batch_enable --train.max_tokens_per_gpu 4096")
     assert config.ds.packing_samples
     assert config.rollout.max_tokens_per_gpu == 4096
@@ -293,9 +287,7 @@ def test_engines_have_their_own_devices_in_asynchronous_runs() -> None:
         ("", ""),
     ],
 )
-def test_the_kl_is_recommended_where_it_belongs(
-    line: str, notice: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_kl_is_recommended_where_it_belongs(line: str, notice: str, capsys: pytest.CaptureFixture[str]) -> None:
     ppo(line)
     printed = capsys.readouterr().err
     assert notice in printed
@@ -311,10 +303,7 @@ def test_an_evaluation_that_never_runs_is_pointed_out(capsys: pytest.CaptureFixt
 
 def test_the_plan_of_an_iteration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ppo("--rollout.batch_size 64 --rollout.n_samples_per_prompt 4 --train.max_epochs 2")
-    assert (
-        "64 prompts x 4 = 256 samples, 4 optimizer step(s) of 128 on 1 rank(s)"
-        in capsys.readouterr().err
-    )
+    assert "64 prompts x 4 = 256 samples, 4 optimizer step(s) of 128 on 1 rank(s)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ROOTS)

@@ -30,9 +30,7 @@ def load(command: str, file: Path, *flags: str):
 
 
 @pytest.mark.parametrize(("command", "line"), CASES)
-def test_a_resolved_configuration_read_back_is_the_same_configuration(
-    command: str, line: str, tmp_path: Path
-) -> None:
+def test_a_resolved_configuration_read_back_is_the_same_configuration(command: str, line: str, tmp_path: Path) -> None:
     config = {"train_sft": sft, "train_ppo_ray": ppo}[command](line)
     file = tmp_path / "config.yaml"
     file.write_text(dump_yaml(config))
@@ -94,9 +92,7 @@ def test_yaml_spellings_of_values_are_understood(tmp_path: Path) -> None:
         ("a: [", "run.yaml cannot be read"),
     ],
 )  # fmt: skip
-def test_mistakes_in_a_file_name_the_file_and_the_key(
-    text: str, sentence: str, tmp_path: Path
-) -> None:
+def test_mistakes_in_a_file_name_the_file_and_the_key(text: str, sentence: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:

@@ -57,9 +57,7 @@ OLD: dict[str, list[str]] = json.loads((Path(__file__).parent / "old_flags.json"
 
 
 @pytest.mark.parametrize(("command", "line", "values"), RENAMED)
-def test_an_old_name_sets_todays_flag_with_one_notice(
-    command: str, line: str, values: dict[str, object]
-) -> None:
+def test_an_old_name_sets_todays_flag_with_one_notice(command: str, line: str, values: dict[str, object]) -> None:
     given, notices = read_flags(ROOTS.get(command, PPOConfig), line.split(), command=command)
     assert given == values
     (notice,) = notices
@@ -98,9 +96,7 @@ def test_todays_names_are_passed_on_without_a_notice() -> None:
         ("--prompt_max_len 100 --generate_max_len 28 --max_len 500", 500, 28),
     ],
 )
-def test_the_two_old_lengths_become_total_and_response(
-    line: str, max_len: int, max_new_tokens: int
-) -> None:
+def test_the_two_old_lengths_become_total_and_response(line: str, max_len: int, max_new_tokens: int) -> None:
     config = ppo(line)
     assert (config.data.max_len, config.rollout.max_new_tokens) == (max_len, max_new_tokens)
 
@@ -111,9 +107,7 @@ def test_an_old_length_that_is_no_number_is_named() -> None:
     ]
 
 
-def test_old_switches_without_effect_are_dropped_with_a_notice(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_old_switches_without_effect_are_dropped_with_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
     assert ppo("--perf") == ppo()
     assert "--perf has no effect any more" in capsys.readouterr().err
 

@@ -73,10 +73,7 @@ def test_json_flags_take_an_object_and_nothing_else() -> None:
         ("--train.batch_size many", "--train.batch_size takes a whole number, not 'many'."),
         ("--train.batch_size 1.5", "--train.batch_size takes a whole number, not '1.5'."),
         ("--adam.lr fast", "--adam.lr takes a number, not 'fast'."),
-        (
-            "--ds.param_dtype bf17",
-            "--ds.param_dtype takes one of bf16, fp16, fp32, not 'bf17'. Did you mean bf16?",
-        ),
+        ("--ds.param_dtype bf17", "--ds.param_dtype takes one of bf16, fp16, fp32, not 'bf17'. Did you mean bf16?"),
     ],
 )
 def test_a_wrong_value_is_answered_in_the_words_of_the_user(line: str, sentence: str) -> None:
@@ -96,9 +93,7 @@ def test_a_wrong_value_is_answered_in_the_words_of_the_user(line: str, sentence:
         ("train_ppo_ray", "--model.model_name_or_path", "--actor.model_name_or_path"),
     ],
 )
-def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(
-    command: str, typed: str, meant: str
-) -> None:
+def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(command: str, typed: str, meant: str) -> None:
     (sentence,) = violations(command, f"{typed} 1")
     assert sentence.startswith(f"{command} has no flag {typed}. Did you mean ")
     assert meant in sentence
@@ -109,9 +104,7 @@ def test_a_flag_like_no_other_gets_no_suggestion() -> None:
 
 
 def test_words_that_belong_to_no_flag_are_an_error() -> None:
-    assert violations("train_sft", "--ds.packing_samples yes") == [
-        "yes follows no flag that takes it."
-    ]
+    assert violations("train_sft", "--ds.packing_samples yes") == ["yes follows no flag that takes it."]
     with pytest.raises(ConfigError, match=r"^seed 3 follows no flag that takes it"):
         parse_config(SFTConfig, ["seed", "3"], command="train_sft")
 
@@ -171,11 +164,7 @@ def run_driver(command: str, *words: str) -> subprocess.CompletedProcess[str]:
     root = {"train_sft": "SFTConfig", "train_ppo_ray": "PPOConfig"}[command]
     code = DRIVER.replace("{root}", root).replace("{command}", command)
     return subprocess.run(
-        [sys.executable, "-c", code, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
     )
 
 

@@ -102,9 +102,7 @@ assert ppo(line + "my_clipped_loss").actor.eps_clip_low_high == (0.5, 0.25)
 """
 
 
-def test_what_a_plugin_registers_among_the_algorithms_is_a_choice_of_its_flag(
-    tmp_path: Path,
-) -> None:
+def test_what_a_plugin_registers_among_the_algorithms_is_a_choice_of_its_flag(tmp_path: Path) -> None:
     """Estimators, losses, KL estimators and corrections; in a process of its own, for registries only grow."""
     file = tmp_path / "mine.py"
     file.write_text(REGISTRATIONS)

@@ -137,23 +137,16 @@ def unchecked(command: str, line: str, gpu_machine: Any) -> Any:
 
 
 @pytest.mark.parametrize(("command", "line", "sentence"), BROKEN)
-def test_a_broken_rule_names_the_flag_and_the_value(
-    command: str, line: str, sentence: str, gpu_machine: Any
-) -> None:
+def test_a_broken_rule_names_the_flag_and_the_value(command: str, line: str, sentence: str, gpu_machine: Any) -> None:
     found = unchecked(command, line, gpu_machine).check()
     assert [text for text in found if sentence in text], found
     assert not [text for text in found if re.search(r"<\w+\.", text)], "a flag without its value"
 
 
-def test_every_rule_has_a_command_line_that_breaks_it(
-    gpu_machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rules: dict[tuple[str, int], str] = {}
     broken: set[tuple[str, int]] = set()
-    for command, line in [
-        *((command, line) for command, line, _ in BROKEN),
-        (SFT, "--local_rank 2"),
-    ]:
+    for command, line in [*((command, line) for command, line, _ in BROKEN), (SFT, "--local_rank 2")]:
         monkeypatch.setenv("WORLD_SIZE", "3" if "local_rank" in line else "1")
         config = unchecked(command, line, gpu_machine)
         shared = len(attention_can_run(config.ds))  # the rules of every command come first
@@ -224,9 +217,7 @@ def test_models_and_datasets_that_exist_pass(tmp_path: Path) -> None:
     assert sft(line).data.dataset == f"{tmp_path}/rows.jsonl"
 
 
-def test_the_batch_is_checked_against_the_processes_of_the_launcher(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_batch_is_checked_against_the_processes_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     (sentence,) = violations(SFT, "")
     assert "does not divide by 3 data-parallel ranks (the launcher started 3): use 126" in sentence

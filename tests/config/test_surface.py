@@ -13,9 +13,7 @@ from openrlhf.config.flags import Flag, convert, flags_of, value_at
 from openrlhf.config.options import read_flags
 from tests.config.commands import ROOTS
 
-EXPECTED: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "expected_flags.json").read_text()
-)
+EXPECTED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "expected_flags.json").read_text())
 EVERY_FLAG = [(command, name) for command, table in EXPECTED.items() for name in table]
 SHAPES = {"switch": "switch", "json": "json", "pair": "two numbers"}
 KINDS = {str: "text", int: "int", float: "number"}
@@ -33,9 +31,7 @@ def test_a_command_has_the_flags_of_the_table_and_no_others(command: str) -> Non
 
 
 @pytest.mark.parametrize(("command", "name"), EVERY_FLAG)
-def test_a_flag_has_the_type_the_default_and_the_choices_of_the_table(
-    command: str, name: str
-) -> None:
+def test_a_flag_has_the_type_the_default_and_the_choices_of_the_table(command: str, name: str) -> None:
     flag, expected = flags_of(ROOTS[command])[name], EXPECTED[command][name]
     default = list(flag.default) if isinstance(flag.default, tuple) else flag.default
     assert type_of(flag) == expected["type"]
@@ -50,8 +46,7 @@ def test_the_reference_has_77_and_164_flags_with_the_opposites_of_nesterov() -> 
         for command, root in ROOTS.items()
     }
     added = {
-        command: {f"--{name}" for name, entry in EXPECTED[command].items() if "added" in entry}
-        for command in ROOTS
+        command: {f"--{name}" for name, entry in EXPECTED[command].items() if "added" in entry} for command in ROOTS
     }
     assert len(ours["train_sft"] - added["train_sft"]) == 77
     assert len(ours["train_ppo_ray"] - added["train_ppo_ray"]) == 164

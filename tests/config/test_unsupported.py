@@ -41,18 +41,11 @@ def flags_under(path: str, command: str) -> list[Flag]:
 
 
 ADVICE = [*NOT_YET.items(), *((path, instead) for path, instead, _ in FOR_SOME_VALUES)]
-LINES = [
-    (command, path, instead)
-    for path, instead in ADVICE
-    for command in ROOTS
-    if flags_under(path, command)
-]
+LINES = [(command, path, instead) for path, instead in ADVICE for command in ROOTS if flags_under(path, command)]
 
 
 @pytest.mark.parametrize(("command", "path", "instead"), LINES)
-def test_every_line_of_the_table_refuses_its_flag_by_name(
-    command: str, path: str, instead: str
-) -> None:
+def test_every_line_of_the_table_refuses_its_flag_by_name(command: str, path: str, instead: str) -> None:
     flag = flags_under(path, command)[0]
     values = SPECIAL.get(path) or {flag.path: other_value(flag)}
     found = list(refusals(amend(ROOTS[command](), values)))

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from openrlhf.data.batching import (
-    ResumableSampler,
-    balanced_partition,
-    micro_batches,
-    pack_by_budget,
-)
+from openrlhf.data.batching import ResumableSampler, balanced_partition, micro_batches, pack_by_budget
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -36,9 +31,7 @@ def test_rows_that_fit_together_share_a_bin() -> None:
 
 
 @given(LENGTHS, st.integers(50, 120))
-def test_bins_never_exceed_the_budget_and_hold_every_row_once(
-    lengths: list[int], budget: int
-) -> None:
+def test_bins_never_exceed_the_budget_and_hold_every_row_once(lengths: list[int], budget: int) -> None:
     bins = pack_by_budget(lengths, budget)
     assert rows_of(bins) == list(range(len(lengths)))
     assert max(tokens_of(bins, lengths)) <= budget
@@ -78,9 +71,7 @@ def test_groups_are_not_empty_even_where_rows_are(lengths: list[int]) -> None:
 
 @given(LENGTHS, st.data())
 def test_group_sums_differ_by_at_most_the_longest_row(lengths: list[int], data: Any) -> None:
-    tokens = tokens_of(
-        balanced_partition(lengths, data.draw(st.integers(1, len(lengths)))), lengths
-    )
+    tokens = tokens_of(balanced_partition(lengths, data.draw(st.integers(1, len(lengths)))), lengths)
     assert max(tokens) - min(tokens) <= max(lengths)
 
 
@@ -106,9 +97,7 @@ def test_a_size_cuts_rows_in_order_and_evenly() -> None:
 
 
 @given(LENGTHS, st.integers(1, 8), st.data())
-def test_a_size_is_never_exceeded_and_a_minimum_is_reached(
-    lengths: list[int], size: int, data: Any
-) -> None:
+def test_a_size_is_never_exceeded_and_a_minimum_is_reached(lengths: list[int], size: int, data: Any) -> None:
     minimum = data.draw(st.integers(1, len(lengths)))
     batches = micro_batches(lengths, size=size, max_tokens=None, minimum=minimum)
     assert [row for batch in batches for row in batch] == list(range(len(lengths)))
@@ -117,9 +106,7 @@ def test_a_size_is_never_exceeded_and_a_minimum_is_reached(
 
 
 @given(LENGTHS, st.integers(50, 120), st.data())
-def test_a_token_budget_is_never_exceeded_and_a_minimum_is_reached(
-    lengths: list[int], budget: int, data: Any
-) -> None:
+def test_a_token_budget_is_never_exceeded_and_a_minimum_is_reached(lengths: list[int], budget: int, data: Any) -> None:
     minimum = data.draw(st.integers(1, len(lengths)))
     batches = micro_batches(lengths, size=None, max_tokens=budget, minimum=minimum)
     assert rows_of(batches) == list(range(len(lengths)))
@@ -137,9 +124,7 @@ def test_no_rows_give_no_micro_batches() -> None:
     assert micro_batches([], size=4, max_tokens=None) == []
 
 
-@pytest.mark.parametrize(
-    "limits", [{"size": None, "max_tokens": None}, {"size": 1, "max_tokens": 9}]
-)
+@pytest.mark.parametrize("limits", [{"size": None, "max_tokens": None}, {"size": 1, "max_tokens": 9}])
 def test_exactly_one_limit_is_needed(limits: dict[str, int | None]) -> None:
     with pytest.raises(ValueError, match="either size or max_tokens"):
         micro_batches([1], **limits)
@@ -156,8 +141,7 @@ def test_more_micro_batches_than_rows_is_an_error() -> None:
 def ranks(num_rows: int, dp_size: int, **flags: Any) -> list[list[int]]:
     """What each rank draws in the epoch that is next."""
     samplers = [
-        ResumableSampler(num_rows, **{"seed": 0} | flags, dp_rank=rank, dp_size=dp_size)
-        for rank in range(dp_size)
+        ResumableSampler(num_rows, **{"seed": 0} | flags, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
     ]
     return [list(sampler) for sampler in samplers]
 
@@ -183,9 +167,7 @@ def test_with_drop_last_every_rank_draws_equally_many_rows_in_whole_batches(
 
 
 @given(st.integers(0, 60), st.integers(1, 5))
-def test_without_drop_last_every_row_is_drawn_once_by_some_rank(
-    num_rows: int, dp_size: int
-) -> None:
+def test_without_drop_last_every_row_is_drawn_once_by_some_rank(num_rows: int, dp_size: int) -> None:
     drawn = ranks(num_rows, dp_size, drop_last=False)
     assert rows_of(drawn) == list(range(num_rows))
     assert max(map(len, drawn)) - min(map(len, drawn)) <= 1
@@ -285,11 +267,7 @@ def test_a_rank_that_is_not_one_is_refused() -> None:
 
 def loader(workers: int = 0) -> StatefulDataLoader:
     return StatefulDataLoader(
-        list(range(11)),
-        batch_size=2,
-        sampler=ResumableSampler(11, seed=7),
-        num_workers=workers,
-        collate_fn=list,
+        list(range(11)), batch_size=2, sampler=ResumableSampler(11, seed=7), num_workers=workers, collate_fn=list
     )
 
 

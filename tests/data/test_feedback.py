@@ -16,25 +16,14 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 from openrlhf.data.errors import DataError
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.loading import load_datasets
-from tests.data.small import (
-    FORGETFUL_CHAT,
-    PLAIN_CHAT,
-    SPACED_CHAT,
-    THINKING_CHAT,
-    build_tokenizer,
-    json_lines,
-)
+from tests.data.small import FORGETFUL_CHAT, PLAIN_CHAT, SPACED_CHAT, THINKING_CHAT, build_tokenizer, json_lines
 
 Rows = list[dict[str, Any]]
 
 
-def pairs(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase | None = None, **flags: Any
-) -> PreferenceDataset:
+def pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase | None = None, **flags: Any) -> PreferenceDataset:
     defaults: dict[str, Any] = {"max_len": 64}
-    return PreferenceDataset(
-        Dataset.from_list(rows), tokenizer or build_tokenizer(), **defaults | flags
-    )
+    return PreferenceDataset(Dataset.from_list(rows), tokenizer or build_tokenizer(), **defaults | flags)
 
 
 def chat(rows: Rows, template: str = PLAIN_CHAT, **flags: Any) -> PreferenceDataset:
@@ -71,9 +60,7 @@ def test_a_pair_by_id() -> None:
 
 
 def test_without_a_prompt_column_the_prompt_is_inside_the_texts() -> None:
-    row = pairs(
-        [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}]
-    )[0]
+    row = pairs([{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}])[0]
     assert text(row.chosen) == "\n\nHuman: a\n\nAssistant: b <eos>"
     assert text(row.rejected) == "\n\nHuman: a\n\nAssistant: c <eos>"
 
@@ -96,9 +83,7 @@ def test_a_long_text_loses_its_end_still_ends_with_end_of_text_and_is_counted() 
     data = pairs(rows, max_len=6)
     assert (text(data[0].chosen), text(data[0].rejected)) == ("abcde<eos>", "xy <eos>")
     assert text(data[1].chosen) == "abcd <eos>"
-    assert (
-        data.summary == "2 of 2 pairs kept. 1 of those kept were cut to 6 tokens (--data.max_len)."
-    )
+    assert data.summary == "2 of 2 pairs kept. 1 of those kept were cut to 6 tokens (--data.max_len)."
 
 
 def test_columns_may_have_other_names() -> None:
@@ -117,14 +102,10 @@ def test_a_margin_is_a_number_and_nothing_is_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "seen"),
-    [("0.5", "a string, not a number"), (True, "a boolean, not a number"), (float("nan"), "nan")],
+    ("value", "seen"), [("0.5", "a string, not a number"), (True, "a boolean, not a number"), (float("nan"), "nan")]
 )
 def test_a_margin_that_is_no_number_is_named_by_row_and_column(value: Any, seen: str) -> None:
-    rows = [
-        {"chosen": "a", "rejected": "b", "margin": None},
-        {"chosen": "a", "rejected": "b", "margin": value},
-    ]
+    rows = [{"chosen": "a", "rejected": "b", "margin": None}, {"chosen": "a", "rejected": "b", "margin": value}]
     with pytest.raises(DataError, match=rf"row 1, column 'margin': is {seen}"):
         pairs(rows)
 
@@ -133,9 +114,7 @@ def test_a_margin_that_is_no_number_is_named_by_row_and_column(value: Any, seen:
 
 
 def test_whole_conversations_are_rendered_as_they_are() -> None:
-    row = chat([{"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}])[
-        0
-    ]
+    row = chat([{"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}])[0]
     assert text(row.chosen) == "<|user|>a<|end|>\n<|assistant|>b<|end|>"
     assert text(row.rejected) == "<|user|>a<|end|>\n<|assistant|>c<|end|>"
     assert row.prompt_length == 0
@@ -148,9 +127,7 @@ def test_a_conversation_that_ends_with_the_user_can_be_judged_as_a_whole() -> No
 
 @pytest.mark.parametrize("prompt", ["a", [user("a")]])
 @pytest.mark.parametrize("chosen", ["b", [assistant("b")]])
-def test_a_prompt_column_is_followed_by_the_answers_strings_or_messages(
-    prompt: Any, chosen: Any
-) -> None:
+def test_a_prompt_column_is_followed_by_the_answers_strings_or_messages(prompt: Any, chosen: Any) -> None:
     rejected = "c" if isinstance(chosen, str) else [assistant("c")]
     rows = [{"q": prompt, "chosen": chosen, "rejected": rejected}]
     row = chat(rows, prompt_key="q", needs_prompt=True)[0]
@@ -203,9 +180,7 @@ def test_an_answer_of_several_messages_is_judged_from_its_first() -> None:
         (PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>"), ""),  # and here is not shown
     ],
 )
-def test_the_answer_is_found_where_the_template_rewrites_history_or_adds_thoughts(
-    template: str, opening: str
-) -> None:
+def test_the_answer_is_found_where_the_template_rewrites_history_or_adds_thoughts(template: str, opening: str) -> None:
     history = [user("a"), assistant("<think>m</think>x"), user("c")]
     rows = [{"chosen": [*history, assistant("so it is")], "rejected": [*history, assistant("so")]}]
     row = chat(rows, template, needs_prompt=True, max_len=99)[0]
@@ -218,24 +193,16 @@ def test_plain_texts_without_a_prompt_column_are_judged_whole() -> None:
 
 
 def test_different_histories_are_judged_from_where_they_differ() -> None:
-    chosen, rejected = (
-        [user("a"), assistant("ok")],
-        [user("a much longer question"), assistant("no")],
-    )
+    chosen, rejected = ([user("a"), assistant("ok")], [user("a much longer question"), assistant("no")])
     row = chat([{"chosen": chosen, "rejected": rejected}], needs_prompt=True)[0]
     assert text(row.chosen[: row.prompt_length]) == "<|user|>a"
 
 
 def test_a_long_prompt_is_left_out_only_where_a_prompt_is_needed() -> None:
-    rows = [
-        {"q": "abcdefgh", "chosen": "x", "rejected": "y"},
-        {"q": "abcdefg", "chosen": "x", "rejected": "y"},
-    ]
+    rows = [{"q": "abcdefgh", "chosen": "x", "rejected": "y"}, {"q": "abcdefg", "chosen": "x", "rejected": "y"}]
     kept = pairs(rows, prompt_key="q", max_len=10, needs_prompt=True)
     assert [text(kept[0].chosen)] == ["abcdefgx <eos>"]
-    assert kept.summary == (
-        "1 of 2 pairs kept, dropped 1 with a prompt of 8 tokens or more (--data.max_len 10)."
-    )
+    assert kept.summary == ("1 of 2 pairs kept, dropped 1 with a prompt of 8 tokens or more (--data.max_len 10).")
     assert len(pairs(rows, prompt_key="q", max_len=10)) == 2
 
 
@@ -267,10 +234,7 @@ def test_when_nothing_is_left_the_counts_are_the_error() -> None:
 
 @pytest.mark.parametrize("flag", ["prompt_key", "chosen_key", "rejected_key"])
 def test_a_missing_column_is_named_with_its_flag_and_the_columns_there_are(flag: str) -> None:
-    with pytest.raises(
-        DataError,
-        match=rf"no column 'text', which --data\.{flag} names\. It has 'chosen', 'rejected'",
-    ):
+    with pytest.raises(DataError, match=rf"no column 'text', which --data\.{flag} names\. It has 'chosen', 'rejected'"):
         pairs([{"chosen": "a", "rejected": "b"}], **{flag: "text"})
 
 
@@ -286,9 +250,7 @@ def test_messages_without_a_template_and_strings_with_one_name_the_flag_to_chang
     messages = [user("a"), assistant("b")]
     with pytest.raises(DataError, match=r"column 'chosen': is a list.*--data\.apply_chat_template"):
         pairs([{"chosen": messages, "rejected": messages}])
-    with pytest.raises(
-        DataError, match=r"column 'chosen': is a string, not a list of chat.*--data\.prompt_key"
-    ):
+    with pytest.raises(DataError, match=r"column 'chosen': is a string, not a list of chat.*--data\.prompt_key"):
         chat([{"chosen": "a", "rejected": "b"}])
 
 
@@ -326,15 +288,9 @@ def test_chatbot_arena_is_recognised_and_its_ties_left_out() -> None:
 def test_webgpt_comparisons_are_recognised() -> None:
     scores = [(-0.5, 0.5), (0.0, 0.0), (1.0, -1.0)]
     question = {"full_text": "Q", "id": "1"}
-    rows = [
-        {"question": question, "answer_0": "x", "answer_1": "y", "score_0": s, "score_1": t}
-        for s, t in scores
-    ]
+    rows = [{"question": question, "answer_0": "x", "answer_1": "y", "score_0": s, "score_1": t} for s, t in scores]
     data = pairs(rows, input_template="{}:", needs_prompt=True)
-    assert [answers(data[place]) for place in (0, 1)] == [
-        ("y <eos>", "x <eos>"),
-        ("x <eos>", "y <eos>"),
-    ]
+    assert [answers(data[place]) for place in (0, 1)] == [("y <eos>", "x <eos>"), ("x <eos>", "y <eos>")]
     assert data[0].prompt_length == 2
     with pytest.raises(DataError, match="row 0, column 'score_1': is null, not a number"):
         pairs([rows[0] | {"score_1": None}])

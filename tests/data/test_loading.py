@@ -57,17 +57,7 @@ def save(path: Path) -> str:
     return str(path)
 
 
-NAMES = [
-    "x.json",
-    "x.jsonl",
-    "x.csv",
-    "x.parquet",
-    "x.arrow",
-    "x.json.gz",
-    "x.jsonl.gz",
-    "x.csv.gz",
-    "x.v1.JSONL",
-]
+NAMES = ["x.json", "x.jsonl", "x.csv", "x.parquet", "x.arrow", "x.json.gz", "x.jsonl.gz", "x.csv.gz", "x.v1.JSONL"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -100,9 +90,7 @@ def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
 
 
 def test_a_split_of_a_saved_dictionary_of_datasets_is_read(tmp_path: Path) -> None:
-    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1])).save_to_disk(
-        tmp_path / "saved"
-    )
+    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1])).save_to_disk(tmp_path / "saved")
     assert len(load(str(tmp_path / "saved"), split="test")) == 1
     assert len(load(f"{tmp_path}/saved@train")) == 3
 
@@ -138,13 +126,9 @@ def test_the_cap_holds_for_each_dataset_and_for_the_blend(two_files: str) -> Non
     ]
 
 
-def test_with_probabilities_every_row_is_drawn_at_least_once_in_the_order_of_its_file(
-    two_files: str,
-) -> None:
+def test_with_probabilities_every_row_is_drawn_at_least_once_in_the_order_of_its_file(two_files: str) -> None:
     names = inputs(load(two_files, probs="0.5,0.5"))
-    assert {*names} == {f"x{number}" for number in range(60)} | {
-        f"y{number}" for number in range(20)
-    }
+    assert {*names} == {f"x{number}" for number in range(60)} | {f"y{number}" for number in range(20)}
     first_x = [name for name in dict.fromkeys(names) if name.startswith("x")]
     assert first_x == [f"x{number}" for number in range(60)]
     share = sum(name.startswith("x") for name in names) / len(names)
@@ -207,20 +191,14 @@ def test_probabilities_that_cannot_be_ones_name_the_flag(probs: str, complaint: 
 # ---- mistakes
 
 
-def test_a_missing_split_is_answered_with_the_splits_there_are(
-    write: Write, tmp_path: Path
-) -> None:
+def test_a_missing_split_is_answered_with_the_splits_there_are(write: Write, tmp_path: Path) -> None:
     write("data/train.jsonl", json_lines(ROWS))
     write("data/test.jsonl", json_lines(ROWS))
-    with pytest.raises(
-        DataError, match=r"no split 'dev'; it has 'train', 'test'\. Set .*--eval\.split"
-    ):
+    with pytest.raises(DataError, match=r"no split 'dev'; it has 'train', 'test'\. Set .*--eval\.split"):
         load(str(tmp_path / "data"), split="dev")
 
 
-@pytest.mark.parametrize(
-    "spec", ["./none.jsonl", "none.parquet", "./folder", "/no/such/folder", "a/b/c"]
-)
+@pytest.mark.parametrize("spec", ["./none.jsonl", "none.parquet", "./folder", "/no/such/folder", "a/b/c"])
 def test_a_missing_file_or_folder_is_said_to_be_missing_before_the_hub_is_asked(spec: str) -> None:
     with pytest.raises(DataError, match=f"There is no file.*{spec}"):
         load(spec)
@@ -228,8 +206,7 @@ def test_a_missing_file_or_folder_is_said_to_be_missing_before_the_hub_is_asked(
 
 def test_a_hub_name_that_cannot_be_reached_is_said_to_be_one() -> None:
     with pytest.raises(
-        DataError,
-        match=r"nobody/nothing could not be loaded from the hub \(there is no file or folder",
+        DataError, match=r"nobody/nothing could not be loaded from the hub \(there is no file or folder"
     ):
         load("nobody/nothing")
 
@@ -246,9 +223,7 @@ def test_a_cap_of_nothing_names_the_flag() -> None:
 
 
 @pytest.mark.parametrize("spec", ["set.py", "set"])
-def test_a_loading_script_is_refused_with_what_to_do(
-    spec: str, write: Write, tmp_path: Path
-) -> None:
+def test_a_loading_script_is_refused_with_what_to_do(spec: str, write: Write, tmp_path: Path) -> None:
     write("set/set.py", "print('hi')")
     with pytest.raises(DataError, match=r"scripts are not run.*to_parquet\(\)"):
         load(str(tmp_path / "set" / "set.py") if spec == "set.py" else str(tmp_path / "set"))
@@ -260,8 +235,7 @@ def test_a_file_of_an_unknown_kind_is_answered_with_the_kinds_there_are(write: W
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [("x.jsonl", ""), ("x.jsonl", "\n\n"), ("x.json", "[]"), ("x.csv", "input,label\n")],
+    ("name", "text"), [("x.jsonl", ""), ("x.jsonl", "\n\n"), ("x.json", "[]"), ("x.csv", "input,label\n")]
 )
 def test_a_file_without_rows_is_an_error(name: str, text: str, write: Write) -> None:
     with pytest.raises(DataError, match=rf"{name} has no rows"):
@@ -292,9 +266,7 @@ def test_a_saved_dataset_without_rows_is_an_error(tmp_path: Path) -> None:
         ("x.arrow", "hello", r"x\.arrow could not be read"),
     ],
 )
-def test_a_malformed_file_is_named_with_the_line(
-    name: str, text: str, complaint: str, write: Write
-) -> None:
+def test_a_malformed_file_is_named_with_the_line(name: str, text: str, complaint: str, write: Write) -> None:
     with pytest.raises(DataError, match=complaint):
         load(write(name, text))
 
@@ -325,13 +297,7 @@ def test_text_that_is_not_utf8_is_named_by_row(tmp_path: Path) -> None:
     path.write_bytes(b'{"a": "x"}\n{"a": "\xff"}\n')
     rows = load(str(path))
     with pytest.raises(DataError, match=r"x\.jsonl, row 1: is not valid UTF-8 text"):
-        map_rows(
-            rows,
-            ["a"],
-            lambda batch: {"a": batch["a"]},
-            Features({"a": Value("string")}),
-            "Reading",
-        )
+        map_rows(rows, ["a"], lambda batch: {"a": batch["a"]}, Features({"a": Value("string")}), "Reading")
 
 
 # ---- ModelScope
@@ -353,9 +319,7 @@ def test_modelscope_is_asked_for_owner_and_name(monkeypatch: pytest.MonkeyPatch)
         load("tiny", use_ms=True)
 
 
-def test_modelscope_that_is_not_installed_is_said_to_be_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_modelscope_that_is_not_installed_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(DataError, match="modelscope"):
         load("me/tiny", use_ms=True)

@@ -13,19 +13,10 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 from openrlhf.data.errors import DataError
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.sft import SFTDataset, SFTRow
-from tests.data.small import (
-    FORGETFUL_CHAT,
-    MARKED_CHAT,
-    PLAIN_CHAT,
-    SPACED_CHAT,
-    build_tokenizer,
-    gsm8k,
-)
+from tests.data.small import FORGETFUL_CHAT, MARKED_CHAT, PLAIN_CHAT, SPACED_CHAT, build_tokenizer, gsm8k
 
 
-def dataset(
-    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None = None, **flags: Any
-) -> SFTDataset:
+def dataset(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None = None, **flags: Any) -> SFTDataset:
     defaults = {"max_len": 64, "input_key": "input", "output_key": None}
     return SFTDataset(Dataset.from_list(rows), tokenizer or build_tokenizer(), **defaults | flags)
 
@@ -67,9 +58,7 @@ def test_the_end_of_text_token_is_not_doubled() -> None:
 
 
 def test_the_first_response_token_is_learned_when_it_merges_with_the_prompts_last_space() -> None:
-    row = dataset(
-        [{"input": "a", "output": "bee"}], output_key="output", input_template="A: {}\nB: "
-    )[0]
+    row = dataset([{"input": "a", "output": "bee"}], output_key="output", input_template="A: {}\nB: ")[0]
     assert show(row) == ["A: a\nB:", "[ bee <eos>]"]
 
 
@@ -79,18 +68,14 @@ def test_a_long_response_is_cut_and_still_ends_with_end_of_text() -> None:
 
 
 def test_braces_in_the_data_do_no_harm() -> None:
-    row = dataset(
-        [{"input": "{}{0}", "output": "{x}"}], output_key="output", input_template="A{}B"
-    )[0]
+    row = dataset([{"input": "{}{0}", "output": "{x}"}], output_key="output", input_template="A{}B")[0]
     assert show(row) == ["A{}{0}B", "[{x} <eos>]"]
 
 
 def test_a_tokenizer_without_offsets_gives_the_same_mask() -> None:
     tokenizer = ByT5Tokenizer()
     row = dataset([{"input": "Q: ", "output": "ok"}], tokenizer, output_key="output")[0]
-    assert (
-        row.loss_mask == [False] * 3 + [True] * 3
-    )  # o, k, and end-of-text, which swallows the space
+    assert row.loss_mask == [False] * 3 + [True] * 3  # o, k, and end-of-text, which swallows the space
 
 
 # ---- pretraining text
@@ -120,11 +105,7 @@ def test_a_pretraining_text_of_one_token_is_left_out() -> None:
 
 
 def test_a_chat_by_id() -> None:
-    row = dataset(
-        [{"input": [user("a"), assistant("ok")]}],
-        build_tokenizer(PLAIN_CHAT),
-        apply_chat_template=True,
-    )[0]
+    row = dataset([{"input": [user("a"), assistant("ok")]}], build_tokenizer(PLAIN_CHAT), apply_chat_template=True)[0]
     #                <|user|> a <|end|> \n <|assistant|> ok <|end|>  " " <eos>
     assert row.tokens == [3, 74, 5, 8, 4, 106, 5, 9, 1]
     assert row.loss_mask == [False] * 5 + [True] * 4
@@ -138,9 +119,7 @@ def test_a_template_that_ends_with_the_tokenizers_end_of_text_gets_no_second_one
 
 def test_two_string_columns_become_a_user_and_an_assistant_message() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
-    row = dataset(
-        [{"q": "a", "r": "ok"}], tokenizer, input_key="q", output_key="r", apply_chat_template=True
-    )[0]
+    row = dataset([{"q": "a", "r": "ok"}], tokenizer, input_key="q", output_key="r", apply_chat_template=True)[0]
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
@@ -149,22 +128,14 @@ def test_the_output_column_continues_the_messages_of_the_input_column() -> None:
     history = [user("a"), assistant("b"), user("c")]
     for output in ("ok", [assistant("ok")]):
         row = dataset(
-            [{"q": history, "r": output}],
-            tokenizer,
-            input_key="q",
-            output_key="r",
-            apply_chat_template=True,
+            [{"q": history, "r": output}], tokenizer, input_key="q", output_key="r", apply_chat_template=True
         )[0]
         assert show(row)[-1] == "[ok<|end|>]"
         assert len(show(row)) == 2
 
 
 def test_a_template_that_ends_in_a_space_loses_no_first_response_token() -> None:
-    row = dataset(
-        [{"input": [user("a"), assistant("bee")]}],
-        build_tokenizer(SPACED_CHAT),
-        apply_chat_template=True,
-    )[0]
+    row = dataset([{"input": [user("a"), assistant("bee")]}], build_tokenizer(SPACED_CHAT), apply_chat_template=True)[0]
     assert show(row) == ["A: a\nB:", "[ bee <eos>]"]
 
 
@@ -184,23 +155,15 @@ def test_multiturn_learns_every_answer_and_its_end() -> None:
 
 def test_without_multiturn_only_the_last_answer_is_learned() -> None:
     for template in (PLAIN_CHAT, MARKED_CHAT):
-        row = dataset(
-            [{"input": TWO_TURNS}],
-            build_tokenizer(template, eos="<|end|>"),
-            apply_chat_template=True,
-        )[0]
+        row = dataset([{"input": TWO_TURNS}], build_tokenizer(template, eos="<|end|>"), apply_chat_template=True)[0]
         assert show(row)[1:] == ["[no<|end|>]"]
 
 
 def test_multiturn_with_an_output_column_appends_it_as_the_last_answer() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     split = {"q": TWO_TURNS[:-1], "r": "no"}
-    together = dataset(
-        [{"q": TWO_TURNS}], tokenizer, input_key="q", apply_chat_template=True, multiturn=True
-    )
-    apart = dataset(
-        [split], tokenizer, input_key="q", output_key="r", apply_chat_template=True, multiturn=True
-    )
+    together = dataset([{"q": TWO_TURNS}], tokenizer, input_key="q", apply_chat_template=True, multiturn=True)
+    apart = dataset([split], tokenizer, input_key="q", output_key="r", apply_chat_template=True, multiturn=True)
     assert apart[0] == together[0]
 
 
@@ -216,9 +179,7 @@ def test_multiturn_learns_what_the_template_marks() -> None:
 
 
 def test_the_end_of_text_is_learned_even_where_the_template_does_not_mark_it() -> None:
-    marks_words_only = MARKED_CHAT.replace(
-        "<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>"
-    )
+    marks_words_only = MARKED_CHAT.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
     tokenizer = build_tokenizer(marks_words_only, eos="<|end|>")
     row = dataset([{"input": TWO_TURNS[:2]}], tokenizer, apply_chat_template=True)[0]
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
@@ -226,12 +187,7 @@ def test_the_end_of_text_is_learned_even_where_the_template_does_not_mark_it() -
 
 def test_answers_that_the_template_rewrites_are_context_and_counted() -> None:
     tokenizer = build_tokenizer(FORGETFUL_CHAT, eos="<|end|>")
-    messages = [
-        user("a"),
-        assistant("<think>m</think>ok"),
-        user("c"),
-        assistant("<think>s</think>no"),
-    ]
+    messages = [user("a"), assistant("<think>m</think>ok"), user("c"), assistant("<think>s</think>no")]
     rows = dataset([{"input": messages}], tokenizer, apply_chat_template=True, multiturn=True)
     assert show(rows[0]) == [
         "<|user|>a<|end|>\n<|assistant|>ok<|end|>\n<|user|>c<|end|>\n<|assistant|>",
@@ -242,9 +198,7 @@ def test_answers_that_the_template_rewrites_are_context_and_counted() -> None:
 
 def test_messages_after_the_last_answer_are_cut_off() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
-    row = dataset(
-        [{"input": [user("a"), assistant("ok"), user("bye")]}], tokenizer, apply_chat_template=True
-    )[0]
+    row = dataset([{"input": [user("a"), assistant("ok"), user("bye")]}], tokenizer, apply_chat_template=True)[0]
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
@@ -277,15 +231,12 @@ def test_a_chat_without_an_answer_is_left_out() -> None:
     ]
     kept = dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
     assert kept.summary == (
-        "1 of 4 rows kept, dropped 1 with an empty prompt, 1 with an empty response, "
-        "1 without an assistant message."
+        "1 of 4 rows kept, dropped 1 with an empty prompt, 1 with an empty response, 1 without an assistant message."
     )
 
 
 def test_when_nothing_is_left_the_counts_are_the_error() -> None:
-    with pytest.raises(
-        DataError, match=r"0 of 2 rows kept, dropped 2 with an empty response.*--data\.output_key"
-    ):
+    with pytest.raises(DataError, match=r"0 of 2 rows kept, dropped 2 with an empty response.*--data\.output_key"):
         dataset([{"input": "a"}, {"input": "b"}])
 
 
@@ -294,21 +245,16 @@ def test_when_nothing_is_left_the_counts_are_the_error() -> None:
 
 def test_a_missing_column_is_named_with_the_columns_there_are() -> None:
     with pytest.raises(
-        DataError,
-        match=r"no column 'prompt', which --data\.input_key names\. It has 'input', 'output'",
+        DataError, match=r"no column 'prompt', which --data\.input_key names\. It has 'input', 'output'"
     ):
         dataset([{"input": "a", "output": "b"}], input_key="prompt")
 
 
 def test_a_malformed_row_is_named_by_dataset_row_and_column(tmp_path: Any) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(json.dumps({"input": "a", "output": value}) + "\n" for value in ("x", "y", None))
-    )
+    path.write_text("".join(json.dumps({"input": "a", "output": value}) + "\n" for value in ("x", "y", None)))
     rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl, row 2, column 'output': is null, not a string"
-    ):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2, column 'output': is null, not a string"):
         SFTDataset(rows, build_tokenizer(), max_len=64, input_key="input", output_key="output")
 
 
@@ -319,22 +265,14 @@ def test_chat_messages_without_a_template_name_the_flag_that_is_missing() -> Non
 
 def test_a_malformed_message_is_named_by_row_and_message() -> None:
     rows = [{"input": [{"from": "human", "value": "a"}]}]
-    with pytest.raises(
-        DataError, match=r"row 0, column 'input': message 0 needs 'role'.*--data\.input_key"
-    ):
+    with pytest.raises(DataError, match=r"row 0, column 'input': message 0 needs 'role'.*--data\.input_key"):
         dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
 
 
 def test_a_template_that_refuses_a_row_says_which() -> None:
     picky = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + PLAIN_CHAT
-    with pytest.raises(
-        DataError, match="row 1, column 'input': the chat template refuses these messages: too many"
-    ):
-        dataset(
-            [{"input": TWO_TURNS[:2]}, {"input": TWO_TURNS}],
-            build_tokenizer(picky),
-            apply_chat_template=True,
-        )
+    with pytest.raises(DataError, match="row 1, column 'input': the chat template refuses these messages: too many"):
+        dataset([{"input": TWO_TURNS[:2]}, {"input": TWO_TURNS}], build_tokenizer(picky), apply_chat_template=True)
 
 
 def test_a_missing_chat_template_is_an_error_before_any_row() -> None:
@@ -358,14 +296,7 @@ def test_gsm8k_as_chat_messages() -> None:
     lines = [json.loads(line) for line in gsm8k().read_text().splitlines()[:200]]
     rows = [{"messages": [user(line["question"]), assistant(line["answer"])]} for line in lines]
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
-    ready = dataset(
-        rows,
-        tokenizer,
-        max_len=4096,
-        input_key="messages",
-        apply_chat_template=True,
-        multiturn=True,
-    )
+    ready = dataset(rows, tokenizer, max_len=4096, input_key="messages", apply_chat_template=True, multiturn=True)
     assert len(ready) == 200
     for place, line in enumerate(lines):
         row = ready[place]

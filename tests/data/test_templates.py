@@ -16,14 +16,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from openrlhf.data.templates import encode, fill_template, render, render_conversation, to_messages
-from tests.data.small import (
-    FORGETFUL_CHAT,
-    MARKED_CHAT,
-    PLAIN_CHAT,
-    SPACED_CHAT,
-    THINKING_CHAT,
-    build_tokenizer,
-)
+from tests.data.small import FORGETFUL_CHAT, MARKED_CHAT, PLAIN_CHAT, SPACED_CHAT, THINKING_CHAT, build_tokenizer
 
 
 def user(content: str) -> dict[str, Any]:
@@ -50,9 +43,7 @@ TWO_TURNS = [user("a"), assistant("ok"), user("c"), assistant("no")]
         ('{{"question": "{}"}}', "x", '{"question": "x"}'),
     ],
 )
-def test_the_input_template_takes_any_text_and_any_braces(
-    template: str | None, text: str, filled: str
-) -> None:
+def test_the_input_template_takes_any_text_and_any_braces(template: str | None, text: str, filled: str) -> None:
     assert fill_template(template, text) == filled
 
 
@@ -80,10 +71,7 @@ def test_a_message_that_calls_a_tool_needs_no_content() -> None:
         (3, "is a number"),
         ([], "is an empty list"),
         (["hi"], "message 0 is a string, not an object"),
-        (
-            [user("a"), {"from": "gpt", "value": "x"}],
-            "message 1 needs 'role' and 'content', but has 'from', 'value'",
-        ),
+        ([user("a"), {"from": "gpt", "value": "x"}], "message 1 needs 'role' and 'content', but has 'from', 'value'"),
         ([{"role": "user", "content": 3}], "the content of message 0 is a number"),
         ([{"role": "user", "content": None}], "needs 'role' and 'content'"),
         ([{"role": 1, "content": "a"}], "the role of message 0 is a number"),
@@ -104,9 +92,7 @@ def test_the_templates_own_complaint_reaches_the_user() -> None:
 def test_rendering_is_what_the_tokenizer_itself_renders() -> None:
     tokenizer = build_tokenizer(MARKED_CHAT)
     for prompt in (True, False):
-        expected = tokenizer.apply_chat_template(
-            TWO_TURNS, tokenize=False, add_generation_prompt=prompt
-        )
+        expected = tokenizer.apply_chat_template(TWO_TURNS, tokenize=False, add_generation_prompt=prompt)
         assert render(tokenizer, TWO_TURNS, add_generation_prompt=prompt) == expected
 
 
@@ -129,23 +115,14 @@ def test_only_the_last_turn_is_a_target_when_one_is_asked_for() -> None:
 
 def test_marks_of_the_template_agree_with_the_prefixes_up_to_the_newline_after_them() -> None:
     unmarked = targets(PLAIN_CHAT, TWO_TURNS, every_turn=True)
-    assert targets(MARKED_CHAT, TWO_TURNS, every_turn=True) == [
-        turn.removesuffix("\n") for turn in unmarked
-    ]
+    assert targets(MARKED_CHAT, TWO_TURNS, every_turn=True) == [turn.removesuffix("\n") for turn in unmarked]
 
 
 def test_history_without_its_reasoning_is_context_only() -> None:
-    messages = [
-        user("a"),
-        assistant("<think>hm</think>ok"),
-        user("c"),
-        assistant("<think>so</think>no"),
-    ]
+    messages = [user("a"), assistant("<think>hm</think>ok"), user("c"), assistant("<think>so</think>no")]
     passage = render_conversation(build_tokenizer(FORGETFUL_CHAT), messages, every_turn=True)
     assert "hm" not in passage.text
-    assert [passage.text[start:end] for start, end in passage.spans] == [
-        "<think>so</think>no<|end|>\n"
-    ]
+    assert [passage.text[start:end] for start, end in passage.spans] == ["<think>so</think>no<|end|>\n"]
     assert passage.rewritten == 1
 
 
@@ -154,10 +131,7 @@ def test_turns_without_reasoning_are_targets_in_a_template_that_drops_reasoning(
 
 
 def test_turns_are_found_where_the_template_adds_a_thought_to_the_last_one_only() -> None:
-    assert targets(THINKING_CHAT, TWO_TURNS, every_turn=True) == [
-        "ok<|end|>\n",
-        "</think>no<|end|>\n",
-    ]
+    assert targets(THINKING_CHAT, TWO_TURNS, every_turn=True) == ["ok<|end|>\n", "</think>no<|end|>\n"]
 
 
 def test_an_answer_is_found_where_the_generation_prompt_goes_on_otherwise() -> None:
@@ -196,9 +170,7 @@ def test_the_response_begins_where_the_last_turn_does() -> None:
 
 def words_of(tokenizer: Any, text: str, span: tuple[int, int]) -> list[str]:
     encoded = encode(tokenizer, [text])[0]
-    return [
-        tokenizer.convert_ids_to_tokens(encoded.tokens)[place] for place in encoded.tokens_of(span)
-    ]
+    return [tokenizer.convert_ids_to_tokens(encoded.tokens)[place] for place in encoded.tokens_of(span)]
 
 
 def test_a_token_that_straddles_the_border_belongs_to_the_response() -> None:
@@ -221,9 +193,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
-    trainer = BpeTrainer(
-        vocab_size=300, initial_alphabet=ByteLevel.alphabet(), special_tokens=["<eos>"]
-    )
+    trainer = BpeTrainer(vocab_size=300, initial_alphabet=ByteLevel.alphabet(), special_tokens=["<eos>"])
     backend.train_from_iterator(["the answer is yes", "the answer is no", "  is it"] * 3, trainer)
     backend.post_processor = ByteLevelOffsets(trim_offsets=True, add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
@@ -233,9 +203,7 @@ def test_spaces_left_out_of_the_offsets_move_no_border(byte_level: PreTrainedTok
     prompt, response = "the answer is ", "yes"
     end = len(prompt) + len(response)
     assert words_of(byte_level, prompt + response, (len(prompt), end))[0].startswith("Ġ")
-    assert (
-        "Ġ" not in words_of(byte_level, "is:  yes", (5, 8))[:1]
-    )  # a token of spaces only stays with the prompt
+    assert "Ġ" not in words_of(byte_level, "is:  yes", (5, 8))[:1]  # a token of spaces only stays with the prompt
 
 
 @given(text=st.text(alphabet="abe \n:é漢🙂", min_size=2, max_size=20), data=st.data())
@@ -248,9 +216,7 @@ def test_the_tokens_of_a_span_are_those_whose_bytes_overlap_it(
     first, last = len(text[:start].encode()), len(text[:end].encode())
     expected, position = [], 0
     for place, token in enumerate(byte_level.convert_ids_to_tokens(encoded.tokens)):
-        if (
-            position < last and position + len(token) > first
-        ):  # a letter of a byte-level token is a byte
+        if position < last and position + len(token) > first:  # a letter of a byte-level token is a byte
             expected.append(place)
         position += len(token)
     assert list(encoded.tokens_of((start, end))) == expected
@@ -260,8 +226,5 @@ def test_a_prompt_that_ends_in_a_space_loses_no_first_token() -> None:
     tokenizer = build_tokenizer(SPACED_CHAT)
     passage = render_conversation(tokenizer, [user("a"), assistant("bee")], every_turn=False)
     encoded = encode(tokenizer, [passage.text])[0]
-    learned = [
-        tokenizer.convert_ids_to_tokens(encoded.tokens)[t]
-        for t in encoded.tokens_of(passage.spans[0])
-    ]
+    learned = [tokenizer.convert_ids_to_tokens(encoded.tokens)[t] for t in encoded.tokens_of(passage.spans[0])]
     assert learned == [" b", "e", "e", "\n"]

@@ -21,9 +21,7 @@ def saved(tmp_path: Path) -> str:
 def edit(folder: str, **changes: object) -> None:
     path = Path(folder) / "tokenizer_config.json"
     config = json.loads(path.read_text()) | changes
-    path.write_text(
-        json.dumps({name: value for name, value in config.items() if value is not None})
-    )
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
 
 
 def test_a_missing_padding_token_becomes_the_end_of_text_token(saved: str) -> None:
@@ -44,9 +42,7 @@ def test_the_padding_side_is_the_one_asked_for(saved: str, side: str) -> None:
 
 def test_a_given_chat_template_replaces_the_tokenizers_own(saved: str) -> None:
     tokenizer = get_tokenizer(saved, chat_template="{{ messages[0].content }}!")
-    assert (
-        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
-    )
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_missing() -> None:
@@ -80,14 +76,10 @@ def test_a_tokenizer_without_an_end_of_text_token_is_refused(saved: str) -> None
 
 def test_chat_messages_need_a_chat_template() -> None:
     require_chat_template(build_tokenizer(PLAIN_CHAT))
-    with pytest.raises(
-        DataError, match=r"--data\.apply_chat_template.*--data\.tokenizer_chat_template"
-    ):
+    with pytest.raises(DataError, match=r"--data\.apply_chat_template.*--data\.tokenizer_chat_template"):
         require_chat_template(build_tokenizer())
 
 
-def test_asking_for_the_slow_tokenizer_is_answered(
-    saved: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_asking_for_the_slow_tokenizer_is_answered(saved: str, caplog: pytest.LogCaptureFixture) -> None:
     get_tokenizer(saved, use_fast=False)
     assert "--data.disable_fast_tokenizer has no effect" in caplog.text

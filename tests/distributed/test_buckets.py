@@ -48,9 +48,7 @@ def reference_hash(data: bytes) -> int:
 
     def block(words: list[int]) -> int:
         if len(words) > HASH_BLOCK:
-            return block(
-                [block(words[i : i + HASH_BLOCK]) for i in range(0, len(words), HASH_BLOCK)]
-            )
+            return block([block(words[i : i + HASH_BLOCK]) for i in range(0, len(words), HASH_BLOCK)])
         total = sum((w + (w >> 32)) * weight(i) for i, w in enumerate(words)) % 2**64
         return total - 2**64 if total >= 2**63 else total
 
@@ -77,11 +75,7 @@ class TestPlan:
     def test_a_tensor_larger_than_a_bucket_travels_alone(self):
         sizes = {"a": 1, "b": 100, "c": 1}
         specs = [TensorSpec(name=n, dtype="float32", shape=(k,)) for n, k in sizes.items()]
-        assert [[s.name for s in bucket] for bucket in plan_buckets(specs, 64)] == [
-            ["a"],
-            ["b"],
-            ["c"],
-        ]
+        assert [[s.name for s in bucket] for bucket in plan_buckets(specs, 64)] == [["a"], ["b"], ["c"]]
 
 
 class TestPacking:
@@ -159,9 +153,7 @@ class TestHash:
 
 
 MANIFEST = WeightManifest(
-    version=3,
-    specs=tuple(TensorSpec(name=n, dtype="float32", shape=(4,)) for n in ("a", "b")),
-    bucket_bytes=16,
+    version=3, specs=tuple(TensorSpec(name=n, dtype="float32", shape=(4,)) for n in ("a", "b")), bucket_bytes=16
 )
 SENT = SentWeights(manifest=MANIFEST, bucket_hashes=(11, -12))
 GOOD = WorkerReceipt(
@@ -196,9 +188,7 @@ class TestReceipt:
     )
     def test_one_worker_that_differs_is_named_with_its_difference(self, difference, message):
         bad = replace(GOOD, rank=2, **difference)
-        with pytest.raises(
-            PublicationError, match=f"engine 7 does not hold version 3: .*{message}"
-        ):
+        with pytest.raises(PublicationError, match=f"engine 7 does not hold version 3: .*{message}"):
             verify_receipt(SENT, Receipt(engine=7, version=3, workers=(GOOD, bad)))
 
     def test_a_receipt_of_no_worker_proves_nothing(self):

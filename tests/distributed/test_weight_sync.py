@@ -42,9 +42,7 @@ def new_group(world_size: int = 2, timeout_s: float = 20.0) -> WeightGroup:
     )
 
 
-def take(
-    group: WeightGroup, rank: int, *, buckets: int | None = None
-) -> tuple[dict, list[int], list[int]]:
+def take(group: WeightGroup, rank: int, *, buckets: int | None = None) -> tuple[dict, list[int], list[int]]:
     """Receive tensors, hashes of what came, and the sender's hashes; leave after `buckets` of them."""
     channel = join_group(group, rank)
     received, hashes = {}, []
@@ -103,17 +101,12 @@ def test_each_tensor_is_read_before_the_next_is_asked_for(threads):
     ("tensors", "message"),
     [
         (dict(list(TENSORS.items())[:4]), "announces e, the model gives nothing more"),
-        (
-            TENSORS | {"f": torch.zeros(1)},
-            "the model gives f, which the manifest does not announce",
-        ),
+        (TENSORS | {"f": torch.zeros(1)}, "the model gives f, which the manifest does not announce"),
         (dict(sorted(TENSORS.items(), reverse=True)), "announces a, the model gives e"),
         (TENSORS | {"c": torch.zeros(3, 50)}, "c has shape"),
     ],
 )
-def test_tensors_that_are_not_the_manifests_are_an_error_on_both_sides_at_once(
-    threads, tensors, message
-):
+def test_tensors_that_are_not_the_manifests_are_an_error_on_both_sides_at_once(threads, tensors, message):
     group = new_group()
     worker = threads.submit(take, group, 1)
     sender = WeightSender()

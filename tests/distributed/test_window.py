@@ -22,11 +22,7 @@ LAYOUTS = [
     "zero2-micro1-padded",
     "zero3-micro3-packed",
 ]
-POISONED = [
-    f"zero{stage}-micro3-packed-{dtype}-poisoned"
-    for stage in range(4)
-    for dtype in ("fp32", "bf16")
-]
+POISONED = [f"zero{stage}-micro3-packed-{dtype}-poisoned" for stage in range(4) for dtype in ("fp32", "bf16")]
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +35,7 @@ def plain(model: str) -> dict[str, Any]:
     """The same two steps as a plain torch loop through whole logits, one row at a time, in float64."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     optimizer = torch.optim.AdamW(
-        hf.parameters(),
-        lr=OPTIMIZER.adam.lr,
-        betas=OPTIMIZER.adam.betas,
-        eps=OPTIMIZER.adam.eps,
-        weight_decay=0,
+        hf.parameters(), lr=OPTIMIZER.adam.lr, betas=OPTIMIZER.adam.betas, eps=OPTIMIZER.adam.eps, weight_decay=0
     )
     norms = []
     for step in range(STEPS):

@@ -30,24 +30,15 @@ def batch(step: int) -> TokenRows:
     return TokenRows.from_lists(tokens, [[False, *mask[1:]] for mask in masks])
 
 
-def train(
-    strategy: Strategy, model: str, *, micro: int, packing: bool, poison: int | None = None
-) -> dict[str, Any]:
+def train(strategy: Strategy, model: str, *, micro: int, packing: bool, poison: int | None = None) -> dict[str, Any]:
     """Norms and final weights of a run; in step `poison` the loss is NaN on the last rank."""
-    spec = LoadSpec(
-        path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=packing
-    )
-    engine = strategy.trained(
-        lambda: PolicyModel(load_causal_lm(spec), packing=packing), OPTIMIZER, total_steps=STEPS
-    )
+    spec = LoadSpec(path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=packing)
+    engine = strategy.trained(lambda: PolicyModel(load_causal_lm(spec), packing=packing), OPTIMIZER, total_steps=STEPS)
     norms, applied = [], []
     for step in range(STEPS):
         rows = batch(step)
         mine = rows.select(list(range(strategy.dp_rank, rows.num_samples, strategy.dp_size)))
-        cut = [
-            list(range(i, min(i + micro, mine.num_samples)))
-            for i in range(0, mine.num_samples, micro)
-        ]
+        cut = [list(range(i, min(i + micro, mine.num_samples))) for i in range(0, mine.num_samples, micro)]
         poisoned = step == poison and strategy.dp_rank == strategy.dp_size - 1
 
         def loss(micro_batch: TokenRows, totals: Any, poisoned: bool = poisoned) -> Any:
@@ -61,9 +52,7 @@ def train(
         result = engine.optimize(mine.split(cut), counts=counts, loss=loss)
         norms.append(result.grad_norm)
         applied.append(result.applied)
-    weights = {
-        n: t.float().clone() for bucket in engine.full_parameters(1 << 16) for n, t in bucket
-    }
+    weights = {n: t.float().clone() for bucket in engine.full_parameters(1 << 16) for n, t in bucket}
     return {"norms": norms, "applied": applied, "weights": weights}
 
 
@@ -74,8 +63,7 @@ def main() -> None:
     for layout in layouts:
         parts = layout.split("-")
         engine = EngineConfig(
-            zero_stage=int(parts[0].removeprefix("zero")),
-            param_dtype="bf16" if "bf16" in parts else "fp32",
+            zero_stage=int(parts[0].removeprefix("zero")), param_dtype="bf16" if "bf16" in parts else "fp32"
         )
         strategy = Strategy(engine, seed=0)
         results[layout] = train(

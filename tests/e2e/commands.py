@@ -18,14 +18,7 @@ from tests.launch import ROOT
 
 PLAIN = (sys.executable, "-m")
 # Other tests of this process may have made it a world of one.
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Flags = Mapping[str, Any]
 
@@ -77,12 +70,7 @@ def finish(process: subprocess.Popen[str], *, timeout: float) -> Finished:
 
 
 def run(
-    command: str,
-    flags: Flags,
-    *,
-    launcher: Sequence[str] = PLAIN,
-    status: int = 0,
-    timeout: float = 400,
+    command: str, flags: Flags, *, launcher: Sequence[str] = PLAIN, status: int = 0, timeout: float = 400
 ) -> Finished:
     """Run a command to its end, which has to be `status`."""
     done = finish(launch(command, flags, launcher), timeout=timeout)
@@ -91,11 +79,7 @@ def run(
 
 
 def kill_when(
-    process: subprocess.Popen[str],
-    reached: Callable[[], bool],
-    *,
-    delay: float = 0.0,
-    timeout: float = 400,
+    process: subprocess.Popen[str], reached: Callable[[], bool], *, delay: float = 0.0, timeout: float = 400
 ) -> None:
     """SIGKILL the main process, and it alone, `delay` seconds after `reached` says so."""
     deadline = time.monotonic() + timeout

@@ -42,9 +42,7 @@ def descendants(pid: int) -> list[Process]:
     children: dict[int, list[Process]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (stat := _stat(int(entry.name))):
-            process = Process(
-                pid=int(entry.name), start=stat[19], command=_command(int(entry.name))
-            )
+            process = Process(pid=int(entry.name), start=stat[19], command=_command(int(entry.name)))
             children.setdefault(int(stat[1]), []).append(process)
     found: list[Process] = []
     waiting = [pid]

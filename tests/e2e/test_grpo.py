@@ -20,17 +20,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.observability.glossary import GLOSSARY
 from openrlhf.rollout.graders import grade_math
 from openrlhf.trainers.launch import run_ppo
-from tests.e2e.commands import (
-    as_arguments,
-    column,
-    kill_when,
-    launch,
-    numbers,
-    run,
-    samples,
-    steps_logged,
-    write_rows,
-)
+from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
 from tests.e2e.processes import Process, descendants, survivors
 from tests.tiny import save_tiny_model
 
@@ -61,9 +51,7 @@ def words(count: int, seed: int) -> list[dict[str, str]]:
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Model and prompts of the module, and a datasets cache of its own."""
     folder = tmp_path_factory.mktemp("grpo")
-    save_tiny_model(
-        folder / "model", chat_template=CHAT_TEMPLATE, max_position_embeddings=1024, **HEADS
-    )
+    save_tiny_model(folder / "model", chat_template=CHAT_TEMPLATE, max_position_embeddings=1024, **HEADS)
     write_rows(folder / "prompts.jsonl", words(PROMPTS, seed=1))
     write_rows(folder / "held_out.jsonl", words(5, seed=2))
     with pytest.MonkeyPatch.context() as patch:
@@ -73,11 +61,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def places(folder: Path) -> dict[str, Any]:
     """Everything a run writes goes into `folder`."""
-    return {
-        "run.dir": folder,
-        "ckpt.output_dir": folder / "model",
-        "ckpt.path": folder / "checkpoints",
-    }
+    return {"run.dir": folder, "ckpt.output_dir": folder / "model", "ckpt.path": folder / "checkpoints"}
 
 
 def grpo_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -135,15 +119,7 @@ def whole(workspace: Path) -> Path:
 def test_every_step_is_logged_and_evaluations_follow_theirs(whole: Path) -> None:
     lines = [(row["step"], "eval/eval_num_samples" in row) for row in numbers(whole)]
     steps = [(step, False) for step in range(1, STEPS + 1)]
-    assert lines == [
-        (0, True),
-        *steps[:2],
-        (2, True),
-        *steps[2:4],
-        (4, True),
-        *steps[4:],
-        (6, True),
-    ]
+    assert lines == [(0, True), *steps[:2], (2, True), *steps[2:4], (4, True), *steps[4:], (6, True)]
 
 
 def test_every_number_is_finite_and_has_a_definition(whole: Path) -> None:
@@ -198,9 +174,7 @@ def test_the_numbers_of_a_step_are_those_of_its_samples(whole: Path) -> None:
 def test_the_run_leaves_report_export_checkpoints_and_logs(whole: Path) -> None:
     assert (whole / "report.html").stat().st_size > 10_000
     assert AutoTokenizer.from_pretrained(whole / "model")("1+2").input_ids == [5, 40, 6]
-    tags = {
-        path.name.removesuffix(".manifest.json") for path in (whole / "checkpoints").glob("*.json")
-    }
+    tags = {path.name.removesuffix(".manifest.json") for path in (whole / "checkpoints").glob("*.json")}
     assert {"global_step2", "global_step4", "global_step6"} <= tags
     assert any(path.name.startswith("actor+ref-0") for path in (whole / "logs").iterdir())
 
@@ -208,9 +182,7 @@ def test_the_run_leaves_report_export_checkpoints_and_logs(whole: Path) -> None:
 # ---- a run that is killed
 
 
-def test_a_killed_run_leaves_no_process_and_resumes_to_the_same_numbers(
-    whole: Path, workspace: Path
-) -> None:
+def test_a_killed_run_leaves_no_process_and_resumes_to_the_same_numbers(whole: Path, workspace: Path) -> None:
     """From the configuration the unbroken run wrote. Until the kill it is the same seed run twice; all to the last digit."""
     folder = workspace / "killed"
     flags = {"config": whole / "config.yaml", **places(folder)}
@@ -246,11 +218,7 @@ def test_a_killed_run_leaves_no_process_and_resumes_to_the_same_numbers(
 
 def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(workspace: Path) -> None:
     folder = workspace / "broken"
-    flags = grpo_flags(
-        workspace,
-        folder,
-        **{"reward.remote_url": REWARDS / "trouble.py", "reward.max_error_rate": 0.0},
-    )
+    flags = grpo_flags(workspace, folder, **{"reward.remote_url": REWARDS / "trouble.py", "reward.max_error_rate": 0.0})
     done = run("train_ppo_ray", flags, status=2)
     assert "error: " in done.errors
     assert "of 16 episodes failed" in done.errors and "--reward.max_error_rate 0" in done.errors
@@ -277,9 +245,7 @@ def test_a_dry_run_prints_plan_and_prompts_and_starts_nothing(workspace: Path) -
 @pytest.fixture(scope="module")
 def cluster(whole: Path) -> Iterator[None]:
     """A Ray for the runs below; asks for `whole` first, which has to find none."""
-    ray.init(
-        num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
-    )
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
     yield
     ray.shutdown()
 
@@ -303,9 +269,7 @@ def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_s
         "ds.packing_samples": True,
     }
     train(grpo_flags(workspace, folder, **changes))
-    assert [row["response"] for row in samples(folder)] == [
-        row["response"] for row in samples(whole)
-    ]
+    assert [row["response"] for row in samples(folder)] == [row["response"] for row in samples(whole)]
     assert {path.name for path in (folder / "logs").glob("*-?.log")} >= {
         *("actor-0.log", "actor-1.log", "ref-0.log", "ref-1.log")
     }
@@ -338,11 +302,7 @@ def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depe
     }
     one, two = workspace / "one", workspace / "two"
     train(grpo_flags(workspace, one, **common))
-    budget = {
-        "train.dynamic_batch_enable": True,
-        "train.max_tokens_per_gpu": 40,
-        "rollout.max_tokens_per_gpu": 48,
-    }
+    budget = {"train.dynamic_batch_enable": True, "train.max_tokens_per_gpu": 40, "rollout.max_tokens_per_gpu": 48}
     ranks = {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2}
     train(grpo_flags(workspace, two, **common, **budget, **ranks))
     assert column(one, "rollout/num_samples") == [16.0, 16.0, 12.0]
@@ -368,9 +328,7 @@ def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dic
 
 
 @pytest.mark.usefixtures("cluster")
-def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_on(
-    workspace: Path,
-) -> None:
+def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_on(workspace: Path) -> None:
     """Samples whose call raises, and the four of a prompt whose calls hang."""
     prompts = [row | {"label": "hang"} if i == 0 else row for i, row in enumerate(words(4, seed=1))]
     dataset = write_rows(workspace / "hanging.jsonl", prompts)
@@ -396,9 +354,7 @@ def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_o
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("policy", ["drop", "-0.5"])
-def test_failed_rewards_are_dropped_or_replaced_whatever_their_rate(
-    workspace: Path, policy: str
-) -> None:
+def test_failed_rewards_are_dropped_or_replaced_whatever_their_rate(workspace: Path, policy: str) -> None:
     changes = {"reward.on_error": policy, "reward.max_error_rate": 0.0}
     folder, rows = troubled(workspace, f"on_error_{policy}", **changes)
     raised = [row for row in rows if "7" in row["response"]]
@@ -414,9 +370,7 @@ def test_failed_rewards_are_dropped_or_replaced_whatever_their_rate(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_reward_file_that_cannot_be_loaded_ends_the_run_before_a_model_is_loaded(
-    workspace: Path,
-) -> None:
+def test_a_reward_file_that_cannot_be_loaded_ends_the_run_before_a_model_is_loaded(workspace: Path) -> None:
     broken = workspace / "broken.py"
     broken.write_text("import a_package_that_is_not_there\n")
     folder = workspace / "unloadable"
@@ -449,18 +403,12 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays_as_it_is(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_gsm8k_questions_as_chats_graded_by_the_math_verifier(
-    workspace: Path, data_dir: Path
-) -> None:
+def test_gsm8k_questions_as_chats_graded_by_the_math_verifier(workspace: Path, data_dir: Path) -> None:
     """64 questions pass through once, each as the chat template renders it, and are graded against `#### 72`."""
     lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
     rows = [json.loads(line) for line in lines]
     chats = [
-        {
-            "messages": [{"role": "user", "content": row["question"].lower()}],
-            "answer": row["answer"],
-        }
-        for row in rows
+        {"messages": [{"role": "user", "content": row["question"].lower()}], "answer": row["answer"]} for row in rows
     ]
     folder = workspace / "gsm8k"
     changes = {
@@ -511,9 +459,7 @@ def test_every_layout_comes_to_the_same(
 
 @pytest.mark.verify
 @pytest.mark.timeout(1800)
-def test_a_run_killed_again_and_again_logs_what_an_unbroken_one_logs(
-    whole: Path, workspace: Path
-) -> None:
+def test_a_run_killed_again_and_again_logs_what_an_unbroken_one_logs(whole: Path, workspace: Path) -> None:
     """Killed a random moment after its next step, evaluations and checkpoints included, until one gets to the end."""
     folder, draw = workspace / "haunted", random.Random(0)
     flags = {"config": whole / "config.yaml", **places(folder), "ckpt.load_enable": True}

@@ -106,9 +106,7 @@ def test_mean_and_deviation_of_the_rewards_are_stored_with_the_model(reward_mode
 def test_rewards_in_rl_are_the_scores_of_plain_transformers(reward_model: Path, ppo: Path) -> None:
     hf = AutoModelForSequenceClassification.from_pretrained(reward_model / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(reward_model / "model")
-    written = [
-        row for row in samples(ppo / "run") if not any(name in row["response"] for name in ONE_WAY)
-    ]
+    written = [row for row in samples(ppo / "run") if not any(name in row["response"] for name in ONE_WAY)]
     assert len(written) >= 12
     for row in written:
         tokens = tokenizer(row["prompt"] + row["response"], add_special_tokens=False)["input_ids"]

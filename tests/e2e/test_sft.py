@@ -18,17 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.cli.train_sft import main
 from openrlhf.distributed.devices import free_port
-from tests.e2e.commands import (
-    as_arguments,
-    column,
-    finish,
-    kill_when,
-    launch,
-    numbers,
-    run,
-    steps_logged,
-    write_rows,
-)
+from tests.e2e.commands import as_arguments, column, finish, kill_when, launch, numbers, run, steps_logged, write_rows
 from tests.tiny import save_tiny_model
 
 TRAIN_ROWS, EVAL_ROWS, BATCH, EPOCHS = 52, 13, 8, 5
@@ -62,11 +52,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def places(folder: Path) -> dict[str, Any]:
     """Everything a run writes goes into `folder`."""
-    return {
-        "run.dir": folder,
-        "ckpt.output_dir": folder / "model",
-        "ckpt.path": folder / "checkpoints",
-    }
+    return {"run.dir": folder, "ckpt.output_dir": folder / "model", "ckpt.path": folder / "checkpoints"}
 
 
 def sft_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -147,15 +133,10 @@ def test_the_exported_model_has_in_plain_transformers_the_evaluation_loss_that_w
 
 @pytest.mark.parametrize(
     ("launcher", "stage"),
-    [
-        (("deepspeed", "--num_gpus", "2", "--module"), 2),
-        (("torchrun", "--nproc_per_node", "2", "-m"), 3),
-    ],
+    [(("deepspeed", "--num_gpus", "2", "--module"), 2), (("torchrun", "--nproc_per_node", "2", "-m"), 3)],
     ids=["deepspeed-zero2", "torchrun-zero3"],
 )
-def test_two_processes_do_what_one_does(
-    whole: Path, workspace: Path, launcher: tuple[str, ...], stage: int
-) -> None:
+def test_two_processes_do_what_one_does(whole: Path, workspace: Path, launcher: tuple[str, ...], stage: int) -> None:
     """To 1e-4 in the loss: sums in another order, which AdamW's steps amplify."""
     folder = workspace / launcher[0]
     flags = sft_flags(workspace, folder, **{"ds.zero_stage": stage, "ckpt.save_steps": -1})
@@ -163,26 +144,20 @@ def test_two_processes_do_what_one_does(
     run("train_sft", flags, launcher=launcher)
     for name in ("train/gpt_loss", "eval/eval gpt_loss", "train/lr"):
         assert column(folder, name) == pytest.approx(column(whole, name), abs=1e-4), name
-    assert column(folder, "train/grad_norm")[0] == pytest.approx(
-        column(whole, "train/grad_norm")[0], rel=1e-5
-    )
+    assert column(folder, "train/grad_norm")[0] == pytest.approx(column(whole, "train/grad_norm")[0], rel=1e-5)
     ours, theirs = (
         AutoModelForCausalLM.from_pretrained(path / "model", dtype=torch.float32).state_dict()
         for path in (folder, whole)
     )
     for name, weight in theirs.items():
-        if not name.endswith(
-            "k_proj.bias"
-        ):  # attention does not see it: AdamW steps along rounding
+        if not name.endswith("k_proj.bias"):  # attention does not see it: AdamW steps along rounding
             torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
 
 
 # ---- a run that is killed
 
 
-def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(
-    whole: Path, workspace: Path
-) -> None:
+def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(whole: Path, workspace: Path) -> None:
     """From the configuration the unbroken run wrote, so that it too is shown to be complete. To the last digit."""
     folder = workspace / "killed"
     flags = {"config": whole / "config.yaml", **places(folder)}
@@ -205,12 +180,7 @@ def test_gsm8k_as_chat_messages_in_bfloat16(workspace: Path, data_dir: Path) -> 
     lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
     rows = [json.loads(line.lower()) for line in lines]
     chats = [
-        {
-            "messages": [
-                {"role": "user", "content": row["question"]},
-                {"role": "assistant", "content": row["answer"]},
-            ]
-        }
+        {"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]}
         for row in rows
     ]
     dataset = write_rows(workspace / "gsm8k.jsonl", chats)
@@ -275,14 +245,8 @@ def test_a_mistake_is_one_message_and_status_2(
     assert not folder.exists()
 
 
-def test_a_mistake_ends_the_process_with_status_2_and_nothing_but_the_message(
-    workspace: Path,
-) -> None:
-    done = run(
-        "train_sft",
-        sft_flags(workspace, workspace / "mistaken", **{"data.input_key": "question"}),
-        status=2,
-    )
+def test_a_mistake_ends_the_process_with_status_2_and_nothing_but_the_message(workspace: Path) -> None:
+    done = run("train_sft", sft_flags(workspace, workspace / "mistaken", **{"data.input_key": "question"}), status=2)
     assert done.printed == ""
     assert done.errors.startswith("error: ")
     assert "--data.input_key" in done.errors and "Traceback" not in done.errors
@@ -298,12 +262,7 @@ def test_a_run_killed_again_and_again_at_any_moment_logs_what_an_unbroken_one_lo
 ) -> None:
     """Killed after a random part of the time that an unbroken run takes, until one gets to the end."""
     folder, draw = workspace / "haunted", random.Random(0)
-    flags = {
-        "config": whole / "config.yaml",
-        **places(folder),
-        "ckpt.save_steps": 1,
-        "ckpt.load_enable": True,
-    }
+    flags = {"config": whole / "config.yaml", **places(folder), "ckpt.save_steps": 1, "ckpt.load_enable": True}
     kills = 0
     while True:
         process = launch("train_sft", flags)

@@ -17,9 +17,7 @@ from tests.models.test_scalar_model import batch
 from tests.tiny import character_tokenizer
 
 # A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as gradients do.
-OPTIMIZER = OptimizerConfig(
-    adam=AdamConfig(lr=0.1, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0
-)
+OPTIMIZER = OptimizerConfig(adam=AdamConfig(lr=0.1, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0)
 
 
 def run(stage: int, path: str, out: str) -> dict[str, Any]:

@@ -36,9 +36,7 @@ def as_model(hf: PreTrainedModel, *, packing: bool) -> PolicyModel:
     return PolicyModel(hf, packing=packing)
 
 
-def plain_logprobs(
-    hf: PreTrainedModel, tokens: torch.Tensor, wanted: torch.Tensor, temperature: float
-) -> torch.Tensor:
+def plain_logprobs(hf: PreTrainedModel, tokens: torch.Tensor, wanted: torch.Tensor, temperature: float) -> torch.Tensor:
     """One sequence at a time, through the logits, in float64."""
     scored, start = torch.zeros(len(tokens), dtype=torch.float64), 0
     for length in LENGTHS:
@@ -93,10 +91,7 @@ def test_no_document_of_a_packed_row_sees_another(hf: PreTrainedModel) -> None:
     changed = tokens.clone()
     changed[: LENGTHS[0]] = tokens[: LENGTHS[0]].flip(0)
     with torch.no_grad():
-        before, after = (
-            model(tokens, offsets, wanted).logprobs,
-            model(changed, offsets, wanted).logprobs,
-        )
+        before, after = (model(tokens, offsets, wanted).logprobs, model(changed, offsets, wanted).logprobs)
     assert torch.equal(before[LENGTHS[0] :], after[LENGTHS[0] :])
     assert not torch.equal(before, after)
 

@@ -17,13 +17,7 @@ from openrlhf.checkpoints.export import export_hf
 from openrlhf.experience import Layout, offsets_of
 from openrlhf.models import packed_attention
 from openrlhf.models.loading import LoadSpec
-from openrlhf.models.scalar import (
-    ScalarHead,
-    ScalarModel,
-    last_token_scores,
-    load_scalar,
-    state_values,
-)
+from openrlhf.models.scalar import ScalarHead, ScalarModel, last_token_scores, load_scalar, state_values
 from tests.launch import run_ranks
 from tests.tiny import character_tokenizer, save_tiny_model, tiny_config
 
@@ -72,9 +66,7 @@ def edit_config(path: str, **entries: Any) -> None:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_those_of_plain_transformers_one_sequence_at_a_time(
-    kind: str, packing: bool
-) -> None:
+def test_scores_are_those_of_plain_transformers_one_sequence_at_a_time(kind: str, packing: bool) -> None:
     tokens, offsets = batch()
     plain = scalar(kind).hf
     with torch.no_grad():
@@ -126,9 +118,7 @@ def test_packed_and_padded_gradients_agree() -> None:
     for packing in (False, True):
         model = scalar("qwen2-tied", packing=packing)
         values = model(tokens, offsets)
-        (
-            last_token_scores(values, offsets).sum() + state_values(values, offsets).square().sum()
-        ).backward()
+        (last_token_scores(values, offsets).sum() + state_values(values, offsets).square().sum()).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert all(gradient is not None and gradient.any() for gradient in gradients[0].values())
     for name, gradient in gradients[0].items():
@@ -164,9 +154,7 @@ def test_normalisation_subtracts_the_mean_and_divides_by_the_standard_deviation(
     torch.testing.assert_close(model(tokens, offsets), (raw - 2) / 4)
 
 
-@pytest.mark.parametrize(
-    ("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0), (0.0, float("inf"))]
-)
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0), (0.0, float("inf"))])
 def test_a_scale_that_cannot_divide_is_refused(mean: float, std: float) -> None:
     with pytest.raises(ValueError, match="cannot be normalised"):
         scalar().set_scale(mean, std)
@@ -176,9 +164,7 @@ def test_a_scale_that_cannot_divide_is_refused(mean: float, std: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_is_a_sequence_classification_model_with_the_same_scores(
-    kind: str, tmp_path: Path
-) -> None:
+def test_an_export_is_a_sequence_classification_model_with_the_same_scores(kind: str, tmp_path: Path) -> None:
     tokens, offsets = batch()
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm", kind)), seed=3)
     path = export(model, tmp_path / "rm")
@@ -193,9 +179,7 @@ def test_an_export_is_a_sequence_classification_model_with_the_same_scores(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_weight_of_a_language_model_is_kept_and_the_head_survives_an_export(
-    kind: str, tmp_path: Path
-) -> None:
+def test_every_weight_of_a_language_model_is_kept_and_the_head_survives_an_export(kind: str, tmp_path: Path) -> None:
     first = load_scalar(spec(save_tiny_model(tmp_path / "lm", kind)), seed=3)
     second = load_scalar(spec(export(first, tmp_path / "rm")), seed=4, require_head=True)
     stored = load_file(tmp_path / "lm" / "model.safetensors")
@@ -228,9 +212,7 @@ def test_a_new_head_depends_on_the_seed_alone(tmp_path: Path) -> None:
     assert not torch.equal(heads[0], heads[2])
 
 
-def test_a_stored_head_is_replaced_only_on_demand_and_its_scale_goes_with_it(
-    tmp_path: Path,
-) -> None:
+def test_a_stored_head_is_replaced_only_on_demand_and_its_scale_goes_with_it(tmp_path: Path) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3)
     model.set_scale(0.5, 2.0)
     path = export(model, tmp_path / "rm")
@@ -243,9 +225,7 @@ def test_a_stored_head_is_replaced_only_on_demand_and_its_scale_goes_with_it(
     assert (again.mean, again.std) == (0.0, 1.0)
 
 
-def test_another_name_for_the_head_is_the_name_in_the_file_and_wins_over_the_flag(
-    tmp_path: Path,
-) -> None:
+def test_another_name_for_the_head_is_the_name_in_the_file_and_wins_over_the_flag(tmp_path: Path) -> None:
     tokens, offsets = batch()
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm")), head_prefix="value_head", seed=3)
     path = export(model, tmp_path / "rm")
@@ -264,22 +244,14 @@ def test_a_reward_model_of_the_reference_is_read(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     head = torch.full((1, 32), 0.25)
-    save_file(
-        weights | {"value_head.weight": head},
-        tmp_path / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    edit_config(
-        path, architectures=["RewardModel"], value_head_prefix="value_head", mean=1.5, std=0.5
-    )
+    save_file(weights | {"value_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(path, architectures=["RewardModel"], value_head_prefix="value_head", mean=1.5, std=0.5)
     model = load_scalar(spec(path), require_head=True)
     assert torch.equal(head_of(model), head)
     assert (model.mean, model.std) == (1.5, 0.5)
 
 
-def test_padding_that_is_the_end_of_text_does_not_move_the_score_of_an_export(
-    tmp_path: Path,
-) -> None:
+def test_padding_that_is_the_end_of_text_does_not_move_the_score_of_an_export(tmp_path: Path) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm", pad_token_id=1)), seed=3)
     plain = AutoModelForSequenceClassification.from_pretrained(export(model, tmp_path / "rm"))
     tokens = torch.tensor([10, 20, 30, 1])  # ends with end-of-text
@@ -342,18 +314,13 @@ def test_zero_3_changes_no_number_of_a_new_or_a_stored_head(tmp_path: Path) -> N
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    with pytest.raises(
-        ValueError, match=r"is no reward model.*score\.weight, is not there.*lm_head\.weight"
-    ):
+    with pytest.raises(ValueError, match=r"is no reward model.*score\.weight, is not there.*lm_head\.weight"):
         load_scalar(spec(path), require_head=True)
 
 
 def test_a_stored_head_under_another_name_is_not_overlooked(tmp_path: Path) -> None:
     scalar("qwen3").hf.save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError,
-        match=r"value_head\.weight, is not there.*score\.weight.*--ds\.value_head_prefix",
-    ):
+    with pytest.raises(ValueError, match=r"value_head\.weight, is not there.*score\.weight.*--ds\.value_head_prefix"):
         load_scalar(spec(tmp_path), head_prefix="value_head")
 
 
@@ -370,9 +337,7 @@ def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("model.norm.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"1 are not there, or of another size, among them model\.norm"
-    ):
+    with pytest.raises(ValueError, match=r"1 are not there, or of another size, among them model\.norm"):
         load_scalar(spec(path))
 
 

@@ -36,10 +36,7 @@ def chart_data(svg: Markup) -> dict:
 
 def test_few_points_are_drawn_as_they_are():
     points = downsample([(3, 0.5), (7, 0.25)])
-    assert [(p.step, p.mean, p.low, p.high) for p in points] == [
-        (3, 0.5, 0.5, 0.5),
-        (7, 0.25, 0.25, 0.25),
-    ]
+    assert [(p.step, p.mean, p.low, p.high) for p in points] == [(3, 0.5, 0.5, 0.5), (7, 0.25, 0.25, 0.25)]
 
 
 def test_neighbours_share_a_point_that_keeps_their_mean_and_extremes():

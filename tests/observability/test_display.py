@@ -6,14 +6,7 @@ import json
 import pytest
 
 from openrlhf.observability.display import Display, DisplayMode
-from openrlhf.observability.lines import (
-    clock_time,
-    compact,
-    evaluation_parts,
-    join_parts,
-    percent,
-    step_parts,
-)
+from openrlhf.observability.lines import clock_time, compact, evaluation_parts, join_parts, percent, step_parts
 
 RL_STEP = {
     "train/reward": 0.53,
@@ -53,9 +46,7 @@ def test_a_supervised_step_shows_its_loss_and_learning_rate():
 
 def test_numbers_of_successive_steps_stand_below_each_other():
     first, second = line_of(RL_STEP), line_of({**RL_STEP, "train/reward": -2.5, "train/kl": -0.1})
-    assert [i for i, c in enumerate(first) if c == "·"] == [
-        i for i, c in enumerate(second) if c == "·"
-    ]
+    assert [i for i, c in enumerate(first) if c == "·"] == [i for i, c in enumerate(second) if c == "·"]
 
 
 def test_trouble_is_on_the_line_only_when_there_is_some():
@@ -100,15 +91,12 @@ def test_an_evaluation_shows_pass_at_k_first():
     }
     line = join_parts(evaluation_parts(20, values)).plain
     assert line == (
-        "eval after step 20 · my_set pass@1 0.452 · my_set pass@4 0.710 · "
-        "num samples 1.6k · truncated rate 2%"
+        "eval after step 20 · my_set pass@1 0.452 · my_set pass@4 0.710 · num samples 1.6k · truncated rate 2%"
     )
 
 
 def test_a_supervised_evaluation_shows_its_loss():
-    assert join_parts(evaluation_parts(5, {"eval/eval gpt_loss": 0.5})).plain == (
-        "eval after step 5 · gpt loss 0.500"
-    )
+    assert join_parts(evaluation_parts(5, {"eval/eval gpt_loss": 0.5})).plain == ("eval after step 5 · gpt loss 0.500")
 
 
 @pytest.mark.parametrize(
@@ -186,13 +174,7 @@ def test_json_output_is_one_object_per_line():
     display.warn("careful")
     note, step, evaluation, table, warning = map(json.loads, out.getvalue().splitlines())
     assert note == {"event": "note", "text": "hello"}
-    assert step == {
-        "event": "step",
-        "step": 1,
-        "total_steps": 2,
-        "seconds_left": 0.0,
-        "train/reward": None,
-    }
+    assert step == {"event": "step", "step": 1, "total_steps": 2, "seconds_left": 0.0, "train/reward": None}
     assert evaluation == {"event": "evaluation", "step": 1, "eval/eval_loss": 0.5}
     assert table["columns"] == ["role", "slots"]
     assert table["rows"] == [["policy", "2"]]
@@ -201,16 +183,12 @@ def test_json_output_is_one_object_per_line():
 
 def test_a_table_shows_every_cell_and_aligns_numbers_to_the_right():
     out = io.StringIO()
-    Display(out=out).table(
-        "Results", ["", "before", "after"], [["pass@1", 0.41, 12.5], ["[bold]raw", None, "2:10"]]
-    )
+    Display(out=out).table("Results", ["", "before", "after"], [["pass@1", 0.41, 12.5], ["[bold]raw", None, "2:10"]])
     text = out.getvalue()
     assert "Results" in text
     assert "[bold]raw" in text  # text is shown, not interpreted
     ends = {
         line.rstrip(" |").rfind(cell) + len(cell)
-        for line, cell in (
-            (row, cell) for row in text.splitlines() for cell in ("12.5", "2:10") if cell in row
-        )
+        for line, cell in ((row, cell) for row in text.splitlines() for cell in ("12.5", "2:10") if cell in row)
     }
     assert len(ends) == 1

@@ -98,10 +98,7 @@ def test_nothing_a_model_writes_becomes_markup(run):
     run.log_metrics(42, {f"train/{attack}": 2.0})
     run.write_config(attack)
     path = write_report(
-        run.path / "r.html",
-        [Stage(name=attack, folder=run.path)],
-        title=attack,
-        summary_rows=[[attack], [attack]],
+        run.path / "r.html", [Stage(name=attack, folder=run.path)], title=attack, summary_rows=[[attack], [attack]]
     )
     page = page_of(path)
     assert page.count("script") == 1  # the page's own
@@ -169,10 +166,7 @@ def test_samples_are_paired_by_prompt_where_both_steps_have_it():
 def test_samples_of_different_prompts_stand_side_by_side_in_their_order():
     rows = [{"step": step, "prompt": f"p{step}{i}"} for step in (1, 2) for i in range(step)]
     pairs = read_samples(rows).pairs
-    assert [(x and x["prompt"], y and y["prompt"]) for x, y in pairs] == [
-        ("p10", "p20"),
-        (None, "p21"),
-    ]
+    assert [(x and x["prompt"], y and y["prompt"]) for x, y in pairs] == [("p10", "p20"), (None, "p21")]
 
 
 def test_one_logged_step_has_no_after():
@@ -184,9 +178,7 @@ def test_failures_are_counted_and_the_newest_errors_shown(run):
     run.log_metrics(41, {"train/failed_episodes": 2, "train/nonfinite_steps": 1})
     run.log_metrics(42, {"train/failed_episodes": 3, "train/nonfinite_steps": 2})
     run.log_metrics(43, {"train/policy_loss": math.nan})
-    run.log_samples(
-        replace(SAMPLE, step=41, reward=None, error=f"TimeoutError {i}") for i in range(30)
-    )
+    run.log_samples(replace(SAMPLE, step=41, reward=None, error=f"TimeoutError {i}") for i in range(30))
     view = read_stage(Stage(name="RL", folder=run.path))
     assert view.failures == [
         "failed episodes, dropped: 5",

@@ -30,13 +30,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from openrlhf.distributed.buckets import (
-    PublicationError,
-    Receipt,
-    TensorSpec,
-    WeightManifest,
-    verify_receipt,
-)
+from openrlhf.distributed.buckets import PublicationError, Receipt, TensorSpec, WeightManifest, verify_receipt
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
 from openrlhf.rollout.engine import (
@@ -77,9 +71,7 @@ class FaultyEngine(RolloutEngine):
                 buffer[4096] ^= 1
 
         def unpack_all_but_one(bucket, buffer):
-            return (
-                item for item in unpack(bucket, buffer) if "layers.1.mlp.up_proj" not in item[0]
-            )
+            return (item for item in unpack(bucket, buffer) if "layers.1.mlp.up_proj" not in item[0])
 
         def unpack_one_twice(bucket, buffer):
             for item in unpack(bucket, buffer):
@@ -135,9 +127,7 @@ class Stand:
         try:
             sent = self.sender.send(manifest, tensors or self.model.named_parameters())
         finally:
-            receipt = ray.get(
-                receiving, timeout=TIMEOUT_S
-            )  # where the engine fails, it knows more than the sender
+            receipt = ray.get(receiving, timeout=TIMEOUT_S)  # where the engine fails, it knows more than the sender
         verify_receipt(sent, receipt)
         return receipt
 
@@ -146,25 +136,17 @@ class Stand:
         self.call("resume")
         return receipt
 
-    def sample(
-        self, prompts: Sequence[list[int]] = PROMPTS, **params
-    ) -> list[tuple[list[int], Generation]]:
+    def sample(self, prompts: Sequence[list[int]] = PROMPTS, **params) -> list[tuple[list[int], Generation]]:
         """One sample of every prompt, with seeds of their own."""
         chosen = [
-            SamplingParams(**{"max_tokens": 24, "seed": i, "ignore_eos": True} | params)
-            for i in range(len(prompts))
+            SamplingParams(**{"max_tokens": 24, "seed": i, "ignore_eos": True} | params) for i in range(len(prompts))
         ]
         calls = [self.engine.generate.remote(p, [c]) for p, c in zip(prompts, chosen, strict=True)]
         return [(p, g) for p, [g] in zip(prompts, ray.get(calls, timeout=TIMEOUT_S), strict=True)]
 
 
-def manifest_of(
-    model: PreTrainedModel, version: int, bucket_bytes: int = BUCKET_BYTES
-) -> WeightManifest:
-    specs = tuple(
-        TensorSpec(name=name, dtype="float32", shape=tuple(p.shape))
-        for name, p in model.named_parameters()
-    )
+def manifest_of(model: PreTrainedModel, version: int, bucket_bytes: int = BUCKET_BYTES) -> WeightManifest:
+    specs = tuple(TensorSpec(name=name, dtype="float32", shape=tuple(p.shape)) for name, p in model.named_parameters())
     return WeightManifest(version=version, specs=specs, bucket_bytes=bucket_bytes)
 
 
@@ -183,9 +165,7 @@ def join(sender: WeightSender, engines: Sequence[ray.actor.ActorHandle]) -> None
 
 
 @torch.no_grad()
-def differences(
-    model: PreTrainedModel, samples: Sequence[tuple[list[int], Generation]]
-) -> torch.Tensor:
+def differences(model: PreTrainedModel, samples: Sequence[tuple[list[int], Generation]]) -> torch.Tensor:
     """|log π of the engine − log π of `model`| of every sampled token, one row per sample."""
     rows = []
     for prompt, generation in samples:
@@ -240,9 +220,7 @@ def save_tokenizer(folder: Path) -> None:
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{END_TOKEN}").save_pretrained(
-        folder
-    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{END_TOKEN}").save_pretrained(folder)
 
 
 def launch(model: PreTrainedModel, folder: Path, index: int = 0, **settings) -> Stand:
@@ -302,10 +280,7 @@ class TestSampling:
 
     def test_the_same_seed_gives_the_same_tokens_whatever_is_in_the_batch(self, tied):
         alone = [tied.sample([p], seed=7)[0][1] for p in PROMPTS]
-        crowd = [
-            tied.engine.generate.remote([i, 3], [SamplingParams(max_tokens=40, seed=i)] * 2)
-            for i in range(8)
-        ]
+        crowd = [tied.engine.generate.remote([i, 3], [SamplingParams(max_tokens=40, seed=i)] * 2) for i in range(8)]
         together = tied.sample(seed=7)
         ray.get(crowd, timeout=TIMEOUT_S)
         assert [g.tokens for _, g in together] == [g.tokens for g in alone]
@@ -326,11 +301,7 @@ class TestSampling:
         stop = free.tokens[4]
         expected = free.tokens[: free.tokens.index(stop) + 1]
         [(_, stopped)] = tied.sample([PROMPTS[0]], temperature=0.0, stop_token_ids=[stop])
-        assert (stopped.tokens, stopped.finish_reason, stopped.stop_reason) == (
-            expected,
-            "stop",
-            stop,
-        )
+        assert (stopped.tokens, stopped.finish_reason, stopped.stop_reason) == (expected, "stop", stop)
         ended = tied.sample([[i] for i in range(3, 60)], ignore_eos=False, max_tokens=200)
         ended = [g for _, g in ended if g.finish_reason == "stop"]
         assert ended and all(g.tokens.index(END_TOKEN) == len(g.tokens) - 1 for g in ended)
@@ -351,9 +322,7 @@ class TestSampling:
             ([5], SamplingParams(stop="x"), "stop_strings"),
         ],
     )
-    def test_a_bad_request_is_an_error_of_ours_and_the_engine_lives(
-        self, tied, prompt, params, reason
-    ):
+    def test_a_bad_request_is_an_error_of_ours_and_the_engine_lives(self, tied, prompt, params, reason):
         with pytest.raises(EngineError, match=reason):
             tied.call("generate", prompt, [params])
         assert tied.call("health").alive
@@ -450,10 +419,7 @@ class TestFailedPublication:
         ("fault", "message"),
         [
             ("flip", "hash .* for bucket 0, sent was"),
-            (
-                "drop",
-                r"loaded model.layers.1.mlp.up_proj.weight 0 times.*old values in .*gate_up_proj",
-            ),
+            ("drop", r"loaded model.layers.1.mlp.up_proj.weight 0 times.*old values in .*gate_up_proj"),
             ("double", "weight_loader"),  # the layer was full before: vLLM's loader itself gives up
             ("no re-packing", "did not re-pack lm_head"),
         ],
@@ -468,9 +434,7 @@ class TestFailedPublication:
         assert tied.call("weight_version") == served
         tied.join()
 
-    @pytest.mark.parametrize(
-        "name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
-    )
+    @pytest.mark.parametrize("name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
     def test_a_manifest_that_forgets_a_tensor_is_refused(self, tied, name):
         manifest = tied.manifest()
         manifest = replace(manifest, specs=tuple(s for s in manifest.specs if s.name != name))
@@ -480,10 +444,7 @@ class TestFailedPublication:
 
     def test_a_tensor_the_engine_does_not_know_is_refused(self, tied):
         manifest = tied.manifest()
-        specs = [
-            replace(s, name="model.surprise") if s.name == "model.norm.weight" else s
-            for s in manifest.specs
-        ]
+        specs = [replace(s, name="model.surprise") if s.name == "model.norm.weight" else s for s in manifest.specs]
         tensors = [(s.name, p) for s, p in zip(specs, tied.model.parameters(), strict=True)]
         with pytest.raises(PublicationError, match="surprise"):
             tied.receive(replace(manifest, specs=tuple(specs)), tensors)
@@ -506,19 +467,14 @@ def send_until_killed(group: WeightGroup, folder: str, version: int) -> None:
 
 
 class TestFailure:
-    def test_the_engine_outlives_a_sender_that_is_killed_in_the_middle_of_a_layer(
-        self, tied, tmp_path
-    ):
+    def test_the_engine_outlives_a_sender_that_is_killed_in_the_middle_of_a_layer(self, tied, tmp_path):
         """One tensor a bucket; q_proj comes, k_proj does not. vLLM must not count q_proj twice later."""
         tied.model.save_pretrained(tmp_path)
-        running = tied.engine.generate.remote(
-            [5], [SamplingParams(max_tokens=400, ignore_eos=True)]
-        )
+        running = tied.engine.generate.remote([5], [SamplingParams(max_tokens=400, ignore_eos=True)])
         tied.sender.leave()
         place = {"host": "127.0.0.1", "port": free_port(), "world_size": 2, "transport": "gloo"}
         victim = multiprocessing.get_context("spawn").Process(
-            target=send_until_killed,
-            args=(WeightGroup(name="doomed", **place), str(tmp_path), tied.version + 1),
+            target=send_until_killed, args=(WeightGroup(name="doomed", **place), str(tmp_path), tied.version + 1)
         )
         victim.start()
         tied.call("join", rank_offset=1, group="doomed", **place)
@@ -537,13 +493,7 @@ class TestFailure:
         assert_serves(tied, tied.model, tied.version)
 
     def test_a_member_that_never_comes_is_named(self, tied):
-        place = {
-            "host": "127.0.0.1",
-            "port": free_port(),
-            "world_size": 3,
-            "transport": "gloo",
-            "timeout_s": 1.0,
-        }
+        place = {"host": "127.0.0.1", "port": free_port(), "world_size": 3, "transport": "gloo", "timeout_s": 1.0}
         joining = tied.engine.join.remote(rank_offset=1, group="lonely", **place)
         with pytest.raises(PublicationError, match=r"ranks \[2\] did not join within 1 s"):
             WeightSender().join(WeightGroup(name="lonely", **place))
@@ -576,12 +526,7 @@ class TestFailure:
         ("opt", {"ffn_dim": 160, "word_embed_proj_dim": 128}),
         (
             "qwen3_moe",  # vLLM packs experts only once, unless it is made to build their kernel anew
-            {
-                "head_dim": 32,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 64,
-            },
+            {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
         ),
     ],
 )

@@ -76,9 +76,7 @@ def test_a_file_is_loaded_once_and_finds_its_neighbours():
         assert call(single, "count") == 4
 
 
-def test_what_user_code_prints_goes_to_the_log_and_never_into_the_answer(
-    logs: Path, pool: HostPool
-):
+def test_what_user_code_prints_goes_to_the_log_and_never_into_the_answer(logs: Path, pool: HostPool):
     assert call(pool, "shout") == "quiet"
     printed = "".join(log.read_text() for log in logs.iterdir())
     for line in ("printed to stdout", "written to descriptor 1", "printed to stderr"):
@@ -107,9 +105,7 @@ def test_tensors_and_arrays_come_back_as_plain_numbers(tmp_path: Path):
         "            {numpy.str_('a'): numpy.bool_(1)}]\n"
     )
     with HostPool(1) as pool:
-        answer = call(
-            pool, f"{file}:all_kinds", timeout=1
-        )  # importing torch takes longer than that
+        answer = call(pool, f"{file}:all_kinds", timeout=1)  # importing torch takes longer than that
     assert answer == [[1], 2, 0.5, [0, 1], [0.25], {"a": True}]
 
 
@@ -173,9 +169,7 @@ def test_hosts_and_their_children_die_with_the_parent_even_inside_a_call(tmp_pat
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert becomes_true(
-        lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 2
-    )
+    assert becomes_true(lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 2)
     pids += map(int, (tmp_path / "pids").read_text().split())
     assert all(running(pid) for pid in pids)
     parent.kill()
@@ -218,18 +212,13 @@ def test_loading_has_a_deadline_of_its_own(tmp_path: Path):
     file.write_text("import time\ntime.sleep(1)\ndef f(): return 'loaded'\n")
     with HostPool(1) as patient:
         assert call(patient, f"{file}:f", timeout=0.5) == "loaded"
-    with (
-        HostPool(1, load_timeout=0.3) as hasty,
-        pytest.raises(HostTimeout, match=r"loading .*slow.py:f"),
-    ):
+    with HostPool(1, load_timeout=0.3) as hasty, pytest.raises(HostTimeout, match=r"loading .*slow.py:f"):
         asyncio.run(hasty.check(f"{file}:f"))
 
 
 def test_a_fresh_host_has_loaded_what_was_checked_before_it_is_asked(tmp_path: Path):
     file = tmp_path / "notes.py"
-    file.write_text(
-        f"open({str(tmp_path / 'loads')!r}, 'a').write('x')\ndef f(): import os; os._exit(1)\n"
-    )
+    file.write_text(f"open({str(tmp_path / 'loads')!r}, 'a').write('x')\ndef f(): import os; os._exit(1)\n")
     with HostPool(1) as pool:
         asyncio.run(pool.check(f"{file}:f"))
         with pytest.raises(HostDied):
@@ -239,18 +228,14 @@ def test_a_fresh_host_has_loaded_what_was_checked_before_it_is_asked(tmp_path: P
 
 def test_no_more_calls_run_at_once_than_there_are_hosts(pool: HostPool):
     async def many() -> list[int]:
-        return await asyncio.gather(
-            *(pool.call(TROUBLE + "nap", 0.01, timeout=20) for _ in range(40))
-        )
+        return await asyncio.gather(*(pool.call(TROUBLE + "nap", 0.01, timeout=20) for _ in range(40)))
 
     assert len(set(asyncio.run(many()))) == 2
 
 
 def test_waiting_for_a_host_does_not_count_against_the_deadline():
     async def queue_up() -> list[int]:
-        return await asyncio.gather(
-            *(pool.call(TROUBLE + "nap", 0.3, timeout=1.0) for _ in range(6))
-        )
+        return await asyncio.gather(*(pool.call(TROUBLE + "nap", 0.3, timeout=1.0) for _ in range(6)))
 
     with HostPool(1) as pool:
         assert len(asyncio.run(queue_up())) == 6
@@ -258,9 +243,7 @@ def test_waiting_for_a_host_does_not_count_against_the_deadline():
 
 def test_one_pool_serves_several_event_loops_in_several_threads(pool: HostPool):
     async def some(start: int) -> list[object]:
-        return await asyncio.gather(
-            *(pool.call(TROUBLE + "echo", start + i, timeout=20) for i in range(50))
-        )
+        return await asyncio.gather(*(pool.call(TROUBLE + "echo", start + i, timeout=20) for i in range(50)))
 
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(lambda start: asyncio.run(some(start)), (0, 100, 200, 300)))
@@ -292,9 +275,7 @@ def test_a_cancelled_wait_loses_no_host():
     async def busy() -> object:
         running = asyncio.create_task(pool.call(TROUBLE + "nap", 0.5, timeout=20))
         await asyncio.sleep(0.05)
-        waiting = [
-            asyncio.create_task(pool.call(TROUBLE + "process", timeout=20)) for _ in range(3)
-        ]
+        waiting = [asyncio.create_task(pool.call(TROUBLE + "process", timeout=20)) for _ in range(3)]
         await asyncio.sleep(0.05)
         waiting[0].cancel()
         assert await waiting[1] == await waiting[2] == await running

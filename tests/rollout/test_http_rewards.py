@@ -33,15 +33,9 @@ def request(response: str, label: object = "") -> RewardRequest:
 
 
 def score(
-    urls: list[str],
-    *requests: RewardRequest,
-    timeout: float = 20,
-    retries: int = 2,
-    batch: bool = False,
+    urls: list[str], *requests: RewardRequest, timeout: float = 20, retries: int = 2, batch: bool = False
 ) -> list[RewardResult]:
-    return asyncio.run(
-        HTTPReward(urls, timeout=timeout, retries=retries, batch=batch).score(requests)
-    )
+    return asyncio.run(HTTPReward(urls, timeout=timeout, retries=retries, batch=batch).score(requests))
 
 
 def test_a_request_holds_one_sample_in_lists_of_length_one(server: RewardServer):
@@ -83,9 +77,7 @@ def test_a_busy_server_is_asked_again(server: RewardServer):
         ("not_finite", 1, "returned rewards that are not finite"),
     ],
 )
-def test_no_reward_is_an_error_that_tells_the_server_and_why(
-    server: RewardServer, path: str, asked: int, error: str
-):
+def test_no_reward_is_an_error_that_tells_the_server_and_why(server: RewardServer, path: str, asked: int, error: str):
     timeout = 0.5 if path == "hang" else 20
     (result,) = score([f"{server.url}/{path}"], request("e"), timeout=timeout)
     assert result.reward is None
@@ -113,9 +105,7 @@ def test_the_load_is_shared_and_servers_that_fail_are_left_alone(
     assert len(warned) == len(set(warned)) <= 4
 
 
-def test_a_server_that_is_not_there_is_named_before_the_run(
-    server: RewardServer, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_server_that_is_not_there_is_named_before_the_run(server: RewardServer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_rewards, "START_S", 2)
     dead = f"http://127.0.0.1:{free_port()}/get_reward"
     asyncio.run(HTTPReward([server.url], timeout=1, retries=0).check())

@@ -51,9 +51,7 @@ def rewards_of(results: list[RewardResult]) -> list[float | None]:
 
 
 def test_a_function_is_called_once_per_sample_with_lists_of_length_one(pool: HostPool):
-    results = score(
-        function(pool, "exact.py"), request("4", "4"), request("5", "4"), request(" 4 ", "4")
-    )
+    results = score(function(pool, "exact.py"), request("4", "4"), request("5", "4"), request(" 4 ", "4"))
     assert results == [
         RewardResult(reward=1.0, score=0.5, extra_logs={"calls": 1.0}),
         RewardResult(reward=0.0, score=0.0, extra_logs={"calls": 1.0}),
@@ -75,45 +73,30 @@ def test_no_samples_need_no_call(pool: HostPool):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [
-        ("other_names", 1.0),
-        ("keywords_only", 1.0),
-        ("asynchronous", 1.0),
-        ("bfloat16", 0.5),
-        ("without_labels", 5.0),
-    ],
+    [("other_names", 1.0), ("keywords_only", 1.0), ("asynchronous", 1.0), ("bfloat16", 0.5), ("without_labels", 5.0)],
 )
-def test_functions_of_other_signatures_and_tensors_are_accepted(
-    pool: HostPool, name: str, expected: float
-):
+def test_functions_of_other_signatures_and_tensors_are_accepted(pool: HostPool, name: str, expected: float):
     assert rewards_of(score(function(pool, "legacy.py", name), request("4", "4"))) == [expected]
 
 
-def test_a_function_without_labels_or_a_dict_is_noticed_once(
-    pool: HostPool, caplog: pytest.LogCaptureFixture
-):
+def test_a_function_without_labels_or_a_dict_is_noticed_once(pool: HostPool, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "openrlhf"):
         reward = function(pool, "legacy.py", "without_labels")
         for _ in range(2):
             assert rewards_of(score(reward, request("4"), request("four"))) == [5.0, 8.0]
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert (
-        "without_labels takes no labels" in messages[0] and "returns rewards alone" in messages[1]
-    )
+    assert "without_labels takes no labels" in messages[0] and "returns rewards alone" in messages[1]
 
 
-def test_a_function_that_follows_the_contract_is_not_remarked_on(
-    pool: HostPool, caplog: pytest.LogCaptureFixture
-):
+def test_a_function_that_follows_the_contract_is_not_remarked_on(pool: HostPool, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "openrlhf"):
         score(function(pool, "exact.py"), request("4", "4"))
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    ("label", "reward", "score_expected"),
-    [("zero score", 2.0, 0.0), ("true", 1.0, 1.0), ("bare", 0.25, 0.25)],
+    ("label", "reward", "score_expected"), [("zero score", 2.0, 0.0), ("true", 1.0, 1.0), ("bare", 0.25, 0.25)]
 )
 def test_scores_are_the_rewards_unless_given_and_zero_counts_as_given(
     pool: HostPool, label: str, reward: float, score_expected: float
@@ -138,28 +121,18 @@ def test_scores_are_the_rewards_unless_given_and_zero_counts_as_given(
         ("opaque", "returned type Opaque"),
     ],
 )
-def test_what_is_no_reward_becomes_an_error_that_says_what_it_was(
-    pool: HostPool, label: str, text: str
-):
-    bad, good = score(
-        function(pool, "returns.py", "returns"), request("", label), request("", "bare")
-    )
+def test_what_is_no_reward_becomes_an_error_that_says_what_it_was(pool: HostPool, label: str, text: str):
+    bad, good = score(function(pool, "returns.py", "returns"), request("", label), request("", "bare"))
     assert bad.error is not None and text in bad.error and "returns.py:returns" in bad.error
     assert bad.reward is None and bad.score is None
     assert good.reward == 0.25
 
 
 def test_in_batch_mode_one_bad_answer_fails_the_samples_of_its_call(pool: HostPool):
-    results = score(
-        function(pool, "returns.py", "returns", batch=True), request("", "two"), request("", "bare")
-    )
+    results = score(function(pool, "returns.py", "returns", batch=True), request("", "two"), request("", "bare"))
     assert rewards_of(results) == [1.0, 2.0]
-    results = score(
-        function(pool, "returns.py", "returns", batch=True), request("", "bare"), request("", "two")
-    )
-    assert all(
-        result.error and "returned 1 rewards for 2 samples" in result.error for result in results
-    )
+    results = score(function(pool, "returns.py", "returns", batch=True), request("", "bare"), request("", "two"))
+    assert all(result.error and "returned 1 rewards for 2 samples" in result.error for result in results)
 
 
 def test_a_hanging_or_dying_function_fails_its_sample_only(tmp_path: Path, pool: HostPool):
@@ -174,26 +147,20 @@ def test_a_hanging_or_dying_function_fails_its_sample_only(tmp_path: Path, pool:
     reward = FunctionReward(file, pool=pool, timeout=1.0)
     results = score(reward, *(request("", label) for label in ("hang", "", "exit", "", "")))
     assert [result.reward for result in results] == [None, 1.0, None, 1.0, 1.0]
-    assert "took more than 1 s" in str(results[0].error) and "exited with status 3" in str(
-        results[2].error
-    )
+    assert "took more than 1 s" in str(results[0].error) and "exited with status 3" in str(results[2].error)
 
 
 def test_a_file_that_cannot_be_loaded_is_a_mistake_in_the_flags(tmp_path: Path, pool: HostPool):
     file = tmp_path / "broken.py"
     file.write_text("def reward_func(queries, prompts, labels)\n    return 1\n")
     reward = FunctionReward(file, pool=pool, timeout=1)
-    with pytest.raises(
-        ConfigError, match=r"--reward.remote_url: .*broken.py:reward_func(\n|.)*SyntaxError"
-    ):
+    with pytest.raises(ConfigError, match=r"--reward.remote_url: .*broken.py:reward_func(\n|.)*SyntaxError"):
         asyncio.run(reward.check())
     assert "SyntaxError" in str(score(reward, request(""))[0].error)
 
 
 def test_several_samples_may_have_nested_lists_and_numbers_per_name():
-    results = read_rewards(
-        {"rewards": [[1], [0.5]], "scores": None, "extra_logs": {"a": [3, 4]}}, 2
-    )
+    results = read_rewards({"rewards": [[1], [0.5]], "scores": None, "extra_logs": {"a": [3, 4]}}, 2)
     assert [(result.reward, result.score) for result in results] == [(1.0, 1.0), (0.5, 0.5)]
     assert [result.extra_logs for result in results] == [{"a": 3.0}, {"a": 4.0}]
     with pytest.raises(ValueError, match="returned 1 extra_logs\\['a'\\] for 2 samples"):
@@ -230,9 +197,7 @@ def test_the_error_policy_is_fail_drop_or_a_finite_number():
     assert ErrorPolicy.parse("drop") == ErrorPolicy(fallback=None, counts=False)
     assert ErrorPolicy.parse("-1").fallback == -1.0
     for text in ("", "ignore", "nan", "inf"):
-        with pytest.raises(
-            ConfigError, match=r"--reward.on_error is .* it takes fail, drop or a number"
-        ):
+        with pytest.raises(ConfigError, match=r"--reward.on_error is .* it takes fail, drop or a number"):
             ErrorPolicy.parse(text)
 
 
@@ -256,9 +221,7 @@ def test_the_run_stops_with_the_first_traceback_above_the_error_rate_and_not_at_
     budget = ErrorBudget(max_error_rate=0.1)
     budget.check(episodes(2, 20))
     budget.check([])
-    with pytest.raises(
-        RewardErrors, match=r"3 of 20 episodes failed.*max_error_rate 0.1(.|\n)*traceback of 0"
-    ):
+    with pytest.raises(RewardErrors, match=r"3 of 20 episodes failed.*max_error_rate 0.1(.|\n)*traceback of 0"):
         budget.check(episodes(3, 20))
     with pytest.raises(RewardErrors):
         ErrorBudget(max_error_rate=0).check(episodes(1, 1000))

@@ -13,20 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.distributed.buckets import (
-    TensorSpec,
-    WeightManifest,
-    bucket_hash,
-    bucket_nbytes,
-    verify_receipt,
-)
+from openrlhf.distributed.buckets import TensorSpec, WeightManifest, bucket_hash, bucket_nbytes, verify_receipt
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.weight_sync import Transport, WeightGroup, WeightSender, join_group
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SHAPES = {"a": (1000, 100), "b": (3,), "c": (777, 11)}
 MANIFEST = WeightManifest(
     version=1,
@@ -37,12 +28,7 @@ MANIFEST = WeightManifest(
 
 def new_group(transport: Transport, world_size: int = 2) -> WeightGroup:
     return WeightGroup(
-        host="127.0.0.1",
-        port=free_port(),
-        world_size=world_size,
-        transport=transport,
-        name="gpu",
-        timeout_s=60.0,
+        host="127.0.0.1", port=free_port(), world_size=world_size, transport=transport, name="gpu", timeout_s=60.0
     )
 
 
@@ -104,12 +90,7 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(tmp_path: Path)
     import ray  # the other tests of this module do without
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from openrlhf.rollout.engine import (
-        EngineSettings,
-        RolloutEngine,
-        SamplingParams,
-        engine_environment,
-    )
+    from openrlhf.rollout.engine import EngineSettings, RolloutEngine, SamplingParams, engine_environment
 
     config = Qwen2Config(
         vocab_size=1000,
@@ -126,11 +107,7 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(tmp_path: Path)
     model = Qwen2ForCausalLM(config).to("cuda", torch.bfloat16).eval()
     model.save_pretrained(tmp_path)
     settings = EngineSettings(
-        model=str(tmp_path),
-        dtype="bfloat16",
-        max_model_len=256,
-        device="cuda",
-        gpu_memory_utilization=0.2,
+        model=str(tmp_path), dtype="bfloat16", max_model_len=256, device="cuda", gpu_memory_utilization=0.2
     )
     ray.init(address="local", num_gpus=1, include_dashboard=False)
     try:
@@ -142,18 +119,12 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(tmp_path: Path)
                 p.add_(torch.randn_like(p) * 0.05)
         group, sender = new_group("ipc"), WeightSender()
         joining = engine.join.remote(
-            host=group.host,
-            port=group.port,
-            world_size=2,
-            rank_offset=1,
-            transport="ipc",
-            group=group.name,
+            host=group.host, port=group.port, world_size=2, rank_offset=1, transport="ipc", group=group.name
         )
         sender.join(group)
         ray.get(joining, timeout=60)
         specs = tuple(
-            TensorSpec(name=name, dtype="bfloat16", shape=tuple(p.shape))
-            for name, p in model.named_parameters()
+            TensorSpec(name=name, dtype="bfloat16", shape=tuple(p.shape)) for name, p in model.named_parameters()
         )
         manifest = WeightManifest(version=1, specs=specs, bucket_bytes=2**18)
         receiving = engine.receive.remote(manifest)
@@ -166,9 +137,7 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(tmp_path: Path)
         with torch.no_grad():
             tokens = torch.tensor([[5, 6, 7, *sample.tokens]], device="cuda")
             logprobs = model(tokens).logits[0, 2:-1].float().log_softmax(-1)
-        off = logprobs.gather(1, tokens[0, 3:, None]).squeeze(1).cpu() - torch.tensor(
-            sample.logprobs
-        )
+        off = logprobs.gather(1, tokens[0, 3:, None]).squeeze(1).cpu() - torch.tensor(sample.logprobs)
         assert off.abs().mean() < 0.05
     finally:
         ray.shutdown()

@@ -56,9 +56,7 @@ def batch(rewards: list[float], **changes: Any) -> Experience:
     return Experience(**columns | changes)
 
 
-def credited(
-    experience: Experience, *, kl_coef: float = 0.1, **changes: Any
-) -> tuple[Experience, dict[str, float]]:
+def credited(experience: Experience, *, kl_coef: float = 0.1, **changes: Any) -> tuple[Experience, dict[str, float]]:
     maker = ExperienceMaker(
         NoWorkers(),  # pyright: ignore[reportArgumentType]
         None,
@@ -82,9 +80,7 @@ def rows(column: torch.Tensor | None) -> list[list[float]]:
 def test_group_norm_with_the_kl_in_the_reward_by_hand() -> None:
     old, ref = torch.full((11,), -1.0), torch.full((11,), -1.0)
     ref[1:3] = -1.5  # the first sample: 0.5 nats per token, times 0.1
-    experience, metrics = credited(
-        batch([1.0, 0.0, 2.0, 2.0], old_logprobs=old, ref_logprobs=ref), kl_coef=0.1
-    )
+    experience, metrics = credited(batch([1.0, 0.0, 2.0, 2.0], old_logprobs=old, ref_logprobs=ref), kl_coef=0.1)
     expected = [[-0.05, ROOT - 0.05], [-ROOT], [0.0], [0.0, 0.0, 0.0]]
     assert rows(experience.token_rewards) == [[round(x, 5) for x in row] for row in expected]
     expected = [[ROOT - 0.1, ROOT - 0.05], [-ROOT], [0.0], [0.0, 0.0, 0.0]]
@@ -145,9 +141,7 @@ def test_the_other_estimators_are_those_of_the_papers(name: str, scale: bool) ->
 
 
 def test_rewards_are_clipped_after_they_were_shaped() -> None:
-    experience, metrics = credited(
-        batch([100.0, 0.0, 2.0, 0.0]), kl_in_reward=False, reward_clip=(-0.5, 0.25)
-    )
+    experience, metrics = credited(batch([100.0, 0.0, 2.0, 0.0]), kl_in_reward=False, reward_clip=(-0.5, 0.25))
     assert rows(experience.token_rewards) == [[0.0, 0.25], [-0.5], [0.25], [0.0, 0.0, -0.5]]
     assert experience.rewards.tolist() == [100.0, 0.0, 2.0, 0.0]
     assert metrics["train/reward"] == 25.5
@@ -155,11 +149,7 @@ def test_rewards_are_clipped_after_they_were_shaped() -> None:
 
 def test_length_penalties_count_sampled_tokens_and_come_before_the_shaping() -> None:
     experience, metrics = credited(
-        batch([1.0, 1.0, 1.0, 1.0]),
-        kl_in_reward=False,
-        estimator="reinforce",
-        overlong_buffer=2.0,
-        overlong_factor=0.5,
+        batch([1.0, 1.0, 1.0, 1.0]), kl_in_reward=False, estimator="reinforce", overlong_buffer=2.0, overlong_factor=0.5
     )
     # max_new_tokens 4, buffer 2: three tokens are one beyond 4 − 2, half of the buffer.
     assert experience.rewards.tolist() == [1.0, 1.0, 1.0, 0.75]
@@ -180,9 +170,7 @@ def test_without_max_new_tokens_the_limit_is_what_each_prompt_leaves() -> None:
 
 
 def test_truncated_samples_are_penalised_for_not_stopping() -> None:
-    experience, _ = credited(
-        batch([1.0, 1.0, 1.0, 1.0]), kl_in_reward=False, estimator="reinforce", stop_properly=0.25
-    )
+    experience, _ = credited(batch([1.0, 1.0, 1.0, 1.0]), kl_in_reward=False, estimator="reinforce", stop_properly=0.25)
     assert experience.rewards.tolist() == [1.0, 1.0, 1.0, 0.25]
 
 

@@ -65,11 +65,7 @@ def test_extra_numbers_are_means_over_the_samples_that_gave_them() -> None:
 
 def test_where_everything_failed_only_counts_are_left() -> None:
     metrics = values(rollout_metrics([failed(0, 0), failed(0, 1)], []))
-    assert metrics == {
-        "rollout/reward_std": 0.0,
-        "rollout/num_samples": 0.0,
-        "train/failed_episodes": 2.0,
-    }
+    assert metrics == {"rollout/reward_std": 0.0, "rollout/num_samples": 0.0, "train/failed_episodes": 2.0}
 
 
 # ---- the best evaluation
@@ -77,9 +73,7 @@ def test_where_everything_failed_only_counts_are_left() -> None:
 
 def test_the_first_pass_at_one_by_name_is_tracked() -> None:
     best = BestMetric("")
-    assert best.improves(
-        {"eval/eval_b_pass1": 0.9, "eval/eval_a_pass4": 0.8, "eval/eval_a_pass1": 0.1}
-    )
+    assert best.improves({"eval/eval_b_pass1": 0.9, "eval/eval_a_pass4": 0.8, "eval/eval_a_pass1": 0.1})
     assert (best.key, best.value) == ("eval_a_pass1", 0.1)
 
 

@@ -16,18 +16,13 @@ from tests.trainers.episodes import episode, failed
 
 
 def recorder(folder: Path, *, resume_step: int | None = None, logging_steps: int = 1) -> Recorder:
-    config = SFTConfig(
-        logger=LoggerConfig(logging_steps=logging_steps), run=RunConfig(dir=str(folder), quiet=True)
-    )
+    config = SFTConfig(logger=LoggerConfig(logging_steps=logging_steps), run=RunConfig(dir=str(folder), quiet=True))
     resumed = None if resume_step is None else RunState(step=resume_step, run_dir=str(folder))
     return Recorder(config, resumed=resumed)
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in row.items() if key != "time"}
-        for row in read_lines(folder / name)
-    ]
+    return [{key: value for key, value in row.items() if key != "time"} for row in read_lines(folder / name)]
 
 
 def log_steps(recorder: Recorder, first: int, last: int) -> None:

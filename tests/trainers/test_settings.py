@@ -64,9 +64,7 @@ def test_a_strictly_on_policy_update_needs_no_old_logprobs(folder: Path) -> None
     ],
     ids=str,
 )
-def test_anything_that_looks_at_the_old_policy_has_its_logprobs_computed(
-    folder: Path, changes: dict[str, Any]
-) -> None:
+def test_anything_that_looks_at_the_old_policy_has_its_logprobs_computed(folder: Path, changes: dict[str, Any]) -> None:
     assert needs_old_logprobs(config_of(folder, **changes))
 
 
@@ -80,15 +78,8 @@ def test_anything_that_looks_at_the_old_policy_has_its_logprobs_computed(
 def test_the_learning_rate_schedule_is_as_long_as_the_run(
     folder: Path, prompts: int, steps_per_batch: int, epochs: int, episodes: int
 ) -> None:
-    changes = {
-        "train.batch_size": 8 // steps_per_batch,
-        "train.max_epochs": epochs,
-        "train.num_episodes": episodes,
-    }
+    changes = {"train.batch_size": 8 // steps_per_batch, "train.max_epochs": epochs, "train.num_episodes": episodes}
     config = config_of(folder, **changes)
     drawn = [min(4, prompts - first) for first in range(0, prompts, 4)] * episodes
-    plans = [
-        plan_update([3] * 2 * n, ranks=1, batch_size=8 // steps_per_batch, epochs=epochs, seed=0)
-        for n in drawn
-    ]
+    plans = [plan_update([3] * 2 * n, ranks=1, batch_size=8 // steps_per_batch, epochs=epochs, seed=0) for n in drawn]
     assert optimizer_steps(config, prompts) == sum(len(plan.steps) for [plan] in plans)

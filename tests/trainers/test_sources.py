@@ -17,14 +17,7 @@ from openrlhf.trajectory import Prompt, StopReason, Trajectory
 from tests.trainers.episodes import episode, failed
 
 SPEC = SamplingSpec(
-    purpose="train",
-    n_samples=1,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=-1,
-    max_new_tokens=4,
-    max_len=8,
-    seed=0,
+    purpose="train", n_samples=1, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=8, seed=0
 )
 
 
@@ -149,9 +142,7 @@ def test_pass_at_k_is_the_best_and_pass_at_one_the_mean_of_a_prompts_samples() -
 
 
 def test_every_data_source_has_numbers_of_its_own() -> None:
-    metrics = evaluation_metrics(
-        [episode(0, score=1.0, source="gsm8k"), episode(1, score=0.0, source="math")], k=1
-    )
+    metrics = evaluation_metrics([episode(0, score=1.0, source="gsm8k"), episode(1, score=0.0, source="math")], k=1)
     assert metrics["eval/eval_gsm8k_pass1"] == 1.0
     assert metrics["eval/eval_math_pass1"] == 0.0
     assert metrics["eval/eval_num_samples"] == 2.0

@@ -10,13 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openrlhf.checkpoints import (
-    Checkpoint,
-    CheckpointError,
-    CheckpointManager,
-    EngineLayout,
-    RunState,
-)
+from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig, EngineConfig, TrainConfig
 from openrlhf.experience import TokenRows
 from openrlhf.observability.metrics import Mean, Metric
@@ -56,9 +50,7 @@ class CountingTask:
     def counts(self, micro: TokenRows) -> dict[str, float]:
         return {"rows": float(micro.num_samples)}
 
-    def loss(
-        self, model: Any, micro: TokenRows, totals: Mapping[str, float]
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, model: Any, micro: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         self.forwards.append(micro.tokens.tolist())
         return torch.zeros(()), {"mean": Mean(float(micro.tokens.sum()), micro.num_samples)}
 
@@ -89,13 +81,7 @@ class NoEngine:
 
 
 def trainer(
-    folder: Path,
-    task: CountingTask,
-    *,
-    rows: int = 13,
-    rank: int = 0,
-    ranks: int = 1,
-    stage: int = 2,
+    folder: Path, task: CountingTask, *, rows: int = 13, rank: int = 0, ranks: int = 1, stage: int = 2
 ) -> SupervisedTrainer[int, TokenRows]:
     ckpt = CheckpointConfig(path=str(folder))
     return SupervisedTrainer(
@@ -127,9 +113,7 @@ def batches(made: SupervisedTrainer[int, TokenRows], *, from_step: int = 0) -> l
     return seen
 
 
-def test_every_epoch_has_whole_batches_of_different_rows_in_an_order_of_its_own(
-    tmp_path: Path,
-) -> None:
+def test_every_epoch_has_whole_batches_of_different_rows_in_an_order_of_its_own(tmp_path: Path) -> None:
     steps = batches(trainer(tmp_path, CountingTask()))
     assert [len(step) for step in steps] == [4] * 9
     epochs = [sum(steps[i : i + 3], start=list[int]()) for i in (0, 3, 6)]
@@ -160,18 +144,14 @@ def test_an_evaluation_looks_at_every_row_once(tmp_path: Path, rows: int, ranks:
     assert sorted(seen) == list(range(rows))
 
 
-def test_an_evaluation_is_a_mean_over_rows_though_the_last_micro_batch_is_short(
-    tmp_path: Path,
-) -> None:
+def test_an_evaluation_is_a_mean_over_rows_though_the_last_micro_batch_is_short(tmp_path: Path) -> None:
     task = CountingTask()
     trainer(tmp_path, task, rows=13).evaluate()
     assert task.numbers == {"mean": pytest.approx(6.0)}
 
 
 @pytest.mark.parametrize("rows", [1, 6, 13])
-def test_under_zero_3_every_rank_runs_as_many_forwards_as_the_one_with_most_rows(
-    tmp_path: Path, rows: int
-) -> None:
+def test_under_zero_3_every_rank_runs_as_many_forwards_as_the_one_with_most_rows(tmp_path: Path, rows: int) -> None:
     """Its forwards are collective: a rank that ran fewer would leave the others waiting."""
     forwards = set()
     for rank in range(3):
@@ -226,9 +206,7 @@ def test_a_checkpoint_of_the_same_run_can_be_continued() -> None:
         ({"rows": 12}, ["rows 12", "has 13", "--data.dataset"]),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_with_both_values(
-    changes: dict[str, int], words: list[str]
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused_with_both_values(changes: dict[str, int], words: list[str]) -> None:
     message = complaints(checkpoint_of(**changes))
     assert all(word in message for word in [*words, "global_step4"]), message
 

@@ -53,9 +53,7 @@ def union(plans: list[RankUpdate], lengths: list[int]) -> list[list[int]]:
 
 
 @given(LENGTHS, st.fixed_dictionaries(PLANS))
-def test_every_row_is_learned_from_once_per_epoch(
-    lengths: list[int], shape: dict[str, int]
-) -> None:
+def test_every_row_is_learned_from_once_per_epoch(lengths: list[int], shape: dict[str, int]) -> None:
     lengths = [length + 1 for length in lengths]  # at least one action each
     plans = plan_update(lengths, **shape, seed=0)
     seen = Counter(row for step in union(plans, lengths) for row in step)

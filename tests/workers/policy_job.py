@@ -89,9 +89,7 @@ def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool)
         wire_dtype="float32",
     )
     policy = PolicyWorker(strategy, settings)
-    reference = ReferenceWorker(
-        strategy, ReferenceSettings(load=load, forward=limits, temperature=TEMPERATURE)
-    )
+    reference = ReferenceWorker(strategy, ReferenceSettings(load=load, forward=limits, temperature=TEMPERATURE))
     experience = batch()
     before = score(policy, strategy, experience)
     experience = experience.with_columns(ref_logprobs=score(reference, strategy, experience))
@@ -99,11 +97,7 @@ def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool)
     plan = plans[strategy.rank]
     job = PolicyUpdate(experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=KL_COEF)
     metrics = merge_all(strategy.gather(policy.update(job)))
-    weights = {
-        name: tensor.clone()
-        for bucket in policy.engine.full_parameters(1 << 14)
-        for name, tensor in bucket
-    }
+    weights = {name: tensor.clone() for bucket in policy.engine.full_parameters(1 << 14) for name, tensor in bucket}
     return {
         "before": before,
         "reference": experience.ref_logprobs,
@@ -121,9 +115,7 @@ def main() -> None:
     results = {}
     for layout in layouts:
         stage, limit, shape = layout.split("-")
-        strategy = Strategy(
-            EngineConfig(zero_stage=int(stage.removeprefix("zero")), param_dtype="fp32"), seed=0
-        )
+        strategy = Strategy(EngineConfig(zero_stage=int(stage.removeprefix("zero")), param_dtype="fp32"), seed=0)
         if limit.startswith("tokens"):
             limits = MicroBatchLimits(size=1, max_tokens=int(limit.removeprefix("tokens")))
         else:

@@ -15,23 +15,9 @@ from openrlhf.trainers.update_plan import plan_update
 from tests.launch import run_ranks
 from tests.reference import policy as reference
 from tests.tiny import save_tiny_model
-from tests.workers.policy_job import (
-    BATCH_SIZE,
-    CLIP,
-    ENTROPY_COEF,
-    KL_COEF,
-    LENGTHS,
-    OPTIMIZER,
-    TEMPERATURE,
-    batch,
-)
+from tests.workers.policy_job import BATCH_SIZE, CLIP, ENTROPY_COEF, KL_COEF, LENGTHS, OPTIMIZER, TEMPERATURE, batch
 
-LAYOUTS = [
-    "zero0-rows3-padded",
-    "zero2-rows2-packed",
-    "zero2-tokens20-packed",
-    "zero3-rows3-padded",
-]
+LAYOUTS = ["zero0-rows3-padded", "zero2-rows2-packed", "zero2-tokens20-packed", "zero3-rows3-padded"]
 Row = tuple[Tensor, Tensor, Tensor]  # log π, entropies and mask of a row, float64
 
 
@@ -41,9 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def results(
-    request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def results(request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What every layout came to, with one and with two ranks."""
     out = tmp_path_factory.mktemp("out")
     run_ranks(request.param, "tests.workers.policy_job", model, str(out), *LAYOUTS)
@@ -66,11 +50,7 @@ def plain(model: str) -> dict[str, Any]:
     """Scores before, three optimizer steps and their metrics: one row at a time, nothing of ours but the plan."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     optimizer = torch.optim.AdamW(
-        hf.parameters(),
-        lr=OPTIMIZER.adam.lr,
-        betas=OPTIMIZER.adam.betas,
-        eps=OPTIMIZER.adam.eps,
-        weight_decay=0,
+        hf.parameters(), lr=OPTIMIZER.adam.lr, betas=OPTIMIZER.adam.betas, eps=OPTIMIZER.adam.eps, weight_decay=0
     )
     with torch.no_grad():
         before = [scores(hf, row)[0] for row in range(len(LENGTHS))]
@@ -126,9 +106,7 @@ def test_the_reference_of_these_tests_agrees_with_the_papers_loop(model: str) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_are_those_of_plain_transformers(
-    results: dict[str, Any], plain: dict[str, Any], layout: str
-) -> None:
+def test_scores_are_those_of_plain_transformers(results: dict[str, Any], plain: dict[str, Any], layout: str) -> None:
     sampled = batch().action_mask
     for name in ("before", "reference"):
         scored = results[layout][name].double()
@@ -150,24 +128,18 @@ def test_an_update_does_not_depend_on_ranks_stage_micro_batches_or_packing(
     weights = results[layout]["weights"]
     assert weights.keys() == plain["weights"].keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(
-            weight.double(), plain["weights"][name], atol=5e-6, rtol=0, msg=name
-        )
+        torch.testing.assert_close(weight.double(), plain["weights"][name], atol=5e-6, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_update_moves_the_policy_and_leaves_the_reference(
-    results: dict[str, Any], layout: str
-) -> None:
+def test_an_update_moves_the_policy_and_leaves_the_reference(results: dict[str, Any], layout: str) -> None:
     result = results[layout]
     assert torch.equal(result["reference"], result["reference after"])
     assert (result["after"] - result["before"]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_mismatch_with_the_engine_is_measured_against_the_old_policy(
-    results: dict[str, Any], layout: str
-) -> None:
+def test_the_mismatch_with_the_engine_is_measured_against_the_old_policy(results: dict[str, Any], layout: str) -> None:
     experience = batch()
     assert experience.old_logprobs is not None
     gap = (experience.old_logprobs - experience.rollout_logprobs)[experience.action_mask]
@@ -178,9 +150,7 @@ def test_the_mismatch_with_the_engine_is_measured_against_the_old_policy(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_export_loads_in_plain_transformers_with_the_trained_weights(
-    results: dict[str, Any], layout: str
-) -> None:
+def test_the_export_loads_in_plain_transformers_with_the_trained_weights(results: dict[str, Any], layout: str) -> None:
     folder: Path = results[layout]["folder"]
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, parameter in hf.named_parameters():
