@@ -133,6 +133,7 @@ def reward_mistakes(config: PPOConfig) -> Sentences:
     """Something scores the samples: models, URLs, one Python file that is there, an agent."""
     reward, agent, file = config.reward, config.train.agent_func_path, config.reward.function_path
     sources = (reward.model_name_or_path, reward.remote_url, reward.verifier, reward.process_model)
+    parts = len(reward.models) + bool(reward.remote_url or reward.verifier or agent)
     wrong = [url for url in reward.urls if not url.startswith(("http://", "https://"))]
     return [
         (not any((*sources, agent)),
@@ -145,6 +146,9 @@ def reward_mistakes(config: PPOConfig) -> Sentences:
          f"--reward.remote_url {file} does not exist on this machine."),
         (agent and not (agent.endswith(".py") and Path(agent).expanduser().is_file()),
          "<train.agent_func_path> is not a .py file on this machine."),
+        (reward.weights and len(reward.weights) != parts,
+         f"<reward.weights> has {len(reward.weights or ())} numbers for {parts} rewards: one for each of "
+         "--reward.model_name_or_path, then one for --reward.remote_url or --reward.verifier."),
         (reward.on_error not in ("fail", "drop") and not rules.is_number(reward.on_error),
          f"--reward.on_error takes fail, drop or a number, not {reward.on_error!r}."),
     ]

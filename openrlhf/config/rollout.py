@@ -54,7 +54,7 @@ class RewardConfig(Section, title="Rewards."):
     verifier: str | None = option(
         None, "Built-in verifiable reward.", choices=("math", "code", "format", "length"))
     process_model: str | None = option(None, "Process model: rewards at step ends.", holds="model")
-    weights: tuple[float, ...] | None = option(None, "Of models and rules in the sum; unset: 1.")
+    weights: tuple[float, ...] | None = option(None, "Of the models, then of the rule, in the sum; unset: 1 each.")
     batch: bool = option(False, "Call the function once per group of samples.")
     on_error: str = option(
         "fail", "An episode whose reward failed: fail counts it towards reward.max_error_rate, "
@@ -74,6 +74,11 @@ class RewardConfig(Section, title="Rewards."):
     offload: bool = option(False, "Keep the models in CPU memory between uses.")
     num_nodes: int = option(1, "Nodes of the reward models.", ge=1)
     num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+
+    @property
+    def models(self) -> list[str]:
+        """The reward models."""
+        return [part.strip() for part in (self.model_name_or_path or "").split(",") if part.strip()]
 
     @property
     def sources(self) -> list[str]:

@@ -12,7 +12,7 @@ LEAVE_OUT = """
     ds.experts_implementation eval.patience algo.advantage.is_correction_enable algo.correction
     algo.kl.stop_update algo.kl.stop_run algo.distill.teacher algo.ptx.dataset
     algo.dynamic_filtering_enable actor.freeze_visual_encoder train.enable_ema
-    train.async_enable train.partial_rollout_enable reward.weights
+    train.async_enable train.partial_rollout_enable
     ref.offload reward.offload vllm.max_restarts
     vllm.quantization vllm.sync_with_ray vllm.enable_sleep rollout.replay_dir rollout.only
     rollout.remote_engines placement
@@ -54,9 +54,6 @@ FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("reward.verifier", FUNCTION, lambda c: c.reward.verifier not in (None, "math")),
     ("reward.remote_url", "leave out --reward.verifier, or it",
      lambda c: bool(c.reward.remote_url and c.reward.verifier)),
-    ("reward.model_name_or_path", "use one reward model, and no rule beside it",
-     lambda c: "," in (path := c.reward.model_name_or_path or "")
-     or bool(path and (c.reward.remote_url or c.reward.verifier))),
     ("rollout.vllm_generate_batch_size", "use --rollout.batch_size, or leave it out",
      lambda c: c.rollout.vllm_generate_batch_size != c.rollout.batch_size),
     ("vllm.sync_backend", "use nccl (gloo is used without GPUs)",

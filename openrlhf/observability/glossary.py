@@ -83,6 +83,8 @@ declare(
         "train/aux_loss": "Load-balancing loss of a mixture of experts, before its coefficient.",
         "train/reward": "Reward of an episode after length and stop penalties.",
         "train/score": "Score of an episode, which dynamic filtering looks at.",
+        "train/reward_model_{i}": "Reward of the i-th reward model, where there are several rewards.",
+        "train/reward_rule": "Reward of the rule, where there are several rewards.",
         "train/return": "Sum of an episode's token rewards: shaped reward minus KL penalty.",
         "train/values": "Value the critic predicts at an action token.",
         "train/group_reward_std": "Standard deviation of the rewards of a prompt's samples.",
@@ -93,7 +95,8 @@ declare(
         "eval/reward_mean": "Reward of all evaluation answers; stored for normalisation.",
         "eval/chosen_reward": "Implicit reward of the desirable evaluation answers.",
         "eval/reject_reward": "Implicit reward of the undesirable evaluation answers.",
-        "eval/eval_{datasource}_pass{k}": "Best reward of k samples of a prompt; k = 1: mean.",
+        "eval/eval_{datasource}_reward_mean": "Reward of the evaluation samples of one data source.",
+        "eval/eval_{datasource}_pass{k}": "Best score of k samples of a prompt; k = 1: mean. A rule's score, else the reward.",
     },
 )
 declare(

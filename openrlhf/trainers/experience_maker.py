@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,7 @@ class CreditSettings:
     scale_advantages: bool  # divide by the standard deviation where the estimator whitens
     kl_estimator: str
     kl_in_reward: bool
+    reward_weights: tuple[float, ...]  # of the reward models, then of the rule; empty: 1 each
     reward_clip: tuple[float, float]
     overlong_buffer: float | None  # tokens
     overlong_factor: float
@@ -68,20 +70,21 @@ class ExperienceMaker:
         self.recompute_old, self.timeout_s = recompute_old, timeout_s
 
     def scored(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The episodes with the reward model's rewards, where there is one; else as they are."""
+        """The finished episodes with the sum of all their rewards: those of reward models, and the rule's they came with."""
         finished = [t for t in trajectories if not t.failed]
-        if self.reward is None or not finished:
-            return list(trajectories)
-        batch = Experience.from_trajectories(finished)
-        rewards = _Pending(batch, self.reward, RewardWorker.rewards, per_sample=True)
-        numbers = iter(rewards.collect(self.timeout_s).tolist())
-        return [t if t.failed else with_reward(t, next(numbers)) for t in trajectories]
+        scores: list[list[float]] = [[] for _ in finished]
+        if self.reward and finished:
+            batch = Experience.from_trajectories(finished)
+            scores = (
+                _Pending(batch, self.reward, RewardWorker.rewards, per_sample=True).collect(self.timeout_s).tolist()
+            )
+        by_models = iter(scores)
+        weights = self.settings.reward_weights
+        return [t if t.failed else combined(t, next(by_models), weights) for t in trajectories]
 
     def annotate(self, experience: Experience) -> Experience:
         """Add log π_old, log π_ref and V where something needs them: launched side by side, gathered."""
         columns: dict[str, _Pending] = {}
-        if self.reward:
-            columns["rewards"] = _Pending(experience, self.reward, RewardWorker.rewards, per_sample=True)
         if self.recompute_old:
             columns["old_logprobs"] = _Pending(experience, self.policy, PolicyWorker.logprobs)
         if self.reference:
@@ -162,9 +165,23 @@ class ExperienceMaker:
         return metrics
 
 
-def with_reward(trajectory: Trajectory, reward: float) -> Trajectory:
-    """The episode with a reward that is its score too."""
-    return replace(trajectory, reward=reward, score=reward)
+def combined(trajectory: Trajectory, by_models: Sequence[float], weights: Sequence[float]) -> Trajectory:
+    """The episode with the weighted sum of its rewards: of each reward model, then of the rule, if there is one.
+
+    Without weights all count 1. The rule's score stays the score; without a rule the sum is the score too. Where there are
+    several rewards, each is logged.
+    """
+    rule = [] if trajectory.reward is None else [trajectory.reward]
+    rewards = [*by_models, *rule]
+    total = math.fsum(w * r for w, r in zip(weights or [1.0] * len(rewards), rewards, strict=True))
+    names = [f"reward_model_{i}" for i in range(1, len(by_models) + 1)] + ["reward_rule"] * len(rule)
+    parts = dict(zip(names, rewards, strict=True)) if len(rewards) > 1 else {}
+    return replace(
+        trajectory,
+        reward=total,
+        score=total if trajectory.score is None else trajectory.score,
+        extra_logs={**trajectory.extra_logs, **parts},
+    )
 
 
 def group_reward_std(rewards: Tensor, groups: Tensor) -> Mean | None:
@@ -176,7 +193,7 @@ def group_reward_std(rewards: Tensor, groups: Tensor) -> Mean | None:
 
 
 class _Pending:
-    """A column on its way: rows scattered over the ranks of a group, results gathered back into place."""
+    """A column (or several, as a matrix) on its way: rows scattered over the ranks of a group, results gathered back into place."""
 
     def __init__(
         self, experience: Experience, group: WorkerGroup, method: Callable[..., Tensor], *, per_sample: bool = False
@@ -188,12 +205,12 @@ class _Pending:
         self.references = group.launch(method, experience.split(self.parts))
 
     def collect(self, timeout_s: float) -> Tensor:
-        """The column: (N,) where ranks gave their tokens numbers, (B,) where they gave their rows numbers."""
+        """(N,) where ranks gave their tokens numbers; (B,) or (B, K) where they gave their rows numbers."""
         results: Sequence[Tensor] = gather(
             self.references, timeout_s=timeout_s, doing=f"score the batch ({self.group.role})", logs=self.group.logs
         )
         size = self.experience.num_samples if self.per_sample else self.experience.num_tokens
-        column = torch.zeros(size)
+        column = torch.zeros(size, *results[0].shape[1:])
         for rows, scored in zip(self.parts, results, strict=True):
             index = torch.tensor(rows)
             if not self.per_sample:

@@ -136,9 +136,8 @@ def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSet
 
 def reward_settings(config: PPOConfig) -> RewardModelSettings:
     """What the reward workers need to know."""
-    assert config.reward.model_name_or_path is not None  # else there is no such role
     return RewardModelSettings(
-        load=load_spec(config, config.reward.model_name_or_path),
+        models=tuple(load_spec(config, path) for path in config.reward.models),
         forward=forward_limits(config),
         head_prefix=config.ds.value_head_prefix,
         normalize=config.reward.normalize_enable,
@@ -164,6 +163,7 @@ def credit_settings(config: PPOConfig) -> CreditSettings:
         scale_advantages=not advantage.no_std_norm,
         kl_estimator=kl.estimator,
         kl_in_reward=kl.init_coef > 0 and not kl.use_loss,
+        reward_weights=reward.weights or (),
         reward_clip=reward.clip_range,
         overlong_buffer=reward.overlong_buffer_len,
         overlong_factor=reward.overlong_penalty_factor,

@@ -82,7 +82,7 @@ def evaluate(prompts: PromptDataset, generator: RolloutGenerator, spec: Sampling
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
-    """pass@1 and pass@k per data source, response lengths and truncation, under the logged names.
+    """pass@1 and pass@k per data source, rewards, response lengths and truncation, under the logged names.
 
     pass@1 is the mean over prompts of the mean score of their samples, pass@k of the best one. Failed samples are left
     out and counted.
@@ -111,6 +111,7 @@ def _source_metrics(prefix: str, members: Sequence[Trajectory], *, k: int) -> di
     return {
         f"{prefix}_pass{k}": _mean([max(group) for group in scores.values()]),
         f"{prefix}_pass1": _mean([_mean(group) for group in scores.values()]),
+        f"{prefix}_reward_mean": _mean([t.reward for t in members if t.reward is not None]),
         f"{prefix}_response_length_mean": _mean([t.num_actions for t in members]),
         f"{prefix}_truncated_rate": _mean([t.truncated for t in members]),
     }

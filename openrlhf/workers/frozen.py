@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.experience import Experience
 from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.scalar import last_token_scores, load_scalar
+from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.workers.base import MicroBatchLimits, per_sample_column, per_token_column
 
 
@@ -43,27 +46,29 @@ class ReferenceWorker:
 class RewardModelSettings:
     """What a reward worker needs to know."""
 
-    load: LoadSpec
+    models: tuple[LoadSpec, ...]
     forward: MicroBatchLimits
     head_prefix: str
     normalize: bool
 
 
 class RewardWorker:
-    """A trained reward model: one number per finished episode, read at its last token."""
+    """Trained reward models: each gives a finished episode one number, read at its last token."""
 
     def __init__(self, strategy: Strategy, settings: RewardModelSettings) -> None:
         self.strategy = strategy
         self.settings = settings
-        self.model = strategy.frozen(
-            lambda: load_scalar(
-                settings.load, head_prefix=settings.head_prefix, require_head=True, normalize=settings.normalize
-            )
-        )
+        self.models = [strategy.frozen(partial(self._load, spec)) for spec in settings.models]
+
+    def _load(self, spec: LoadSpec) -> ScalarModel:
+        settings = self.settings
+        return load_scalar(spec, head_prefix=settings.head_prefix, require_head=True, normalize=settings.normalize)
 
     def rewards(self, experience: Experience) -> Tensor:
-        """Rewards of this rank's rows, (B,)."""
-        return per_sample_column(experience, self._score, self.settings.forward, self.strategy)
+        """Rewards of this rank's rows by every model, (B, K)."""
+        scorers = [partial(self._score, model) for model in self.models]
+        columns = [per_sample_column(experience, s, self.settings.forward, self.strategy) for s in scorers]
+        return torch.stack(columns, dim=1)
 
-    def _score(self, micro: Experience) -> Tensor:
-        return last_token_scores(self.model(micro.tokens, micro.offsets), micro.offsets)
+    def _score(self, model: Any, micro: Experience) -> Tensor:
+        return last_token_scores(model(micro.tokens, micro.offsets), micro.offsets)

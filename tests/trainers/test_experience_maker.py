@@ -12,8 +12,9 @@ import torch
 from openrlhf.algorithms.kl import FixedKL
 from openrlhf.experience import Experience, offsets_of
 from openrlhf.observability.metrics import values
-from openrlhf.trainers.experience_maker import CreditSettings, ExperienceMaker, group_reward_std
+from openrlhf.trainers.experience_maker import CreditSettings, ExperienceMaker, combined, group_reward_std
 from tests.reference import credit as reference
+from tests.trainers.episodes import episode
 
 SETTINGS = CreditSettings(
     estimator="group_norm",
@@ -22,6 +23,7 @@ SETTINGS = CreditSettings(
     scale_advantages=True,
     kl_estimator="k1",
     kl_in_reward=True,
+    reward_weights=(),
     reward_clip=(-10.0, 10.0),
     overlong_buffer=None,
     overlong_factor=1.0,
@@ -189,3 +191,29 @@ def test_the_spread_of_rewards_is_a_mean_over_prompts() -> None:
 
 def test_lone_samples_have_no_spread() -> None:
     assert group_reward_std(torch.tensor([0.0, 1.0]), torch.tensor([1, 2])) is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "by_models", "weights", "reward", "score", "logged"),
+    [
+        (0.5, [], [], 0.5, 0.25, {}),
+        (0.5, [], [3.0], 1.5, 0.25, {}),
+        (None, [2.0], [], 2.0, 2.0, {}),
+        (None, [2.0], [0.5], 1.0, 1.0, {}),
+        (None, [2.0, -1.0], [], 1.0, 1.0, {"reward_model_1": 2.0, "reward_model_2": -1.0}),
+        (1.0, [2.0, -1.0], [], 2.0, 0.25, {"reward_model_1": 2.0, "reward_model_2": -1.0, "reward_rule": 1.0}),
+        (1.0, [2.0], [1.0, 0.0], 2.0, 0.25, {"reward_model_1": 2.0, "reward_rule": 1.0}),
+    ],
+)
+def test_rewards_of_models_and_of_a_rule_add_up_and_the_rules_score_stays(
+    rule: float | None,
+    by_models: list[float],
+    weights: list[float],
+    reward: float,
+    score: float,
+    logged: dict[str, float],
+) -> None:
+    came = episode(reward=rule, score=None if rule is None else 0.25, extra_logs={"own": 7.0})
+    result = combined(came, by_models, weights)
+    assert (result.reward, result.score) == (reward, score)
+    assert result.extra_logs == {"own": 7.0, **logged}
