@@ -1,6 +1,7 @@
 """`make demo`: from nothing to a tiny model that learned from rewards, through the same commands a cluster user calls.
 
-task and untrained model  →  train_sft  →  train_ppo_ray (GRPO with a rule reward)  →  table and report.html
+task and untrained model  →  train_sft  →  train_rm  →  train_ppo_ray: PPO against the reward model
+                                        →  train_ppo_ray: GRPO with a rule reward  →  table and report.html
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from openrlhf.observability.display import Display
 from openrlhf.observability.report import Stage, write_report
 from openrlhf.observability.run_folder import read_lines
+
+Flags = list[str | Path]
 
 HERE = Path(__file__).parent
 PRECISION = ["--ds.param_dtype", "fp32", "--ds.packing_samples"]
@@ -39,7 +42,7 @@ class StageResult:
         return next((row[metric] for row in rows if metric in row), None)
 
 
-def sft_flags(task: Path, out: Path, seed: int) -> list[str]:
+def sft_flags(task: Path, out: Path, seed: int) -> Flags:
     """Learn the form of an answer from 5,760 worked examples."""
     return [
         *("--model.model_name_or_path", task / "model"),
@@ -53,27 +56,56 @@ def sft_flags(task: Path, out: Path, seed: int) -> list[str]:
     ]
 
 
-def grpo_flags(task: Path, model: Path, out: Path, seed: int) -> list[str]:
-    """120 steps of 32 problems × 8 samples; the reward is 1 for the right answer, else 0."""
+def rm_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
+    """Learn from 8,000 pairs which answer is preferred, starting from the SFT model."""
     return [
-        *("--actor.model_name_or_path", model),
-        *("--data.prompt_dataset", task / "prompts.jsonl", "--data.max_samples", "3840"),
+        *("--model.model_name_or_path", model, "--data.dataset", task / "pairs.jsonl"),
+        *("--eval.dataset", task / "held_out_pairs.jsonl"),
+        *("--data.prompt_key", "prompt", "--data.max_len", "32", "--train.max_epochs", "2"),
+        *("--train.batch_size", "64", "--train.micro_batch_size", "64"),
+        *("--adam.lr", "1e-3", "--lr_warmup_ratio", "0.1"),
+        *("--train.seed", str(seed), *PRECISION),
+        *("--run.dir", out, "--ckpt.output_dir", out / "model", "--ckpt.path", out / "checkpoints"),
+    ]
+
+
+def rl_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
+    """What PPO and GRPO have in common: 256 samples per step, and an evaluation on 400 held-out problems × 4 samples."""
+    return [
+        *("--actor.model_name_or_path", model, "--data.prompt_dataset", task / "prompts.jsonl"),
         *("--data.input_key", "input", "--data.label_key", "output", "--data.max_len", "32"),
         *("--reward.remote_url", HERE / "reward.py", "--rollout.max_new_tokens", "8"),
-        *("--rollout.batch_size", "32", "--rollout.n_samples_per_prompt", "8"),
-        *("--rollout.micro_batch_size", "256"),
-        *("--train.batch_size", "256", "--train.micro_batch_size", "256"),
-        *("--algo.advantage.estimator", "group_norm", "--train.colocate_actor_ref"),
-        *("--algo.kl.init_coef", "1e-3", "--algo.kl.use_loss", "--algo.kl.estimator", "k3"),
+        *("--rollout.micro_batch_size", "256", "--train.batch_size", "256", "--train.micro_batch_size", "256"),
+        *("--train.colocate_actor_ref", "--actor.num_gpus_per_node", "1", "--ref.num_gpus_per_node", "1"),
         *("--actor.adam.lr", "3e-4", "--actor.lr_warmup_ratio", "0.1"),
-        *("--eval.dataset", task / "held_out.jsonl", "--eval.at_start", "--eval.steps", "40"),
+        *("--eval.dataset", task / "held_out.jsonl", "--eval.at_start"),
         *("--eval.n_samples_per_prompt", "4", "--eval.temperature", "1"),
         *("--train.seed", str(seed), *PRECISION),
         *("--run.dir", out, "--ckpt.output_dir", out / "model", "--ckpt.path", out / "checkpoints"),
     ]
 
 
-def run_stage(name: str, command: str, flags: list[str], folder: Path, display: Display) -> StageResult:
+def ppo_flags(reward_model: Path) -> Flags:
+    """64 steps of 128 problems × 2 samples. The reward model rewards; the rule is watched, with weight 0."""
+    return [
+        *("--data.max_samples", "8192", "--rollout.batch_size", "128", "--rollout.n_samples_per_prompt", "2"),
+        *("--reward.model_name_or_path", reward_model, "--reward.normalize_enable", "--reward.weights", "1", "0"),
+        *("--algo.advantage.estimator", "gae", "--algo.advantage.lambd", "0.95", "--algo.kl.init_coef", "0.02"),
+        *("--critic.adam.lr", "1e-3", "--critic.freezing_steps", "6", "--train.colocate_critic_reward"),
+        *("--critic.num_gpus_per_node", "1", "--reward.num_gpus_per_node", "1", "--eval.steps", "16"),
+    ]
+
+
+def grpo_flags() -> Flags:
+    """120 steps of 32 problems × 8 samples; the reward is 1 for the right answer, else 0."""
+    return [
+        *("--data.max_samples", "3840", "--rollout.batch_size", "32", "--rollout.n_samples_per_prompt", "8"),
+        *("--algo.advantage.estimator", "group_norm"),
+        *("--algo.kl.init_coef", "1e-3", "--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--eval.steps", "40"),
+    ]
+
+
+def run_stage(name: str, command: str, flags: Flags, folder: Path, display: Display) -> StageResult:
     """Run a command of the package as a user would."""
     line = [sys.executable, "-m", f"openrlhf.cli.{command}", *map(str, flags)]
     display.note(f"\n{name}: python -m openrlhf.cli.{command} --run.dir {folder} …")
@@ -94,36 +126,50 @@ def main() -> None:
     display, start = Display(), time.monotonic()
     display.note("The task: sort five digits. `sort 52918=` is to be answered `12589`.")
     subprocess.run([sys.executable, str(HERE / "task.py"), str(out / "task"), str(options.seed)], check=True)
-    sft = run_stage("SFT", "train_sft", sft_flags(out / "task", out / "sft", options.seed), out / "sft", display)
-    flags = grpo_flags(out / "task", out / "sft" / "model", out / "grpo", options.seed)
-    grpo = run_stage("GRPO", "train_ppo_ray", flags, out / "grpo", display)
-    columns, rows = summary(sft, grpo)
+    stages = run_stages(out, options.seed, display)
+    columns, rows = summary(stages)
     display.table("What the model learned", columns, rows)
     report = out / "report.html"
-    stages = [Stage(name=stage.name, folder=stage.folder) for stage in (sft, grpo)]
     title = f"OpenRLHF demo: sorting digits, seed {options.seed}"
-    write_report(report, stages, title=title, summary_rows=[columns, *rows])
+    curves = [Stage(name=stage.name, folder=stage.folder) for stage in stages.values()]
+    write_report(report, curves, title=title, summary_rows=[columns, *rows])
     display.note(f"{time.monotonic() - start:.0f} s in all. Run folder: {out}   report: {report}")
 
 
-def summary(sft: StageResult, grpo: StageResult) -> tuple[list[str], list[list[str]]]:
-    """Held-out pass@1 (400 problems × 4 samples, temperature 1) after each stage."""
-    pass_at_1 = "eval/eval_sort_pass1"
-    columns = ["stage", "held-out pass@1", "reward", "KL (nats/token)", "seconds"]
-    return columns, [
-        ["SFT", _number(grpo.first(pass_at_1)), "", "", f"{sft.seconds:.0f}"],
-        [
-            "GRPO",
-            _number(grpo.last(pass_at_1)),
-            _number(grpo.last("train/reward")),
-            _number(grpo.last("train/kl")),
-            f"{grpo.seconds:.0f}",
-        ],
-    ]
+def run_stages(out: Path, seed: int, display: Display) -> dict[str, StageResult]:
+    """SFT, reward model, PPO and GRPO, each in a folder of its own."""
+    task, sft, rm = out / "task", out / "sft", out / "rm"
+    policy = sft / "model"
+    commands = {
+        "SFT": ("train_sft", sft, sft_flags(task, sft, seed)),
+        "RM": ("train_rm", rm, rm_flags(task, policy, rm, seed)),
+        "PPO": ("train_ppo_ray", out / "ppo", rl_flags(task, policy, out / "ppo", seed) + ppo_flags(rm / "model")),
+        "GRPO": ("train_ppo_ray", out / "grpo", rl_flags(task, policy, out / "grpo", seed) + grpo_flags()),
+    }
+    return {
+        name: run_stage(name, command, flags, folder, display) for name, (command, folder, flags) in commands.items()
+    }
+
+
+def summary(stages: dict[str, StageResult]) -> tuple[list[str], list[list[str]]]:
+    """Held-out numbers after each stage: 400 problems × 4 samples at temperature 1; of the reward model, its held-out pairs.
+
+    The reward model's score of the SFT model is what PPO starts from.
+    """
+    passed, score, kl = "eval/eval_sort_pass1", "eval/eval_sort_reward_mean", "train/kl"
+    ppo, grpo = stages["PPO"], stages["GRPO"]
+    columns = ["stage", "held-out pass@1", "reward model's score", "pairs ranked rightly", "KL (nats/token)", "seconds"]
+    numbers = {
+        "SFT": (grpo.first(passed), ppo.first(score), None, None),
+        "RM": (None, None, stages["RM"].last("eval/acc_mean"), None),
+        "PPO": (ppo.last(passed), ppo.last(score), None, ppo.last(kl)),
+        "GRPO": (grpo.last(passed), None, None, grpo.last(kl)),
+    }
+    return columns, [[name, *map(_number, row), f"{stages[name].seconds:.0f}"] for name, row in numbers.items()]
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return "" if value is None else f"{value:.3f}"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ def make_task(folder: Path, *, seed: int) -> None:
     _write(folder / "train.jsonl", train[:8000])
     _write(folder / "prompts.jsonl", train[8000:])
     _write(folder / "held_out.jsonl", held_out)
+    _write_pairs(folder / "pairs.jsonl", train[8000:], generator)
+    _write_pairs(folder / "held_out_pairs.jsonl", held_out, generator)
     make_model(folder / "model", seed=seed)
 
 
@@ -43,6 +45,35 @@ def _write(path: Path, problems: list[str]) -> None:
         for digits in problems
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _write_pairs(path: Path, problems: list[str], generator: random.Random) -> None:
+    """Preferences: the right answer over an attempt that went wrong."""
+    answers = [sorted(digits) for digits in problems]
+    attempts = [_attempt(answer, generator) for answer in answers]
+    rows = [
+        {"prompt": f"sort {digits}=", "chosen": "".join(answer) + EOS, "rejected": "".join(attempt) + EOS}
+        for digits, answer, attempt in zip(problems, answers, attempts, strict=True)
+        if attempt != answer
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _attempt(answer: list[str], generator: random.Random) -> list[str]:
+    """What beginners make of the answer: wrong digits, digits out of order, one too few or too many; at times the answer."""
+    attempt = list(answer)
+    for position in generator.sample(range(DIGITS), generator.choice((0, 1, 1, 2, 3))):
+        attempt[position] = generator.choice("0123456789")
+    slip = generator.random()
+    if slip < 0.6:
+        attempt.sort()
+    elif slip < 0.7:
+        attempt.pop(generator.randrange(DIGITS))
+    elif slip < 0.8:
+        attempt.insert(generator.randrange(DIGITS), generator.choice(attempt))
+    elif slip < 0.9:
+        generator.shuffle(attempt)
+    return attempt
 
 
 def make_model(folder: Path, *, seed: int) -> None:

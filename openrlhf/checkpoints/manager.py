@@ -79,16 +79,16 @@ class CheckpointManager:
         self._damaged: set[str] = set()  # nonces of what `latest` found incomplete
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, regular or best, all files checked; None without one.
+        """The newest complete checkpoint, regular or best, all files checked; None, with a warning, without one.
 
         An incomplete one is passed over with a warning that says what is wrong.
         Raises CheckpointError where the newest complete one lacks an engine that this run has.
         """
-        if not self.root.is_dir():
-            return None
-        self._settle()
-        self._name_strangers()
-        for checkpoint in reversed(self.checkpoints()):
+        there = self.root.is_dir()
+        if there:
+            self._settle()
+            self._name_strangers()
+        for checkpoint in reversed(self.checkpoints() if there else []):
             tag = checkpoint.tag
             if not checkpoint.parts:
                 logger.warning("%s in %s is only an export: passed over.", tag, self.root)
@@ -103,6 +103,7 @@ class CheckpointManager:
                 )
             else:
                 return checkpoint
+        logger.warning("No complete checkpoint in --ckpt.path %s: the run starts from the beginning.", self.root)
         return None
 
     def checkpoints(self) -> list[Checkpoint]:

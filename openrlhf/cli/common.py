@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -40,16 +41,29 @@ def fail(error: Exception) -> NoReturn:
     raise SystemExit(2)
 
 
+@contextmanager
+def plain_ends(*mistakes: type[Exception]) -> Iterator[None]:
+    """A user's mistakes end the process with their message and status 2, Ctrl-C with status 130; anything else with a traceback."""
+    try:
+        yield
+    except mistakes as error:
+        fail(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
 SUPPORTED = {"vllm": ("0.32", "0.33"), "torch": ("2.11", "2.14")}  # from, below
 
 
 def check_folders(config: options.Root) -> None:
     """End the process with status 2 where a folder the run writes to at its end cannot be written: weeks may lie between."""
-    for flag, folder in (
-        ("--ckpt.output_dir", config.ckpt.output_dir),
-        ("--ckpt.path", config.ckpt.path),
-        ("--run.dir", config.run.dir),
-    ):
+    folders = {
+        "--ckpt.output_dir": config.ckpt.output_dir,
+        "--ckpt.path": config.ckpt.path,
+        "--run.dir": config.run.dir,
+    }
+    for flag, folder in folders.items():
         there = Path(folder).expanduser().absolute()
         while not there.exists():
             there = there.parent
@@ -58,6 +72,13 @@ def check_folders(config: options.Root) -> None:
                 pass
         except OSError as error:
             fail(RuntimeError(f"{flag} {folder} cannot be written to: {error}."))
+    relative = [f"{flag} {folder}" for flag, folder in folders.items() if not Path(folder).expanduser().is_absolute()]
+    if relative and "working_dir_files" in Path.cwd().parts:  # where Ray keeps the working directories of jobs
+        print(
+            f"[notice] {', '.join(relative)}: relative to {Path.cwd()}, the copy of the working directory that Ray made "
+            "for this job and may delete. Absolute paths outlive it.",
+            file=sys.stderr,
+        )
 
 
 def check_versions() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import check_folders, check_versions, fail, flags_or_exit, prepare_process
+from openrlhf.cli.common import check_folders, check_versions, flags_or_exit, plain_ends, prepare_process
 from openrlhf.config.ppo import PPOConfig
 
 
@@ -17,10 +17,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # After the flags: --help and mistakes answer without loading torch.
     from openrlhf.trainers.launch import USER_ERRORS, run_ppo
 
-    try:
+    with plain_ends(*USER_ERRORS):
         run_ppo(config)
-    except USER_ERRORS as error:
-        fail(error)
 
 
 if __name__ == "__main__":

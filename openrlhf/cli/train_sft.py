@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import check_folders, fail, flags_or_exit, prepare_process
+from openrlhf.cli.common import check_folders, flags_or_exit, plain_ends, prepare_process
 from openrlhf.config.supervised import SFTConfig
 
 
@@ -17,10 +17,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from openrlhf.trainers.sft import run_sft
     from openrlhf.trainers.supervised import USER_ERRORS
 
-    try:
+    with plain_ends(*USER_ERRORS):
         run_sft(config)
-    except USER_ERRORS as error:
-        fail(error)
 
 
 if __name__ == "__main__":

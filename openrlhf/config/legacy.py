@@ -83,7 +83,7 @@ RL = _table("""
     vllm           _num_engines _tensor_parallel_size _sync_backend _sync_with_ray enforce_eager
     vllm           _enable_sleep enable_prefix_caching _gpu_memory_utilization
     data           prompt_data=prompt_dataset prompt_data_probs=prompt_probs prompt_split image_key
-    data           max_images_per_prompt
+    data           max_images_per_prompt dataset=prompt_dataset dataset_probs=prompt_probs
     eval           _temperature _n_samples_per_prompt
     rollout        _batch_size micro_rollout_batch_size=micro_batch_size temperature
     rollout        vllm_generate_batch_size n_samples_per_prompt max_new_tokens top_p
@@ -159,7 +159,7 @@ def translate(argv: Sequence[str], flags: Mapping[str, Flag], *, command: str) -
     """The command line with old names replaced. What no alias covers stays as it is."""
     known = aliases(flags, command=command)
     result, lengths = Translation(), dict[str, str]()
-    for words in _groups(argv):
+    for words in _groups([_two_dashes(word) for word in argv]):
         name, equals, value = words[0].removeprefix("--").partition("=")
         values = [value, *words[1:]] if equals else words[1:]
         if name in flags or not words[0].startswith("--"):
@@ -185,6 +185,12 @@ def translate(argv: Sequence[str], flags: Mapping[str, Flag], *, command: str) -
     if lengths:
         _translate_lengths(lengths, result)
     return result
+
+
+def _two_dashes(word: str) -> str:
+    """Pages about the first releases print old names with one dash: -pretrain."""
+    name = word.removeprefix("-").partition("=")[0]
+    return f"-{word}" if word[:1] == "-" and name in SHARED | OFFLINE | RL else word
 
 
 def _groups(argv: Sequence[str]) -> Iterator[list[str]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
-from openrlhf.config import legacy
+from openrlhf.config import legacy, unsupported
 from openrlhf.config.flags import ConfigError, Flag, amend, convert, did_you_mean, flags_in, flags_of, nearest, option
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.shared import Root
@@ -93,7 +93,8 @@ def _parser(flags: Mapping[str, Flag], root: type[Any], command: str) -> argpars
 
 
 def _add(group: Any, flag: Flag) -> None:
-    text = f"{flag.help} {_default_text(flag)}".replace("%", "%%")
+    later = " Not available yet." if unsupported.is_refused(flag.path) else ""
+    text = f"{flag.help} {_default_text(flag)}{later}".replace("%", "%%")
     if flag.shape == "switch":
         for spelling, meaning in flag.switches.items():
             shown = text if meaning else f"The opposite of {flag.name}."

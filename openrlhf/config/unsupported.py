@@ -63,13 +63,22 @@ FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
 )  # fmt: skip
 
 
+def is_refused(path: str) -> bool:
+    """Whether a flag, or a section it is in, is refused at any value but its default."""
+    return any(part in NOT_YET for part in _sections(path))
+
+
+def _sections(path: str) -> list[str]:
+    """`a`, `a.b` and `a.b.c` of `a.b.c`."""
+    return [path[:end] for end, sign in enumerate(f"{path}.") if sign == "."]
+
+
 def refusals(config: Any) -> Iterator[str]:
     """A sentence for each flag of a resolved configuration whose feature is not there yet."""
     for flag, value in flags_in(config):
         default = " (the default)" if value == flag.default else ""
         instead = [advice for path, advice, when in FOR_SOME_VALUES if flag.path == path and when(config)]
-        sections = [flag.path[:end] for end, sign in enumerate(f"{flag.path}.") if sign == "."]
         if not default:
-            instead += [NOT_YET[path] for path in sections if path in NOT_YET]
+            instead += [NOT_YET[path] for path in _sections(flag.path) if path in NOT_YET]
         for advice in instead:
             yield f"{flag.typed(value)}{default} is not available yet: {advice}."

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
+from ray._private.services import get_ray_address_from_environment  # no public call tells it without connecting
+from ray.exceptions import AuthenticationError
 
-from openrlhf.distributed.placement import Placement, check_capacity
+from openrlhf.distributed.placement import Placement, PlacementError, check_capacity
 
 # Of a Ray that we start on a machine without GPUs, in bytes: batches are flat and small.
 OBJECT_STORE_BYTES = 512 << 20
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 @contextmanager
 def ray_cluster(plan: Placement) -> Iterator[None]:
-    """Join the Ray of RAY_ADDRESS, of the job, or that `ray start` left on this machine; else start one for the run."""
+    """Join the Ray of RAY_ADDRESS, of the job, or that `ray start` left on this machine; else start one for the run.
+
+    Raises PlacementError when the Ray of RAY_ADDRESS cannot be joined, or the cluster is too small for the plan.
+    """
     started = not ray.is_initialized()
     if started:
         _init_ray(plan)
@@ -32,13 +40,43 @@ def ray_cluster(plan: Placement) -> Iterator[None]:
 def _init_ray(plan: Placement) -> None:
     # Leave CUDA_VISIBLE_DEVICES of GPU-less actors alone.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:  # Not by address="auto": that also joins what another run has started for itself, and dies with it.
+    if not (address := _answering_address()):
         ray.init(
+            "local",
             num_cpus=max(os.cpu_count() or 1, 4),
             include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
             object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
+            **QUIET,
         )
-    except ValueError:  # there is a cluster to join, and it has its resources already
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        return
+    try:  # Not by address="auto": that also joins what another run has started for itself, and dies with it.
+        ray.init(**QUIET)
+    except (OSError, ValueError, AuthenticationError) as error:
+        raise PlacementError(
+            f"Ray at {address} cannot be joined: {error}. If it asks for a token, set RAY_AUTH_MODE=token, and have the "
+            "token of its head node in ~/.ray/auth_token."
+        ) from error
+
+
+def _answering_address() -> str | None:
+    """The address of RAY_ADDRESS, else the one that `ray start` noted; None where there is neither.
+
+    A note outlives its Ray, for which `ray.init` then waits for minutes: one that nobody answers at does not count.
+    Raises PlacementError when nobody answers at RAY_ADDRESS.
+    """
+    asked = os.environ.get("RAY_ADDRESS")
+    try:
+        address = get_ray_address_from_environment(None, None)  # type: ignore[arg-type]
+        if address in (None, "local"):
+            return None
+        if "://" not in address:
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        if asked:
+            raise PlacementError(
+                f"No Ray answers at RAY_ADDRESS {asked} ({error}). Start it with `ray start --head`, or unset "
+                "RAY_ADDRESS to let the run start one for itself."
+            ) from error
+        return None
+    return address

@@ -240,7 +240,8 @@ def _facts(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     times = [row["time"] for row in rows if isinstance(row.get("time"), int | float)]
-    facts = [f"{max(row['step'] for row in rows):,} steps"]
+    steps = max(row["step"] for row in rows)
+    facts = [f"{steps:,} step{'s' * (steps != 1)}"]
     if times:
         facts.append(f"{clock_time(max(times) - min(times))} from first to last line")
         facts.append(time.strftime("began %Y-%m-%d %H:%M", time.localtime(min(times))))

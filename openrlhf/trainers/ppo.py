@@ -149,6 +149,7 @@ class PPOTrainer:
         """Log, adapt β, evaluate, checkpoint."""
         self.step += 1
         if "train/kl" in metrics:
+            metrics["train/kl_coef"] = Last(self.kl.coef)
             self.kl.update(metrics["train/kl"].value, int(metrics["rollout/num_samples"].value))
         total = sum(part.value for part in self.timing.values())
         timing = self.timing | {"timing/step_total": Last(total)}

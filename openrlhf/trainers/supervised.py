@@ -270,7 +270,7 @@ def run_supervised(
     Raises DataError for too few rows, and CheckpointError where --ckpt.load_enable finds a checkpoint of another run.
     """
     schedule = make_schedule(config, train_rows)
-    plan = f"{train_rows.summary}; {schedule.total_steps} steps of {schedule.batch_size} rows"
+    plan = f"{train_rows.summary} {schedule.total_steps} optimizer step(s) of {schedule.batch_size} rows."
     if config.dry_run:
         print(plan)
         print(f"first row: {tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())!r}")

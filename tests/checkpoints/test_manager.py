@@ -146,8 +146,11 @@ def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is found
 
 
-def test_an_empty_or_missing_path_is_a_fresh_start(tmp_path: Path) -> None:
+def test_an_empty_or_missing_path_is_a_fresh_start_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert CheckpointManager(tmp_path / "none").latest() is None
+    assert "the run starts from the beginning" in caplog.text
     (tmp_path / "_actor").mkdir()
     assert CheckpointManager(tmp_path, parts=RL).latest() is None
     assert not (tmp_path / "none").exists()
@@ -491,7 +494,6 @@ def test_a_terabyte_costs_no_more_to_hash_than_16_mib(tmp_path: Path) -> None:
 
 def test_the_warnings_of_an_ordinary_run_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     manager = CheckpointManager(tmp_path, parts=RL, max_num=1)
-    assert manager.latest() is None
     for step in (1, 2):
         save(manager, step, best=True)
         save(manager, step, hf=True)

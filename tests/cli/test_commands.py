@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from openrlhf import __version__
 from openrlhf.cli import common, main
 
 
@@ -53,3 +54,32 @@ def test_a_verb_is_its_command(verb: str, capsys: pytest.CaptureFixture[str]) ->
         main.main([verb, "--no_such_flag", "1"])
     assert ended.value.code == 2
     assert f"{main.VERBS[verb][0]} has no flag --no_such_flag" in capsys.readouterr().err
+
+
+def test_a_commands_own_name_is_a_verb_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["train_rm", "--no_such_flag", "1"])
+    assert "train_rm has no flag --no_such_flag" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    main.main(["--version"])
+    assert capsys.readouterr().out == f"openrlhf {__version__}\n"
+
+
+def test_mistakes_and_interrupts_end_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as mistaken, common.plain_ends(ValueError):
+        raise ValueError("the batch is empty")
+    with pytest.raises(SystemExit) as interrupted, common.plain_ends(ValueError):
+        raise KeyboardInterrupt
+    assert (mistaken.value.code, interrupted.value.code) == (2, 130)
+    assert capsys.readouterr().err == "error: the batch is empty\n\ninterrupted\n"
+    with pytest.raises(RuntimeError), common.plain_ends(ValueError):
+        raise RuntimeError("a defect keeps its traceback")
+
+
+def test_the_help_marks_flags_whose_feature_is_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["ppo", "--help"])
+    described = " ".join(capsys.readouterr().out.split("--train.async_enable ")[1].split("--")[0].split())
+    assert described.endswith("Not available yet.")

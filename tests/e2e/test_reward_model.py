@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.e2e.commands import column, numbers, run, samples, write_rows
+from tests.e2e.commands import column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
 from tests.tiny import character_tokenizer, save_tiny_model
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -30,7 +31,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for word in ("".join(draw.choices(LETTERS[1:], k=5)) for _ in range(160))
     ]
     write_rows(folder / "pairs.jsonl", pairs)
-    write_rows(folder / "prompts.jsonl", [{"input": row["prompt"]} for row in pairs[:24]])
+    write_rows(folder / "prompts.jsonl", [{"input": row["prompt"]} for row in pairs[:32]])
     return folder
 
 
@@ -57,11 +58,9 @@ def reward_model(workspace: Path) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def ppo(workspace: Path, reward_model: Path) -> Path:
-    """The folder of a PPO run against the reward model: three steps, the critic alone in the first."""
-    out = workspace / "ppo"
-    flags = {
+def ppo_flags(workspace: Path, reward_model: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    """Four steps against the reward model, two optimizer steps each, the critic alone in the first; the KL has a target."""
+    return {
         "actor.model_name_or_path": workspace / "model",
         "reward.model_name_or_path": reward_model / "model",
         "data.prompt_dataset": workspace / "prompts.jsonl",
@@ -69,11 +68,14 @@ def ppo(workspace: Path, reward_model: Path) -> Path:
         "rollout.max_new_tokens": 6,
         "rollout.batch_size": 8,
         "rollout.n_samples_per_prompt": 2,
-        "train.batch_size": 16,
-        "train.micro_batch_size": 16,
+        "train.batch_size": 8,
+        "train.micro_batch_size": 8,
         "rollout.micro_batch_size": 16,
         "algo.advantage.estimator": "gae",
+        "algo.advantage.lambd": 0.9,
         "algo.kl.init_coef": 0.01,
+        "algo.kl.target": 0.001,
+        "algo.kl.horizon": 100,
         "actor.adam.lr": 1e-3,
         "critic.adam.lr": 1e-3,
         "critic.freezing_steps": 1,
@@ -86,8 +88,14 @@ def ppo(workspace: Path, reward_model: Path) -> Path:
         "run.dir": out / "run",
         "ckpt.output_dir": out / "model",
         "ckpt.path": out / "ckpt",
-    }
-    run("train_ppo_ray", flags)
+    } | changes
+
+
+@pytest.fixture(scope="module")
+def ppo(workspace: Path, reward_model: Path) -> Path:
+    """The folder of a PPO run that nothing disturbed."""
+    out = workspace / "ppo"
+    run("train_ppo_ray", ppo_flags(workspace, reward_model, out))
     return out
 
 
@@ -117,7 +125,7 @@ def test_rewards_in_rl_are_the_scores_of_plain_transformers(reward_model: Path, 
 
 def test_the_critic_warms_up_alone_and_then_both_learn(ppo: Path) -> None:
     steps = [row for row in numbers(ppo / "run") if "train/critic_loss" in row]
-    assert ["train/policy_loss" in row for row in steps] == [False, True, True]
+    assert ["train/policy_loss" in row for row in steps] == [False, True, True, True]
     assert all(math.isfinite(value) for row in steps for value in row.values())
     assert steps[1]["train/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy had not moved yet
 
@@ -126,3 +134,54 @@ def test_policy_and_critic_are_saved_and_exported(ppo: Path) -> None:
     for part in ("_actor", "_critic"):
         assert (ppo / "ckpt" / part / "global_step2").is_dir()
     AutoModelForSequenceClassification.from_pretrained(ppo / "model_critic")
+
+
+def test_the_kl_coefficient_follows_its_target(ppo: Path) -> None:
+    """It shrinks by 20 % of 16 / 100 while the KL is far below the target, and grows by as much when far above."""
+    kl, coefficients = column(ppo / "run", "train/kl"), column(ppo / "run", "train/kl_coef")
+    expected = [0.01]
+    for value in kl[:-1]:
+        error = min(max(value / 0.001 - 1, -0.2), 0.2)
+        expected.append(expected[-1] * (1 + error * 16 / 100))
+    assert coefficients == pytest.approx(expected, rel=1e-6)
+    assert coefficients[-1] > coefficients[1]
+
+
+def test_a_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(
+    workspace: Path, reward_model: Path, ppo: Path
+) -> None:
+    """To the last digit, exported policy and critic included."""
+    out = workspace / "killed"
+    flags = ppo_flags(workspace, reward_model, out)
+    kill_when(launch("train_ppo_ray", flags), lambda: steps_logged(out / "run") >= 3)
+    assert steps_logged(out / "run") < 4
+    run("train_ppo_ray", {**flags, "run.dir": None, "ckpt.load_enable": True})
+    assert numbers(out / "run") == numbers(ppo / "run")
+    assert samples(out / "run") == samples(ppo / "run")
+    for name in ("model", "model_critic"):
+        resumed, unbroken = (folder / name / "model.safetensors" for folder in (out, ppo))
+        assert resumed.read_bytes() == unbroken.read_bytes()
+
+
+def test_ranks_micro_batches_and_shared_hosts_do_not_change_what_is_learned(
+    workspace: Path, reward_model: Path, ppo: Path
+) -> None:
+    """Two ranks of ZeRO-3 for actor and critic, every role on hosts of its own, rows padded, micro-batches of 3: to 1e-4."""
+    out = workspace / "spread"
+    changes = {
+        "train.colocate_actor_ref": None,
+        "train.colocate_critic_reward": None,
+        "actor.num_gpus_per_node": 2,
+        "critic.num_gpus_per_node": 2,
+        "train.micro_batch_size": 2,
+        "rollout.micro_batch_size": 3,
+        "ds.packing_samples": None,
+        "ds.zero_stage": 3,
+        "ckpt.save_steps": None,
+    }
+    run("train_ppo_ray", ppo_flags(workspace, reward_model, out, **changes))
+    assert [row["response"] for row in samples(out / "run")] == [row["response"] for row in samples(ppo / "run")]
+    for name in ("train/reward", "train/values", "train/critic_loss", "train/policy_loss", "train/kl", "train/return"):
+        assert column(out / "run", name) == pytest.approx(column(ppo / "run", name), abs=1e-4), name
+    for name in ("train/actor_grad_norm", "train/critic_grad_norm"):
+        assert column(out / "run", name) == pytest.approx(column(ppo / "run", name), rel=1e-3), name
