@@ -6,11 +6,12 @@ from typing import Any
 
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.supervised import RMConfig, SFTConfig
 
-ROOTS: dict[str, type[Any]] = {"train_sft": SFTConfig, "train_ppo_ray": PPOConfig}
+ROOTS: dict[str, type[Any]] = {"train_sft": SFTConfig, "train_rm": RMConfig, "train_ppo_ray": PPOConfig}
 SMALLEST: dict[str, str] = {
     "train_sft": "--model.model_name_or_path m --data.dataset d --data.output_key answer",
+    "train_rm": "--model.model_name_or_path m --data.dataset d",
     "train_ppo_ray": "--actor.model_name_or_path m --data.prompt_dataset d "
     "--algo.advantage.estimator reinforce --reward.verifier math",
 }

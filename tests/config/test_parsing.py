@@ -13,7 +13,7 @@ from openrlhf.config.flags import amend
 from openrlhf.config.options import ConfigError, parse_config, read_flags
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
-from tests.config.commands import SMALLEST, parse, ppo, sft, violations
+from tests.config.commands import ROOTS, SMALLEST, parse, ppo, sft, violations
 
 
 def test_values_arrive_at_the_path_of_their_flag() -> None:
@@ -146,8 +146,7 @@ def test_notices_go_to_stderr_one_line_each_and_only_from_the_first_process(
 DRIVER = """
 import sys
 from openrlhf.config.options import ConfigError, parse_config
-from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import SFTConfig
+from {module} import {root}
 HEAVY = {"torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "yaml", "numpy"}
 try:
     parse_config({root}, sys.argv[1:], command="{command}")
@@ -161,8 +160,8 @@ finally:
 
 
 def run_driver(command: str, *words: str) -> subprocess.CompletedProcess[str]:
-    root = {"train_sft": "SFTConfig", "train_ppo_ray": "PPOConfig"}[command]
-    code = DRIVER.replace("{root}", root).replace("{command}", command)
+    root = ROOTS[command]
+    code = DRIVER.replace("{module}", root.__module__).replace("{root}", root.__name__).replace("{command}", command)
     return subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
     )

@@ -177,7 +177,7 @@ def test_all_broken_rules_are_reported_at_once() -> None:
 def test_a_command_without_flags_is_told_everything_it_needs(command: str) -> None:
     config, _ = ROOTS[command]().resolve(frozenset(), command=command)
     text = "\n".join(config.check())
-    model = {"train_sft": "--model", "train_ppo_ray": "--actor"}[command]
+    model = "--actor" if command == RL else "--model"
     assert f"{model}.model_name_or_path must be given" in text
 
 

@@ -40,7 +40,7 @@ def test_a_flag_has_the_type_the_default_and_the_choices_of_the_table(command: s
         assert list(flag.choices or ()) == expected["choices"]
 
 
-def test_the_reference_has_77_and_164_flags_with_the_opposites_of_nesterov() -> None:
+def test_the_reference_has_77_79_and_164_flags_with_the_opposites_of_nesterov() -> None:
     ours = {
         command: {spelling for flag in flags_of(root).values() for spelling in flag.switches}
         for command, root in ROOTS.items()
@@ -49,6 +49,7 @@ def test_the_reference_has_77_and_164_flags_with_the_opposites_of_nesterov() -> 
         command: {f"--{name}" for name, entry in EXPECTED[command].items() if "added" in entry} for command in ROOTS
     }
     assert len(ours["train_sft"] - added["train_sft"]) == 77
+    assert len(ours["train_rm"] - added["train_rm"]) == 79
     assert len(ours["train_ppo_ray"] - added["train_ppo_ray"]) == 164
 
 
