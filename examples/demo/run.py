@@ -57,7 +57,7 @@ def sft_flags(task: Path, out: Path, seed: int) -> Flags:
 
 
 def rm_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
-    """Learn from 8,000 pairs which answer is preferred, starting from the SFT model."""
+    """Learn from 15,000 pairs which answer is preferred, starting from the SFT model."""
     return [
         *("--model.model_name_or_path", model, "--data.dataset", task / "pairs.jsonl"),
         *("--eval.dataset", task / "held_out_pairs.jsonl"),
@@ -77,8 +77,7 @@ def rl_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
         *("--reward.remote_url", HERE / "reward.py", "--rollout.max_new_tokens", "8"),
         *("--rollout.micro_batch_size", "256", "--train.batch_size", "256", "--train.micro_batch_size", "256"),
         *("--train.colocate_actor_ref", "--actor.num_gpus_per_node", "1", "--ref.num_gpus_per_node", "1"),
-        *("--actor.adam.lr", "3e-4", "--actor.lr_warmup_ratio", "0.1"),
-        *("--eval.dataset", task / "held_out.jsonl", "--eval.at_start"),
+        *("--actor.lr_warmup_ratio", "0.1", "--eval.dataset", task / "held_out.jsonl", "--eval.at_start"),
         *("--eval.n_samples_per_prompt", "4", "--eval.temperature", "1"),
         *("--train.seed", str(seed), *PRECISION),
         *("--run.dir", out, "--ckpt.output_dir", out / "model", "--ckpt.path", out / "checkpoints"),
@@ -90,7 +89,8 @@ def ppo_flags(reward_model: Path) -> Flags:
     return [
         *("--data.max_samples", "8192", "--rollout.batch_size", "128", "--rollout.n_samples_per_prompt", "2"),
         *("--reward.model_name_or_path", reward_model, "--reward.normalize_enable", "--reward.weights", "1", "0"),
-        *("--algo.advantage.estimator", "gae", "--algo.advantage.lambd", "0.95", "--algo.kl.init_coef", "0.02"),
+        *("--algo.advantage.estimator", "gae", "--algo.advantage.lambd", "0.95", "--algo.kl.init_coef", "0.05"),
+        *("--actor.adam.lr", "2e-4"),
         *("--critic.adam.lr", "1e-3", "--critic.freezing_steps", "6", "--train.colocate_critic_reward"),
         *("--critic.num_gpus_per_node", "1", "--reward.num_gpus_per_node", "1", "--eval.steps", "16"),
     ]
@@ -100,7 +100,7 @@ def grpo_flags() -> Flags:
     """120 steps of 32 problems × 8 samples; the reward is 1 for the right answer, else 0."""
     return [
         *("--data.max_samples", "3840", "--rollout.batch_size", "32", "--rollout.n_samples_per_prompt", "8"),
-        *("--algo.advantage.estimator", "group_norm"),
+        *("--algo.advantage.estimator", "group_norm", "--actor.adam.lr", "3e-4"),
         *("--algo.kl.init_coef", "1e-3", "--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--eval.steps", "40"),
     ]
 

@@ -34,7 +34,7 @@ def make_task(folder: Path, *, seed: int) -> None:
     _write(folder / "train.jsonl", train[:8000])
     _write(folder / "prompts.jsonl", train[8000:])
     _write(folder / "held_out.jsonl", held_out)
-    _write_pairs(folder / "pairs.jsonl", train[8000:], generator)
+    _write_pairs(folder / "pairs.jsonl", train, generator)
     _write_pairs(folder / "held_out_pairs.jsonl", held_out, generator)
     make_model(folder / "model", seed=seed)
 

@@ -22,6 +22,7 @@ from openrlhf.rollout.graders import grade_math
 from openrlhf.trainers.launch import run_ppo
 from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
 from tests.e2e.processes import Process, descendants, survivors
+from tests.reward_server import reward_server
 from tests.tiny import save_tiny_model
 
 REWARDS = Path(__file__).parent / "reward_files"
@@ -367,6 +368,20 @@ def test_failed_rewards_are_dropped_or_replaced_whatever_their_rate(workspace: P
         assert column(folder, "train/failed_episodes") == [0.0]
         mean = sum(row["reward"] for row in rows) / len(rows)
         assert column(folder, "train/reward") == pytest.approx([mean], abs=1e-6)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_reward_servers_score_and_one_that_fails_is_left_alone(workspace: Path) -> None:
+    folder = workspace / "served"
+    with reward_server() as server:
+        urls = f"{server.url}/get_reward, {server.url}/broken"
+        train(grpo_flags(workspace, folder, **{"reward.remote_url": urls, "data.max_samples": BATCH}))
+        asked = server.bodies
+    rows = samples(folder)
+    assert len(asked) >= len(rows) == BATCH * SAMPLES
+    assert [row["reward"] for row in rows] == [row["response"].count("e") for row in rows]
+    assert {len(body["query"]) for body in asked} == {1}
+    assert column(folder, "train/letters") and column(folder, "train/failed_episodes") == [0.0]
 
 
 @pytest.mark.usefixtures("cluster")

@@ -1,0 +1,164 @@
+"""What pages about the project print: their commands and flag names, and the commands of our own page, read as typed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from openrlhf.config.options import ConfigError, parse_config, read_flags
+from openrlhf.config.supervised import RMConfig
+from tests.config.commands import ROOTS
+from tests.config.printed import DPO, PRINTED, Printed
+from tests.sources import ROOT
+
+COMMANDS = ROOTS | {"train_rm": RMConfig}
+each_printed = pytest.mark.parametrize("printed", PRINTED.values(), ids=PRINTED)
+
+
+def violations(printed: Printed, more: str = "") -> list[str]:
+    try:
+        parse_config(COMMANDS[printed.command], [*printed.words, *more.split()], command=printed.command)
+    except ConfigError as error:
+        return error.violations
+    return []
+
+
+# ---- commands
+
+
+@each_printed
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_a_printed_command_is_told_at_once_what_it_lacks(
+    printed: Printed, gpus: int, gpu_machine: Callable[..., None]
+) -> None:
+    """On a laptop and on a machine of eight GPUs alike; nothing of what it has is refused."""
+    gpu_machine(gpus, flash_attention=gpus > 0)
+    found = violations(printed)
+    missing = [text for text in found if text.startswith(printed.lacks)]
+    assert len(missing) == len(printed.lacks)
+    assert [text.split()[0] for text in found if text not in missing] == list(printed.not_yet)
+
+
+@each_printed
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_with_exactly_these_flags_it_is_accepted_but_for_what_is_not_there_yet(
+    printed: Printed, gpus: int, gpu_machine: Callable[..., None]
+) -> None:
+    gpu_machine(gpus, flash_attention=gpus > 0)
+    assert printed.missing.count("--") == len(printed.lacks)
+    assert violations(printed, printed.missing) == [
+        f"{flag} is not available yet: leave it out." for flag in printed.not_yet
+    ]
+
+
+@pytest.mark.parametrize("name", ["SFT", "RM"])
+def test_the_actor_of_an_offline_command_is_its_model(name: str) -> None:
+    printed = PRINTED[name]
+    given, notices = read_flags(COMMANDS[printed.command], printed.words, command=printed.command)
+    assert given["model.model_name_or_path"] == printed.words[1]
+    assert notices == ["--actor.model_name_or_path is now --model.model_name_or_path."]
+
+
+def test_the_older_form_of_an_async_switch_gets_the_same_answer() -> None:
+    printed = PRINTED["asynchronous PPO"]
+    older = Printed(text=printed.text.replace("--train.async_enable", "--async_train"))
+    assert violations(older) == violations(printed)
+
+
+def test_a_printed_command_that_is_not_there_yet_ends_in_one_line_that_says_which_are() -> None:
+    command = [sys.executable, "-m", f"openrlhf.cli.{DPO.command}", *DPO.words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: there is no command train_dpo yet; known are train_sft, train_rm, train_ppo_ray.\n"
+
+
+# ---- flag names of the introduction of 2024, printed with one dash, with a value of the kind it describes
+
+INTRODUCED = {
+    "pretrain": "m",
+    "dataset": "d",
+    "dataset_probs": "0.5,0.4,0.1",
+    "save_path": "out",
+    "max_epochs": "1",
+    "micro_train_batch_size": "2",
+    "train_batch_size": "4",
+    "learning_rate": "9e-6",
+}
+# Where a name means two things today the answer says which.
+TWO_MEANINGS = {("train_ppo_ray", "learning_rate"): ("--actor.adam.lr", "--critic.adam.lr")}
+NAMES = [(command, name) for command in COMMANDS for name in INTRODUCED]
+
+
+@pytest.mark.parametrize("dashes", ["-", "--"])
+@pytest.mark.parametrize(("command", "name"), [pair for pair in NAMES if pair not in TWO_MEANINGS])
+def test_a_name_of_the_introduction_sets_todays_flag_with_a_notice(command: str, name: str, dashes: str) -> None:
+    words = [f"{dashes}{name}", INTRODUCED[name]]
+    given, notices = read_flags(COMMANDS[command], words, command=command)
+    ((path, value),) = given.items()
+    assert str(value) in (INTRODUCED[name], str(float("9e-6")))
+    assert notices == [f"--{name} is now --{path}."]
+
+
+@pytest.mark.parametrize("dashes", ["-", "--"])
+@pytest.mark.parametrize(("command", "name"), TWO_MEANINGS)
+def test_a_name_with_two_meanings_is_answered_with_both(command: str, name: str, dashes: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_flags(COMMANDS[command], [f"{dashes}{name}", INTRODUCED[name]], command=command)
+    (sentence,) = caught.value.violations
+    assert all(flag in sentence for flag in TWO_MEANINGS[command, name])
+
+
+def test_a_script_in_the_names_of_the_introduction_is_read() -> None:
+    line = " ".join(f"-{name} {value}" for name, value in INTRODUCED.items())
+    words = [*line.replace("-dataset d", "-dataset a,b,c").split(), "--output_key", "answer"]
+    config = parse_config(COMMANDS["train_sft"], words, command="train_sft")
+    assert (config.data.dataset, config.data.dataset_probs) == ("a,b,c", "0.5,0.4,0.1")
+    assert (config.adam.lr, config.ckpt.output_dir) == (9e-6, "out")
+
+
+def test_a_value_that_begins_with_a_dash_stays_a_value() -> None:
+    config = parse_config(
+        COMMANDS["train_sft"],
+        shlex.split("--pretrain m --dataset d --output_key o --save_steps -1"),
+        command="train_sft",
+    )
+    assert config.ckpt.save_steps == -1
+
+
+# ---- our own page
+
+PAGE = (ROOT / "docs/launching.md").read_text()
+
+
+def page_commands() -> list[tuple[str, str]]:
+    """Every training command of docs/launching.md: its name and its flags."""
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    return [(found[1], found[2]) for line in lines if (found := re.search(r"openrlhf\.cli\.(\w+) ?(.*)", line))]
+
+
+@pytest.mark.parametrize(("command", "flags"), page_commands())
+def test_the_commands_of_the_page_about_launching_are_accepted(command: str, flags: str) -> None:
+    words = shlex.split(flags, comments=True)
+    assert parse_config(COMMANDS[command], words, command=command).check() == []
+
+
+def test_the_page_shows_each_command_in_each_way_to_launch_it() -> None:
+    ways = {
+        "python -m": ("train_sft", "train_rm", "train_ppo_ray"),
+        "deepspeed --module": ("train_sft",),
+        "torchrun --nproc_per_node 2 -m": ("train_rm",),
+        "ray job submit": ("train_ppo_ray",),
+    }
+    joined = PAGE.replace("\\\n", " ")
+    for way, commands in ways.items():
+        for command in commands:
+            assert re.search(rf"^{re.escape(way)}.*openrlhf\.cli\.{command}", joined, re.MULTILINE), (way, command)

@@ -1,0 +1,352 @@
+"""Every way to launch a command: several processes, Ray jobs on two nodes, and commands as pages print them."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from openrlhf.distributed.cluster import ray_cluster
+from openrlhf.distributed.devices import free_port
+from openrlhf.distributed.placement import Placement, PlacementError
+from tests.config.printed import PRINTED
+from tests.e2e.commands import LAUNCHER_VARIABLES, Finished, column, finish, numbers, run, write_rows
+from tests.e2e.processes import Process, descendants, survivors
+from tests.tiny import character_tokenizer, save_tiny_model
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 2048,
+}
+ROWS, PROMPTS = 128, 16
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models and data in folders named like those of the hub: commands run in it as they are printed."""
+    folder = tmp_path_factory.mktemp("launches")
+    models, data = folder / "OpenRLHF", folder / "OpenRLHF"
+    for name in ("meta-llama/Meta-Llama-3-8B", "OpenRLHF/Llama-3-8b-sft-mixture", "OpenRLHF/Llama-3-8b-rm-700k"):
+        save_tiny_model(folder / name, **SIZES, vocab_size=len(character_tokenizer()))
+    scores = AutoConfig.from_pretrained(models / "Llama-3-8b-rm-700k", num_labels=1)
+    AutoModelForSequenceClassification.from_config(scores).save_pretrained(models / "Llama-3-8b-rm-700k")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("bcdefgh", k=5)) for _ in range(ROWS)]
+    rows = {
+        data / "sft-mixture": [{"input": word, "output": word[::-1] + "<eos>"} for word in words],
+        data / "preference_dataset_mixture2": [{"chosen": word + "aa", "rejected": word} for word in words],
+        folder / "prompts": [{"input": word} for word in words[:PROMPTS]],
+    }
+    for path, content in rows.items():
+        path.mkdir()
+        write_rows(path / "train.jsonl", content)
+    return folder
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """That of a user in whose shell the virtual environment is active."""
+    kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES and not k.startswith("RAY_")}
+    return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"} | changes
+
+
+def type_in(line: str, folder: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a line of a shell in a folder, in a session of its own."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        ["bash", "-c", line], cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+
+
+# ---- reward models in several processes
+
+
+def rm_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model.model_name_or_path": workspace / "OpenRLHF/Llama-3-8b-sft-mixture",
+        "data.dataset": workspace / "OpenRLHF/preference_dataset_mixture2",
+        "train.batch_size": 32,
+        "train.micro_batch_size": 8,
+        "adam.lr": 1e-3,
+        "ds.param_dtype": "fp32",
+        "run.dir": folder,
+        "ckpt.output_dir": folder / "model",
+        "ckpt.path": folder / "checkpoints",
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(workspace: Path) -> Path:
+    """`train_rm` as one process."""
+    folder = workspace / "alone"
+    run("train_rm", rm_flags(workspace, folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("launcher", "stage"),
+    [(("deepspeed", "--num_gpus", "2", "--module"), 2), (("torchrun", "--nproc_per_node", "2", "-m"), 3)],
+    ids=["deepspeed-zero2", "torchrun-zero3"],
+)
+def test_a_reward_model_of_two_processes_is_that_of_one(
+    alone: Path, workspace: Path, launcher: tuple[str, ...], stage: int
+) -> None:
+    """To 1e-5 in the loss: sums in another order."""
+    folder = workspace / launcher[0]
+    flags = rm_flags(workspace, folder, **{"ds.zero_stage": stage})
+    run("train_rm", flags, launcher=(launcher[0], "--master_port", str(free_port()), *launcher[1:]))
+    for name in ("train/loss", "train/acc", "train/lr", "eval/eval_loss", "eval/reward_mean", "eval/reward_std"):
+        assert column(folder, name) == pytest.approx(column(alone, name), abs=1e-5), name
+        assert column(folder, name), name
+    ours, theirs = (AutoModelForSequenceClassification.from_pretrained(path / "model") for path in (folder, alone))
+    tokens = torch.arange(4, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, atol=1e-3, rtol=0)
+
+
+# ---- offline commands as printed
+
+
+@pytest.fixture(scope="module")
+def offline(workspace: Path) -> dict[str, Finished]:
+    """Side by side: most of their time is that of imports. Each with a port of its own, which is all that was changed."""
+    sft, rm = PRINTED["SFT"], PRINTED["RM"]
+    lines = {"SFT as printed": sft.text, "SFT": f"{sft.text} {sft.missing}", "RM": rm.text}
+    running = {
+        name: type_in(line.replace("deepspeed", f"deepspeed --master_port {free_port()}"), workspace, environment())
+        for name, line in lines.items()
+    }
+    return {name: finish(process, timeout=300) for name, process in running.items()}
+
+
+def test_the_printed_sft_command_names_what_it_lacks_and_nothing_else(offline: dict[str, Finished]) -> None:
+    done = offline["SFT as printed"]
+    assert done.status == 2
+    assert re.findall("^error: (.*)", done.errors, re.MULTILINE) == [
+        "The response is nowhere: name its column with --data.output_key, or use --data.apply_chat_template for chats, "
+        "or --model.pretrain_mode_enable for plain text."
+    ]
+    assert "Traceback" not in done.errors
+
+
+def test_with_that_flag_the_printed_sft_command_trains(offline: dict[str, Finished], workspace: Path) -> None:
+    done = offline["SFT"]
+    assert done.status == 0, done.errors
+    assert done.errors.count("--actor.model_name_or_path is now --model.model_name_or_path.") == 1
+    (folder,) = (workspace / "runs").glob("train_sft-*")
+    assert len(column(folder, "train/gpt_loss")) == 2
+    AutoModelForCausalLM.from_pretrained(workspace / "ckpt")
+
+
+def test_the_printed_rm_command_trains(offline: dict[str, Finished], workspace: Path) -> None:
+    done = offline["RM"]
+    assert done.status == 0, done.errors
+    assert done.errors.count("--actor.model_name_or_path is now --model.model_name_or_path.") == 1
+    (folder,) = (workspace / "runs").glob("train_rm-*")
+    assert len(column(folder, "train/loss")) == 1
+    AutoModelForSequenceClassification.from_pretrained(workspace / "checkpoint/llama3-8b-rm")
+
+
+# ---- a Ray cluster, and jobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Ray on two nodes: where jobs are submitted, what a shell needs for it, and the folders of the nodes."""
+
+    api: str
+    variables: dict[str, str]
+    first: Path
+    second: Path
+
+    def submitted(self, line: str) -> str:
+        """A printed line with the address of this cluster."""
+        return line.replace("http://127.0.0.1:8265", self.api)
+
+    def copy_on(self, node: Path) -> Path:
+        """Where a node keeps the copy of the working directory that jobs had last."""
+        copies = (node / "session_latest/runtime_resources/working_dir_files").iterdir()
+        return max((path for path in copies if path.is_dir()), key=lambda path: path.stat().st_mtime)
+
+
+@pytest.fixture(scope="module")
+def cluster(workspace: Path) -> Iterator[Cluster]:
+    """Ports, folders and token of its own. The first node takes nothing but jobs: all that a run starts is on the second."""
+    home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets lie below: their paths have to be short
+    port, api, client = (free_port() for _ in range(3))
+    variables = environment(HOME=str(home), RAY_AUTH_MODE="token")
+    common = "--block --min-worker-port 0 --max-worker-port 0 --dashboard-agent-listen-port 0"
+    head = f"--head --port {port} --dashboard-port {api} --ray-client-server-port {client} --num-cpus 0"
+    nodes: list[subprocess.Popen[bytes]] = []
+    try:
+        generated = finish(type_in("ray get-auth-token --generate", workspace, variables), timeout=60)
+        assert generated.status == 0, generated.errors
+        for name, flags in (("first", head), ("second", f"--address 127.0.0.1:{port} --num-cpus 1")):
+            nodes.append(
+                start_node(f"{flags} {common} --temp-dir {home / name}", workspace, variables, home / f"{name}.log")
+            )
+        yield Cluster(api=f"http://127.0.0.1:{api}", variables=variables, first=home / "first", second=home / "second")
+    finally:
+        for node in reversed(nodes):
+            end(node)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def start_node(flags: str, folder: Path, variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """`ray start`, as a process to end it by; returns when it says that it is up."""
+    with log.open("wb") as output:
+        node = subprocess.Popen(
+            ["ray", "start", *flags.split()],
+            cwd=folder, env=variables, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while "will now block" not in log.read_text():
+        assert node.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    return node
+
+
+def end(node: subprocess.Popen[bytes]) -> None:
+    """End a node, and whatever of it does not end by itself."""
+    below = descendants(node.pid)
+    node.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        node.wait(timeout=60)
+    node.kill()
+    node.wait()
+    for process in below:
+        if process.running:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster, workspace: Path) -> dict[str, Finished]:
+    """Printed jobs with the printed working directory, submitted side by side."""
+    ppo, late = PRINTED["PPO as a job, from this folder"], PRINTED["asynchronous PPO"]
+    lines = {"as printed": ppo.text, "complete": f"{ppo.text} {ppo.missing}", "asynchronous": late.text}
+    running = {name: type_in(cluster.submitted(line), workspace, cluster.variables) for name, line in lines.items()}
+    return {name: finish(process, timeout=400) for name, process in running.items()}
+
+
+def test_a_job_that_lacks_something_fails_with_the_message(jobs: dict[str, Finished]) -> None:
+    done = jobs["as printed"]
+    assert done.status == 1  # Ray's own
+    shown = done.printed + done.errors
+    assert "failed with exit code 2" in shown
+    assert re.search("^error: --data.prompt_dataset must be given.", shown, re.MULTILINE)
+    assert "Traceback" not in shown
+
+
+def test_a_job_that_asks_for_what_is_not_there_yet_is_told_all_at_once(jobs: dict[str, Finished]) -> None:
+    done = jobs["asynchronous"]
+    assert done.status == 1
+    for flag in PRINTED["asynchronous PPO"].not_yet:
+        assert f"  - {flag} is not available yet: leave it out." in done.printed
+    assert "  - --data.prompt_dataset must be given." in done.printed
+    assert "Traceback" not in done.printed + done.errors
+
+
+def test_a_complete_job_trains_on_all_nodes_and_shows_its_progress(jobs: dict[str, Finished], cluster: Cluster) -> None:
+    done = jobs["complete"]
+    assert done.status == 0, done.printed + done.errors
+    assert re.search(r"^step 1/1 · reward", done.printed, re.MULTILINE)
+    (folder,) = (cluster.copy_on(cluster.first) / "runs").glob("train_ppo_ray-*")
+    (row,) = numbers(folder)
+    assert row["rollout/num_samples"] == PROMPTS
+    assert all(math.isfinite(value) for value in row.values())
+    assert row["train/logprob_gap_mean"] < 0.01  # bfloat16
+    AutoModelForCausalLM.from_pretrained(cluster.copy_on(cluster.second) / "checkpoint/llama3-8b-ppo")
+
+
+def test_a_job_is_told_that_relative_folders_are_in_rays_copy(jobs: dict[str, Finished], cluster: Cluster) -> None:
+    (notice,) = re.findall(r"^\[notice\] (--ckpt.output_dir .*)", jobs["complete"].printed, re.MULTILINE)
+    assert notice.startswith(
+        "--ckpt.output_dir ./checkpoint/llama3-8b-ppo, --ckpt.path ./ckpt/checkpoints_ppo_ray, --run.dir"
+    )
+    assert cluster.copy_on(cluster.first).name in notice
+
+
+def of_runs() -> list[Process]:
+    """Processes that runs have started on our cluster."""
+    every = descendants(os.getpid())
+    return [process for process in every if process.command.startswith(("ray::WorkerHost", "ray::RolloutEngine"))]
+
+
+@pytest.mark.usefixtures("jobs")
+def test_a_job_that_has_ended_leaves_no_process_on_the_cluster() -> None:
+    assert survivors(of_runs(), within=30) == []
+
+
+@pytest.mark.verify
+def test_a_job_without_a_working_directory_runs_where_ray_was_started(cluster: Cluster, workspace: Path) -> None:
+    ppo = PRINTED["PPO as a job"]
+    done = finish(type_in(cluster.submitted(f"{ppo.text} {ppo.missing}"), workspace, cluster.variables), timeout=400)
+    assert done.status == 0, done.printed + done.errors
+    (folder,) = (workspace / "runs").glob("train_ppo_ray-*")
+    assert len(numbers(folder)) == 1
+    assert "[notice] --ckpt.output_dir" not in done.printed
+
+
+@pytest.mark.verify
+def test_a_job_that_is_stopped_ends_with_all_its_processes(cluster: Cluster, workspace: Path) -> None:
+    ppo = PRINTED["PPO as a job, from this folder"]
+    line = f"{ppo.text} {ppo.missing} --train.num_episodes 10000".replace("submit", "submit --submission-id endless")
+    shown = type_in(cluster.submitted(line), workspace, cluster.variables | {"PYTHONUNBUFFERED": "1"})
+    assert shown.stdout is not None
+    next(text for text in shown.stdout if re.match(r"step +1/", text))
+    started = of_runs()
+    assert len(started) == 5  # policy, reference, critic, reward model, engine
+    stop = f"ray job stop --address={cluster.api} endless"
+    stopped = finish(type_in(stop, workspace, cluster.variables), timeout=60)
+    assert stopped.status == 0, stopped.errors
+    assert survivors(started, within=30) == []
+    finish(shown, timeout=60)
+
+
+# ---- the Ray that a run joins
+
+NOTHING = Placement(groups=(), on_gpus=False)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "here"])
+def test_an_address_at_which_no_ray_answers_is_named_at_once(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    address = address.format(port=free_port())
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with (
+        pytest.raises(PlacementError, match=rf"No Ray answers at RAY_ADDRESS {address}.*unset RAY_ADDRESS"),
+        ray_cluster(NOTHING),
+    ):
+        pass
+
+
+def test_a_note_of_a_ray_that_is_gone_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray start --block` that is interrupted, and a machine that is switched off, leave one."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        note = Path(folder) / "ray/ray_current_cluster"
+        note.parent.mkdir()
+        note.write_text(f"127.0.0.1:{free_port()}")
+        with ray_cluster(NOTHING):
+            assert ray.get_runtime_context().gcs_address != note.read_text()
+    assert not ray.is_initialized()
