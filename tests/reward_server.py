@@ -62,6 +62,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(200, {"rewards": [1.0, 2.0, 3.0]})
             case "not_finite":
                 self._answer(200, '{"rewards": [NaN]}')
+            case "slow":
+                time.sleep(1)
+                self._answer(200, good)
+            case "huge":
+                self._answer(200, {"rewards": [10**400]})
             case "hang":
                 time.sleep(30)
             case "close":

@@ -77,9 +77,10 @@ class FixedKL(KLController):
 
 
 class AdaptiveKL(KLController):
-    """β ← β · (1 + clip(KL / target − 1, ±0.2) · n / horizon).
+    """β ← β · (1 + clip(KL / target − 1, ±0.2) · min(n / horizon, 1)).
 
-    `target` is nats per action token, `horizon` a number of samples.
+    `target` is nats per action token, `horizon` a number of samples. The bound on n / horizon, which the paper does not
+    need, keeps β positive with large batches.
     Ziegler et al. 2019, §2.2, arXiv:1909.08593
     """
 
@@ -91,7 +92,7 @@ class AdaptiveKL(KLController):
         """Follow the measured KL. One that is not finite says nothing and changes nothing."""
         if math.isfinite(kl):
             error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.coef *= 1 + error * n / self.horizon
+            self.coef *= 1 + error * min(n / self.horizon, 1.0)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Resume with the checkpoint's β."""

@@ -20,7 +20,7 @@ def export_hf(
     *,
     writes: bool,
 ) -> None:
-    """Write weights, configuration and tokenizer to `path`, aside first, so that a half-written export is never seen.
+    """Write weights, configuration and tokenizer to the folder `path`, beside it first; other files there stay.
 
     `buckets` stream the whole parameters and may be collective: every rank iterates, the one that `writes` keeps them.
     """
@@ -30,18 +30,21 @@ def export_hf(
             state |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket}
     if not writes:
         return
-    final, aside = Path(path), Path(f"{path}.tmp")
+    final = Path(path).expanduser().absolute()
+    aside = final.with_name(f"{final.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     with torch.no_grad():
         model.save_pretrained(aside, state_dict=_with_tied(state, model), safe_serialization=True)
     tokenizer.save_pretrained(aside)
-    old = Path(f"{path}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        os.replace(final, old)
-    os.replace(aside, final)
-    shutil.rmtree(old, ignore_errors=True)
+    final.mkdir(exist_ok=True)
+    for weights in final.glob("model*.safetensors*"):  # of an earlier export: perhaps more shards than this one's
+        weights.unlink()
+    for made in aside.iterdir():
+        if made.is_dir():
+            shutil.rmtree(final / made.name, ignore_errors=True)
+        os.replace(made, final / made.name)
+    aside.rmdir()
 
 
 def _with_tied(state: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:

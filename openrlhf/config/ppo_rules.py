@@ -122,6 +122,8 @@ def algorithm_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Se
          f"{' or '.join(in_reward)}."),
         ("reward.remote_url" in replaced,
          "--reward.remote_url is not used: the agent of --train.agent_func_path rewards."),
+        ("critic.freezing_steps" in given and not critic,
+         "--critic.freezing_steps has no effect: <algo.advantage.estimator> has no critic."),
         ("reward.retries" in given and not config.reward.urls,
          "--reward.retries has no effect: only reward servers are asked again."),
         (evaluation.dataset and evaluation.steps <= 0 and not evaluation.at_start,
@@ -182,8 +184,6 @@ def rollout_mistakes(config: PPOConfig) -> Sentences:
     drawn, batch = rollout.vllm_generate_batch_size, rollout.batch_size
     longest, overlong = rollout.max_new_tokens or data.max_len, config.reward.overlong_buffer_len
     return [
-        (config.ds.param_dtype == "fp16",
-         "<ds.param_dtype> does not work in RL: use bf16, or fp32 on a CPU."),
         (vllm.num_engines < 1, f"--vllm.num_engines is {vllm.num_engines}, but only engines "
          "generate (generation by Transformers is gone): use 1 or more."),
         (vllm.max_engines < vllm.num_engines, "<vllm.max_engines> is below <vllm.num_engines>."),

@@ -6,6 +6,7 @@ the flag as it is typed: --train.seed 42.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,7 +82,9 @@ def common_notices(config: Root, replaced: Replaced, given: Given) -> Sentences:
         (packed, f"--ds.packing_samples does not work with --ds.attn_implementation {attention}: "
          "<ds.attn_implementation> is used."),
         (chosen, f"No GPU on this machine: sdpa instead of --ds.attn_implementation {attention}."),
-        (no_data and config.eval.steps >= 0, "--eval.steps has no effect without --eval.dataset."),
+        (no_data and config.eval.steps >= 0 and config.evaluates_given_data_only, "--eval.steps has no effect without --eval.dataset."),
+        (config.ds.overlap_comm and config.ds.zero_stage < 2,
+         "--ds.overlap_comm has no effect below --ds.zero_stage 2."),
         (ckpt.save_steps >= 0 and ckpt.disable_ds and not ckpt.save_hf,
          "--ckpt.save_steps saves nothing: --ckpt.disable_ds is on and --ckpt.save_hf off."),
     ]
@@ -157,9 +160,9 @@ def probabilities_fit(config: Root, datasets: str, probs: str) -> Sentences:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text can be read as a number."""
+    """Whether a text can be read as a finite number."""
     try:
-        return isinstance(float(text), float)
+        return math.isfinite(float(text))
     except ValueError:
         return False
 

@@ -142,6 +142,7 @@ class ModelConfig(ModelSourceConfig, title="The model to train."):
 
 class Root(Section, title="What every training command has."):
     run_name_prefix: ClassVar[str] = ""
+    evaluates_given_data_only: ClassVar[bool] = True
 
     model: ModelSourceConfig = ModelSourceConfig()
     data: DataConfig = DataConfig()
@@ -154,7 +155,7 @@ class Root(Section, title="What every training command has."):
     plugin: tuple[str, ...] = option((), "Your file with registrations.", metavar="FILE.py")
     dry_run: bool = option(False, "Check everything, show plan and first batch, stop.", saved=False)
     use_ms: bool = option(False, "Download from ModelScope instead of the Hugging Face hub.")
-    local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.", saved=False)
+    local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
 
     # fmt: on
     def resolve(

@@ -105,6 +105,7 @@ class RMEngineConfig(shared.EngineConfig):
 
 class RMConfig(SupervisedConfig, title="Reward model from preference pairs."):
     run_name_prefix: ClassVar[str] = "rm_"
+    evaluates_given_data_only: ClassVar[bool] = False
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_rm")
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_rm"))

@@ -51,6 +51,7 @@ NOT_YET: dict[str, str] = {
 # The same for some values only: refused where the function of the resolved root says so.
 FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("actor.policy_loss_type", "use ppo", lambda c: c.actor.policy_loss_type in ("gspo", "cispo")),
+    ("ds.param_dtype", "use bf16", lambda c: c.ds.param_dtype == "fp16"),
     ("reward.verifier", FUNCTION, lambda c: c.reward.verifier not in (None, "math")),
     ("reward.remote_url", "leave out --reward.verifier, or it",
      lambda c: bool(c.reward.remote_url and c.reward.verifier)),

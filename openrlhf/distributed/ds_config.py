@@ -50,7 +50,7 @@ def _common(engine: EngineConfig) -> dict[str, Any]:
 
 def _zero(engine: EngineConfig, stage: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
-    if engine.overlap_comm:
+    if engine.overlap_comm and engine.zero_stage >= 2:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
     if stage == 3:
         zero |= {

@@ -152,8 +152,16 @@ class WorkerGroup:
         return [host.call.remote(self.role, method.__name__, *args) for host in self.hosts.actors]
 
 
-def gather(references: Sequence[Any], *, timeout_s: float, doing: str, logs: Sequence[str] = ()) -> list[Any]:
-    """The results, in order. `doing` completes "… did not <doing> in time"; `logs[i]` is the log behind reference i.
+def gather(
+    references: Sequence[Any],
+    *,
+    timeout_s: float,
+    doing: str,
+    logs: Sequence[str] = (),
+    flag: str = "--train.step_timeout (or --train.setup_timeout while a run starts)",
+) -> list[Any]:
+    """The results, in order. `doing` completes "… did not <doing> in time", `flag` is what sets that time; `logs[i]` is the log behind
+    reference i.
 
     The first failure ends the wait: its peers may hang in a collective because of it. Raises WorkerError when a process died
     or the deadline passed; an exception of a worker's code is raised as it is.
@@ -164,7 +172,7 @@ def gather(references: Sequence[Any], *, timeout_s: float, doing: str, logs: Seq
         while waiting:
             done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
-                raise WorkerError(_late(references, waiting, timeout_s, doing, logs))
+                raise WorkerError(_late(references, waiting, timeout_s, doing, logs, flag))
             ray.get(done)
         return ray.get(list(references))
     except RayActorError as error:
@@ -173,10 +181,12 @@ def gather(references: Sequence[Any], *, timeout_s: float, doing: str, logs: Seq
         ) from error
 
 
-def _late(references: Sequence[Any], waiting: Sequence[Any], timeout_s: float, doing: str, logs: Sequence[str]) -> str:
+def _late(
+    references: Sequence[Any], waiting: Sequence[Any], timeout_s: float, doing: str, logs: Sequence[str], flag: str
+) -> str:
     late = [rank for rank, reference in enumerate(references) if reference in waiting]
     where = ", ".join(logs[rank] if rank < len(logs) else f"process {rank}" for rank in late)
     return (
         f"{len(late)} of {len(references)} processes did not {doing} within {timeout_s:g} s: {where}. Look at these logs; "
-        "raise --train.step_timeout (or --train.setup_timeout while a run starts) if they are merely slow."
+        f"raise {flag} if they are merely slow."
     )

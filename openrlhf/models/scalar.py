@@ -115,6 +115,11 @@ def load_scalar(
             ignore_mismatched_sizes=True,  # they are in the report, too, and refused below
             **pretrained_options(spec),
         )
+    if normalize and require_head and "std" not in config.to_dict():
+        raise ValueError(
+            f"{spec.path} stores no mean and standard deviation of its rewards, which --reward.normalize_enable needs: "
+            "train_rm stores them"
+        )
     name = config.value_head_prefix
     head = hf._modules.get(name)
     if not isinstance(head, nn.Linear) or head.bias is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from openrlhf.rollout.rewards import ErrorPolicy, Reward, RewardRequest, RewardR
 from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class RolloutError(RuntimeError):
@@ -81,13 +83,14 @@ class RolloutGenerator:
         self.reward = reward
         self.on_error = on_error
         self.timeout_s = timeout_s
+        self._clipped = False  # a prompt, and the user was told
         self._loop = BackgroundLoop()
         self._in_flight = [0] * len(self.engines)  # samples asked of each engine and not answered yet
 
     def rollout(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Trajectory]:
         """All samples of all prompts, in prompt order, samples of a prompt adjacent, failed ones among them.
 
-        Raises RolloutError when an engine fails or the deadline passes.
+        Raises RolloutError when the deadline passes, and what an engine raised when one fails.
         """
         return self._loop.run(self._rollout(prompts, spec), self.timeout_s)
 
@@ -97,6 +100,12 @@ class RolloutGenerator:
 
     async def _sample_group(self, prompt: Prompt, spec: SamplingSpec) -> list[Trajectory]:
         tokens = spec.clip_prompt(prompt.tokens)
+        if len(tokens) < len(prompt.tokens) and not self._clipped:
+            self._clipped = True
+            logger.warning(
+                "Prompt %d has %d tokens and keeps its last %d, like all that leave no room for a response in --data.max_len.",
+                prompt.index, len(prompt.tokens), len(tokens),
+            )  # fmt: skip
         generations = await self._generate(tokens, spec.params_for(prompt, len(tokens)))
         requests = [
             RewardRequest(

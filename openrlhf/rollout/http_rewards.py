@@ -38,11 +38,12 @@ class _Server:
 
     def failed(self, problem: str) -> ServerError:
         """Leave it alone, twice as long after each failure in a row; the error to raise."""
-        self.failures += 1
-        pause = min(0.5 * 2**self.failures, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
-        self.rests_until = asyncio.get_running_loop().time() + pause
-        if self.failures == 1:
-            logger.warning("reward server %s: %s", self.url, problem)
+        now = asyncio.get_running_loop().time()
+        if now >= self.rests_until:  # requests that were under way together count as one failure
+            if self.failures == 0:
+                logger.warning("reward server %s: %s", self.url, problem)
+            self.failures = min(self.failures + 1, 10)
+            self.rests_until = now + min(0.5 * 2**self.failures, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
         return ServerError(f"reward server {self.url}: {problem}")
 
 
@@ -89,23 +90,25 @@ class HTTPReward:
             return read_rewards(await self._ask(body), len(requests))
         except ServerError as error:
             failure = f"{error} (attempt {self.retries + 1} of {self.retries + 1})"
-        except (TypeError, ValueError) as error:  # no JSON, there or here, or not what was asked for
+        except (TypeError, ValueError, OverflowError) as error:  # no JSON, there or here, or not what was asked for
             failure = f"reward server: {error}"
         return [RewardResult(error=failure)] * len(requests)
 
     async def _ask(self, body: dict[str, list[Any]]) -> Any:
         """The first answer in `retries` + 1 attempts. Raises ServerError after the last."""
+        tried: list[str] = []
         for _ in range(self.retries):
             try:
-                return await self._attempt(body)
+                return await self._attempt(body, tried)
             except ServerError:
                 await asyncio.sleep(self._shortest_rest())
-        return await self._attempt(body)
+        return await self._attempt(body, tried)
 
-    async def _attempt(self, body: dict[str, list[Any]]) -> Any:
-        """What one server says. Raises ServerError, or ValueError where asking again is no use."""
+    async def _attempt(self, body: dict[str, list[Any]], tried: list[str]) -> Any:
+        """What one server says, rather one not yet `tried`. Raises ServerError, or ValueError where asking again is no use."""
         async with self._turns:
-            server = min(self.servers, key=lambda each: (self._rest(each), each.in_flight))
+            server = min(self.servers, key=lambda each: (tried.count(each.url), self._rest(each), each.in_flight))
+            tried.append(server.url)
             server.in_flight += 1
             try:
                 response = await self._post(server, body)
@@ -121,7 +124,8 @@ class HTTPReward:
 
     async def _post(self, server: _Server, body: dict[str, list[Any]]) -> httpx.Response:
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=None, follow_redirects=True)
+            limits = httpx.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
+            self._client = httpx.AsyncClient(timeout=None, follow_redirects=True, limits=limits)
         try:
             async with asyncio.timeout(self.timeout):
                 response = await self._client.post(server.url, json=body)
@@ -149,6 +153,8 @@ async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
         try:
             await client.head(url)
             return None
+        except httpx.ReadTimeout:
+            return None  # it took the connection, and is busy
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             problem = f"{url} does not answer: {_told(error)}"
         if second == 0:

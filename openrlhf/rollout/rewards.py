@@ -21,6 +21,7 @@ from openrlhf.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 ARGUMENTS = ("queries", "prompts", "labels")  # what a reward function is called with, in this order
+LARGEST = 3e38  # of a reward: more is infinite in float32
 VERIFIERS = {"math": "openrlhf.rollout.graders:grade_math"}  # called with a response and its label
 
 
@@ -194,7 +195,7 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
 
 def _finite(name: str, value: Any, count: int) -> list[float]:
     numbers = _numbers(name, value, count)
-    if not all(map(math.isfinite, numbers)):
+    if not all(abs(number) < LARGEST for number in numbers):
         raise ValueError(f"returned {name} that are not finite: {_shown(numbers)}")
     return numbers
 

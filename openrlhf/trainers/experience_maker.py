@@ -21,8 +21,9 @@ from openrlhf.algorithms.rewards import clip_rewards, overlong_penalty, stop_pro
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.experience import Experience, Layout
 from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.rollout.rewards import LARGEST
 from openrlhf.trainers.update_plan import share
-from openrlhf.trajectory import Trajectory
+from openrlhf.trajectory import StopReason, Trajectory
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
 from openrlhf.workers.policy import PolicyWorker
@@ -169,11 +170,14 @@ def combined(trajectory: Trajectory, by_models: Sequence[float], weights: Sequen
     """The episode with the weighted sum of its rewards: of each reward model, then of the rule, if there is one.
 
     Without weights all count 1. The rule's score stays the score; without a rule the sum is the score too. Where there are
-    several rewards, each is logged.
+    several rewards, each is logged. A sum that is not finite is a failed episode.
     """
     rule = [] if trajectory.reward is None else [trajectory.reward]
     rewards = [*by_models, *rule]
     total = math.fsum(w * r for w, r in zip(weights or [1.0] * len(rewards), rewards, strict=True))
+    if not abs(total) < LARGEST:
+        error = f"its reward is {total}: the reward models gave {list(by_models)}"
+        return replace(trajectory, stop_reason=StopReason.FAILED, reward=None, score=None, error=error)
     names = [f"reward_model_{i}" for i in range(1, len(by_models) + 1)] + ["reward_rule"] * len(rule)
     parts = dict(zip(names, rewards, strict=True)) if len(rewards) > 1 else {}
     return replace(

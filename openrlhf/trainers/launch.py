@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController
@@ -27,7 +29,7 @@ from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.models.loading import ModelError
-from openrlhf.rollout.engine import RolloutEngine
+from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import Device, engine_environment
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
 from openrlhf.rollout.hosts import HostPool
@@ -77,7 +79,10 @@ def run_ppo(config: PPOConfig) -> None:
         show_plan(config, data, plan)
         return
     with ray_cluster(plan), Run(config, data, plan, kind, checkpoints, checkpoint) as run:
-        run.trainer.fit()
+        try:
+            run.trainer.fit()
+        except (RayActorError, EngineError) as error:
+            raise RolloutError(f"an engine failed: {error}. Logs: {', '.join(run.engine_logs)}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +104,9 @@ def load_prompts(config: PPOConfig) -> PromptData:
         trust_remote_code=config.model.trust_remote_code,
     )
 
+    for path in config.reward.models:
+        check_vocabulary(config, path, tokenizer)
+
     def prompts(spec: str, *, split: str, probs: str | None) -> PromptDataset:
         rows = load_datasets(spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed)
         return PromptDataset(
@@ -116,6 +124,19 @@ def load_prompts(config: PPOConfig) -> PromptData:
         train=prompts(data.prompt_dataset, split=data.prompt_split, probs=data.prompt_probs),
         eval=prompts(config.eval.dataset, split=config.eval.split, probs=None) if config.eval.dataset else None,
     )
+
+
+def check_vocabulary(config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError where a reward model means other tokens by the policy's numbers: it is given those, not a text."""
+    theirs = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code).get_vocab()
+    ours = tokenizer.get_vocab()
+    if differing := [token for token, number in ours.items() if theirs.get(token) != number]:
+        raise DataError(
+            f"--reward.model_name_or_path {path} has another vocabulary than --actor.model_name_or_path "
+            f"{config.actor.model_name_or_path}: {len(differing)} of {len(ours)} tokens have another number or none there, "
+            f"among them {differing[0]!r}. Use a reward model with the policy's tokenizer, or serve this one and name its URL "
+            "with --reward.remote_url."
+        )
 
 
 def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
@@ -161,41 +182,45 @@ class Run:
     ) -> None:
         self.config, self.data, self.plan = config, data, plan
         self.kind: Device = kind
-        self.run_dir = checkpoint.state.run_dir if checkpoint else config.run.dir
+        self.run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
         self.recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.engines: list[Any] = []
         self.hosts: list[HostHandles] = []
-        self.pool = HostPool(
-            config.reward.workers or os.cpu_count() or 1,
-            memory_gib=config.reward.memory_gib,
-            log_dir=Path(self.log_dir),
-        )
-        self.reward = make_reward(config, self.pool)
+        self.ends = ExitStack()  # what has to end with the run; the last that was made ends first
         self.checkpoints, self.checkpoint = checkpoints, checkpoint
 
     def __enter__(self) -> Run:
-        try:
+        with ExitStack() as self.ends:
+            self.ends.callback(self.recorder.close)
+            self.reward = self.ends.enter_context(reward_of(self.config, log_dir=Path(self.log_dir)))
+            self.ends.callback(self._end_processes)
             if self.reward:
                 asyncio.run(self.reward.check())
             starting = self._start_engines()
             groups = self._start_workers()
-            gather(starting, timeout_s=self.config.train.setup_timeout, doing="start the engines")
+            gather(
+                starting, timeout_s=self.config.train.setup_timeout, doing="start the engines", logs=self.engine_logs
+            )
             self.trainer = self._make_trainer(groups)
             if self.checkpoint:
                 self.trainer.resume(self.checkpoint)
-        except BaseException:
-            self.__exit__()
-            raise
+            self.ends = self.ends.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.pool.close()
+        self.ends.close()
+
+    def _end_processes(self) -> None:
         for engine in self.engines:
             ray.kill(engine)
         for group in self.hosts:
             group.close()
-        self.recorder.close()
+
+    @property
+    def engine_logs(self) -> list[str]:
+        """Where each engine's output goes."""
+        return [f"{self.log_dir}/vllm-{index}.log" for index in range(self.plan.group_of("vllm").slots)]
 
     def _start_engines(self) -> list[Any]:
         """Engine actors on their slots; references of their starts, which take a while."""
@@ -208,8 +233,8 @@ class Run:
                 **placement.actor_options(reserved, index, on_gpus=self.plan.on_gpus),
                 max_concurrency=4096,
                 runtime_env={"env_vars": engine_environment(made_of.device)},
-            ).remote(made_of, index, f"{self.log_dir}/vllm-{index}.log")
-            for index in range(group.slots)
+            ).remote(made_of, index, log)
+            for index, log in enumerate(self.engine_logs)
         ]
         return [engine.start.remote() for engine in self.engines]
 
@@ -219,8 +244,9 @@ class Run:
             if group.name != "vllm":
                 self.hosts.append(self._start_hosts(group))
         steps = settings.optimizer_steps(self.config, len(self.data.train))
+        moving = settings.optimizer_steps(self.config, len(self.data.train), after=settings.freezing_steps(self.config))
         workers: dict[str, tuple[type, Callable[[], Any]]] = {
-            "actor": (PolicyWorker, partial(settings.policy_settings, self.config, self.kind, steps)),
+            "actor": (PolicyWorker, partial(settings.policy_settings, self.config, self.kind, moving)),
             "ref": (ReferenceWorker, partial(settings.reference_settings, self.config)),
             "critic": (CriticWorker, partial(settings.critic_settings, self.config, self.kind, steps)),
             "reward": (RewardWorker, partial(settings.reward_settings, self.config)),
@@ -257,6 +283,7 @@ class Run:
         generator = RolloutGenerator(
             self.engines, self.data.tokenizer, self.reward, on_error=on_error, timeout_s=config.train.step_timeout
         )
+        self.ends.callback(generator.close)
         source = SyncSource(
             self.data.train,
             generator,
@@ -279,6 +306,7 @@ class Run:
         weights = WeightPublisher(
             policy,
             self.engines,
+            engine_logs=self.engine_logs,
             transport="nccl" if self.kind == "cuda" else "gloo",
             timeout_s=config.train.publish_timeout,
         )
@@ -313,39 +341,48 @@ def make_kl(config: PPOConfig) -> KLController:
 
 def check_reward(config: PPOConfig) -> None:
     """Load the reward function, or reach the servers, before anything else. Raises ConfigError."""
-    with HostPool(1, memory_gib=config.reward.memory_gib) as pool:
-        if config.reward.remote_url and (reward := make_reward(config, pool)):
+    if config.reward.remote_url:
+        with reward_of(config, workers=1) as reward:
+            assert reward is not None
             asyncio.run(reward.check())
 
 
-def make_reward(config: PPOConfig, pool: HostPool) -> Reward | None:
-    """The reward that the flags name; None where reward models score the finished episodes."""
+@contextmanager
+def reward_of(config: PPOConfig, *, workers: int | None = None, log_dir: Path | None = None) -> Iterator[Reward | None]:
+    """The reward that the flags name, with hosts for the code that runs here; None where reward models do it all."""
     reward = config.reward
-    common: dict[str, Any] = {"timeout": reward.timeout}
-    if reward.verifier:
-        return VerifierReward(reward.verifier, pool=pool, **common)
-    if reward.function_path:
-        return FunctionReward(reward.function_path, pool=pool, batch=reward.batch, **common)
     if reward.urls:
-        return HTTPReward(reward.urls, retries=reward.retries, batch=reward.batch, **common)
-    return None
+        yield HTTPReward(reward.urls, timeout=reward.timeout, retries=reward.retries, batch=reward.batch)
+    elif reward.function_path or reward.verifier:
+        with HostPool(workers or reward.workers, memory_gib=reward.memory_gib, log_dir=log_dir) as pool:
+            if reward.verifier:
+                yield VerifierReward(reward.verifier, pool=pool, timeout=reward.timeout)
+            else:
+                assert reward.function_path
+                yield FunctionReward(reward.function_path, pool=pool, timeout=reward.timeout, batch=reward.batch)
+    else:
+        yield None
 
 
 def check_resumable(checkpoint: Checkpoint, config: PPOConfig, data: PromptData) -> None:
     """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
     there, here = dict(checkpoint.state.engines), settings.engine_layouts(config)
-    prompts = checkpoint.state.extra.get("prompts")
     broken = []
     if there != here:
         broken.append(
             f"was written by {there}, and this run is {here}: "
             "use the same estimator, --ds.zero_stage and number of devices of each role"
         )
-    if prompts != len(data.train):
-        broken.append(
-            f"was written with {prompts} prompts, and this run has {len(data.train)}, so that its place among them would "
-            "shift: use the same --data.prompt_dataset and --data.max_samples"
-        )
+    for name, flags, now in (
+        ("prompts", "--data.prompt_dataset and --data.max_samples", len(data.train)),
+        ("batch_size", "--rollout.batch_size", config.rollout.batch_size),
+        ("seed", "--train.seed", config.train.seed),
+    ):
+        if (then := checkpoint.state.extra.get(name)) != now:
+            broken.append(
+                f"was written with {name} {then}, and this run has {now}, so that its place among the prompts would "
+                f"shift: use the same {flags}"
+            )
     if broken:
         where = f"{checkpoint.tag} in --ckpt.path {config.ckpt.path}"
         raise CheckpointError("\n".join(f"{where} {reason}." for reason in broken))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +19,7 @@ from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.experience import Experience
+from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.rollout.rewards import ErrorBudget
 from openrlhf.trainers.experience_maker import ExperienceMaker
@@ -29,6 +32,7 @@ from openrlhf.workers.base import TrainedWorker, Update
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 
+logger = logging.getLogger(__name__)
 Evaluate = Callable[[], list[Trajectory]]
 
 
@@ -77,6 +81,7 @@ class PPOTrainer:
         self.checkpoints, self.ckpt, self.tokenizer = checkpoints, ckpt, tokenizer
         self.recorder, self.settings = recorder, settings
         self.step = 0
+        self.evaluated_at = -1
         self.best = BestMetric(settings.best_metric_key)
         self.timing: dict[str, Metric] = {}
 
@@ -87,7 +92,8 @@ class PPOTrainer:
         if self.settings.eval_at_start and self.step == 0:
             self.run_evaluation()
         for trajectories in self.timed("generation", self.source):  # τ ~ π_old
-            experience, rollout = self.collect(trajectories)
+            with self.clock("make_experience"):
+                experience, rollout = self.collect(trajectories)  # R
             if not experience.num_samples:
                 self.after_step(rollout)
                 continue
@@ -99,7 +105,7 @@ class PPOTrainer:
             with self.clock("broadcast"):
                 self.weights.publish(self.step + 1)  # π_old ← π
             self.after_step(merge_all([rollout, credit, update]))
-        self.export(self.ckpt.output_dir)
+        self.export_final(Path(self.ckpt.output_dir).expanduser().absolute())
 
     def collect(self, trajectories: Sequence[Trajectory]) -> tuple[Experience, dict[str, Metric]]:
         """Score what reward models score, drop what failed, count it, and flatten the rest. Raises RewardErrors when too much has failed."""
@@ -169,6 +175,7 @@ class PPOTrainer:
         trajectories = self.maker.scored(self.evaluate())
         metrics = evaluation_metrics(trajectories, k=self.settings.eval_samples)
         self.recorder.evaluation(self.step, metrics)
+        self.evaluated_at = self.step
         if self.best.improves(metrics) and self.step > 0:
             self.save(best=True)
 
@@ -183,7 +190,10 @@ class PPOTrainer:
         if self.ckpt.save_hf:
             self.export(staged.hf_dir)
         self.checkpoints.commit(
-            staged, state=self._state(), metric_key=self.best.key or None, metric_value=self.best.last
+            staged,
+            state=self._state(),
+            metric_key=self.best.key or None,
+            metric_value=self.best.last if self.evaluated_at == self.step else None,
         )
 
     def _state(self) -> RunState:
@@ -196,7 +206,7 @@ class PPOTrainer:
             best_metric_value=self.best.value,
             run_dir=self.settings.run_dir,
             engines=self.settings.layouts,
-            extra={"prompts": len(self.source.prompts)},
+            extra=self.source.identity,
         )
 
     def resume(self, checkpoint: Checkpoint) -> None:
@@ -214,13 +224,17 @@ class PPOTrainer:
         """The trained models, by their place in a checkpoint."""
         return {"_actor": self.policy} | ({"_critic": self.critic} if self.critic else {})
 
+    def export_final(self, folder: Path) -> None:
+        """Write the policy to `folder`, and the critic beside it where that is asked for."""
+        self.export(str(folder))
+        if self.critic and self.settings.save_critic:
+            exported = self.critic.broadcast(TrainedWorker.export, self.tokenizer, f"{folder}_critic")
+            self._gather(exported, "export the critic", self.critic.logs)
+
     def export(self, path: str) -> None:
-        """Write the policy as Transformers and a stock vLLM server load it; the critic beside it where that is asked for."""
+        """Write the policy as Transformers and a stock vLLM server load it."""
         exported = self.policy.broadcast(TrainedWorker.export, self.tokenizer, path)
         self._gather(exported, "export the policy", self.policy.logs)
-        if self.critic and self.settings.save_critic:
-            exported = self.critic.broadcast(TrainedWorker.export, self.tokenizer, f"{path}_critic")
-            self._gather(exported, "export the critic", self.critic.logs)
 
     def timed(self, name: str, iterable: Iterable[Any]) -> Iterator[Any]:
         """The items, with the seconds each took to come counted under `timing/<name>`."""
@@ -235,11 +249,12 @@ class PPOTrainer:
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        """Count the seconds within it under `timing/<name>` of this step."""
+        """Add the seconds within it to `timing/<name>` of this step."""
         self.recorder.display.status(name.replace("_", " "))
         start = time.perf_counter()
         yield
-        self.timing[f"timing/{name}"] = Last(time.perf_counter() - start)
+        before = self.timing.get(f"timing/{name}", Last(0.0)).value
+        self.timing[f"timing/{name}"] = Last(before + time.perf_counter() - start)
 
 
 class BestMetric:
@@ -258,6 +273,8 @@ class BestMetric:
         if not self.key:
             self.key = min((name for name in plain if name.endswith("_pass1")), default="")
         self.last = plain.get(self.key)
+        if self.key and self.last is None:
+            logger.warning("--ckpt.best_metric_key %s is no metric of the evaluation: %s.", self.key, ", ".join(plain))
         if self.last is None or math.isnan(self.last):
             return False
         if self.value is not None and self.last <= self.value:
@@ -297,5 +314,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajector
         "train/score": Mean(sum(t.score for t in kept if t.score is not None), sum(t.score is not None for t in kept)),
         "train/failed_episodes": Last(float(sum(t.failed for t in trajectories))),
     }
-    logs = [{f"train/{name}": Mean(value, 1) for name, value in t.extra_logs.items()} for t in kept]
+    logs = [{_logged_as(name): Mean(value, 1) for name, value in t.extra_logs.items()} for t in kept]
     return metrics | merge_all(logs)
+
+
+def _logged_as(name: str) -> str:
+    """The metric of a number beside a reward. The user's own `kl` is not ours."""
+    ours = find_spec(f"train/{name}") is not None and not name.startswith("reward_")
+    return f"train/user_{name}" if ours else f"train/{name}"

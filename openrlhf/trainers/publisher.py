@@ -19,11 +19,12 @@ class WeightPublisher:
         policy: WorkerGroup,
         engines: Sequence[Any],
         *,
+        engine_logs: Sequence[str],
         transport: Transport,
         workers_per_engine: int = 1,
         timeout_s: float,
     ) -> None:
-        self.policy, self.engines = policy, list(engines)
+        self.policy, self.engines, self.engine_logs = policy, list(engines), list(engine_logs)
         self.transport: Transport = transport
         self.workers_per_engine, self.timeout_s = workers_per_engine, timeout_s
         self.groups_made = 0
@@ -32,7 +33,7 @@ class WeightPublisher:
     def connect(self) -> None:
         """Form the weight group, anew when an engine was replaced."""
         [(host, port)] = self._gather(
-            self.policy.broadcast(PolicyWorker.weight_address)[:1], "tell where to send weights from"
+            self.policy.broadcast(PolicyWorker.weight_address)[:1], "tell where to send weights from", self.policy.logs
         )
         self.groups_made += 1
         group = WeightGroup(
@@ -56,23 +57,27 @@ class WeightPublisher:
             for index, engine in enumerate(self.engines)
         ]
         joining += self.policy.broadcast(PolicyWorker.join_weight_group, group)
-        self._gather(joining, "join the weight group")
+        self._gather(joining, "join the weight group", [*self.engine_logs, *self.policy.logs])
         self.connected = True
 
     def publish(self, version: int) -> None:
         """Send the policy's weights as `version`. Raises PublicationError, naming what differs, and then no engine serves it."""
         if not self.connected:
             self.connect()
-        [manifest] = self._gather([self.policy.broadcast(PolicyWorker.weight_manifest, version)[0]], "list its weights")
+        [manifest] = self._gather(
+            [self.policy.broadcast(PolicyWorker.weight_manifest, version)[0]], "list its weights", self.policy.logs
+        )
         receiving = [engine.receive.remote(manifest) for engine in self.engines]
         sending = self.policy.broadcast(PolicyWorker.send_weights, manifest)
         self.connected = False  # until it worked: a failed publication leaves no group behind
-        results = self._gather([*receiving, *sending], f"publish weight version {version}")
+        logs = [*self.engine_logs, *self.policy.logs]
+        results = self._gather([*receiving, *sending], f"publish weight version {version}", logs)
         self.connected = True
         sent: SentWeights = results[len(receiving)]
         for receipt in results[: len(receiving)]:
             verify_receipt(sent, receipt)
-        self._gather([engine.resume.remote() for engine in self.engines], "serve the new weights")
+        self._gather([engine.resume.remote() for engine in self.engines], "serve the new weights", self.engine_logs)
 
-    def _gather(self, references: Sequence[Any], doing: str) -> list[Any]:
-        return gather(references, timeout_s=self.timeout_s, doing=doing, logs=self.policy.logs)
+    def _gather(self, references: Sequence[Any], doing: str, logs: Sequence[str]) -> list[Any]:
+        flag = "--train.publish_timeout"
+        return gather(references, timeout_s=self.timeout_s, doing=doing, logs=logs, flag=flag)

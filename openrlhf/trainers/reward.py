@@ -19,7 +19,7 @@ from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.experience import Pairs, offsets_of
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.supervised import Rows, load_spec, run_supervised
+from openrlhf.trainers.supervised import ALL_ROWS, Rows, load_spec, run_supervised
 from openrlhf.workers.base import MicroBatchLimits
 
 HELD_BACK = 0.01  # of the training rows, to measure mean and deviation where there is no evaluation set
@@ -95,8 +95,8 @@ def run_rm(config: RMConfig) -> None:
         chat_template=data.tokenizer_chat_template,
     )
 
-    def rows(spec: str, *, split: str, probs: str | None) -> PreferenceDataset:
-        dataset = load_datasets(spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed)
+    def rows(spec: str, *, split: str, probs: str | None, most: int) -> PreferenceDataset:
+        dataset = load_datasets(spec, split=split, probs=probs, max_samples=most, seed=config.train.seed)
         return PreferenceDataset(
             dataset,
             tokenizer,
@@ -108,9 +108,9 @@ def run_rm(config: RMConfig) -> None:
             apply_chat_template=data.apply_chat_template,
         )
 
-    train_rows: Rows = rows(data.dataset, split=data.dataset_split, probs=data.dataset_probs)
+    train_rows: Rows = rows(data.dataset, split=data.dataset_split, probs=data.dataset_probs, most=data.max_samples)
     if evaluation.dataset:
-        eval_rows: Rows = rows(evaluation.dataset, split=evaluation.split, probs=None)
+        eval_rows: Rows = rows(evaluation.dataset, split=evaluation.split, probs=None, most=ALL_ROWS)
     else:
         eval_rows = FirstRows(train_rows, max(1, int(len(train_rows) * HELD_BACK)))
     run_supervised(

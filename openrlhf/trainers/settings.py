@@ -48,12 +48,17 @@ def has_dropout(config: PPOConfig) -> bool:
     )
 
 
-def optimizer_steps(config: PPOConfig, prompts: int) -> int:
-    """Length of the learning-rate schedule: the optimizer steps of a run in which no episode fails."""
+def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
+    """Length of a learning-rate schedule: the optimizer steps after the first `after` batches, if no episode fails."""
     size, n = config.rollout.batch_size, config.rollout.n_samples_per_prompt
-    batches = [size] * (prompts // size) + [prompts % size]
-    steps = sum(math.ceil(drawn * n / config.train.batch_size) for drawn in batches)
-    return steps * config.train.max_epochs * config.train.num_episodes
+    episode = [size] * (prompts // size) + [prompts % size] * (prompts % size > 0)
+    batches = (episode * config.train.num_episodes)[after:]
+    return config.train.max_epochs * sum(math.ceil(drawn * n / config.train.batch_size) for drawn in batches)
+
+
+def freezing_steps(config: PPOConfig) -> int:
+    """Steps in which only the critic learns, where there is one."""
+    return config.critic.freezing_steps if has_critic(config) else 0
 
 
 def load_spec(config: PPOConfig, path: str) -> LoadSpec:
@@ -234,7 +239,7 @@ def loop_settings(config: PPOConfig, run_dir: str) -> LoopSettings:
         step_timeout=config.train.step_timeout,
         run_dir=run_dir,
         layouts=engine_layouts(config),
-        freezing_steps=config.critic.freezing_steps,
+        freezing_steps=freezing_steps(config),
         save_critic=config.critic.save_value_network,
     )
 

@@ -16,7 +16,7 @@ from openrlhf.experience import TokenRows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.supervised import load_spec, run_supervised
+from openrlhf.trainers.supervised import ALL_ROWS, load_spec, run_supervised
 from openrlhf.workers.base import MicroBatchLimits
 
 
@@ -51,10 +51,10 @@ class SFTTask:
         """Nothing to keep."""
 
 
-def load_rows(config: SFTConfig, tokenizer: Any, spec: str, *, split: str, probs: str | None) -> SFTDataset:
-    """The rows of a dataset spec, tokenised."""
+def load_rows(config: SFTConfig, tokenizer: Any, spec: str, *, split: str, probs: str | None, most: int) -> SFTDataset:
+    """The rows of a dataset spec, at `most` so many of each dataset, tokenised."""
     data = config.data
-    dataset = load_datasets(spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed)
+    dataset = load_datasets(spec, split=split, probs=probs, max_samples=most, seed=config.train.seed)
     return SFTDataset(
         dataset,
         tokenizer,
@@ -77,10 +77,12 @@ def run_sft(config: SFTConfig) -> None:
         chat_template=config.data.tokenizer_chat_template,
     )
     data, evaluation = config.data, config.eval
-    train_rows = load_rows(config, tokenizer, data.dataset, split=data.dataset_split, probs=data.dataset_probs)
+    train_rows = load_rows(
+        config, tokenizer, data.dataset, split=data.dataset_split, probs=data.dataset_probs, most=data.max_samples
+    )
     eval_rows = None
     if evaluation.dataset:
-        eval_rows = load_rows(config, tokenizer, evaluation.dataset, split=evaluation.split, probs=None)
+        eval_rows = load_rows(config, tokenizer, evaluation.dataset, split=evaluation.split, probs=None, most=ALL_ROWS)
     run_supervised(
         config,
         SFTTask(),

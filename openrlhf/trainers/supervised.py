@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -29,13 +30,14 @@ from openrlhf.data.errors import DataError
 from openrlhf.distributed.strategy import NonFiniteError, Strategy, TrainEngine
 from openrlhf.experience import Ragged
 from openrlhf.models.loading import LoadSpec, ModelError
-from openrlhf.observability.metrics import Last, Metric, merge_all, values
+from openrlhf.observability.metrics import Last, Max, Metric, merge_all, values
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.workers.base import MicroBatchLimits
 
 # What a user can mend: printed without a traceback.
 USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError, NonFiniteError)
 
+ALL_ROWS = 10**8  # of an evaluation set: --data.max_samples is about training
 Row = TypeVar("Row", contravariant=True)
 Micro = TypeVar("Micro", bound=Ragged)
 
@@ -126,9 +128,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.num_workers, self.recorder, self.run_dir = num_workers, recorder, run_dir
         self.limits = MicroBatchLimits(size=train.micro_batch_size)
         self.checkpoints = checkpoints
-        self.step = 0
-        self.best_metric: float | None = None
-        self.last_metric: float | None = None
+        self.step = self.resumed_at = 0
+        self.skipped = 0  # optimizer steps, for a loss or gradient that was not finite
 
     def fit(self) -> None:
         """Train to the end, then export to --ckpt.output_dir."""
@@ -142,8 +143,12 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 max_nonfinite=self.train.max_nonfinite,
             )
             self.step += 1
+            self.skipped += not math.isfinite(result.grad_norm)
             numbers = {"train/lr": Last(result.lr), "train/grad_norm": Last(result.grad_norm)}
+            numbers |= {"train/nonfinite_steps": Max(float(self.skipped))}
             self.after_step(result.metrics | numbers)
+        if self.eval_rows is not None and self.schedule.total_steps == self.resumed_at:
+            self.measure()  # what `evaluated` keeps with the model is in no checkpoint
         self.export(self.ckpt.output_dir)
 
     def windows(self) -> Iterator[list[Micro]]:
@@ -186,7 +191,13 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.save()
 
     def evaluate(self) -> None:
-        """The task's metrics over all evaluation rows, each counted once."""
+        """Measure and log."""
+        numbers = self.measure()
+        if self.recorder:
+            self.recorder.evaluation(self.step, numbers)
+
+    def measure(self) -> dict[str, float]:
+        """The task's metrics over all evaluation rows, each counted once. Collective over the ranks."""
         model = self.engine.module.eval()
         parts: list[dict[str, Metric]] = []
         with torch.no_grad():
@@ -198,8 +209,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         merged = merge_all(part for rank in self.strategy.gather(parts) for part in rank)
         numbers = values(self.task.evaluation_names(merged))
         self.task.evaluated(model, numbers)
-        if self.recorder:
-            self.recorder.evaluation(self.step, numbers)
+        return numbers
 
     def _evaluation_batches(self) -> Iterator[tuple[list[Any], bool]]:
         """This rank's evaluation rows, and whether they count.
@@ -240,13 +250,13 @@ class SupervisedTrainer(Generic[Row, Micro]):
             consumed=self.step * self.schedule.batch_size,
             run_dir=self.run_dir,
             engines={"": layout},
-            extra={"batch_size": self.schedule.batch_size, "rows": self.schedule.rows},
+            extra={"batch_size": self.schedule.batch_size, "rows": self.schedule.rows, "seed": self.train.seed},
         )
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continue where a checkpoint stands. Collective over the ranks."""
         self.engine.load(checkpoint.engine_dir(), checkpoint.tag)
-        self.step = checkpoint.state.step
+        self.step = self.resumed_at = checkpoint.state.step
 
     def export(self, path: str) -> None:
         """Write the model as Transformers loads it. Collective over the ranks."""
@@ -281,7 +291,7 @@ def run_supervised(
     found = checkpoints.latest() if config.ckpt.load_enable and strategy.is_main else None
     checkpoint: Checkpoint | None = strategy.broadcast(found)
     if checkpoint:
-        check_resumable(checkpoint, schedule, strategy)
+        check_resumable(checkpoint, schedule, strategy, seed=config.train.seed)
     engine = strategy.trained(load_model, config, total_steps=schedule.total_steps)
     recorder = None
     if strategy.is_main:
@@ -301,7 +311,7 @@ def run_supervised(
         eval_steps=config.eval.steps,
         num_workers=config.data.dataloader_num_workers,
         recorder=recorder,
-        run_dir=checkpoint.state.run_dir if checkpoint else config.run.dir,
+        run_dir=checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir),
     )
     try:
         if checkpoint:
@@ -344,7 +354,7 @@ def open_checkpoints(ckpt: CheckpointConfig) -> CheckpointManager:
     return CheckpointManager(ckpt.path, parts=parts, max_num=ckpt.max_num, max_mem_gib=ckpt.max_mem)
 
 
-def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strategy) -> None:
+def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strategy, *, seed: int) -> None:
     """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
     state, broken = checkpoint.state, []
     there = state.engines.get("")
@@ -356,6 +366,7 @@ def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strate
     for name, flags, now in (
         ("batch_size", "--train.batch_size", schedule.batch_size),
         ("rows", "--data.dataset and --data.max_samples", schedule.rows),
+        ("seed", "--train.seed", seed),
     ):
         if state.extra.get(name) != now:
             broken.append(

@@ -121,3 +121,9 @@ def test_an_adaptive_coefficient_continues_where_its_checkpoint_was() -> None:
     second = AdaptiveKL(0.1, target=6.0, horizon=10_000)
     second.load_state_dict(first.state_dict())
     assert second.coef == first.coef != 0.1
+
+
+def test_the_adaptive_coefficient_stays_positive_with_batches_far_above_the_horizon() -> None:
+    controller = AdaptiveKL(0.1, target=6.0, horizon=100)
+    controller.update(0.0, 1_000_000)
+    assert controller.coef == pytest.approx(0.1 * 0.8)

@@ -37,7 +37,6 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--ds.tensor_parallel_size 2", "1 processes (the launcher started 1) do not"),
     (SFT, "--data.multiturn", "--data.multiturn needs --data.apply_chat_template"),
     (SFT, "--data.output_key=", "name its column with --data.output_key"),
-    (RL, "--ds.param_dtype fp16", "--ds.param_dtype fp16 does not work in RL"),
     (RL, "--vllm.num_engines 0", "--vllm.num_engines is 0"),
     (RL, "", "--reward.remote_url (a .py file or a URL)"),
     (RL, "--reward.remote_url gone.py", "--reward.remote_url gone.py does not exist"),

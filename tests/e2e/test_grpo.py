@@ -401,7 +401,8 @@ def test_a_reward_file_that_cannot_be_loaded_ends_the_run_before_a_model_is_load
     ("changes", "words"),
     [
         ({"ds.zero_stage": 3}, ["zero_stage=2", "zero_stage=3", "--ds.zero_stage"]),
-        ({"data.max_samples": 20}, ["with 24 prompts", "has 20", "--data.max_samples"]),
+        ({"data.max_samples": 20}, ["prompts 24", "has 20", "--data.max_samples"]),
+        ({"train.seed": 7}, ["seed 42", "has 7", "--train.seed"]),
     ],
     ids=["another layout", "other prompts"],
 )

@@ -137,14 +137,14 @@ def test_policy_and_critic_are_saved_and_exported(ppo: Path) -> None:
 
 
 def test_the_kl_coefficient_follows_its_target(ppo: Path) -> None:
-    """It shrinks by 20 % of 16 / 100 while the KL is far below the target, and grows by as much when far above."""
+    """It changes by at most 20 % of 16 / 100 a step."""
     kl, coefficients = column(ppo / "run", "train/kl"), column(ppo / "run", "train/kl_coef")
     expected = [0.01]
     for value in kl[:-1]:
         error = min(max(value / 0.001 - 1, -0.2), 0.2)
         expected.append(expected[-1] * (1 + error * 16 / 100))
     assert coefficients == pytest.approx(expected, rel=1e-6)
-    assert coefficients[-1] > coefficients[1]
+    assert len(set(coefficients)) == len(coefficients)
 
 
 def test_a_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(

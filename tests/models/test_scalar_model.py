@@ -356,3 +356,27 @@ def test_a_head_cannot_take_a_name_that_is_taken(name: str, tmp_path: Path) -> N
     path = save_tiny_model(tmp_path)
     with pytest.raises(ValueError, match=r"cannot be called .*--ds\.value_head_prefix"):
         load_scalar(spec(path), head_prefix=name)
+
+
+@pytest.mark.parametrize("ending", ["", "/"])
+def test_an_export_replaces_the_model_in_a_folder_and_nothing_else(tmp_path: Path, ending: str) -> None:
+    folder = tmp_path / "ckpt"
+    kept = folder / "checkpoints_rm" / "global_step20" / "state"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("hours of work")
+    (folder / "model-00002-of-00002.safetensors").write_text("a shard of an earlier, larger model")
+    model = load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3)
+    for _ in range(2):
+        export_hf(
+            [list(model.hf.named_parameters())], model.hf, character_tokenizer(), f"{folder}{ending}", writes=True
+        )
+    assert kept.read_text() == "hours of work"
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == ["model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("ckpt")] == ["ckpt"]
+    AutoModelForSequenceClassification.from_pretrained(folder)
+
+
+def test_normalising_needs_the_stored_mean_and_deviation(tmp_path: Path) -> None:
+    path = export(load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3), tmp_path / "rm")
+    with pytest.raises(ValueError, match=r"stores no mean and standard deviation.*--reward.normalize_enable"):
+        load_scalar(spec(path), require_head=True, normalize=True)

@@ -74,6 +74,7 @@ def test_a_busy_server_is_asked_again(server: RewardServer):
         ("wrong_query", 1, "answered status 422: .*field missing"),
         ("no_json", 1, "sent no JSON: '<html>'"),
         ("too_many", 1, "returned 3 rewards for 1 samples"),
+        ("huge", 1, "int too large"),
         ("not_finite", 1, "returned rewards that are not finite"),
     ],
 )
@@ -111,3 +112,16 @@ def test_a_server_that_is_not_there_is_named_before_the_run(server: RewardServer
     asyncio.run(HTTPReward([server.url], timeout=1, retries=0).check())
     with pytest.raises(ConfigError, match=f"{dead} does not answer.*Start the reward server"):
         asyncio.run(HTTPReward([server.url, dead], timeout=1, retries=0).check())
+
+
+def test_a_server_that_fails_thousands_of_times_is_only_a_server_that_fails(server: RewardServer):
+    reward = HTTPReward([f"http://127.0.0.1:{free_port()}"], timeout=1, retries=0)
+    reward.servers[0].failures = 5000
+    (result,) = asyncio.run(reward.score([request("e")]))
+    assert "attempt 1 of 1" in str(result.error)
+
+
+def test_no_request_waits_for_a_connection_while_its_time_runs(server: RewardServer):
+    """As many take a second as may be under way at a time; each has just over one."""
+    results = score([server.url + "/slow"], *[request("e")] * http_rewards.IN_FLIGHT, timeout=1.9, retries=0)
+    assert {result.error for result in results} == {None}

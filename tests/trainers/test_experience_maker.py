@@ -217,3 +217,10 @@ def test_rewards_of_models_and_of_a_rule_add_up_and_the_rules_score_stays(
     result = combined(came, by_models, weights)
     assert (result.reward, result.score) == (reward, score)
     assert result.extra_logs == {"own": 7.0, **logged}
+
+
+@pytest.mark.parametrize("by_model", [math.nan, math.inf, 1e39])
+def test_a_reward_that_is_no_number_of_float32_is_a_failed_episode(by_model: float) -> None:
+    result = combined(episode(score=0.5), [by_model], [])
+    assert (result.failed, result.reward, result.score) == (True, None, None)
+    assert str(by_model) in str(result.error)

@@ -120,3 +120,11 @@ def test_a_best_of_another_metric_is_not_restored() -> None:
     best = BestMetric("eval_b_pass1")
     best.restore("eval_a_pass1", 0.5)
     assert best.improves({"eval/eval_b_pass1": 0.1})
+
+
+def test_numbers_beside_a_reward_do_not_mix_with_ours() -> None:
+    kept = [episode(score=1.0, extra_logs={"kl": 5.0, "actor_lr": 2.0, "format": 0.5, "reward_rule": 1.0})]
+    metrics = values(rollout_metrics(kept, kept))
+    assert "train/kl" not in metrics and "train/actor_lr" not in metrics
+    own = {"train/user_kl": 5.0, "train/user_actor_lr": 2.0, "train/format": 0.5, "train/reward_rule": 1.0}
+    assert own.items() <= metrics.items()

@@ -179,7 +179,7 @@ def checkpoint_of(*, world_size: int = 1, **extra: int) -> Checkpoint:
         state=RunState(
             step=4,
             engines={"": EngineLayout(world_size=world_size, zero_stage=2)},
-            extra={"batch_size": 4, "rows": 13} | extra,
+            extra={"batch_size": 4, "rows": 13, "seed": 42} | extra,
         ),
     )
 
@@ -188,7 +188,7 @@ def complaints(checkpoint: Checkpoint) -> str:
     schedule = Schedule(rows=13, batch_size=4, max_epochs=3)
     place: Any = OneOfMany(0, 1, stage=2)
     try:
-        check_resumable(checkpoint, schedule, place)
+        check_resumable(checkpoint, schedule, place, seed=42)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -204,6 +204,7 @@ def test_a_checkpoint_of_the_same_run_can_be_continued() -> None:
         ({"world_size": 2}, ["world_size=2", "world_size=1", "as many processes"]),
         ({"batch_size": 8}, ["batch_size 8", "has 4", "--train.batch_size"]),
         ({"rows": 12}, ["rows 12", "has 13", "--data.dataset"]),
+        ({"seed": 7}, ["seed 7", "has 42", "--train.seed"]),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_with_both_values(changes: dict[str, int], words: list[str]) -> None:
