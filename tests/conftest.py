@@ -12,9 +12,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
+import hypothesis
 import pytest
 
 from openrlhf.config.machine import count_gpus
+
+hypothesis.settings.register_profile(
+    "patient", deadline=None
+)  # how long an example takes says something of the machine
+hypothesis.settings.load_profile("patient")
 
 ROOT = Path(__file__).parent.parent
 
