@@ -22,7 +22,7 @@ from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.supervised import ALL_ROWS, Rows, load_spec, run_supervised
 from openrlhf.workers.base import MicroBatchLimits
 
-HELD_BACK = 0.01  # of the training rows, to measure mean and deviation where there is no evaluation set
+MEASURED = 0.01  # of the training rows: mean and deviation are those of their rewards where there is no evaluation set
 
 
 class RewardTask:
@@ -59,6 +59,8 @@ class RewardTask:
         metrics: dict[str, Metric] = {
             "train/loss": Mean(float(summed.detach()), pairs),
             "train/acc": Mean(float((chosen > rejected).sum()), pairs),
+            "train/loss_mean": Mean(float(summed.detach()), pairs),  # the same, under the names of old dashboards
+            "train/acc_mean": Mean(float((chosen > rejected).sum()), pairs),
             "train/chosen_reward": Mean(float(chosen.detach().sum()), pairs),
             "train/reject_reward": Mean(float(rejected.detach().sum()), pairs),
             "reward_square": Mean(float(seen.double().square().sum()), 2 * pairs),
@@ -112,7 +114,7 @@ def run_rm(config: RMConfig) -> None:
     if evaluation.dataset:
         eval_rows: Rows = rows(evaluation.dataset, split=evaluation.split, probs=None, most=ALL_ROWS)
     else:
-        eval_rows = FirstRows(train_rows, max(1, int(len(train_rows) * HELD_BACK)))
+        eval_rows = FirstRows(train_rows, max(1, int(len(train_rows) * MEASURED)))
     run_supervised(
         config,
         RewardTask(config.model.loss_type, use_margin=config.model.margin_loss_enable),

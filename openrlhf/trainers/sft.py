@@ -40,7 +40,8 @@ class SFTTask:
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
         summed = (token_nll(scores.logprobs, micro.loss_mask)).sum()
         seen = float(micro.loss_mask.sum())
-        metrics: dict[str, Metric] = {"train/gpt_loss": Mean(float(summed.detach()), seen)}
+        mean = Mean(float(summed.detach()), seen)
+        metrics: dict[str, Metric] = {"train/gpt_loss": mean, "train/loss_mean": mean}  # of old dashboards
         return summed / totals["tokens"], metrics
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:

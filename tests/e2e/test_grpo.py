@@ -404,7 +404,7 @@ def test_a_reward_file_that_cannot_be_loaded_ends_the_run_before_a_model_is_load
         ({"data.max_samples": 20}, ["prompts 24", "has 20", "--data.max_samples"]),
         ({"train.seed": 7}, ["seed 42", "has 7", "--train.seed"]),
     ],
-    ids=["another layout", "other prompts"],
+    ids=["another layout", "other prompts", "another order"],
 )
 def test_a_checkpoint_of_another_run_is_refused_and_stays_as_it_is(
     whole: Path, workspace: Path, changes: dict[str, Any], words: list[str]
