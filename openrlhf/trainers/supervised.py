@@ -280,7 +280,7 @@ def run_supervised(
     Raises DataError for too few rows, and CheckpointError where --ckpt.load_enable finds a checkpoint of another run.
     """
     schedule = make_schedule(config, train_rows)
-    plan = f"{train_rows.summary} {schedule.total_steps} optimizer step(s) of {schedule.batch_size} rows."
+    plan = f"{train_rows.summary} {schedule.total_steps} optimizer step(s) of {schedule.batch_size} rows"
     if config.dry_run:
         print(plan)
         print(f"first row: {tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())!r}")
@@ -296,7 +296,7 @@ def run_supervised(
     recorder = None
     if strategy.is_main:
         recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
-        recorder.display.note(f"{plan} on {strategy.dp_size} process(es)")
+        recorder.display.note(f"{plan} on {strategy.dp_size} process(es).")
     trainer = SupervisedTrainer(
         task,
         engine,
