@@ -20,7 +20,6 @@ from openrlhf.observability.run_folder import read_lines
 Flags = list[str | Path]
 
 HERE = Path(__file__).parent
-PRECISION = ["--ds.param_dtype", "fp32", "--ds.packing_samples"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,14 @@ class StageResult:
         return next((row[metric] for row in rows if metric in row), None)
 
 
+def stage_flags(out: Path, seed: int) -> Flags:
+    """What all stages have in common: seed, precision, and where things go."""
+    return [
+        *("--train.seed", str(seed), "--ds.param_dtype", "fp32", "--ds.packing_samples"),
+        *("--run.dir", out, "--ckpt.output_dir", out / "model", "--ckpt.path", out / "checkpoints"),
+    ]
+
+
 def sft_flags(task: Path, out: Path, seed: int) -> Flags:
     """Learn the form of an answer from 5,760 worked examples."""
     return [
@@ -51,8 +58,7 @@ def sft_flags(task: Path, out: Path, seed: int) -> Flags:
         *("--data.max_len", "32", "--train.max_epochs", "1"),
         *("--train.batch_size", "64", "--train.micro_batch_size", "64"),
         *("--adam.lr", "1e-3", "--lr_warmup_ratio", "0.1"),
-        *("--train.seed", str(seed), *PRECISION),
-        *("--run.dir", out, "--ckpt.output_dir", out / "model", "--ckpt.path", out / "checkpoints"),
+        *stage_flags(out, seed),
     ]
 
 
@@ -64,8 +70,7 @@ def rm_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
         *("--data.prompt_key", "prompt", "--data.max_len", "32", "--train.max_epochs", "2"),
         *("--train.batch_size", "64", "--train.micro_batch_size", "64"),
         *("--adam.lr", "1e-3", "--lr_warmup_ratio", "0.1"),
-        *("--train.seed", str(seed), *PRECISION),
-        *("--run.dir", out, "--ckpt.output_dir", out / "model", "--ckpt.path", out / "checkpoints"),
+        *stage_flags(out, seed),
     ]
 
 
@@ -79,8 +84,7 @@ def rl_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
         *("--train.colocate_actor_ref", "--actor.num_gpus_per_node", "1", "--ref.num_gpus_per_node", "1"),
         *("--actor.lr_warmup_ratio", "0.1", "--eval.dataset", task / "held_out.jsonl", "--eval.at_start"),
         *("--eval.n_samples_per_prompt", "4", "--eval.temperature", "1"),
-        *("--train.seed", str(seed), *PRECISION),
-        *("--run.dir", out, "--ckpt.output_dir", out / "model", "--ckpt.path", out / "checkpoints"),
+        *stage_flags(out, seed),
     ]
 
 

@@ -98,6 +98,29 @@ class Checkpoint:
         """What `engine.load_checkpoint(…, tag=checkpoint.tag)` takes as its directory."""
         return str(self.root / part)
 
+    def check_continued_by(
+        self, engines: Mapping[str, EngineLayout], *, layout: str, data: Mapping[str, tuple[Any, str]]
+    ) -> None:
+        """Raise CheckpointError, naming every reason, where a run is not one that this checkpoint can continue.
+
+        `layout`: what sets the layout of its engines, in words. `data`: by name in `state.extra`, what decides which rows
+        have been seen: its value in this run, and the flags that set it.
+        """
+        reasons = []
+        if dict(self.state.engines) != dict(engines):
+            there, here = (
+                ", ".join(f"{part} {of}".strip() for part, of in e.items()) for e in (self.state.engines, engines)
+            )
+            reasons.append(f"was written by {there}, and this run is {here}: use {layout}")
+        for name, (now, flags) in data.items():
+            if (then := self.state.extra.get(name)) != now:
+                reasons.append(
+                    f"was written with {name} {then}, and this run has {now}, so that its place in the data would shift: "
+                    f"use the same {flags}"
+                )
+        if reasons:
+            raise CheckpointError("\n".join(f"{self.tag} in --ckpt.path {self.root} {reason}." for reason in reasons))
+
     def damage(self) -> str | None:
         """What is wrong with its first damaged file, in words; None if it is complete.
 

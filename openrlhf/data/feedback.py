@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -15,8 +14,17 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.errors import DataError, check_columns, kind, row_error, text_of
 from openrlhf.data.layouts import PairLayout, recognise
-from openrlhf.data.rows import Columns, as_rows, map_rows, number_rows
-from openrlhf.data.templates import Encoded, Message, encode, fill_template, render, render_conversation, to_messages
+from openrlhf.data.rows import Columns, as_rows, kept, map_rows, number_rows
+from openrlhf.data.templates import (
+    Encoded,
+    Message,
+    encode,
+    fill_template,
+    in_common,
+    render,
+    render_conversation,
+    to_messages,
+)
 from openrlhf.data.tokenizer import require_chat_template
 
 FEATURES = Features(
@@ -103,28 +111,21 @@ class PreferenceDataset(torch.utils.data.Dataset[PairRow]):
         used += [MARGIN] if MARGIN in dataset.column_names else []
         rows = map_rows(number_rows(dataset), used, encoder, FEATURES, "Tokenizing")
         reasons = list(rows["dropped"])
-        self.summary = _summarise(Counter(reasons), cut=sum(rows["cut"]), max_len=max_len)
-        kept = [number for number, reason in enumerate(reasons) if not reason]
-        if not kept:
+        self.summary = kept(Counter(reasons), "pairs")
+        if cut := sum(rows["cut"]):
+            self.summary += f" {cut} of those kept were cut to {max_len} tokens (--data.max_len)."
+        usable = [number for number, reason in enumerate(reasons) if not reason]
+        if not usable:
             advice = "Look at --data.chosen_key, --data.rejected_key and --data.max_len."
             raise DataError(f"No pair is left to train on: {self.summary} {advice}")
         columns = ["chosen", "rejected", "prompt_length", "margin"]
-        self._rows = rows.select(kept).select_columns(columns)
+        self._rows = rows.select(usable).select_columns(columns)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> PairRow:
         return PairRow(**self._rows[index])
-
-
-def _summarise(reasons: Counter[str], *, cut: int, max_len: int) -> str:
-    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()) if reason)
-    text = f"{reasons['']} of {reasons.total()} pairs kept"
-    text += f", dropped {dropped}." if dropped else "."
-    if cut:
-        text += f" {cut} of those kept were cut to {max_len} tokens (--data.max_len)."
-    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +207,7 @@ class _Encoder:
             starts = [known.tokens_of(span).start for known, span in zip(pair, spans, strict=True)]
             if min(starts) >= limit:
                 return _drop(f"with a prompt of {limit} tokens or more (--data.max_len {self.max_len})")
-            prompt_length = min(*starts, _in_common(chosen, rejected))
+            prompt_length = min(*starts, in_common(chosen, rejected))
         if pair[0].tokens == pair[1].tokens:
             return _drop(SAME_TEXT)
         if chosen == rejected:
@@ -228,12 +229,6 @@ class _Encoder:
 def _drop(reason: str) -> dict[str, Any]:
     nothing = {"chosen": [], "rejected": [], "prompt_length": 0, "margin": 0.0}
     return nothing | {"dropped": reason, "cut": False}
-
-
-def _in_common(a: list[int], b: list[int]) -> int:
-    """How many tokens both begin with."""
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    return sum(1 for _ in same)
 
 
 def _messages(row: Mapping[str, Any], column: str, role: str) -> list[Message]:

@@ -26,6 +26,7 @@ from openrlhf.data.rows import number_rows
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 GZIPPED = (".json.gz", ".jsonl.gz", ".csv.gz")
 SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk writes
+Table = Dataset  # rows, not yet tokenised
 SPLIT_FLAGS = "--data.dataset_split, --data.prompt_split or --eval.split"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,12 @@ def as_rows(columns: Columns) -> list[dict[str, Any]]:
     """A batch of columns as its rows."""
     values = zip(*columns.values(), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in values]
+
+
+def kept(reasons: Counter[str], what: str) -> str:
+    """`90 of 100 rows kept, dropped 10 with an empty prompt.` A reason is why rows were dropped; "" stands for kept ones."""
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()) if reason)
+    return f"{reasons['']} of {reasons.total()} {what} kept" + (f", dropped {dropped}." if dropped else ".")
 
 
 def map_rows(

@@ -12,7 +12,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.errors import DataError, check_columns, row_error, text_of
-from openrlhf.data.rows import Columns, as_rows, map_rows, number_rows
+from openrlhf.data.rows import Columns, as_rows, kept, map_rows, number_rows
 from openrlhf.data.templates import Encoded, Message, Passage, encode, fill_template, render_conversation, to_messages
 from openrlhf.data.tokenizer import require_chat_template
 
@@ -89,26 +89,19 @@ class SFTDataset(torch.utils.data.Dataset[SFTRow]):
         used = [column for column in columns.values() if column]
         rows = map_rows(number_rows(dataset), used, encoder, FEATURES, "Tokenizing")
         reasons = list(rows["dropped"])
-        self.summary = _summarise(Counter(reasons), rewritten=sum(rows["rewritten"]))
-        kept = [number for number, reason in enumerate(reasons) if not reason]
-        if not kept:
+        self.summary = kept(Counter(reasons), "rows")
+        if rewritten := sum(rows["rewritten"]):
+            self.summary += f" {rewritten} assistant turns are not learned: the chat template rewrites them."
+        usable = [number for number, reason in enumerate(reasons) if not reason]
+        if not usable:
             raise DataError(f"No row is left to train on: {self.summary} {encoder.advice()}")
-        self._rows = rows.select(kept).select_columns(["tokens", "loss_mask"])
+        self._rows = rows.select(usable).select_columns(["tokens", "loss_mask"])
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> SFTRow:
         return SFTRow(**self._rows[index])
-
-
-def _summarise(reasons: Counter[str], *, rewritten: int) -> str:
-    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()) if reason)
-    text = f"{reasons['']} of {reasons.total()} rows kept"
-    text += f", dropped {dropped}." if dropped else "."
-    if rewritten:
-        text += f" {rewritten} assistant turns are not learned: the chat template rewrites them."
-    return text
 
 
 @dataclass(frozen=True, kw_only=True)

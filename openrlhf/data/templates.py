@@ -157,10 +157,10 @@ def _find_content(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     if not isinstance(content, str) or shown != content.strip():
         return None
     end_of_turn = render(tokenizer, past).partition(STAND_IN)[2]
-    return len(before), end + _in_common(end_of_turn, after)
+    return len(before), end + in_common(end_of_turn, after)
 
 
-def _in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
+def in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
     """How many items both begin with."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
@@ -193,7 +193,7 @@ class Encoded:
 
     def _tokens_before(self, border: int) -> int:
         before = self.tokenizer(self.text[:border], add_special_tokens=False)["input_ids"]
-        return _in_common(self.tokens, before)
+        return in_common(self.tokens, before)
 
 
 def _end(span: Span) -> int:

@@ -159,7 +159,7 @@ class TrainEngine:
         self.engine = engine
         self.strategy = strategy
         self._wrapped = ds_config.training_stage(strategy.config) > 0
-        self.nonfinite_in_a_row = 0
+        self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped: all so far; since the last that was not
         # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
         engine.enable_backward_allreduce = self._wrapped
 
@@ -205,6 +205,7 @@ class TrainEngine:
         lr = self._lr()
         grad_norm = self._guarded_step() if not self._wrapped else self._wrapped_step()
         applied = math.isfinite(grad_norm)
+        self.nonfinite_steps += not applied
         self.nonfinite_in_a_row = 0 if applied else self.nonfinite_in_a_row + 1
         if self.nonfinite_in_a_row >= max_nonfinite:
             raise NonFiniteError(

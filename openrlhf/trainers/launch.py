@@ -366,23 +366,12 @@ def reward_of(config: PPOConfig, *, workers: int | None = None, log_dir: Path | 
 
 def check_resumable(checkpoint: Checkpoint, config: PPOConfig, data: PromptData) -> None:
     """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
-    there, here = dict(checkpoint.state.engines), settings.engine_layouts(config)
-    broken = []
-    if there != here:
-        broken.append(
-            f"was written by {there}, and this run is {here}: "
-            "use the same estimator, --ds.zero_stage and number of devices of each role"
-        )
-    for name, flags, now in (
-        ("prompts", "--data.prompt_dataset and --data.max_samples", len(data.train)),
-        ("batch_size", "--rollout.batch_size", config.rollout.batch_size),
-        ("seed", "--train.seed", config.train.seed),
-    ):
-        if (then := checkpoint.state.extra.get(name)) != now:
-            broken.append(
-                f"was written with {name} {then}, and this run has {now}, so that its place among the prompts would "
-                f"shift: use the same {flags}"
-            )
-    if broken:
-        where = f"{checkpoint.tag} in --ckpt.path {config.ckpt.path}"
-        raise CheckpointError("\n".join(f"{where} {reason}." for reason in broken))
+    checkpoint.check_continued_by(
+        settings.engine_layouts(config),
+        layout="the same estimator, --ds.zero_stage and number of devices of each role",
+        data={
+            "prompts": (len(data.train), "--data.prompt_dataset and --data.max_samples"),
+            "batch_size": (config.rollout.batch_size, "--rollout.batch_size"),
+            "seed": (config.train.seed, "--train.seed"),
+        },
+    )

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from openrlhf.algorithms.supervised_losses import PAIRWISE_LOSSES
 from openrlhf.config.supervised import RMConfig
 from openrlhf.data.feedback import PairRow, PreferenceDataset
-from openrlhf.data.loading import load_datasets
-from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.data.loading import Table
 from openrlhf.experience import Pairs, offsets_of
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.supervised import ALL_ROWS, Rows, load_spec, run_supervised
+from openrlhf.trainers.supervised import Rows, load_rows, load_spec, load_tokenizer, run_supervised
 from openrlhf.workers.base import MicroBatchLimits
 
 MEASURED = 0.01  # of the training rows: mean and deviation are those of their rewards where there is no evaluation set
@@ -56,11 +55,12 @@ class RewardTask:
         chosen, rejected = scores[0::2], scores[1::2]
         losses = self.pairwise(chosen, rejected, micro.margins[0::2] if self.use_margin else None)
         summed, pairs, seen = losses.sum(), len(losses), scores.detach()
+        loss, accuracy = Mean(float(summed.detach()), pairs), Mean(float((chosen > rejected).sum()), pairs)
         metrics: dict[str, Metric] = {
-            "train/loss": Mean(float(summed.detach()), pairs),
-            "train/acc": Mean(float((chosen > rejected).sum()), pairs),
-            "train/loss_mean": Mean(float(summed.detach()), pairs),  # the same, under the names of old dashboards
-            "train/acc_mean": Mean(float((chosen > rejected).sum()), pairs),
+            "train/loss": loss,
+            "train/acc": accuracy,
+            "train/loss_mean": loss,  # the same, under the names of old dashboards
+            "train/acc_mean": accuracy,
             "train/chosen_reward": Mean(float(chosen.detach().sum()), pairs),
             "train/reject_reward": Mean(float(rejected.detach().sum()), pairs),
             "reward_square": Mean(float(seen.double().square().sum()), 2 * pairs),
@@ -88,17 +88,9 @@ class RewardTask:
 
 def run_rm(config: RMConfig) -> None:
     """Train as the flags say. Runs in every process of the launcher, or in the only one."""
-    data, evaluation = config.data, config.eval
-    tokenizer = get_tokenizer(
-        config.model.model_name_or_path,
-        padding_side="left",
-        use_fast=not data.disable_fast_tokenizer,
-        trust_remote_code=config.model.trust_remote_code,
-        chat_template=data.tokenizer_chat_template,
-    )
+    data, tokenizer = config.data, load_tokenizer(config, padding_side="left")
 
-    def rows(spec: str, *, split: str, probs: str | None, most: int) -> PreferenceDataset:
-        dataset = load_datasets(spec, split=split, probs=probs, max_samples=most, seed=config.train.seed)
+    def encoded(dataset: Table) -> PreferenceDataset:
         return PreferenceDataset(
             dataset,
             tokenizer,
@@ -110,11 +102,9 @@ def run_rm(config: RMConfig) -> None:
             apply_chat_template=data.apply_chat_template,
         )
 
-    train_rows: Rows = rows(data.dataset, split=data.dataset_split, probs=data.dataset_probs, most=data.max_samples)
-    if evaluation.dataset:
-        eval_rows: Rows = rows(evaluation.dataset, split=evaluation.split, probs=None, most=ALL_ROWS)
-    else:
-        eval_rows = FirstRows(train_rows, max(1, int(len(train_rows) * MEASURED)))
+    train_rows, given = load_rows(config, encoded)
+    first = FirstRows(train_rows, max(1, int(len(train_rows) * MEASURED)))
+    eval_rows: Rows = first if given is None else given
     run_supervised(
         config,
         RewardTask(config.model.loss_type, use_margin=config.model.margin_loss_enable),

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 
 from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.data.loading import load_datasets
+from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset, SFTRow
-from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.experience import TokenRows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.supervised import ALL_ROWS, load_spec, run_supervised
+from openrlhf.trainers.supervised import load_rows, load_spec, load_tokenizer, run_supervised
 from openrlhf.workers.base import MicroBatchLimits
 
 
@@ -52,38 +51,24 @@ class SFTTask:
         """Nothing to keep."""
 
 
-def load_rows(config: SFTConfig, tokenizer: Any, spec: str, *, split: str, probs: str | None, most: int) -> SFTDataset:
-    """The rows of a dataset spec, at `most` so many of each dataset, tokenised."""
-    data = config.data
-    dataset = load_datasets(spec, split=split, probs=probs, max_samples=most, seed=config.train.seed)
-    return SFTDataset(
-        dataset,
-        tokenizer,
-        max_len=data.max_len,
-        input_key=data.input_key,
-        output_key=data.output_key,
-        input_template=data.input_template,
-        apply_chat_template=data.apply_chat_template,
-        multiturn=data.multiturn,
-        pretrain_mode=config.model.pretrain_mode_enable,
-    )
-
-
 def run_sft(config: SFTConfig) -> None:
     """Train as the flags say. Runs in every process of the launcher, or in the only one."""
-    tokenizer = get_tokenizer(
-        config.model.model_name_or_path,
-        use_fast=not config.data.disable_fast_tokenizer,
-        trust_remote_code=config.model.trust_remote_code,
-        chat_template=config.data.tokenizer_chat_template,
-    )
-    data, evaluation = config.data, config.eval
-    train_rows = load_rows(
-        config, tokenizer, data.dataset, split=data.dataset_split, probs=data.dataset_probs, most=data.max_samples
-    )
-    eval_rows = None
-    if evaluation.dataset:
-        eval_rows = load_rows(config, tokenizer, evaluation.dataset, split=evaluation.split, probs=None, most=ALL_ROWS)
+    data, tokenizer = config.data, load_tokenizer(config, padding_side="right")
+
+    def encoded(dataset: Table) -> SFTDataset:
+        return SFTDataset(
+            dataset,
+            tokenizer,
+            max_len=data.max_len,
+            input_key=data.input_key,
+            output_key=data.output_key,
+            input_template=data.input_template,
+            apply_chat_template=data.apply_chat_template,
+            multiturn=data.multiturn,
+            pretrain_mode=config.model.pretrain_mode_enable,
+        )
+
+    train_rows, eval_rows = load_rows(config, encoded)
     run_supervised(
         config,
         SFTTask(),

@@ -27,6 +27,8 @@ from openrlhf.config.shared import CheckpointConfig, TrainConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import DataError
+from openrlhf.data.loading import Table, load_datasets
+from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import NonFiniteError, Strategy, TrainEngine
 from openrlhf.experience import Ragged
 from openrlhf.models.loading import LoadSpec, ModelError
@@ -37,7 +39,8 @@ from openrlhf.workers.base import MicroBatchLimits
 # What a user can mend: printed without a traceback.
 USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError, NonFiniteError)
 
-ALL_ROWS = 10**8  # of an evaluation set: --data.max_samples is about training
+ALL_ROWS = 10**8
+T = TypeVar("T")
 Row = TypeVar("Row", contravariant=True)
 Micro = TypeVar("Micro", bound=Ragged)
 
@@ -129,7 +132,6 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.limits = MicroBatchLimits(size=train.micro_batch_size)
         self.checkpoints = checkpoints
         self.step = self.resumed_at = 0
-        self.skipped = 0  # optimizer steps, for a loss or gradient that was not finite
 
     def fit(self) -> None:
         """Train to the end, then export to --ckpt.output_dir."""
@@ -143,9 +145,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 max_nonfinite=self.train.max_nonfinite,
             )
             self.step += 1
-            self.skipped += not math.isfinite(result.grad_norm)
-            numbers = {"train/lr": Last(result.lr), "train/grad_norm": Last(result.grad_norm)}
-            numbers |= {"train/nonfinite_steps": Max(float(self.skipped))}
+            numbers: dict[str, Metric] = {
+                "train/lr": Last(result.lr),
+                "train/grad_norm": Last(result.grad_norm),
+                "train/nonfinite_steps": Max(float(self.engine.nonfinite_steps)),
+            }
             self.after_step(result.metrics | numbers)
         if self.eval_rows is not None and self.schedule.total_steps == self.resumed_at:
             self.measure()  # what `evaluated` keeps with the model is in no checkpoint
@@ -323,6 +327,27 @@ def run_supervised(
     torch.distributed.destroy_process_group()
 
 
+def load_tokenizer(config: SupervisedConfig, *, padding_side: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model to train."""
+    return get_tokenizer(
+        config.model.model_name_or_path,
+        padding_side=padding_side,
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+        chat_template=config.data.tokenizer_chat_template,
+    )
+
+
+def load_rows(config: SupervisedConfig, encoded: Callable[[Table], T]) -> tuple[T, T | None]:
+    """The training and the evaluation rows, as `encoded` makes them; --data.max_samples is about training only."""
+    data, evaluation, seed = config.data, config.eval, config.train.seed
+    most, split, probs = data.max_samples, data.dataset_split, data.dataset_probs
+    train = encoded(load_datasets(data.dataset, split=split, probs=probs, max_samples=most, seed=seed))
+    if not evaluation.dataset:
+        return train, None
+    return train, encoded(load_datasets(evaluation.dataset, split=evaluation.split, max_samples=ALL_ROWS, seed=seed))
+
+
 def load_spec(config: SupervisedConfig) -> LoadSpec:
     """How the flags ask for the model."""
     return LoadSpec(
@@ -356,23 +381,12 @@ def open_checkpoints(ckpt: CheckpointConfig) -> CheckpointManager:
 
 def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strategy, *, seed: int) -> None:
     """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
-    state, broken = checkpoint.state, []
-    there = state.engines.get("")
-    here = EngineLayout(world_size=strategy.dp_size, zero_stage=strategy.config.zero_stage)
-    if there != here:
-        broken.append(
-            f"was written by {there}, and this run is {here}: use as many processes and the same --ds.zero_stage"
-        )
-    for name, flags, now in (
-        ("batch_size", "--train.batch_size", schedule.batch_size),
-        ("rows", "--data.dataset and --data.max_samples", schedule.rows),
-        ("seed", "--train.seed", seed),
-    ):
-        if state.extra.get(name) != now:
-            broken.append(
-                f"was written with {name} {state.extra.get(name)}, and this run has {now}, so that its place in the "
-                f"data would shift: use the same {flags}"
-            )
-    if broken:
-        where = f"{checkpoint.tag} in --ckpt.path {checkpoint.root}"
-        raise CheckpointError("\n".join(f"{where} {reason}." for reason in broken))
+    checkpoint.check_continued_by(
+        {"": EngineLayout(world_size=strategy.dp_size, zero_stage=strategy.config.zero_stage)},
+        layout="as many processes and the same --ds.zero_stage",
+        data={
+            "batch_size": (schedule.batch_size, "--train.batch_size"),
+            "rows": (schedule.rows, "--data.dataset and --data.max_samples"),
+            "seed": (seed, "--train.seed"),
+        },
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,7 +105,6 @@ class TrainedWorker(ABC, Generic[Job]):
         self.trained = settings
         self.engine = strategy.trained(load_model, settings.optimizer, total_steps=settings.total_steps)
         self.engine.module.train()
-        self.nonfinite_steps = 0
 
     @property
     def hf(self) -> PreTrainedModel:
@@ -126,11 +124,10 @@ class TrainedWorker(ABC, Generic[Job]):
     def update(self, job: Job) -> Metrics:
         """Take the optimizer steps of an update; metrics of this rank's tokens under their logged names."""
         results = [self._optimizer_step(job, rows) for rows in job.steps]
-        self.nonfinite_steps += sum(not math.isfinite(result.grad_norm) for result in results)
         step_metrics: Metrics = {
             f"train/{self.name}_lr": Last(results[-1].lr),
             f"train/{self.name}_grad_norm": Last(results[-1].grad_norm),
-            "train/nonfinite_steps": Max(float(self.nonfinite_steps)),
+            "train/nonfinite_steps": Max(float(self.engine.nonfinite_steps)),
         }
         return merge_all([*(result.metrics for result in results), step_metrics])
 

@@ -15,8 +15,8 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
-from tests.e2e.commands import column, launch, numbers, run, samples, steps_logged, write_rows
-from tests.e2e.processes import descendants, survivors
+from tests.e2e.commands import column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
+from tests.e2e.processes import Process, descendants, survivors
 from tests.tiny import tiny_config
 from tests.verify.results import write_result
 
@@ -74,13 +74,15 @@ def test_every_pair_trains_a_reward_model_and_every_prompt_is_answered_for_it(da
     kept = next(line for line in done.errors.splitlines() + done.printed.splitlines() if "pairs" in line)
     total = steps_logged(whole / "run")
     process = launch("train_rm", rm_flags(model, pairs, broken), TWO_PROCESSES)
-    while steps_logged(broken / "run") < total // 2:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    started = descendants(process.pid)
-    for each in [process.pid, *(child.pid for child in started)]:
-        os.kill(each, signal.SIGKILL)
-    process.communicate()
+    started: list[Process] = []
+
+    def half_done() -> bool:
+        started[:] = descendants(process.pid)
+        return steps_logged(broken / "run") >= total // 2
+
+    kill_when(process, half_done)
+    for child in filter(lambda each: each.running, started):
+        os.kill(child.pid, signal.SIGKILL)
     assert survivors(started, within=30) == []
     resumed = rm_flags(model, pairs, broken) | {"run.dir": None, "ckpt.load_enable": True}
     run("train_rm", resumed, launcher=TWO_PROCESSES, timeout=1200)
