@@ -194,6 +194,7 @@ class Experience(Ragged):
 
     old_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
     ref_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
+    teacher_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
     values: Float[Tensor, " N"] | None = per_token(default=None)
     token_rewards: Float[Tensor, " N"] | None = per_token(default=None)
     advantages: Float[Tensor, " N"] | None = per_token(default=None)

@@ -50,8 +50,17 @@ class Module:
 
     @property
     def lines(self) -> int:
-        """Lines of code and docstrings: all but blank lines and comments on a line of their own."""
-        return sum(not line.strip().startswith("#") for line in self.text.splitlines() if line.strip())
+        """Lines of code, as the published counts of other frameworks have them: no blank lines, comments and docstrings."""
+        written = {n for n, line in enumerate(self.text.splitlines(), 1) if line.strip() and line.strip()[0] != "#"}
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef() if ast.get_docstring(
+                    node
+                ):
+                    written -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+                case _:
+                    pass
+        return len(written)
 
 
 @cache

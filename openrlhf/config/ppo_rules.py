@@ -37,10 +37,11 @@ def learning_values(config: PPOConfig, given: Given) -> dict[str, Any]:
     clip = None if "actor.eps_clip" in given else loss.clip
     models = [config.critic.model_name_or_path, *rules.items(reward.model_name_or_path)]
     critic = next(filter(None, models), actor.model_name_or_path)
+    advantage, preset = config.algo.advantage, correction_preset(config)
     unless_given = {
         "actor.eps_clip_low_high": clip or (actor.eps_clip, actor.eps_clip),
         "algo.loss.aggregation": loss.aggregation,
-    }
+    } | (preset if advantage.is_correction_enable else {})
     return {path: value for path, value in unless_given.items() if path not in given} | {
         "critic.model_name_or_path": critic if config.estimator.needs_critic else None,
         "reward.remote_url": None if train.agent_func_path else reward.remote_url,
@@ -48,6 +49,14 @@ def learning_values(config: PPOConfig, given: Given) -> dict[str, Any]:
         "algo.advantage.gamma": 1.0 if config.estimator.forces_gamma_one else gamma,
         "train.max_staleness": train.max_staleness or train.async_queue_size,
     }
+
+
+def correction_preset(config: PPOConfig) -> dict[str, Any]:
+    """The axes that `is_correction_type` and `is_correction_threshold` stand for, by path."""
+    advantage = config.algo.advantage
+    preset = choices.CORRECTIONS[advantage.is_correction_type]
+    axes = {"level": preset.level, "mode": preset.mode, "band": advantage.is_correction_threshold}
+    return {f"algo.correction.{name}": value for name, value in axes.items()}
 
 
 def rollout_values(config: PPOConfig) -> dict[str, Any]:
@@ -120,6 +129,15 @@ def algorithm_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Se
         (kl.init_coef and not kl.use_loss and kl.estimator not in in_reward,
          "<algo.kl.estimator> is meant for --algo.kl.use_loss: in the rewards use "
          f"{' or '.join(in_reward)}."),
+        ("algo.advantage.is_correction_type" in given and not config.algo.advantage.is_correction_enable,
+         "--algo.advantage.is_correction_type has no effect without --algo.advantage.is_correction_enable."),
+        (kl.stop_update and config.samples * config.train.max_epochs <= config.train.batch_size,
+         "--algo.kl.stop_update has no effect: each batch makes one optimizer step."),
+        (config.algo.distill.teacher and critic and not rewards(config),
+         "Only --algo.distill.teacher teaches, and there are no rewards that a critic could predict: use "
+         "--algo.advantage.estimator reinforce."),
+        ({"algo.ptx.coef", "algo.ptx.probs", "algo.ptx.split"} & given and not config.algo.ptx.dataset,
+         "--algo.ptx.coef, .probs and .split have no effect without --algo.ptx.dataset."),
         ("reward.remote_url" in replaced,
          "--reward.remote_url is not used: the agent of --train.agent_func_path rewards."),
         ("critic.freezing_steps" in given and not critic,
@@ -131,14 +149,20 @@ def algorithm_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Se
     ]
 
 
+def rewards(config: PPOConfig) -> bool:
+    """Whether something scores the samples."""
+    reward = config.reward
+    sources = (reward.model_name_or_path, reward.remote_url, reward.verifier, reward.process_model)
+    return any((*sources, config.train.agent_func_path))
+
+
 def reward_mistakes(config: PPOConfig) -> Sentences:
     """Something scores the samples: models, URLs, one Python file that is there, an agent."""
     reward, agent, file = config.reward, config.train.agent_func_path, config.reward.function_path
-    sources = (reward.model_name_or_path, reward.remote_url, reward.verifier, reward.process_model)
     parts = len(reward.models) + bool(reward.remote_url or reward.verifier or agent)
     wrong = [url for url in reward.urls if not url.startswith(("http://", "https://"))]
     return [
-        (not any((*sources, agent)),
+        (not rewards(config) and not config.algo.distill.teacher,
          "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
          "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."),
         (wrong, f"--reward.remote_url {','.join(wrong)} is neither an http(s) URL nor a .py file."),
@@ -173,6 +197,18 @@ def algorithm_mistakes(config: PPOConfig) -> Sentences:
         *((low >= high, f"--{path} is {low:g} {high:g}: the first must be below the second.")
           for path in ranges for low, high in [value_at(config, path) or (0.0, 1.0)]),
         (0 < len(missing) < len(axes), f"The correction also needs {' and '.join(missing)}."),
+        (algo.advantage.is_correction_enable
+         and any(value_at(config, path) != value for path, value in correction_preset(config).items()),
+         "--algo.advantage.is_correction_enable means the preset <algo.advantage.is_correction_type>, and "
+         "--algo.correction.* says something else: give one of the two."),
+        (config.actor.policy_loss_type == "cispo" and config.actor.dual_clip,
+         "<actor.dual_clip> has no meaning with --actor.policy_loss_type cispo, which bounds every weight: leave it out."),
+        (algo.distill.teacher and not algo.distill.coef,
+         "<algo.distill.coef> makes --algo.distill.teacher useless: raise it, or leave both out."),
+        (algo.ptx.dataset and not algo.ptx.coef,
+         "<algo.ptx.coef> makes --algo.ptx.dataset useless: raise it, or leave both out."),
+        (algo.kl.stop_run and not algo.kl.init_coef,
+         "<algo.kl.stop_run> watches the KL to the reference, which --algo.kl.init_coef 0 does not load: start above 0."),
         (algo.kl.target and not algo.kl.init_coef,
          "--algo.kl.target adapts --algo.kl.init_coef, which is 0: start above 0."),
     ]

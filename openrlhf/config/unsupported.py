@@ -9,8 +9,7 @@ from openrlhf.config.flags import flags_in
 
 LEAVE_OUT = """
     ds.load_in_4bit ds.use_liger_kernel ds.deepcompile ds.torch_compile ds.nvme_path ds.enable_sleep
-    ds.experts_implementation eval.patience algo.advantage.is_correction_enable algo.correction
-    algo.kl.stop_update algo.kl.stop_run algo.distill.teacher algo.ptx.dataset
+    ds.experts_implementation eval.patience
     algo.dynamic_filtering_enable actor.freeze_visual_encoder train.enable_ema
     train.async_enable train.partial_rollout_enable
     ref.offload reward.offload vllm.max_restarts
@@ -50,7 +49,6 @@ NOT_YET: dict[str, str] = {
 }
 # The same for some values only: refused where the function of the resolved root says so.
 FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("actor.policy_loss_type", "use ppo", lambda c: c.actor.policy_loss_type in ("gspo", "cispo")),
     ("ds.param_dtype", "use bf16", lambda c: c.ds.param_dtype == "fp16"),
     ("reward.verifier", FUNCTION, lambda c: c.reward.verifier not in (None, "math")),
     ("reward.remote_url", "leave out --reward.verifier, or it",

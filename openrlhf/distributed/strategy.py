@@ -188,8 +188,8 @@ class TrainEngine:
         local = [counts(micro) for micro in window]
         names = sorted(local[0])
         summed = self.strategy.all_reduce([math.fsum(c[name] for c in local) for name in names])
-        totals = dict(zip(names, summed, strict=True))
-        if not any(totals.values()):
+        totals = {name: total or 1.0 for name, total in zip(names, summed, strict=True)}  # nothing ÷ 1 is nothing
+        if not any(summed):
             return StepResult(applied=False, grad_norm=0.0, lr=self._lr())
         [rounds] = self.strategy.all_reduce([len(window)], "max")
         gathered: list[Metrics] = []

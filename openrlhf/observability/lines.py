@@ -68,10 +68,10 @@ def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_le
 
 
 def evaluation_parts(step: int, values: Mapping[str, float]) -> list[Part]:
-    """The pieces of an evaluation's line: every number of it, pass@k first."""
+    """The pieces of an evaluation's line: every result of it, pass@k first."""
     parts = [Part(value="eval", unit=f"after step {step}", style="bold green")]
     passes = {name: re.fullmatch(r"eval/eval_(.+)_pass(\d+)", name) for name in values}
-    for name in sorted(values, key=lambda name: passes[name] is None):
+    for name in sorted((name for name in values if name.startswith("eval/")), key=lambda name: passes[name] is None):
         found = passes[name]
         plain = re.sub(r"^eval/(eval[_ ])?", "", name).replace("_", " ")
         label = f"{found[1]} pass@{found[2]}" if found else plain
@@ -133,10 +133,11 @@ class _Shown:
 
 _SHOWN = (
     _Shown(names=("train/reward", "rollout/reward_mean"), label="reward"),
-    _Shown(names=("train/gpt_loss", "train/loss", "train/kto_loss", "train/prm_loss"), label="loss"),
+    _Shown(names=("train/gpt_loss", "train/loss"), label="loss"),
     _Shown(names=("train/acc",), label="accuracy", form=percent),
     _Shown(names=("train/kl",), label="kl", form="{:7.4f}".format, rank=1),
     _Shown(names=("train/entropy_loss",), label="entropy", rank=5),
+    _Shown(names=("train/logprob_gap_mean",), label="gap", form="{:.0e}".format, rank=6),
     _Shown(
         names=("train/response_length", "rollout/response_length_mean"), label="length", form="{:4.0f}".format, rank=3
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,17 +17,17 @@ from openrlhf.algorithms.advantages import (
     normalize_advantages,
     shape_rewards,
 )
-from openrlhf.algorithms.kl import KLController, kl_clamped, kl_estimate
+from openrlhf.algorithms.kl import KLController, kl_estimate
 from openrlhf.algorithms.rewards import clip_rewards, overlong_penalty, stop_properly_penalty, token_rewards
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.experience import Experience, Layout
-from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.observability.metrics import Last, Mean, Metric
 from openrlhf.rollout.rewards import LARGEST
 from openrlhf.trainers.update_plan import share
 from openrlhf.trajectory import StopReason, Trajectory
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
-from openrlhf.workers.policy import PolicyWorker
+from openrlhf.workers.policy import PolicyWorker, kl_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class CreditSettings:
     scale_advantages: bool  # divide by the standard deviation where the estimator whitens
     kl_estimator: str
     kl_in_reward: bool
+    distill_coef: float  # of the teacher, where there is one
     reward_weights: tuple[float, ...]  # of the reward models, then of the rule; empty: 1 each
     reward_clip: tuple[float, float]
     overlong_buffer: float | None  # tokens
@@ -60,13 +62,15 @@ class ExperienceMaker:
         reference: WorkerGroup | None,
         critic: WorkerGroup | None,
         reward: WorkerGroup | None,
+        teacher: WorkerGroup | None,
         settings: CreditSettings,
         kl: KLController,
         *,
         recompute_old: bool,
         timeout_s: float,
     ) -> None:
-        self.policy, self.reference, self.critic, self.reward = policy, reference, critic, reward
+        self.policy, self.reference, self.critic = policy, reference, critic
+        self.reward, self.teacher = reward, teacher
         self.settings, self.kl = settings, kl
         self.recompute_old, self.timeout_s = recompute_old, timeout_s
 
@@ -83,16 +87,25 @@ class ExperienceMaker:
         weights = self.settings.reward_weights
         return [t if t.failed else combined(t, next(by_models), weights) for t in trajectories]
 
-    def annotate(self, experience: Experience) -> Experience:
-        """Add log π_old, log π_ref and V where something needs them: launched side by side, gathered."""
+    def annotate(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
+        """Add log π_old, log π_ref, log π_teacher and V where something needs them: launched side by side, gathered.
+
+        The metrics tell how long each took; a pass that nothing needs is not run and has none.
+        """
         columns: dict[str, _Pending] = {}
         if self.recompute_old:
             columns["old_logprobs"] = _Pending(experience, self.policy, PolicyWorker.logprobs)
         if self.reference:
             columns["ref_logprobs"] = _Pending(experience, self.reference, ReferenceWorker.logprobs)
+        if self.teacher:
+            columns["teacher_logprobs"] = _Pending(experience, self.teacher, ReferenceWorker.logprobs)
         if self.critic:
             columns["values"] = _Pending(experience, self.critic, CriticWorker.values)
-        return experience.with_columns(**{name: pending.collect(self.timeout_s) for name, pending in columns.items()})
+        start, timing = time.perf_counter(), dict[str, Metric]()
+        for name, pending in columns.items():
+            experience = experience.with_columns(**{name: pending.collect(self.timeout_s)})
+            timing[f"timing/{name}"] = Last(time.perf_counter() - start)
+        return experience, timing
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """r_t, Â_t and Ĝ_t, and the metrics of the batch."""
@@ -119,8 +132,22 @@ class ExperienceMaker:
         columns["advantages"] = normalize_advantages(
             columns["advantages"], experience.action_mask, estimator, scale=self.settings.scale_advantages
         )
+        metrics: dict[str, Metric] = {}
+        if experience.teacher_logprobs is not None:
+            gap = self._teacher_kl(experience)
+            columns["advantages"] -= self.settings.distill_coef * gap
+            metrics["train/teacher_kl"] = Mean(float(gap.sum()), float(experience.action_mask.sum()))
         credited = experience.with_columns(rewards=rewards, **columns)
-        return credited, self._metrics(credited, kl)
+        return credited, metrics | self._metrics(credited, kl)
+
+    def _teacher_kl(self, experience: Experience) -> Tensor:
+        """log π_old − log π_teacher of every sampled token: its share of KL(π ‖ teacher), which distillation lowers.
+
+        It is credited to the token itself and to none before it.  Lu et al. 2025, On-Policy Distillation,
+        thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2024, arXiv:2306.13649
+        """
+        assert experience.old_logprobs is not None and experience.teacher_logprobs is not None
+        return kl_estimate(experience.old_logprobs, experience.teacher_logprobs, "k1") * experience.action_mask
 
     def _penalised(self, experience: Experience) -> Tensor:
         """Rewards after the length penalties; what the log calls reward."""
@@ -147,7 +174,7 @@ class ExperienceMaker:
 
     def _metrics(self, experience: Experience, kl: Tensor | None) -> dict[str, Metric]:
         count, actions = experience.num_samples, experience.num_actions
-        mask, tokens = experience.action_mask, float(experience.action_mask.sum())
+        mask = experience.action_mask
         assert experience.token_rewards is not None
         metrics: dict[str, Metric] = {
             "train/reward": Mean(float(experience.rewards.sum()), count),
@@ -157,12 +184,10 @@ class ExperienceMaker:
             "train/truncated": Mean(float(experience.truncated.sum()), count),
             "train/response_clip_ratio": Mean(float((experience.lengths >= self.settings.max_len).sum()), count),
         }
-        spread = group_reward_std(experience.rewards, experience.group_ids)
-        if spread is not None:
-            metrics["train/group_reward_std"] = spread
+        metrics |= group_metrics(experience.rewards, experience.group_ids)
         if kl is not None:
-            metrics["train/kl"] = Mean(float(kl[mask].sum()), tokens)
-            metrics["train/kl_clamped"] = Mean(float((kl_clamped(kl) & mask).sum()), tokens)
+            assert experience.old_logprobs is not None and experience.ref_logprobs is not None
+            metrics |= kl_metrics(kl, experience.old_logprobs - experience.ref_logprobs, mask)
         return metrics
 
 
@@ -188,12 +213,17 @@ def combined(trajectory: Trajectory, by_models: Sequence[float], weights: Sequen
     )
 
 
-def group_reward_std(rewards: Tensor, groups: Tensor) -> Mean | None:
-    """Mean over prompts of the unbiased standard deviation of their samples' rewards; None without a group of two."""
+def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:
+    """How the rewards of a prompt's samples differ, as means over the prompts with two samples or more."""
     stats = group_statistics(rewards, groups)
     share_of_group = (stats.size > 1) / stats.size  # the samples of a group count as one
     number = float(share_of_group.sum())
-    return Mean(float((stats.std * share_of_group).sum()), number) if number else None
+    if not number:
+        return {}
+    return {
+        "train/group_reward_std": Mean(float((stats.std * share_of_group).sum()), number),
+        "train/dead_groups": Mean(float(share_of_group[stats.std == 0].sum()), number),
+    }
 
 
 class _Pending:

@@ -6,23 +6,19 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
 from openrlhf.config.machine import count_gpus
 from openrlhf.config.options import ConfigError
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig, RefConfig, RewardConfig
-from openrlhf.data.loading import DataError, load_datasets
-from openrlhf.data.prompts import PromptDataset
-from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.data.errors import DataError
 from openrlhf.distributed import placement
 from openrlhf.distributed.buckets import PublicationError
 from openrlhf.distributed.cluster import ray_cluster
@@ -38,6 +34,7 @@ from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, FunctionReward, R
 from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.ppo import PPOTrainer
+from openrlhf.trainers.prompt_data import PromptData, load_prompts
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.sources import SyncSource, evaluate
@@ -85,60 +82,6 @@ def run_ppo(config: PPOConfig) -> None:
             raise RolloutError(f"an engine failed: {error}. Logs: {', '.join(run.engine_logs)}") from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptData:
-    """What is read from disk before any process starts."""
-
-    tokenizer: PreTrainedTokenizerBase
-    train: PromptDataset
-    eval: PromptDataset | None
-
-
-def load_prompts(config: PPOConfig) -> PromptData:
-    """Tokenizer, training prompts and evaluation prompts. Raises DataError."""
-    data = config.data
-    tokenizer = get_tokenizer(
-        config.actor.model_name_or_path,
-        padding_side="left",
-        use_fast=not data.disable_fast_tokenizer,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-
-    for path in config.reward.models:
-        check_vocabulary(config, path, tokenizer)
-
-    def prompts(spec: str, *, split: str, probs: str | None) -> PromptDataset:
-        rows = load_datasets(spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed)
-        return PromptDataset(
-            rows,
-            tokenizer,
-            input_key=data.input_key,
-            label_key=data.label_key,
-            input_template=data.input_template,
-            apply_chat_template=data.apply_chat_template,
-            image_key=data.image_key,
-        )
-
-    return PromptData(
-        tokenizer=tokenizer,
-        train=prompts(data.prompt_dataset, split=data.prompt_split, probs=data.prompt_probs),
-        eval=prompts(config.eval.dataset, split=config.eval.split, probs=None) if config.eval.dataset else None,
-    )
-
-
-def check_vocabulary(config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError where a reward model means other tokens by the policy's numbers: it is given those, not a text."""
-    theirs = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code).get_vocab()
-    ours = tokenizer.get_vocab()
-    if differing := [token for token, number in ours.items() if theirs.get(token) != number]:
-        raise DataError(
-            f"--reward.model_name_or_path {path} has another vocabulary than --actor.model_name_or_path "
-            f"{config.actor.model_name_or_path}: {len(differing)} of {len(ours)} tokens have another number or none there, "
-            f"among them {differing[0]!r}. Use a reward model with the policy's tokenizer, or serve this one and name its URL "
-            "with --reward.remote_url."
-        )
-
-
 def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
     """Which roles there are, and which of them share devices."""
     roles: dict[str, ActorConfig | RefConfig | CriticConfig | RewardConfig] = {}
@@ -149,7 +92,9 @@ def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
         roles["critic"] = config.critic
     if config.reward.model_name_or_path:
         roles["reward"] = config.reward
-    together = [("actor", "ref")] if config.train.colocate_actor_ref else []
+    if config.algo.distill.teacher:
+        roles["teacher"] = config.ref
+    together = [("actor", "ref", "teacher")] if config.train.colocate_actor_ref else []
     together += [("critic", "reward")] if config.train.colocate_critic_reward else []
     return placement.plan(
         {name: (role.num_nodes, role.num_gpus_per_node) for name, role in roles.items()},
@@ -245,9 +190,11 @@ class Run:
                 self.hosts.append(self._start_hosts(group))
         steps = settings.optimizer_steps(self.config, len(self.data.train))
         moving = settings.optimizer_steps(self.config, len(self.data.train), after=settings.freezing_steps(self.config))
+        frozen = partial(settings.reference_settings, self.config)
         workers: dict[str, tuple[type, Callable[[], Any]]] = {
             "actor": (PolicyWorker, partial(settings.policy_settings, self.config, self.kind, moving)),
-            "ref": (ReferenceWorker, partial(settings.reference_settings, self.config)),
+            "ref": (ReferenceWorker, partial(frozen, self.config.actor.model_name_or_path)),
+            "teacher": (ReferenceWorker, partial(frozen, self.config.algo.distill.teacher or "")),
             "critic": (CriticWorker, partial(settings.critic_settings, self.config, self.kind, steps)),
             "reward": (RewardWorker, partial(settings.reward_settings, self.config)),
         }
@@ -298,6 +245,7 @@ class Run:
             groups.get("ref"),
             groups.get("critic"),
             groups.get("reward"),
+            groups.get("teacher"),
             settings.credit_settings(config),
             kl,
             recompute_old=settings.needs_old_logprobs(config),
@@ -323,6 +271,7 @@ class Run:
             )
             if self.data.eval is not None
             else None,
+            pretraining=self.data.pretraining,
             checkpoints=self.checkpoints,
             ckpt=config.ckpt,
             tokenizer=self.data.tokenizer,

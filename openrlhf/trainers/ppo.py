@@ -18,11 +18,12 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.distributed.worker_group import WorkerGroup, gather
-from openrlhf.experience import Experience
+from openrlhf.experience import Experience, TokenRows
 from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.rollout.rewards import ErrorBudget
 from openrlhf.trainers.experience_maker import ExperienceMaker
+from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.sources import SyncSource, evaluation_metrics
@@ -42,6 +43,7 @@ class LoopSettings:
 
     batch_size: int  # samples per optimizer step
     epochs: int  # passes over a rollout batch
+    updates_per_step: int  # optimizer steps of a full rollout batch
     seed: int
     needs_groups: bool  # the estimator compares samples of a prompt: a lone one teaches nothing
     eval_steps: int  # ≤ 0: no evaluation while training
@@ -52,6 +54,7 @@ class LoopSettings:
     run_dir: str
     layouts: Mapping[str, EngineLayout]  # of the models' states, for the checkpoint
     freezing_steps: int  # steps in which only the critic learns
+    stop_run: float | None  # KL to the reference, nats per token, that ends the run
     save_critic: bool
 
 
@@ -69,6 +72,7 @@ class PPOTrainer:
         kl: KLController,
         errors: ErrorBudget,
         evaluate: Evaluate | None,
+        pretraining: PretrainingMix | None,
         checkpoints: CheckpointManager,
         ckpt: CheckpointConfig,
         tokenizer: PreTrainedTokenizerBase,
@@ -78,10 +82,12 @@ class PPOTrainer:
         self.source, self.maker, self.weights = source, maker, weights
         self.policy, self.critic = policy, critic
         self.kl, self.errors, self.evaluate = kl, errors, evaluate
+        self.pretraining = pretraining
         self.checkpoints, self.ckpt, self.tokenizer = checkpoints, ckpt, tokenizer
         self.recorder, self.settings = recorder, settings
         self.step = 0
         self.evaluated_at = -1
+        self.stopped = False  # before the prompts are used up
         self.best = BestMetric(settings.best_metric_key)
         self.timing: dict[str, Metric] = {}
 
@@ -98,13 +104,15 @@ class PPOTrainer:
                 self.after_step(rollout)
                 continue
             with self.clock("make_experience"):
-                experience = self.maker.annotate(experience)  # log π_old, log π_ref, V
+                experience, passes = self.maker.annotate(experience)  # log π_old, log π_ref, V
                 experience, credit = self.maker.credit(experience)  # r_t, Â_t, Ĝ_t
             with self.clock("ppo_train"):
                 update = self.improve(experience)  # V, π
             with self.clock("broadcast"):
                 self.weights.publish(self.step + 1)  # π_old ← π
-            self.after_step(merge_all([rollout, credit, update]))
+            self.after_step(merge_all([rollout, passes, credit, update]))
+            if self.stopped:
+                break
         self.export_final(Path(self.ckpt.output_dir).expanduser().absolute())
 
     def collect(self, trajectories: Sequence[Trajectory]) -> tuple[Experience, dict[str, Metric]]:
@@ -130,9 +138,13 @@ class PPOTrainer:
             launched += self.critic.launch(CriticWorker.update, jobs)
             logs += self.critic.logs
         if self.step + 1 > self.settings.freezing_steps:
+            plans = self._plans(lengths, self.policy.size)
+            texts = self._pretraining_text(len(plans[0].steps))
             jobs = [
-                PolicyUpdate(experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=self.kl.coef)
-                for plan in self._plans(lengths, self.policy.size)
+                PolicyUpdate(
+                    experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=self.kl.coef, pretraining=text
+                )
+                for plan, text in zip(plans, texts, strict=True)
             ]
             launched += self.policy.launch(PolicyWorker.update, jobs)
             logs += self.policy.logs
@@ -148,6 +160,13 @@ class PPOTrainer:
             seed=self.settings.seed + self.step,
         )
 
+    def _pretraining_text(self, steps: int) -> list[list[TokenRows]]:
+        """Each rank's plain text for the next `steps` optimizer steps; none where none is mixed in."""
+        if not self.pretraining:
+            return [[] for _ in range(self.policy.size)]
+        first = self.step * self.settings.updates_per_step
+        return self.pretraining.for_ranks(range(first, first + steps), self.policy.size)
+
     def _gather(self, launched: list[Any], doing: str, logs: list[str]) -> list[Any]:
         return gather(launched, timeout_s=self.settings.step_timeout, doing=doing, logs=logs)
 
@@ -159,22 +178,37 @@ class PPOTrainer:
             self.kl.update(metrics["train/kl"].value, int(metrics["rollout/num_samples"].value))
         total = sum(part.value for part in self.timing.values())
         timing = self.timing | {"timing/step_total": Last(total)}
+        if isinstance(tokens := metrics.get("train/total_length"), Mean):
+            timing["timing/tokens_per_second"] = Last(tokens.sum / total)
         self.timing = {}
         self.recorder.step(self.step, values(metrics | timing))
-        last = self.step == self.source.total_steps
+        self.stopped = self._is_too_far(metrics)
+        last = self.stopped or self.step == self.source.total_steps
         if self.settings.eval_steps > 0 and (self.step % self.settings.eval_steps == 0 or last):
             self.run_evaluation()
-        if self.ckpt.save_steps > 0 and self.step % self.ckpt.save_steps == 0:
+        if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or self.stopped):
             self.save()
+
+    def _is_too_far(self, metrics: Mapping[str, Metric]) -> bool:
+        """Whether the policy has moved further from the reference than --algo.kl.stop_run allows; the user is told."""
+        kl, limit = metrics.get("train/kl", Last(0.0)).value, self.settings.stop_run
+        if limit is None or not kl > limit:
+            return False
+        self.recorder.display.note(
+            f"The run ends after step {self.step}: the KL to the reference is {kl:.4g} nats per token, above "
+            f"--algo.kl.stop_run {limit:g}. The policy is exported as it is now."
+        )
+        return True
 
     def run_evaluation(self) -> None:
         """pass@k of the published weights; a new best is kept."""
         if self.evaluate is None:
             return
-        self.recorder.display.status("evaluating")
-        trajectories = self.maker.scored(self.evaluate())
+        with self.clock("evaluation"):
+            trajectories = self.maker.scored(self.evaluate())
         metrics = evaluation_metrics(trajectories, k=self.settings.eval_samples)
-        self.recorder.evaluation(self.step, metrics)
+        timing = {"timing/evaluation": self.timing.pop("timing/evaluation").value}
+        self.recorder.evaluation(self.step, metrics | timing)
         self.evaluated_at = self.step
         if self.best.improves(metrics) and self.step > 0:
             self.save(best=True)
@@ -183,18 +217,19 @@ class PPOTrainer:
         """Write a checkpoint of the run as it stands."""
         if self.ckpt.disable_ds and not self.ckpt.save_hf:
             return
-        staged = self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf)
-        for part, group in self.parts().items() if not self.ckpt.disable_ds else ():
-            saved = group.broadcast(TrainedWorker.save_checkpoint, staged.engine_dir(part), staged.tag)
-            self._gather(saved, "save a checkpoint", group.logs)
-        if self.ckpt.save_hf:
-            self.export(staged.hf_dir)
-        self.checkpoints.commit(
-            staged,
-            state=self._state(),
-            metric_key=self.best.key or None,
-            metric_value=self.best.last if self.evaluated_at == self.step else None,
-        )
+        with self.clock("checkpoint"):
+            staged = self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf)
+            for part, group in self.parts().items() if not self.ckpt.disable_ds else ():
+                saved = group.broadcast(TrainedWorker.save_checkpoint, staged.engine_dir(part), staged.tag)
+                self._gather(saved, "save a checkpoint", group.logs)
+            if self.ckpt.save_hf:
+                self.export(staged.hf_dir)
+            self.checkpoints.commit(
+                staged,
+                state=self._state(),
+                metric_key=self.best.key or None,
+                metric_value=self.best.last if self.evaluated_at == self.step else None,
+            )
 
     def _state(self) -> RunState:
         return RunState(

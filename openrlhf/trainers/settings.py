@@ -9,6 +9,7 @@ from typing import Literal, cast
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from openrlhf.algorithms.corrections import Correction, Level, Mode
 from openrlhf.checkpoints import EngineLayout
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import LoadSpec
@@ -28,12 +29,14 @@ TORCH_NAMES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "f
 def needs_old_logprobs(config: PPOConfig) -> bool:
     """Whether π_old is recomputed: not if the update is strictly on-policy and nothing else looks at it.
 
-    With one optimizer step per batch, one pass, no KL in the reward and no dropout, the ratio is 1 by construction.
+    With one optimizer step per batch, one pass, no KL in the reward, no correction, no teacher and no dropout, the ratio is
+    1 by construction.
     """
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     one_step = config.train.max_epochs == 1 and config.train.batch_size >= samples
     kl_in_reward = config.algo.kl.init_coef > 0 and not config.algo.kl.use_loss
-    return not one_step or kl_in_reward or has_dropout(config)
+    compared = kl_in_reward or config.algo.correction.level or config.algo.distill.teacher
+    return not one_step or bool(compared) or has_dropout(config)
 
 
 def has_dropout(config: PPOConfig) -> bool:
@@ -50,10 +53,16 @@ def has_dropout(config: PPOConfig) -> bool:
 
 def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
     """Length of a learning-rate schedule: the optimizer steps after the first `after` batches, if no episode fails."""
-    size, n = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    size = config.rollout.batch_size
     episode = [size] * (prompts // size) + [prompts % size] * (prompts % size > 0)
     batches = (episode * config.train.num_episodes)[after:]
-    return config.train.max_epochs * sum(math.ceil(drawn * n / config.train.batch_size) for drawn in batches)
+    return sum(updates_of(config, drawn) for drawn in batches)
+
+
+def updates_of(config: PPOConfig, prompts: int) -> int:
+    """Optimizer steps that a batch of so many prompts makes."""
+    samples = prompts * config.rollout.n_samples_per_prompt
+    return config.train.max_epochs * math.ceil(samples / config.train.batch_size)
 
 
 def freezing_steps(config: PPOConfig) -> int:
@@ -103,11 +112,15 @@ def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySet
             clip_low=clip_low,
             clip_high=clip_high,
             dual_clip=actor.dual_clip,
+            correction=correction_of(config),
+            correct=algo.correction.level is not None,
             aggregation=algo.loss.aggregation,
             max_response_tokens=config.rollout.max_new_tokens or config.data.max_len,
             kl_estimator=algo.kl.estimator,
             kl_in_loss=algo.kl.use_loss,
+            stop_update=algo.kl.stop_update,
             entropy_coef=actor.entropy_coef,
+            ptx_coef=algo.ptx.coef,
         ),
         forward=forward_limits(config),
         train=train_limits(config),
@@ -117,6 +130,14 @@ def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySet
         bucket_bytes=BUCKET_BYTES[kind],
         wire_dtype=TORCH_NAMES[config.vllm.dtype],
     )
+
+
+def correction_of(config: PPOConfig) -> Correction:
+    """The correction that the flags ask for; without one, whose band tells which tokens are worth counting."""
+    axes = config.algo.correction
+    low, high = axes.band or config.algo.advantage.is_correction_threshold
+    level, mode = cast(Level, axes.level or "token"), cast(Mode, axes.mode or "clip")
+    return Correction(level=level, mode=mode, low=low, high=high)
 
 
 def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSettings:
@@ -149,12 +170,10 @@ def reward_settings(config: PPOConfig) -> RewardModelSettings:
     )
 
 
-def reference_settings(config: PPOConfig) -> ReferenceSettings:
-    """What the reference workers need to know."""
+def reference_settings(config: PPOConfig, path: str) -> ReferenceSettings:
+    """What the workers of the reference, or of the teacher, need to know."""
     return ReferenceSettings(
-        load=load_spec(config, config.actor.model_name_or_path),
-        forward=forward_limits(config),
-        temperature=config.rollout.temperature,
+        load=load_spec(config, path), forward=forward_limits(config), temperature=config.rollout.temperature
     )
 
 
@@ -168,6 +187,7 @@ def credit_settings(config: PPOConfig) -> CreditSettings:
         scale_advantages=not advantage.no_std_norm,
         kl_estimator=kl.estimator,
         kl_in_reward=kl.init_coef > 0 and not kl.use_loss,
+        distill_coef=config.algo.distill.coef,
         reward_weights=reward.weights or (),
         reward_clip=reward.clip_range,
         overlong_buffer=reward.overlong_buffer_len,
@@ -230,6 +250,7 @@ def loop_settings(config: PPOConfig, run_dir: str) -> LoopSettings:
     return LoopSettings(
         batch_size=config.train.batch_size,
         epochs=config.train.max_epochs,
+        updates_per_step=updates_of(config, config.rollout.batch_size),
         seed=config.train.seed,
         needs_groups=ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].per_group,
         eval_steps=config.eval.steps,
@@ -240,6 +261,7 @@ def loop_settings(config: PPOConfig, run_dir: str) -> LoopSettings:
         run_dir=run_dir,
         layouts=engine_layouts(config),
         freezing_steps=freezing_steps(config),
+        stop_run=config.algo.kl.stop_run,
         save_critic=config.critic.save_value_network,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -114,27 +114,40 @@ class TrainedWorker(ABC, Generic[Job]):
         return model
 
     @abstractmethod
-    def counts(self, micro: Experience) -> Mapping[str, float]:
+    def counts(self, micro: Any) -> Mapping[str, float]:
         """The denominators of a micro-batch."""
 
     @abstractmethod
-    def loss(self, micro: Experience, totals: Mapping[str, float], job: Job) -> tuple[Tensor, Metrics]:
+    def loss(self, micro: Any, totals: Mapping[str, float], job: Job) -> tuple[Tensor, Metrics]:
         """This micro-batch's share of the window's loss, and its metrics under their logged names."""
 
     def update(self, job: Job) -> Metrics:
         """Take the optimizer steps of an update; metrics of this rank's tokens under their logged names."""
-        results = [self._optimizer_step(job, rows) for rows in job.steps]
+        results: list[StepResult] = []
+        for number in range(len(job.steps)):
+            results.append(self._optimizer_step(job, number))
+            if self.has_moved_enough(results[-1].metrics):
+                break
         step_metrics: Metrics = {
+            f"train/{self.name}_steps": Last(float(len(results))),
             f"train/{self.name}_lr": Last(results[-1].lr),
             f"train/{self.name}_grad_norm": Last(results[-1].grad_norm),
             "train/nonfinite_steps": Max(float(self.engine.nonfinite_steps)),
         }
         return merge_all([*(result.metrics for result in results), step_metrics])
 
-    def _optimizer_step(self, job: Job, rows: list[int]) -> StepResult:
-        batch = job.experience.select(rows)
+    def window(self, job: Job, number: int) -> list[Any]:
+        """This rank's micro-batches of optimizer step `number` of the update."""
+        batch = job.experience.select(job.steps[number])
+        return batch.split(self.trained.train.cut(batch.lengths))
+
+    def has_moved_enough(self, metrics: Metrics) -> bool:
+        """Whether to leave out the optimizer steps that remain; the same answer on every rank."""
+        return False
+
+    def _optimizer_step(self, job: Job, number: int) -> StepResult:
         return self.engine.optimize(
-            batch.split(self.trained.train.cut(batch.lengths)),
+            self.window(job, number),
             counts=self.counts,
             loss=lambda micro, totals: self.loss(micro.to(self.strategy.device), totals, job),
             max_nonfinite=self.trained.max_nonfinite,

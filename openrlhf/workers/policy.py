@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from openrlhf.algorithms.corrections import mismatch
+from openrlhf.algorithms.corrections import Correction, Mismatch, correction_weights, mismatch
 from openrlhf.algorithms.kl import kl_clamped, kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, aggregation_weights
-from openrlhf.algorithms.tensors import masked_sum
+from openrlhf.algorithms.supervised_losses import token_nll
+from openrlhf.algorithms.tensors import log_ratio, masked_sum
 from openrlhf.distributed.buckets import SentWeights, TensorSpec, WeightManifest
 from openrlhf.distributed.devices import free_port, node_address
 from openrlhf.distributed.strategy import Metrics, Strategy, full_shape
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
-from openrlhf.experience import Experience
+from openrlhf.experience import Experience, TokenRows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Max, Mean
@@ -30,11 +31,15 @@ class Objective:
     clip_low: float
     clip_high: float
     dual_clip: float | None
+    correction: Correction  # of engine-trainer differences
+    correct: bool  # False: tokens outside its band are only counted
     aggregation: str
     max_response_tokens: int  # L of constant aggregation
     kl_estimator: str
     kl_in_loss: bool
+    stop_update: float | None  # KL(π_old ‖ π_θ) in nats per token that ends the updates of a batch
     entropy_coef: float | None  # None: not computed; 0: logged only
+    ptx_coef: float  # of the pretraining text that an update brings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,7 @@ class PolicyUpdate(Update):
     """An update of the policy, with the present coefficient β of a KL in the loss."""
 
     kl_coef: float
+    pretraining: Sequence[TokenRows] = ()  # PPO-ptx: this rank's rows of each optimizer step
 
 
 class PolicyWorker(TrainedWorker[PolicyUpdate]):
@@ -78,13 +84,26 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         objective = self.settings.objective
         return aggregation_weights(mask, objective.aggregation, max_tokens=objective.max_response_tokens)
 
-    def counts(self, micro: Experience) -> Mapping[str, float]:
-        """Denominators: of the policy loss as aggregated, and of the terms that are means over tokens."""
-        mask = micro.layout.gather(micro.action_mask)
-        return {"policy": self._weights(mask)[1], "tokens": float(mask.sum())}
+    def window(self, job: PolicyUpdate, number: int) -> list[Experience | TokenRows]:
+        """Micro-batches of episodes, and of pretraining text where there is some: one optimizer step learns from both."""
+        window: list[Experience | TokenRows] = [*super().window(job, number)]
+        for text in job.pretraining[number : number + 1]:
+            window += text.split(self.settings.train.cut(text.lengths))
+        return window
 
-    def loss(self, micro: Experience, totals: Mapping[str, float], job: PolicyUpdate) -> tuple[Tensor, Metrics]:
-        """policy + β·KL − c·entropy, this micro-batch's share of the window; and its metrics."""
+    def counts(self, micro: Experience | TokenRows) -> Mapping[str, float]:
+        """Denominators: of the policy loss as aggregated, of terms that are means over sampled tokens, of pretraining tokens."""
+        if isinstance(micro, TokenRows):
+            return {"policy": 0.0, "tokens": 0.0, "pretraining": float(micro.loss_mask.sum())}
+        mask = micro.layout.gather(micro.action_mask)
+        return {"policy": self._weights(mask)[1], "tokens": float(mask.sum()), "pretraining": 0.0}
+
+    def loss(
+        self, micro: Experience | TokenRows, totals: Mapping[str, float], job: PolicyUpdate
+    ) -> tuple[Tensor, Metrics]:
+        """policy + β·KL − c·entropy + c_ptx·NLL, this micro-batch's share of the window; and its metrics."""
+        if isinstance(micro, TokenRows):
+            return self._pretraining_loss(micro, totals)
         objective = self.settings.objective
         scores = self.engine(
             micro.tokens,
@@ -95,9 +114,28 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         )
         layout = micro.layout
         mask, logprobs = layout.gather(micro.action_mask), layout.gather(scores.logprobs)
-        assert micro.advantages is not None
         # Strictly on-policy, nothing needs π_old apart: the ratio is 1 by construction.
         old = logprobs.detach() if micro.old_logprobs is None else layout.gather(micro.old_logprobs)
+        loss, metrics = self._policy_loss(micro, logprobs, old, mask, totals)
+        tokens = float(mask.sum())
+        if objective.kl_in_loss and micro.ref_logprobs is not None:
+            reference = layout.gather(micro.ref_logprobs)
+            kl = kl_estimate(logprobs, reference, objective.kl_estimator)
+            loss = loss + job.kl_coef * masked_sum(kl, mask) / totals["tokens"]
+            metrics |= kl_metrics(kl.detach(), log_ratio(logprobs.detach(), reference, mask), mask)
+        if scores.entropy is not None and objective.entropy_coef is not None:
+            entropy_sum = masked_sum(layout.gather(scores.entropy), mask)
+            metrics["train/entropy_loss"] = Mean(float(entropy_sum.detach()), tokens)
+            if objective.entropy_coef:
+                loss = loss - objective.entropy_coef * entropy_sum / totals["tokens"]
+        return loss, metrics
+
+    def _policy_loss(
+        self, micro: Experience, logprobs: Tensor, old: Tensor, mask: Tensor, totals: Mapping[str, float]
+    ) -> tuple[Tensor, Metrics]:
+        """The surrogate of the sampled tokens, each weighed by how far engine and trainer agree about it."""
+        objective, layout = self.settings.objective, micro.layout
+        assert micro.advantages is not None
         surrogate = POLICY_LOSSES[objective.policy_loss].function(
             logprobs,
             old,
@@ -107,27 +145,34 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             clip_high=objective.clip_high,
             dual_clip=objective.dual_clip,
         )
+        rollout = layout.gather(micro.rollout_logprobs)
+        corrected, outside = correction_weights(old, rollout, mask, objective.correction)
+        per_token = corrected * surrogate.per_token if objective.correct else surrogate.per_token
         weights, count = self._weights(mask)
-        policy_sum = (weights * surrogate.per_token).sum()
-        loss = policy_sum / totals["policy"]
-        tokens = float(mask.sum())
+        summed, tokens = (weights * per_token).sum(), float(mask.sum())
         metrics: Metrics = {
-            "train/policy_loss": Mean(float(policy_sum.detach()), count),
+            "train/policy_loss": Mean(float(summed.detach()), count),
             "train/ppo_clip_ratio": Mean(float(surrogate.clipped.sum()), tokens),
             "train/ppo_kl": Mean(float(surrogate.approx_kl.sum()), tokens),
+            "train/update_kl": Mean(float(masked_sum(kl_estimate(old, logprobs.detach(), "k3"), mask)), tokens),
         }
-        if objective.kl_in_loss and micro.ref_logprobs is not None:
-            kl = kl_estimate(logprobs, layout.gather(micro.ref_logprobs), objective.kl_estimator)
-            kl_sum = masked_sum(kl, mask)
-            loss = loss + job.kl_coef * kl_sum / totals["tokens"]
-            metrics["train/kl"] = Mean(float(kl_sum.detach()), tokens)
-            metrics["train/kl_clamped"] = Mean(float((kl_clamped(kl) & mask).sum()), tokens)
-        if scores.entropy is not None and objective.entropy_coef is not None:
-            entropy_sum = masked_sum(layout.gather(scores.entropy), mask)
-            metrics["train/entropy_loss"] = Mean(float(entropy_sum.detach()), tokens)
-            if objective.entropy_coef:
-                loss = loss - objective.entropy_coef * entropy_sum / totals["tokens"]
-        return loss, metrics | mismatch_metrics(old, layout.gather(micro.rollout_logprobs), mask)
+        return summed / totals["policy"], metrics | mismatch_metrics(mismatch(old, rollout, mask, outside))
+
+    def _pretraining_loss(self, text: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, Metrics]:
+        """c_ptx times the negative log-likelihood of plain text, at temperature 1.  InstructGPT, eq. 2, arXiv:2203.02155"""
+        scores = self.engine(text.tokens, text.offsets, text.loss_mask)
+        summed, tokens = token_nll(scores.logprobs, text.loss_mask).sum(), float(text.loss_mask.sum())
+        share = self.settings.objective.ptx_coef * summed / totals["pretraining"]
+        return share, {"train/ptx_loss": Mean(float(summed.detach()), tokens)}
+
+    def has_moved_enough(self, metrics: Metrics) -> bool:
+        """Whether π_θ, when the last optimizer step began, was further from π_old than --algo.kl.stop_update allows."""
+        limit, moved = self.settings.objective.stop_update, metrics.get("train/update_kl", Mean(0.0, 0.0))
+        if limit is None:
+            return False
+        assert isinstance(moved, Mean)
+        total, tokens = self.strategy.all_reduce([moved.sum, moved.count])
+        return total > limit * tokens
 
     def weight_manifest(self, version: int) -> WeightManifest:
         """What a publication of the present weights consists of. Tied weights are named once."""
@@ -157,11 +202,22 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return None
 
 
-def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Metrics:
+def mismatch_metrics(gap: Mismatch) -> Metrics:
     """How far engine and trainer disagree about the sampled tokens, in the logged names."""
-    gap = mismatch(old_logprobs, rollout_logprobs, mask)
     return {
         "train/vllm_kl": Mean(gap.kl_sum, gap.tokens),
         "train/logprob_gap_mean": Mean(gap.gap_sum, gap.tokens),
         "train/logprob_gap_max": Max(gap.gap_max),
+        "train/rollout_ratio": Mean(gap.ratio_sum, gap.tokens),
+        "train/rollout_ratio_outside": Mean(float(gap.outside), gap.tokens),
+    }
+
+
+def kl_metrics(kl: Tensor, difference: Tensor, mask: Tensor) -> Metrics:
+    """The distance to the reference in the logged names; `difference` is log π − log π_ref."""
+    tokens = float(mask.sum())
+    return {
+        "train/kl": Mean(float(masked_sum(kl, mask)), tokens),
+        "train/kl_clamped": Mean(float((kl_clamped(kl) & mask).sum()), tokens),
+        "train/logprobs_diff": Mean(float(masked_sum(difference, mask)), tokens),
     }

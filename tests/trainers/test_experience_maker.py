@@ -12,7 +12,7 @@ import torch
 from openrlhf.algorithms.kl import FixedKL
 from openrlhf.experience import Experience, offsets_of
 from openrlhf.observability.metrics import values
-from openrlhf.trainers.experience_maker import CreditSettings, ExperienceMaker, combined, group_reward_std
+from openrlhf.trainers.experience_maker import CreditSettings, ExperienceMaker, combined, group_metrics
 from tests.reference import credit as reference
 from tests.trainers.episodes import episode
 
@@ -23,6 +23,7 @@ SETTINGS = CreditSettings(
     scale_advantages=True,
     kl_estimator="k1",
     kl_in_reward=True,
+    distill_coef=0.5,
     reward_weights=(),
     reward_clip=(-10.0, 10.0),
     overlong_buffer=None,
@@ -61,6 +62,7 @@ def batch(rewards: list[float], **changes: Any) -> Experience:
 def credited(experience: Experience, *, kl_coef: float = 0.1, **changes: Any) -> tuple[Experience, dict[str, float]]:
     maker = ExperienceMaker(
         NoWorkers(),  # pyright: ignore[reportArgumentType]
+        None,
         None,
         None,
         None,
@@ -103,6 +105,7 @@ def test_the_metrics_of_a_batch_by_hand() -> None:
             "train/truncated": 0.25,
             "train/response_clip_ratio": 0.25,  # the row that fills --data.max_len
             "train/group_reward_std": ROOT / 2,
+            "train/dead_groups": 0.5,
         },
         abs=1e-6,
     )
@@ -184,13 +187,22 @@ def test_a_reward_that_is_missing_is_an_error_and_not_a_zero() -> None:
 def test_the_spread_of_rewards_is_a_mean_over_prompts() -> None:
     rewards = torch.tensor([0.0, 1.0, 5.0, 5.0, 5.0, 9.0])
     groups = torch.tensor([4, 4, 2, 2, 2, 8])  # std √0.5, 0, and one without peers
-    spread = group_reward_std(rewards, groups)
-    assert spread is not None
-    assert (spread.value, spread.count) == (pytest.approx(ROOT / 2), pytest.approx(2.0))
+    metrics = values(group_metrics(rewards, groups))
+    assert metrics == pytest.approx({"train/group_reward_std": ROOT / 2, "train/dead_groups": 0.5})
 
 
 def test_lone_samples_have_no_spread() -> None:
-    assert group_reward_std(torch.tensor([0.0, 1.0]), torch.tensor([1, 2])) is None
+    assert group_metrics(torch.tensor([0.0, 1.0]), torch.tensor([1, 2])) == {}
+
+
+def test_a_teacher_credits_each_token_with_its_own_log_ratio() -> None:
+    old, teacher = torch.full((11,), -1.0), torch.full((11,), -1.0)
+    teacher[1], teacher[2], teacher[4] = -0.5, -3.0, -500.0  # better, worse, and held to 10 nats
+    columns = {"old_logprobs": old, "teacher_logprobs": teacher}
+    experience, metrics = credited(batch([0.0, 0.0, 0.0, 0.0], **columns), kl_in_reward=False, distill_coef=2.0)
+    assert rows(experience.advantages) == [[1.0, -4.0], [-20.0], [0.0], [0.0, 0.0, 0.0]]
+    assert rows(experience.token_rewards) == [[0.0, 0.0], [0.0], [0.0], [0.0, 0.0, 0.0]]
+    assert metrics["train/teacher_kl"] == pytest.approx((-0.5 + 2.0 + 10.0) / 7)
 
 
 @pytest.mark.parametrize(

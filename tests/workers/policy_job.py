@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from openrlhf.algorithms.corrections import Correction
 from openrlhf.config.shared import AdamConfig, EngineConfig, OptimizerConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import Strategy
-from openrlhf.experience import Experience, Layout, offsets_of
+from openrlhf.experience import Experience, Layout, TokenRows, offsets_of
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import merge_all, values
 from openrlhf.trainers.update_plan import plan_update, rows_of_rank, share
@@ -22,7 +23,9 @@ from openrlhf.workers.policy import Objective, PolicySettings, PolicyUpdate, Pol
 LENGTHS = [5, 9, 4, 12, 7, 3, 10, 6, 8]
 BATCH_SIZE = 4  # optimizer steps of 4, 4 and 1 rows: of two ranks, one has none in the last
 TEMPERATURE = 0.8
-KL_COEF, ENTROPY_COEF, CLIP = 0.1, 0.05, 0.2
+KL_COEF, ENTROPY_COEF, PTX_COEF, CLIP = 0.1, 0.05, 0.3, 0.2
+BAND = (0.7, 0.95)  # of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 here
+TEXTS = [[5, 9, 7, 30, 11], [12, 8], [40, 41, 42, 43, 44, 45, 46]]  # plain text, of two ranks one has a single row
 # A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as gradients do.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=1.0, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.5
@@ -32,11 +35,15 @@ OBJECTIVE = Objective(
     clip_low=CLIP,
     clip_high=CLIP,
     dual_clip=None,
+    correction=Correction(level="token", mode="clip", low=BAND[0], high=BAND[1]),
+    correct=True,
     aggregation="token",
     max_response_tokens=16,
     kl_estimator="k3",
     kl_in_loss=True,
+    stop_update=None,
     entropy_coef=ENTROPY_COEF,
+    ptx_coef=PTX_COEF,
 )
 
 
@@ -60,6 +67,12 @@ def batch() -> Experience:
         advantages=torch.randn(tokens, generator=draw),
         old_logprobs=-4.2 + 0.3 * torch.randn(tokens, generator=draw),
     )
+
+
+def text(rows: list[int]) -> TokenRows:
+    """Some of `TEXTS`: every token but the first is a target."""
+    tokens = [TEXTS[row] for row in rows]
+    return TokenRows.from_lists(tokens, [[place > 0 for place in range(len(row))] for row in tokens])
 
 
 def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tensor:
@@ -95,7 +108,13 @@ def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool)
     experience = experience.with_columns(ref_logprobs=score(reference, strategy, experience))
     plans = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)
     plan = plans[strategy.rank]
-    job = PolicyUpdate(experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=KL_COEF)
+    texts = [text(share([len(row) for row in TEXTS], range(len(TEXTS)), strategy.dp_size)[strategy.rank])]
+    job = PolicyUpdate(
+        experience=rows_of_rank(experience, plan),
+        steps=plan.steps,
+        kl_coef=KL_COEF,
+        pretraining=texts * len(plan.steps),
+    )
     metrics = merge_all(strategy.gather(policy.update(job)))
     weights = {name: tensor.clone() for bucket in policy.engine.full_parameters(1 << 14) for name, tensor in bucket}
     return {

@@ -15,7 +15,19 @@ from openrlhf.trainers.update_plan import plan_update
 from tests.launch import run_ranks
 from tests.reference import policy as reference
 from tests.tiny import save_tiny_model
-from tests.workers.policy_job import BATCH_SIZE, CLIP, ENTROPY_COEF, KL_COEF, LENGTHS, OPTIMIZER, TEMPERATURE, batch
+from tests.workers.policy_job import (
+    BAND,
+    BATCH_SIZE,
+    CLIP,
+    ENTROPY_COEF,
+    KL_COEF,
+    LENGTHS,
+    OPTIMIZER,
+    PTX_COEF,
+    TEMPERATURE,
+    TEXTS,
+    batch,
+)
 
 LAYOUTS = ["zero0-rows3-padded", "zero2-rows2-packed", "zero2-tokens20-packed", "zero3-rows3-padded"]
 Row = tuple[Tensor, Tensor, Tensor]  # log π, entropies and mask of a row, float64
@@ -56,12 +68,14 @@ def plain(model: str) -> dict[str, Any]:
         before = [scores(hf, row)[0] for row in range(len(LENGTHS))]
     [plan] = plan_update(LENGTHS, ranks=1, batch_size=BATCH_SIZE, epochs=1, seed=0)
     sums = dict.fromkeys(("policy", "kl", "entropy", "clipped", "tokens"), 0.0)
-    norm = math.nan
+    norm, texts = math.nan, list[float]()
     for rows in plan.steps:
         terms = [step_terms(hf, plan.rows[row], before[plan.rows[row]]) for row in rows]
         policy, kl, entropy, tokens, clipped = (sum(term[i] for term in terms) for i in range(5))
         optimizer.zero_grad()
-        ((policy + KL_COEF * kl - ENTROPY_COEF * entropy) / tokens).backward()
+        text = text_nll(hf)
+        ((policy + KL_COEF * kl - ENTROPY_COEF * entropy) / tokens + PTX_COEF * text).backward()
+        texts.append(float(text))
         norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), OPTIMIZER.max_norm))
         optimizer.step()
         for name, value in zip(sums, (policy, kl, entropy, clipped, tokens), strict=True):
@@ -69,7 +83,7 @@ def plain(model: str) -> dict[str, Any]:
     tokens = sums.pop("tokens")
     return {
         "before": torch.cat(before),
-        "means": {name: value / tokens for name, value in sums.items()},
+        "means": {name: value / tokens for name, value in sums.items()} | {"text": math.fsum(texts) / len(texts)},
         "norm": norm,
         "weights": dict(hf.named_parameters()),
     }
@@ -82,15 +96,23 @@ def step_terms(hf: PreTrainedModel, row: int, ref: Tensor) -> tuple[Any, ...]:
     assert one.advantages is not None and one.old_logprobs is not None
     advantages, ratio = one.advantages.double(), (logprobs - one.old_logprobs.double()).exp()
     free, held = ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages
+    trust = (one.old_logprobs.double() - one.rollout_logprobs.double()).exp().clamp(*BAND)
     log_ratio = logprobs - ref
     kl = (-log_ratio).exp() - 1 + log_ratio
     return (
-        -torch.minimum(free, held)[mask].sum(),
+        -(trust * torch.minimum(free, held))[mask].sum(),
         kl[mask].sum(),
         entropies[mask].sum(),
         float(mask.sum()),
         float((held < free)[mask].sum()),
     )
+
+
+def text_nll(hf: PreTrainedModel) -> Tensor:
+    """Mean negative log-likelihood of the plain text, at temperature 1."""
+    tables = [torch.log_softmax(hf(torch.tensor([row])).logits[0, :-1], -1) for row in TEXTS]
+    chosen = [table.gather(1, torch.tensor(row[1:])[:, None]) for table, row in zip(tables, TEXTS, strict=True)]
+    return -torch.cat(chosen).mean()
 
 
 def test_the_reference_of_these_tests_agrees_with_the_papers_loop(model: str) -> None:
@@ -102,7 +124,9 @@ def test_the_reference_of_these_tests_agrees_with_the_papers_loop(model: str) ->
     assert one.advantages is not None and one.old_logprobs is not None
     columns = (logprobs, one.old_logprobs, one.advantages, mask)
     terms = reference.ppo(*(column.tolist() for column in columns), CLIP, CLIP, None)
-    assert float(surrogate) == pytest.approx(math.fsum(terms))
+    sampled = one.old_logprobs.tolist(), one.rollout_logprobs.tolist(), mask.tolist()
+    trust = reference.correction(*sampled, "token", "clip", *BAND)
+    assert float(surrogate) == pytest.approx(math.fsum(t * w for t, w in zip(terms, trust, strict=True)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -122,6 +146,7 @@ def test_an_update_does_not_depend_on_ranks_stage_micro_batches_or_packing(
     assert metrics["train/policy_loss"] == pytest.approx(means["policy"], abs=1e-5)
     assert metrics["train/kl"] == pytest.approx(means["kl"], abs=1e-5)
     assert metrics["train/entropy_loss"] == pytest.approx(means["entropy"], abs=1e-5)
+    assert metrics["train/ptx_loss"] == pytest.approx(means["text"], abs=1e-5)
     assert metrics["train/ppo_clip_ratio"] == pytest.approx(means["clipped"])
     assert 0.2 < means["clipped"] < 0.8
     assert metrics["train/actor_grad_norm"] == pytest.approx(plain["norm"], rel=1e-4)
@@ -147,6 +172,10 @@ def test_the_mismatch_with_the_engine_is_measured_against_the_old_policy(results
     assert metrics["train/logprob_gap_mean"] == pytest.approx(float(gap.abs().mean()), rel=1e-5)
     assert metrics["train/logprob_gap_max"] == pytest.approx(float(gap.abs().max()), rel=1e-5)
     assert metrics["train/vllm_kl"] == pytest.approx(-float(gap.mean()), rel=1e-5)
+    assert metrics["train/rollout_ratio"] == pytest.approx(float(gap.exp().mean()), rel=1e-5)
+    outside = (gap.exp() < BAND[0]) | (gap.exp() > BAND[1])
+    assert metrics["train/rollout_ratio_outside"] == pytest.approx(float(outside.float().mean()))
+    assert 0.2 < metrics["train/rollout_ratio_outside"] < 0.9
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

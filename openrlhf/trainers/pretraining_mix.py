@@ -1,0 +1,42 @@
+"""PPO-ptx: plain text that the policy goes on learning while it learns from rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from openrlhf.data.batching import ResumableSampler
+from openrlhf.data.sft import SFTDataset
+from openrlhf.experience import TokenRows
+from openrlhf.trainers.update_plan import share
+
+
+class PretrainingMix:
+    """Draws `batch_size` rows of text for each optimizer step, over and over in shuffled passes.
+
+    Which rows is a function of the seed and of the running number of the optimizer step: a resumed run needs no state.
+    """
+
+    def __init__(self, rows: SFTDataset, *, batch_size: int, seed: int) -> None:
+        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+
+    def draw(self, step: int) -> list[int]:
+        """Row numbers of optimizer step `step`."""
+        first, drawn = step * self.batch_size, list[int]()
+        while len(drawn) < self.batch_size:
+            episode, place = divmod(first + len(drawn), len(self.rows))
+            sampler = ResumableSampler(len(self.rows), seed=self.seed, consumed=place, drop_last=False)
+            sampler.set_epoch(episode)
+            drawn += islice(sampler, self.batch_size - len(drawn))
+        return drawn
+
+    def for_ranks(self, steps: Sequence[int], ranks: int) -> list[list[TokenRows]]:
+        """For each rank, its share of the rows of each optimizer step. A rank without any has a row that does not count."""
+        per_rank: list[list[TokenRows]] = [[] for _ in range(ranks)]
+        for step in steps:
+            texts = [self.rows[row] for row in self.draw(step)]
+            for rank, mine in enumerate(share([len(text.tokens) for text in texts], range(len(texts)), ranks)):
+                tokens = [texts[i].tokens for i in mine or [0]]
+                masks = [texts[i].loss_mask for i in mine] or [[False] * len(tokens[0])]
+                per_rank[rank].append(TokenRows.from_lists(tokens, masks))
+        return per_rank

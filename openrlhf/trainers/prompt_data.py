@@ -1,0 +1,84 @@
+"""What an RL run reads from disk before any process starts: tokenizer, prompts, evaluation prompts, pretraining text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.errors import DataError
+from openrlhf.data.loading import load_datasets
+from openrlhf.data.prompts import PromptDataset
+from openrlhf.data.sft import SFTDataset
+from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.trainers.pretraining_mix import PretrainingMix
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptData:
+    """What is read from disk before any process starts."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    eval: PromptDataset | None
+    pretraining: PretrainingMix | None
+
+
+def load_prompts(config: PPOConfig) -> PromptData:
+    """Tokenizer, training prompts and evaluation prompts. Raises DataError."""
+    data = config.data
+    tokenizer = get_tokenizer(
+        config.actor.model_name_or_path,
+        padding_side="left",
+        use_fast=not data.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+    for path in config.reward.models:
+        check_vocabulary(config, path, tokenizer, flag="--reward.model_name_or_path")
+    if config.algo.distill.teacher:
+        check_vocabulary(config, config.algo.distill.teacher, tokenizer, flag="--algo.distill.teacher")
+
+    def prompts(spec: str, *, split: str, probs: str | None) -> PromptDataset:
+        rows = load_datasets(spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed)
+        return PromptDataset(
+            rows,
+            tokenizer,
+            input_key=data.input_key,
+            label_key=data.label_key,
+            input_template=data.input_template,
+            apply_chat_template=data.apply_chat_template,
+            image_key=data.image_key,
+        )
+
+    return PromptData(
+        tokenizer=tokenizer,
+        train=prompts(data.prompt_dataset, split=data.prompt_split, probs=data.prompt_probs),
+        eval=prompts(config.eval.dataset, split=config.eval.split, probs=None) if config.eval.dataset else None,
+        pretraining=load_pretraining_text(config, tokenizer) if config.algo.ptx.dataset else None,
+    )
+
+
+def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:
+    """The rows of --algo.ptx.dataset, every token of them a target. Raises DataError."""
+    ptx, data = config.algo.ptx, config.data
+    assert ptx.dataset
+    rows = load_datasets(
+        ptx.dataset, split=ptx.split, probs=ptx.probs, max_samples=data.max_samples, seed=config.train.seed
+    )
+    text = SFTDataset(rows, tokenizer, max_len=data.max_len, input_key=data.input_key, pretrain_mode=True)
+    return PretrainingMix(text, batch_size=config.train.batch_size, seed=config.train.seed)
+
+
+def check_vocabulary(config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, *, flag: str) -> None:
+    """Raise DataError where a model means other tokens by the policy's numbers: it is given those, not a text."""
+    theirs = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code).get_vocab()
+    ours = tokenizer.get_vocab()
+    if differing := [token for token, number in ours.items() if theirs.get(token) != number]:
+        raise DataError(
+            f"{flag} {path} has another vocabulary than --actor.model_name_or_path "
+            f"{config.actor.model_name_or_path}: {len(differing)} of {len(ours)} tokens have another number or none there, "
+            f"among them {differing[0]!r}. Use a model with the policy's tokenizer"
+            + (", or serve this one and name its URL with --reward.remote_url." if "reward" in flag else ".")
+        )

@@ -1,0 +1,94 @@
+"""What a policy update can be made of, on the true stack: sequence ratios, corrections, a teacher, plain text, early stops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.commands import column, kill_when, launch, numbers, run, steps_logged, write_rows
+from tests.e2e.test_grpo import HEADS, STEPS, grpo_flags, places, words
+from tests.tiny import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("objectives")
+    save_tiny_model(folder / "model", **HEADS)
+    save_tiny_model(folder / "teacher", seed=5, **HEADS)
+    write_rows(folder / "prompts.jsonl", words(24, seed=1))
+    write_rows(folder / "text.jsonl", [{"input": "abc" * (1 + row % 3)} for row in range(10)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        yield folder
+
+
+def everything(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """GSPO in two optimizer steps per batch, corrected by sequences, with a teacher and plain text beside the rewards."""
+    return grpo_flags(
+        workspace,
+        folder,
+        **{
+            "actor.policy_loss_type": "gspo",
+            "actor.eps_clip_low_high": [3e-4, 4e-4],
+            "train.batch_size": 8,
+            "algo.advantage.is_correction_enable": True,
+            "algo.advantage.is_correction_type": "seq-mask-tis",
+            "algo.distill.teacher": workspace / "teacher",
+            "algo.distill.coef": 0.1,
+            "algo.ptx.dataset": workspace / "text.jsonl",
+            "algo.ptx.coef": 0.2,
+            "ckpt.save_steps": 2,
+            **changes,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(workspace: Path) -> Path:
+    folder = workspace / "whole"
+    run("train_ppo_ray", everything(workspace, folder))
+    return folder
+
+
+def test_all_terms_are_learned_from_and_logged(whole: Path) -> None:
+    text = column(whole, "train/ptx_loss")
+    assert len(text) == STEPS and text[-1] < text[0] - 0.2
+    assert all(map(math.isfinite, column(whole, "train/teacher_kl")))
+    assert column(whole, "train/actor_steps") == [2.0] * STEPS
+    assert max(column(whole, "train/ppo_clip_ratio")) > 0  # the second optimizer step of a batch is off-policy
+    assert column(whole, "train/rollout_ratio_outside") == [0.0] * STEPS  # engine and trainer agree on a CPU
+    assert all(abs(ratio - 1) < 1e-4 for ratio in column(whole, "train/rollout_ratio"))
+
+
+def test_a_killed_run_resumes_to_the_same_numbers_with_the_same_text(whole: Path, workspace: Path) -> None:
+    folder = workspace / "killed"
+    flags = {"config": whole / "config.yaml", **places(folder)}
+    kill_when(launch("train_ppo_ray", flags), lambda: steps_logged(folder) >= 3)
+    run("train_ppo_ray", {**flags, "run.dir": None, "ckpt.load_enable": True})
+    assert numbers(folder) == numbers(whole)
+
+
+def test_a_run_ends_at_the_step_whose_kl_is_above_the_limit(whole: Path, workspace: Path) -> None:
+    """With a learning rate that lets the KL run away; until it stops, the run is the one that nothing stopped."""
+    distances = column(whole, "train/kl")
+    limit = sorted(distances)[STEPS // 2]
+    last = next(step for step, kl in enumerate(distances, 1) if kl > limit)
+    folder = workspace / "stopped"
+    done = run("train_ppo_ray", {"config": whole / "config.yaml", **places(folder), "algo.kl.stop_run": limit})
+    assert numbers(folder) == numbers(whole)[:last]
+    assert f"The run ends after step {last}" in done.printed + done.errors
+    assert (folder / "model" / "model.safetensors").is_file()
+    assert (folder / "checkpoints" / "_actor" / f"global_step{last}").is_dir()
+
+
+def test_the_updates_of_a_batch_end_when_the_policy_has_moved(workspace: Path) -> None:
+    """Of four optimizer steps the first begins at π_old itself; the second finds that the policy has moved, and is the last."""
+    folder = workspace / "moved"
+    flags = {"train.max_epochs": 2, "algo.kl.stop_update": 1e-6, "data.max_samples": 8}
+    run("train_ppo_ray", everything(workspace, folder, **flags))
+    assert column(folder, "train/actor_steps") == [2.0, 2.0]
+    assert min(column(folder, "train/update_kl")) > 1e-6
