@@ -16,6 +16,7 @@ from typing import Any
 from openrlhf.checkpoints.files import fingerprint
 
 FORMAT = 1
+GONE = ("loader", "rng")  # fields of the state that older manifests have, always empty
 
 
 class CheckpointError(RuntimeError):
@@ -42,12 +43,10 @@ class RunState:
     step: int  # optimizer steps (offline) or rollout steps (RL) that are done
     epoch: int = 0  # passes over the data that are done: epochs, in RL episodes
     consumed: int = 0  # rows, in RL prompts, drawn so far
-    loader: Mapping[str, Any] = field(default_factory=dict)  # state of the data loader
     kl_coef: float | None = None
     best_metric_key: str | None = None
     best_metric_value: float | None = None  # of the run so far: in every checkpoint, not only in the best
     run_dir: str = ""
-    rng: Mapping[str, str] = field(default_factory=dict)  # process → generator states, base64
     engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part → layout
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -161,7 +160,8 @@ def read_manifest(path: Path, *, root: Path) -> Checkpoint:
     if manifest["sha256"] != _json_hash(values):
         raise ValueError("its contents do not match its hash")
     engines = {part: EngineLayout(**layout) for part, layout in values["state"]["engines"].items()}
-    values["state"] = RunState(**{**values["state"], "engines": engines})
+    state = {name: value for name, value in values["state"].items() if name not in GONE}
+    values["state"] = RunState(**{**state, "engines": engines})
     values["places"] = tuple(values["places"])
     values["files"] = {name: (size, digest) for name, (size, digest) in values["files"].items()}
     return Checkpoint(root=root, **values)

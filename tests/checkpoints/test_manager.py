@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -113,14 +114,12 @@ def test_the_run_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
         step=7,
         epoch=1,
         consumed=448,
-        loader={"epoch": 1, "consumed": 64, "nested": [{"seed": 2**63}, None, True]},
         kl_coef=0.1 + 0.2,
         best_metric_key="eval_gsm8k_pass1",
         best_metric_value=-math.inf,
         run_dir="runs/π",
-        rng={"actor/0": "gAN9cQ=="},
         engines={"_actor": EngineLayout(world_size=4, zero_stage=3, tensor_parallel_size=2)},
-        extra={"tracker": "abc"},
+        extra={"epoch": 1, "nested": [{"seed": 2**63}, None, True]},
     )
     manager = CheckpointManager(tmp_path)
     staged = manager.begin(7)
@@ -131,10 +130,10 @@ def test_the_run_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert found is not None and found.state == state
 
 
-@pytest.mark.parametrize("loader", [{"t": (1, 2)}, {3: 4}, {"b": b"\0"}, {"s": {1}}])
-def test_a_state_that_json_would_bend_is_refused_by_name(loader: dict) -> None:
-    with pytest.raises(TypeError, match=r"RunState\.loader does not survive JSON"):
-        RunState(step=1, loader=loader)
+@pytest.mark.parametrize("extra", [{"t": (1, 2)}, {3: 4}, {"b": b"\0"}, {"s": {1}}])
+def test_a_state_that_json_would_bend_is_refused_by_name(extra: dict) -> None:
+    with pytest.raises(TypeError, match=r"RunState\.extra does not survive JSON"):
+        RunState(step=1, extra=extra)
 
 
 def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
@@ -217,6 +216,16 @@ def test_a_manifest_of_another_format_is_refused_and_left_alone(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="format 2"):
         CheckpointManager(tmp_path).begin(2)
     assert manifest.exists()
+
+
+def test_a_manifest_with_the_fields_that_the_state_once_had_is_read(tmp_path: Path) -> None:
+    saved = save(CheckpointManager(tmp_path), 1)
+    path = tmp_path / "global_step1.manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["checkpoint"]["state"] |= {"loader": {}, "rng": {}}
+    sealed = json.dumps(manifest["checkpoint"], sort_keys=True).encode()
+    path.write_text(json.dumps(manifest | {"sha256": hashlib.sha256(sealed).hexdigest()}))
+    assert CheckpointManager(tmp_path).latest() == saved
 
 
 def test_a_checkpoint_without_the_critic_is_refused_by_a_run_that_needs_one(tmp_path: Path) -> None:
