@@ -1,4 +1,4 @@
-"""What a run says on the terminal: one line of sense per step, evaluations, tables, notices.
+"""What a run says on the terminal: one line of sense per step, evaluations, notes.
 
 Three modes: *rich* on an interactive terminal (lines scroll above a live progress bar), *quiet*
 (the same lines, plain: files, pipes, --run.quiet) and *json* (one object per line, --run.json).
@@ -7,23 +7,18 @@ Only the process with rank 0 has a display.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TextIO
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Table
 from rich.text import Text
 
-from openrlhf.observability.lines import Part, clock_time, compact, evaluation_parts, join_parts, step_parts
+from openrlhf.observability.lines import Part, clock_time, evaluation_parts, join_parts, step_parts
 from openrlhf.observability.run_folder import json_line
-
-PLAIN_WIDTH = 120  # columns of a table where there is no terminal to ask
 
 
 class DisplayMode(StrEnum):
@@ -49,7 +44,7 @@ class Display:
         self._out = out or sys.stdout
         live = not quiet and not json and self._out.isatty()
         self.mode = DisplayMode.JSON if json else DisplayMode.RICH if live else DisplayMode.QUIET
-        plain: dict[str, Any] = {} if live else {"color_system": None, "width": PLAIN_WIDTH}
+        plain: dict[str, Any] = {} if live else {"color_system": None}
         self.console = Console(file=self._out, highlight=False, **plain)
         self._clock = clock
         self._total, self._first, self._began = 0, 0, clock()
@@ -99,26 +94,10 @@ class Display:
 
     def note(self, text: str) -> None:
         """One sentence about the run."""
-        self._say("note", text)
-
-    def warn(self, text: str) -> None:
-        """One sentence the person should act on."""
-        self._say("warning", text)
-
-    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """A table. Columns whose cells all begin like numbers are aligned to the right."""
-        cells = [[_cell(cell) for cell in row] for row in rows]
         if self.mode is DisplayMode.JSON:
-            self._emit("table", title=title, columns=list(columns), rows=cells)
-            return
-        edges = box.SIMPLE_HEAD if self.mode is DisplayMode.RICH else box.ASCII2
-        table = Table(title=title, title_justify="left", title_style="bold", box=edges)
-        for index, column in enumerate(columns):
-            numbers = bool(cells) and all(re.match(r"[-−+]?\d|–$", row[index]) for row in cells)
-            table.add_column(column, justify="right" if numbers else "left")
-        for row in cells:
-            table.add_row(*map(Text, row))
-        self.console.print(table)
+            self._emit("note", text=text)
+        else:
+            self.console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
         """Leave the terminal as it was found."""
@@ -130,24 +109,6 @@ class Display:
         width = self.console.width if self.mode is DisplayMode.RICH else None
         self.console.print(join_parts(parts, width=width), soft_wrap=True)
 
-    def _say(self, kind: str, text: str) -> None:
-        if self.mode is DisplayMode.JSON:
-            self._emit(kind, text=text)
-        elif kind == "note":
-            self.console.print(Text(text), soft_wrap=True)
-        else:
-            self.console.print(Text(f"{kind}: {text}", style="yellow"), soft_wrap=True)
-
     def _emit(self, event: str, **fields: Any) -> None:
         self._out.write(json_line({"event": event, **fields}))
         self._out.flush()
-
-
-def _cell(value: object) -> str:
-    match value:
-        case None:
-            return "–"
-        case float():
-            return compact(value)
-        case _:
-            return str(value)

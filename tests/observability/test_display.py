@@ -153,7 +153,7 @@ def test_rich_output_scrolls_lines_above_a_bar_and_restores_the_terminal():
     display.begin(20)
     display.status("generating 512 episodes")
     display.step(1, RL_STEP)
-    display.warn("the gap grew")
+    display.note("the gap grew")
     display.close()
     text = out.getvalue()
     assert "0.530" in text
@@ -170,25 +170,7 @@ def test_json_output_is_one_object_per_line():
     display.begin(2)
     display.step(1, {"train/reward": float("nan")})
     display.evaluation(1, {"eval/eval_loss": 0.5})
-    display.table("Plan", ["role", "slots"], [["policy", 2]])
-    display.warn("careful")
-    note, step, evaluation, table, warning = map(json.loads, out.getvalue().splitlines())
+    note, step, evaluation = map(json.loads, out.getvalue().splitlines())
     assert note == {"event": "note", "text": "hello"}
     assert step == {"event": "step", "step": 1, "total_steps": 2, "seconds_left": 0.0, "train/reward": None}
     assert evaluation == {"event": "evaluation", "step": 1, "eval/eval_loss": 0.5}
-    assert table["columns"] == ["role", "slots"]
-    assert table["rows"] == [["policy", "2"]]
-    assert warning == {"event": "warning", "text": "careful"}
-
-
-def test_a_table_shows_every_cell_and_aligns_numbers_to_the_right():
-    out = io.StringIO()
-    Display(out=out).table("Results", ["", "before", "after"], [["pass@1", 0.41, 12.5], ["[bold]raw", None, "2:10"]])
-    text = out.getvalue()
-    assert "Results" in text
-    assert "[bold]raw" in text  # text is shown, not interpreted
-    ends = {
-        line.rstrip(" |").rfind(cell) + len(cell)
-        for line, cell in ((row, cell) for row in text.splitlines() for cell in ("12.5", "2:10") if cell in row)
-    }
-    assert len(ends) == 1
