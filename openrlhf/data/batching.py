@@ -8,7 +8,6 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -128,13 +127,12 @@ class ResumableSampler(Sampler[int]):
     Epoch e visits a permutation that depends on `seed + e` only; rank r takes its entries r,
     r + dp_size, … With `drop_last` an epoch is cut to whole batches of `batch_size` rows over all
     ranks, so every rank gets equally many; without it nothing is left out or repeated, and ranks
-    may differ by one row. Iterating goes on where the last row was taken, and after the end of an
-    epoch with the next one.
+    may differ by one row. Iterating gives what is left of the epoch.
 
     Example, 7 rows for two ranks without shuffling: rank 0 gets 0, 2, 4 (without `drop_last` also
     6), rank 1 gets 1, 3, 5.
 
-    `consumed`: rows that all ranks together have used, of this epoch or since training began.
+    `consumed`: rows that all ranks together have used since training began.
     Raises ValueError where the rows do not fill one batch.
     """
 
@@ -162,46 +160,18 @@ class ResumableSampler(Sampler[int]):
             )
         self.epoch, used = divmod(consumed, max(self.epoch_rows, 1))
         self.position = used // dp_size  # rows of this epoch that this rank has taken
-        self._begun = False
 
     def __len__(self) -> int:
         """Rows of a whole epoch for this rank."""
         return len(range(self.dp_rank, self.epoch_rows, self.dp_size))
 
     def __iter__(self) -> Iterator[int]:
-        if self.position >= len(self):
-            self.epoch, self.position = self.epoch + 1, 0
         order = self._order()
-        while self.position < len(self):
-            self._begun = True
-            self.position += 1
-            yield order[self.dp_rank + (self.position - 1) * self.dp_size]
+        for row in range(self.dp_rank + self.position * self.dp_size, self.epoch_rows, self.dp_size):
+            yield order[row]
 
     def _order(self) -> Sequence[int]:
         if not self.shuffle:
             return range(self.num_rows)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(self.num_rows, generator=generator).tolist()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of another epoch; `consumed` still holds if no row has been taken yet."""
-        if epoch != self.epoch and self._begun:
-            self.position = 0
-        self.epoch = epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the order stands: equal on every rank, and independent of how many there are."""
-        taken = self.position * self.dp_size
-        return {"seed": self.seed, "num_rows": self.num_rows, "epoch": self.epoch, "taken": taken}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. Raises ValueError where another seed or size changed the order."""
-        for name, now in (("seed", self.seed), ("num_rows", self.num_rows)):
-            if state[name] != now:
-                raise ValueError(
-                    f"the run was saved with {name} {state[name]}, now it is {now}: some rows "
-                    "would be used twice and others never. Use the same data and --train.seed, "
-                    "or start without the checkpoint."
-                )
-        self.epoch, self.position = state["epoch"], state["taken"] // self.dp_size
-        self._begun = True

@@ -58,16 +58,13 @@ class SyncSource:
     def draw(self) -> Iterator[list[Prompt]]:
         """The prompts of each step, from where the run stands; `consumed` counts those handed out."""
         while self.episode < self.episodes:
-            first = self.consumed
-            rows = iter(self._loader(self.episode, position=first % len(self.prompts)))
-            for batch in rows:
+            for batch in self._loader():
                 prompts = [row.drawn(index) for index, row in enumerate(batch, self.consumed)]
                 self.consumed += len(prompts)
                 yield prompts
 
-    def _loader(self, episode: int, *, position: int) -> DataLoader[PromptRow]:
-        sampler = ResumableSampler(len(self.prompts), seed=self.seed, consumed=position, drop_last=False)
-        sampler.set_epoch(episode)
+    def _loader(self) -> DataLoader[PromptRow]:
+        sampler = ResumableSampler(len(self.prompts), seed=self.seed, consumed=self.consumed, drop_last=False)
         return DataLoader(
             self.prompts, batch_size=self.batch_size, sampler=sampler, collate_fn=list, num_workers=self.num_workers
         )

@@ -158,16 +158,14 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def windows(self) -> Iterator[list[Micro]]:
         """This rank's micro-batches of each optimizer step, from where the run stands."""
         while self.step < self.schedule.total_steps:
-            epoch, step_in_epoch = divmod(self.step, self.schedule.steps_per_epoch)
             sampler = ResumableSampler(
                 self.schedule.rows,
                 seed=self.train.seed,
                 dp_rank=self.strategy.dp_rank,
                 dp_size=self.strategy.dp_size,
                 batch_size=self.schedule.batch_size,
-                consumed=step_in_epoch * self.schedule.batch_size,
+                consumed=self.step * self.schedule.batch_size,
             )
-            sampler.set_epoch(epoch)
             for rows in self._loader(self.train_rows, sampler, self.schedule.batch_size // self.strategy.dp_size):
                 batch = self.task.collate(rows)
                 yield self.task.micro_batches(batch, self.limits)
