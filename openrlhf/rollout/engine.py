@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from openrlhf.distributed.buckets import (
@@ -30,47 +29,14 @@ from openrlhf.distributed.weight_sync import Transport, WeightGroup
 from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments, engine_environment
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
-__all__ = [
-    "EngineDead",
-    "EngineError",
-    "EngineSettings",
-    "Generation",
-    "Health",
-    "RolloutEngine",
-    "SamplingParams",
-    "StartReport",
-    "engine_environment",
-]
+__all__ = ["EngineError", "EngineSettings", "Generation", "RolloutEngine", "SamplingParams", "engine_environment"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class EngineError(RuntimeError):
-    """A call to an engine failed; the engine lives."""
-
-
-class EngineDead(EngineError):
-    """The engine can serve no more: restart it, publish the weights again, and ask again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartReport:
-    """How an engine came up."""
-
-    vllm_version: str
-    import_seconds: float
-    build_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Health:
-    """State of an engine. Told without asking its core: the answer comes at once, or never."""
-
-    alive: bool
-    paused: bool
-    weight_version: int
-    unfinished: int  # samples asked for and not yet returned
+    """A call to an engine failed."""
 
 
 def _plain_errors(
@@ -85,15 +51,13 @@ def _plain_errors(
         except (EngineError, PublicationError):
             raise
         except Exception as error:
-            dead = type(error).__name__ == "EngineDeadError" or not self.alive
-            failure = EngineDead if dead else EngineError
-            raise failure(f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}") from None
+            raise EngineError(f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}") from None
 
     return guarded
 
 
 class RolloutEngine:
-    """One vLLM engine. Methods may be called concurrently, and raise EngineError or EngineDead.
+    """One vLLM engine. Methods may be called concurrently, and raise EngineError.
 
     Weights: version 0 is the model folder's. `receive` leaves the engine paused; `resume` lets it
     serve, unless what it received last has not been verified.
@@ -106,12 +70,9 @@ class RolloutEngine:
         self.settings = settings
         self.index = index
         self._started: Any = None  # vLLM's AsyncLLM
-        self._stop_core: Callable[[], None] = _nothing
         self._requests = itertools.count()
-        self._unfinished = 0
         self._paused = False
         self._unverified: int | None = None
-        self._version = 0
 
     @property
     def alive(self) -> bool:
@@ -121,40 +82,31 @@ class RolloutEngine:
     @property
     def _llm(self) -> Any:
         if self._started is None:
-            raise EngineDead(f"engine {self.index} is not started")
+            raise EngineError(f"engine {self.index} is not started")
         return self._started
 
     @_plain_errors
-    async def start(self) -> StartReport:
+    async def start(self) -> None:
         """Import vLLM, load the model, and serve version 0."""
-        began = time.perf_counter()
-        import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        imported = time.perf_counter()
         arguments = AsyncEngineArgs(**engine_arguments(self.settings, self.index))
         if self.settings.device == "cpu":
             from openrlhf.rollout.engine_core import start_in_thread
 
-            self._started, self._stop_core = start_in_thread(arguments)
+            self._started = start_in_thread(arguments)
         else:
             self._started = AsyncLLM.from_engine_args(arguments)
-        self._paused, self._unverified = False, None
-        await self._serve_as(0)
-        return StartReport(
-            vllm_version=vllm.__version__, import_seconds=imported - began, build_seconds=time.perf_counter() - imported
-        )
+        await self._tag_tokens(0)
 
     @_plain_errors
     async def generate(self, prompt_tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         """One sample of the prompt for each of `params`, in their order. Waits out a pause."""
         samples = [asyncio.create_task(self._sample(prompt_tokens, each)) for each in params]
-        self._unfinished += len(samples)
         try:
             return await asyncio.gather(*samples)
         finally:
-            self._unfinished -= len(samples)
             for sample in samples:  # where one failed or the caller gave up: end the others
                 sample.cancel()
 
@@ -216,17 +168,12 @@ class RolloutEngine:
         await self._llm.collective_rpc("publication_join", args=(asdict(meeting), rank_offset))
 
     @_plain_errors
-    async def leave(self) -> None:
-        """Leave the weight group."""
-        await self._llm.collective_rpc("publication_leave")
-
-    @_plain_errors
     async def receive(self, manifest: WeightManifest) -> Receipt:
         """Pause, take in the version that the group's sender is sending, and verify what came.
 
         Samples under way are frozen, and go on with the new weights and a recomputed KV cache after
         `resume`. Raises PublicationError when the version did not arrive whole; the engine then
-        stays paused until a publication succeeds or it is restarted.
+        stays paused until a publication succeeds.
         """
         if not self._paused:
             await self.pause()
@@ -244,12 +191,11 @@ class RolloutEngine:
         sent = SentWeights(manifest=manifest, bucket_hashes=workers[0].sent_hashes)
         verify_receipt(sent, receipt)
         self._unverified = None
-        await self._serve_as(manifest.version)
+        await self._tag_tokens(manifest.version)
         return receipt
 
-    async def _serve_as(self, version: int) -> None:
-        self._version = version
-        await self._llm.update_weight_version(str(version))  # with which it tags every token
+    async def _tag_tokens(self, version: int) -> None:
+        await self._llm.update_weight_version(str(version))
 
     @_plain_errors
     async def pause(self) -> None:
@@ -262,36 +208,7 @@ class RolloutEngine:
         """Serve again. Raises EngineError while the last publication is unverified."""
         if self._unverified is not None:
             raise EngineError(
-                f"engine {self.index} received version {self._unverified} in part or unverified: "
-                "publish again, or restart the engine"
+                f"engine {self.index} received version {self._unverified} in part or unverified: publish again"
             )
         await self._llm.resume_generation()
         self._paused = False
-
-    async def weight_version(self) -> int:
-        """The version that the engine serves, or will serve after `resume`."""
-        return self._version
-
-    async def health(self) -> Health:
-        """Whether the engine can serve, and what it is doing."""
-        return Health(alive=self.alive, paused=self._paused, weight_version=self._version, unfinished=self._unfinished)
-
-    @_plain_errors
-    async def stop(self) -> None:
-        """End the engine; samples under way fail. The actor can start it again."""
-        # forgotten first: an AsyncLLM that is left at the interpreter's end prints a traceback
-        llm, self._started = self._started, None
-        stop_core, self._stop_core = self._stop_core, _nothing
-        if llm is not None:
-            llm.shutdown()
-        stop_core()
-
-    @_plain_errors
-    async def restart(self) -> StartReport:
-        """A new engine in this process, after a failure: version 0, in no weight group."""
-        await self.stop()
-        return await self.start()
-
-
-def _nothing() -> None:
-    """Stands for the core's stop function where vLLM ends the core itself."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,17 +22,14 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
 
-STOP_SECONDS = 10.0  # how long the thread may take to end
 
-
-def start_in_thread(arguments: AsyncEngineArgs) -> tuple[AsyncLLM, Callable[[], None]]:
-    """An engine, and the function that ends the thread of its core. Raises what the core raised."""
+def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
+    """An engine whose core lives as long as the process. Raises what the core raised."""
     register_architectures(arguments.model)
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     head_size, known = (config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes())
@@ -48,8 +45,7 @@ def start_in_thread(arguments: AsyncEngineArgs) -> tuple[AsyncLLM, Callable[[], 
     if thread.error is not None:
         raise thread.error
     addresses = {"input_address": inputs, "output_address": outputs}
-    llm = AsyncLLM(config, Executor.get_class(config), log_stats=False, log_requests=False, client_addresses=addresses)
-    return llm, thread.stop
+    return AsyncLLM(config, Executor.get_class(config), log_stats=False, log_requests=False, client_addresses=addresses)
 
 
 def register_architectures(model: str) -> None:
@@ -74,7 +70,7 @@ class _Core(EngineCoreProc):
 
 
 class _CoreThread(threading.Thread):
-    """Runs a core until it is stopped or fails.
+    """Runs a core until it fails.
 
     A failure is told to the `AsyncLLM`, whose calls then raise vLLM's EngineDeadError.
     """
@@ -104,10 +100,3 @@ class _CoreThread(threading.Thread):
             self.ready.set()
             if self._core is not None:
                 self._core.shutdown()
-
-    def stop(self) -> None:
-        """Ask the loop to end, and wait for it."""
-        if self._core is not None:
-            self._core.shutdown_state = EngineShutdownState.REQUESTED
-            self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-        self.join(STOP_SECONDS)

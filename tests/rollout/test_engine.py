@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,6 @@ from openrlhf.distributed.buckets import PublicationError, Receipt, TensorSpec, 
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
 from openrlhf.rollout.engine import (
-    EngineDead,
     EngineError,
     EngineSettings,
     Generation,
@@ -99,7 +99,8 @@ class FaultyEngine(RolloutEngine):
         def step():
             raise RuntimeError("poisoned")
 
-        self._stop_core.__self__._core.step_fn = step
+        [thread] = (t for t in threading.enumerate() if t.name == "vllm-engine-core")
+        thread._core.step_fn = step
 
 
 @dataclass
@@ -260,7 +261,7 @@ def stands(ray_session, tmp_path_factory) -> Iterator[dict[str, Stand]]:
         stand.join()
     yield stands
     for stand in stands.values():
-        stand.call("stop")
+        ray.kill(stand.engine)
 
 
 @pytest.fixture
@@ -325,7 +326,6 @@ class TestSampling:
     def test_a_bad_request_is_an_error_of_ours_and_the_engine_lives(self, tied, prompt, params, reason):
         with pytest.raises(EngineError, match=reason):
             tied.call("generate", prompt, [params])
-        assert tied.call("health").alive
         assert len(tied.sample()) == len(PROMPTS)
         assert "vllm" not in sys.modules  # the error did not make this process import it
 
@@ -362,7 +362,6 @@ class TestPublication:
         untied.call("generate", [5, 6, 7], params)
         running = untied.engine.generate.remote([5, 6, 7], params)
         time.sleep(0.35 * (time.monotonic() - began))
-        assert untied.call("health").unfinished == 4
         untied.model = noisy_copy(old, names, 0.02)
         untied.publish()
         samples = [([5, 6, 7], g) for g in ray.get(running, timeout=TIMEOUT_S)]
@@ -391,7 +390,6 @@ class TestPublication:
             assert_serves(stand, model, version)
         sender.leave()
         for stand in pair:
-            stand.call("leave")
             stand.join()
             stand.publish()
 
@@ -399,7 +397,6 @@ class TestPublication:
         tied.call("pause")
         waiting = tied.engine.generate.remote(PROMPTS[0], [SamplingParams(max_tokens=4, seed=0)])
         assert ray.wait([waiting], timeout=0.5)[0] == []
-        assert tied.call("health").paused
         tied.call("resume")
         assert len(ray.get(waiting, timeout=TIMEOUT_S)) == 1
 
@@ -409,7 +406,6 @@ class TestFailedPublication:
     def heals(self, tied) -> Iterator[None]:
         """Whatever went wrong: a paused engine, which refuses to serve, and one good publication later all is well."""
         yield
-        assert tied.call("health").paused
         with pytest.raises(EngineError, match="unverified"):
             tied.call("resume")
         tied.publish()
@@ -425,13 +421,11 @@ class TestFailedPublication:
         ],
     )
     def test_a_version_that_did_not_arrive_whole_is_refused(self, tied, fault, message):
-        served = tied.call("weight_version")
         tied.call("sabotage", fault)
         manifest = tied.manifest()
         with pytest.raises(PublicationError, match=rf"version {manifest.version}\b.*{message}"):
             tied.receive(manifest)
         tied.call("repair")
-        assert tied.call("weight_version") == served
         tied.join()
 
     @pytest.mark.parametrize("name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
@@ -484,7 +478,8 @@ class TestFailure:
         assert time.monotonic() - began < 60  # not the deadline of 120 s
         victim.join(10)
         assert victim.exitcode == -signal.SIGKILL
-        assert tied.call("health").paused
+        with pytest.raises(EngineError, match="unverified"):
+            tied.call("resume")
         tied.model = noisy_copy(tied.model, [n for n, _ in tied.model.named_parameters()], 0.02)
         tied.join()
         tied.publish()
@@ -501,17 +496,13 @@ class TestFailure:
             ray.get(joining, timeout=TIMEOUT_S)
         tied.join()
 
-    def test_a_dead_core_is_noticed_and_replaced_in_the_same_process(self, untied):
-        before = untied.sample()
-        untied.call("poison")
-        with pytest.raises(EngineDead):
-            untied.sample()
-        assert not untied.call("health").alive
-        untied.call("restart")
-        assert untied.call("weight_version") == 0
-        untied.join()
-        untied.publish()
-        assert [g.tokens for _, g in untied.sample()] == [g.tokens for _, g in before]
+    def test_a_dead_core_is_noticed(self, ray_session, tmp_path):
+        stand = launch(build_model(tied=True), tmp_path)
+        stand.call("start")
+        stand.call("poison")
+        with pytest.raises(EngineError, match="engine 0, generate: EngineDeadError"):
+            stand.sample()
+        ray.kill(stand.engine)
 
 
 @pytest.mark.verify
@@ -541,5 +532,4 @@ def test_every_parameter_of_an_architecture_reaches_the_engine(ray_session, tmp_
         stand.model = noisy_copy(stand.model, names, 0.05)
         stand.publish()
         assert_serves(stand, stand.model, stand.version)
-    stand.call("stop")
     ray.kill(stand.engine)
