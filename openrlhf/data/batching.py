@@ -85,40 +85,25 @@ def _longest_first(lengths: Sequence[int], parts: int) -> _Groups:
     return [(tokens, rows) for tokens, _, rows in groups]
 
 
-def micro_batches(
-    lengths: Sequence[int], *, size: int | None, max_tokens: int | None, minimum: int = 1
-) -> list[list[int]]:
+def micro_batches(lengths: Sequence[int], *, size: int | None, max_tokens: int | None) -> list[list[int]]:
     """Row numbers of each micro-batch, none of them empty; together they are all rows, once.
 
     With `size`, consecutive rows, at most `size` in each, as even as can be. With `max_tokens`,
-    groups of nearly equal token counts that never exceed it. At least `minimum` micro-batches,
-    which is how ranks agree on a number. No rows give none. Raises ValueError unless exactly one
-    limit is given, for fewer rows than `minimum`, and for a row longer than `max_tokens`.
+    groups of nearly equal token counts that never exceed it. No rows give none. Raises ValueError
+    unless exactly one limit is given, and for a row longer than `max_tokens`.
     """
     if (size is None) == (max_tokens is None):
         raise ValueError(f"give either size or max_tokens, not size={size} and max_tokens={max_tokens}")
     if not lengths:
         return []
-    if len(lengths) < minimum:
-        raise ValueError(f"{len(lengths)} rows cannot make {minimum} non-empty micro-batches")
     if max_tokens is None:
         assert size is not None
-        count = max(math.ceil(len(lengths) / size), minimum)
+        count = math.ceil(len(lengths) / size)
         edges = [round(part * len(lengths) / count) for part in range(count + 1)]
         return [list(range(start, end)) for start, end in itertools.pairwise(edges)]
-    return _split_by_budget(lengths, max_tokens, minimum)
-
-
-def _split_by_budget(lengths: Sequence[int], max_tokens: int, minimum: int) -> list[list[int]]:
-    """As many micro-batches as a packing has, evened out where that keeps within the budget."""
     packed = pack_by_budget(lengths, max_tokens)
-    for count in itertools.count(max(len(packed), minimum)):
-        even = balanced_partition(lengths, count)
-        if max(sum(lengths[row] for row in rows) for rows in even) <= max_tokens:
-            return even
-        if count == len(packed):
-            return packed
-    raise AssertionError("single rows are within the budget")
+    even = balanced_partition(lengths, len(packed))
+    return even if max(sum(lengths[row] for row in rows) for rows in even) <= max_tokens else packed
 
 
 class ResumableSampler(Sampler[int]):

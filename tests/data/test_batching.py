@@ -95,22 +95,19 @@ def test_a_size_cuts_rows_in_order_and_evenly() -> None:
     assert micro_batches([1] * 5, size=2, max_tokens=None) == [[0, 1], [2], [3, 4]]
 
 
-@given(LENGTHS, st.integers(1, 8), st.data())
-def test_a_size_is_never_exceeded_and_a_minimum_is_reached(lengths: list[int], size: int, data: Any) -> None:
-    minimum = data.draw(st.integers(1, len(lengths)))
-    batches = micro_batches(lengths, size=size, max_tokens=None, minimum=minimum)
+@given(LENGTHS, st.integers(1, 8))
+def test_a_size_is_never_exceeded(lengths: list[int], size: int) -> None:
+    batches = micro_batches(lengths, size=size, max_tokens=None)
     assert [row for batch in batches for row in batch] == list(range(len(lengths)))
     assert all(1 <= len(batch) <= size for batch in batches)
-    assert len(batches) == max(-(-len(lengths) // size), minimum)
+    assert len(batches) == -(-len(lengths) // size)
 
 
-@given(LENGTHS, st.integers(50, 120), st.data())
-def test_a_token_budget_is_never_exceeded_and_a_minimum_is_reached(lengths: list[int], budget: int, data: Any) -> None:
-    minimum = data.draw(st.integers(1, len(lengths)))
-    batches = micro_batches(lengths, size=None, max_tokens=budget, minimum=minimum)
+@given(LENGTHS, st.integers(50, 120))
+def test_a_token_budget_is_never_exceeded(lengths: list[int], budget: int) -> None:
+    batches = micro_batches(lengths, size=None, max_tokens=budget)
     assert rows_of(batches) == list(range(len(lengths)))
     assert all(batches) and max(tokens_of(batches, lengths)) <= budget
-    assert len(batches) >= minimum
 
 
 @given(LENGTHS, st.integers(50, 120))
@@ -127,11 +124,6 @@ def test_no_rows_give_no_micro_batches() -> None:
 def test_exactly_one_limit_is_needed(limits: dict[str, int | None]) -> None:
     with pytest.raises(ValueError, match="either size or max_tokens"):
         micro_batches([1], **limits)
-
-
-def test_more_micro_batches_than_rows_is_an_error() -> None:
-    with pytest.raises(ValueError, match="2 rows cannot make 3"):
-        micro_batches([1, 1], size=1, max_tokens=None, minimum=3)
 
 
 # ---- the order of an epoch
