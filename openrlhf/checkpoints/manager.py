@@ -120,11 +120,11 @@ class CheckpointManager:
                 os.rename(path, f"{path}.damaged")
         return sorted(found, key=lambda checkpoint: checkpoint.sequence)
 
-    def begin(self, step: int, *, best: bool = False, hf: bool = False, expected_bytes: int = 0) -> StagedCheckpoint:
+    def begin(self, step: int, *, best: bool = False, hf: bool = False) -> StagedCheckpoint:
         """Make the directories of a save; `hf` announces an export.
 
         Gives up an earlier save that was not committed. Raises CheckpointError where the disk has
-        less room than the last checkpoint took, or than `expected_bytes`.
+        less room than the last checkpoint took.
         """
         tag, nonce = f"{'best_' if best else ''}global_step{step}", os.urandom(4).hex()
         places = [str(Path(part, tag)) for part in self.parts] + [f"{tag}_hf"] * hf
@@ -132,7 +132,7 @@ class CheckpointManager:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._settle()
-            self._check_space(tag, expected_bytes)
+            self._check_space(tag)
             for place in places:
                 (directory / place).mkdir(parents=True)
         except OSError as error:
@@ -269,10 +269,9 @@ class CheckpointManager:
                 if PLACE.fullmatch(path.name) and str(Path(part, path.name)) not in named:
                     logger.warning("%s is named by no manifest: not a checkpoint of ours.", path)
 
-    def _check_space(self, tag: str, expected_bytes: int) -> None:
+    def _check_space(self, tag: str) -> None:
         """Raise CheckpointError where the disk has less room than `tag` is likely to take."""
-        last = self.checkpoints()[-1:]
-        needed = max([expected_bytes, *(checkpoint.size for checkpoint in last)])
+        needed = sum(checkpoint.size for checkpoint in self.checkpoints()[-1:])
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise CheckpointError(
