@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import Literal, cast
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -233,15 +234,11 @@ def train_sampling(config: PPOConfig) -> SamplingSpec:
 
 def eval_sampling(config: PPOConfig) -> SamplingSpec:
     """How evaluation samples are drawn: as in training but for temperature and number."""
-    return SamplingSpec(
+    return replace(
+        train_sampling(config),
         purpose="eval",
         n_samples=config.eval.n_samples_per_prompt,
         temperature=config.eval.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        max_new_tokens=config.rollout.max_new_tokens,
-        max_len=config.data.max_len,
-        seed=config.train.seed if config.rollout.seeded == "on" else None,
     )
 
 
