@@ -1,7 +1,7 @@
 """Batches of token sequences, flat: per-token columns (N,), per-sample columns (B,), offsets (B+1,).
 
 Nothing is padded until a model or a formula needs a block, so a batch costs what its tokens cost. A field's role lives in its
-metadata and drives select, split, concat and move; `Layout` turns columns into (R, T) blocks and back.
+metadata and drives select, split and move; `Layout` turns columns into (R, T) blocks and back.
 """
 
 # ruff: noqa: RUF009 — `per_token` and `per_sample` are `dataclasses.field` under names that say the role.
@@ -138,13 +138,6 @@ class Ragged:
         """One batch per list of rows."""
         return [self.select(rows) for rows in partition]
 
-    @classmethod
-    def concat(cls, parts: Sequence[Self]) -> Self:
-        """All rows of all parts, in order. A column must be present in all parts or in none."""
-        lengths = torch.cat([part.lengths for part in parts])
-        joined = {f.name: torch.cat([getattr(part, f.name) for part in parts]) for f, _ in parts[0]._columns()}
-        return replace(parts[0], offsets=offsets_of(lengths), **joined)
-
     def to(self, device: torch.device | str) -> Self:
         """The same batch with every column on `device`."""
         moved = {f.name: column.to(device, non_blocking=True) for f, column in self._columns()}
@@ -188,7 +181,6 @@ class Experience(Ragged):
     action_mask: Bool[Tensor, " N"] = per_token()
     rollout_logprobs: Float[Tensor, " N"] = per_token()
     group_ids: Int[Tensor, " B"] = per_sample()  # same prompt
-    trajectory_ids: Int[Tensor, " B"] = per_sample()  # same episode
     rewards: Float[Tensor, " B"] = per_sample()  # NaN until a reward worker has scored the sample
     truncated: Bool[Tensor, " B"] = per_sample()
 
@@ -211,7 +203,6 @@ class Experience(Ragged):
             action_mask=torch.tensor([x for t in trajectories for x in t.action_mask], dtype=torch.bool),
             rollout_logprobs=torch.tensor(flat_logprobs, dtype=torch.float32),
             group_ids=torch.tensor([t.prompt.index for t in trajectories], dtype=torch.long),
-            trajectory_ids=torch.arange(len(trajectories)),
             rewards=torch.tensor(rewards, dtype=torch.float32),
             truncated=torch.tensor([t.truncated for t in trajectories], dtype=torch.bool),
         )

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from openrlhf.experience import Experience, Layout, TokenRows, offsets_of
 from openrlhf.trajectory import Prompt, StopReason, Trajectory
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 TOKEN_COLUMNS = ("tokens", "action_mask", "rollout_logprobs", "advantages", "old_logprobs")
-SAMPLE_COLUMNS = ("group_ids", "trajectory_ids", "rewards", "truncated")
+SAMPLE_COLUMNS = ("group_ids", "rewards", "truncated")
 
 
 def batch_of(lengths: list[int]) -> Experience:
@@ -30,7 +28,6 @@ def batch_of(lengths: list[int]) -> Experience:
         action_mask=number % 3 == 0,
         rollout_logprobs=-number.float(),
         group_ids=torch.arange(samples) // 2,
-        trajectory_ids=torch.arange(samples),
         rewards=torch.arange(samples) + 0.5,
         truncated=torch.arange(samples) % 2 == 0,
         advantages=number + 1000.0,
@@ -50,11 +47,6 @@ def rows_of(batch: Experience) -> list[tuple[Any, ...]]:
     ]
 
 
-def same(left: Experience, right: Experience) -> bool:
-    pairs = [(getattr(left, f.name), getattr(right, f.name)) for f in fields(left)]
-    return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b for a, b in pairs)
-
-
 # ---- rows
 
 
@@ -72,21 +64,19 @@ def test_selected_rows_are_the_rows_in_the_order_asked_for(lengths: list[int], d
 
 
 @given(LENGTHS, st.data())
-def test_splitting_and_joining_is_a_permutation_of_the_rows(lengths: list[int], data: Any) -> None:
+def test_splitting_is_selecting_each_part(lengths: list[int], data: Any) -> None:
     batch = batch_of(lengths)
     order = data.draw(st.permutations(range(len(lengths))))
     cut = data.draw(st.integers(0, len(lengths)))
     parts = batch.split([order[:cut], order[cut:]])
     assert [part.num_samples for part in parts] == [cut, len(lengths) - cut]
-    joined = Experience.concat(parts)
-    back = [order.index(row) for row in range(len(lengths))]
-    assert same(joined.select(back), batch)
+    rows = rows_of(batch)
+    assert [row for part in parts for row in rows_of(part)] == [rows[i] for i in order]
 
 
 def test_columns_that_were_not_computed_stay_absent() -> None:
     batch = batch_of([2, 3])
     assert batch.values is None
-    assert Experience.concat(batch.split([[1], [0]])).values is None
     assert batch.select([0]).to("cpu").values is None
 
 
@@ -219,7 +209,6 @@ def test_episodes_become_rows_in_their_order() -> None:
     )
     assert batch.lengths.tolist() == [6, 7, 4]
     assert batch.group_ids.tolist() == [4, 4, 2]
-    assert batch.trajectory_ids.tolist() == [0, 1, 2]
     assert batch.rewards.tolist() == [1.0, 0.0, 0.25]
     assert batch.truncated.tolist() == [False, True, False]
     assert batch.num_actions.tolist() == [5, 6, 3]

@@ -52,7 +52,6 @@ def batch(rewards: list[float], **changes: Any) -> Experience:
         "action_mask": mask,
         "rollout_logprobs": torch.zeros(11),
         "group_ids": torch.tensor([7, 7, 9, 9]),
-        "trajectory_ids": torch.arange(4),
         "rewards": torch.tensor(rewards),
         "truncated": torch.tensor([False, False, False, True]),
     }

@@ -29,7 +29,6 @@ def batch_of(lengths: list[int]) -> Experience:
         action_mask=mask,
         rollout_logprobs=torch.zeros(len(tokens)),
         group_ids=torch.arange(len(lengths)),
-        trajectory_ids=torch.arange(len(lengths)),
         rewards=torch.zeros(len(lengths)),
         truncated=torch.zeros(len(lengths), dtype=torch.bool),
     )
@@ -42,7 +41,7 @@ def learned(plan: RankUpdate, lengths: list[int]) -> list[list[int]]:
     for step in plan.steps:
         micro = mine.select(step)
         assert micro.num_samples, "a rank without rows in a step would skip a collective"
-        steps.append(sorted(micro.trajectory_ids[micro.num_actions > 0].tolist()))
+        steps.append(sorted(micro.group_ids[micro.num_actions > 0].tolist()))
     return steps
 
 

@@ -61,7 +61,6 @@ def batch() -> Experience:
         action_mask=mask,
         rollout_logprobs=torch.full((tokens,), -4.0),
         group_ids=torch.arange(rows),
-        trajectory_ids=torch.arange(rows),
         rewards=torch.zeros(rows),
         truncated=torch.zeros(rows, dtype=torch.bool),
         advantages=torch.randn(tokens, generator=draw),
