@@ -25,7 +25,6 @@ HOMES = {
     "deepspeed": ["distributed.*"],
     "ray": ["distributed.cluster", "distributed.placement", "distributed.worker_group", "trainers.launch"],
     "datasets": ["data.*"],
-    "modelscope": ["data.loading"],
     "math_verify": ["rollout.graders"],
     "wandb": ["observability.trackers"],
     "tensorboard": ["observability.trackers"],
@@ -62,7 +61,7 @@ def test_imports_point_down_and_siblings_do_not_know_each_other(module: Module) 
 def test_a_heavy_library_has_one_home(library: str) -> None:
     users = [module for module in MODULES if library in libraries(module.imports())]
     assert [str(module) for module in users if not within(module, HOMES[library])] == []
-    assert users or library == "modelscope", f"nobody uses {library}: its line can go"
+    assert users, f"nobody uses {library}: its line can go"
 
 
 def test_algorithms_know_torch_and_none_of_our_classes() -> None:

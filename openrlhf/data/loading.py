@@ -30,17 +30,15 @@ Table = Dataset  # rows, not yet tokenised
 SPLIT_FLAGS = "--data.dataset_split, --data.prompt_split or --eval.split"
 
 
-def load_datasets(
-    spec: str, *, split: str, probs: str | None = None, max_samples: int, seed: int, use_ms: bool = False
-) -> Dataset:
+def load_datasets(spec: str, *, split: str, probs: str | None = None, max_samples: int, seed: int) -> Dataset:
     """The datasets of a comma list, `split` of each, as one of at most `max_samples` rows.
 
     An item is a .json, .jsonl, .csv, .parquet or .arrow file (the first three also gzipped), a
     folder of such files, a folder written by `save_to_disk`, or a hub name; `item@folder` takes the
     data in that folder of it. Each item is cut to `max_samples` rows. Without `probs` they follow
     each other; with it rows are drawn from them with these probabilities until every row was used.
-    Two more columns say where a row came from (`errors.SOURCE`, `errors.ROW`). `use_ms` takes names
-    from ModelScope. Raises DataError for whatever is wrong with the spec or what it names.
+    Two more columns say where a row came from (`errors.SOURCE`, `errors.ROW`). Raises DataError for
+    whatever is wrong with the spec or what it names.
     """
     items = [item.strip() for item in spec.split(",") if item.strip()]
     if not items:
@@ -48,7 +46,7 @@ def load_datasets(
     if max_samples < 1:
         raise DataError(f"--data.max_samples is {max_samples}; it must be at least 1.")
     shares = parse_probs(probs, count=len(items)) if probs else None
-    parts = [_load_one(item, split, max_samples, use_ms) for item in items]
+    parts = [_load_one(item, split, max_samples) for item in items]
     blend = _blend(parts, shares, seed) if len(parts) > 1 else parts[0]
     return blend.select(range(min(max_samples, len(blend))))
 
@@ -101,11 +99,11 @@ def _conflict(parts: list[Dataset]) -> str | None:
     return None
 
 
-def _load_one(item: str, split: str, max_samples: int, use_ms: bool) -> Dataset:
+def _load_one(item: str, split: str, max_samples: int) -> Dataset:
     path, _, folder = (item, "", "") if os.path.exists(item) else item.partition("@")
     path = os.path.expanduser(path)
     try:
-        loaded = _read(path, folder or None, split, use_ms)
+        loaded = _read(path, folder or None)
     except DataError:
         raise
     except Exception as error:  # the datasets library raises many kinds
@@ -120,7 +118,7 @@ def _load_one(item: str, split: str, max_samples: int, use_ms: bool) -> Dataset:
     return number_rows(loaded.select(range(min(max_samples, len(loaded)))), item)
 
 
-def _read(path: str, folder: str | None, split: str, use_ms: bool) -> Dataset | DatasetDict:
+def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
     _refuse_script(path)
     extension = os.path.splitext(path.removesuffix(".gz"))[1].lower()
     if extension in FORMATS and (not path.endswith(".gz") or path.lower().endswith(GZIPPED)):
@@ -135,7 +133,7 @@ def _read(path: str, folder: str | None, split: str, use_ms: bool) -> Dataset | 
         raise DataError(f"{path} is not of a known kind: {known}. Convert it to one of them.")
     if looks_like_path(path):
         raise DataError(f"There is no file or folder {path!r} (seen from {os.getcwd()}).")
-    return _read_modelscope(path, split) if use_ms else load_dataset(path, data_dir=folder)
+    return load_dataset(path, data_dir=folder)
 
 
 def _refuse_script(path: str) -> None:
@@ -159,13 +157,3 @@ def _read_file(path: str, file_format: str) -> DatasetDict:
         as_written = Features(features | dict.fromkeys(dates, Json()))
         loaded = load_dataset(file_format, data_files=path, features=as_written)
     return loaded
-
-
-def _read_modelscope(name: str, split: str) -> Dataset:
-    """Imports its library here, because only --use_ms needs it."""
-    from modelscope.msdatasets import MsDataset  # pyright: ignore[reportMissingImports]
-
-    owner, _, dataset = name.partition("/")
-    if not dataset:
-        raise DataError(f"--use_ms is set: a dataset is named owner/name, not {name!r}.")
-    return MsDataset.load(dataset, namespace=owner, split=split).to_hf_dataset()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,28 +296,3 @@ def test_text_that_is_not_utf8_is_named_by_row(tmp_path: Path) -> None:
     rows = load(str(path))
     with pytest.raises(DataError, match=r"x\.jsonl, row 1: is not valid UTF-8 text"):
         map_rows(rows, ["a"], lambda batch: {"a": batch["a"]}, Features({"a": Value("string")}), "Reading")
-
-
-# ---- ModelScope
-
-
-def test_modelscope_is_asked_for_owner_and_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class MsDataset:
-        @staticmethod
-        def load(name: str, *, namespace: str, split: str) -> Any:
-            rows = Dataset.from_list([{"input": f"{namespace}:{name}:{split}"}])
-            return types.SimpleNamespace(to_hf_dataset=lambda: rows)
-
-    module = types.ModuleType("modelscope.msdatasets")
-    module.MsDataset = MsDataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "modelscope", types.ModuleType("modelscope"))
-    monkeypatch.setitem(sys.modules, "modelscope.msdatasets", module)
-    assert inputs(load("me/tiny", use_ms=True)) == ["me:tiny:train"]
-    with pytest.raises(DataError, match="owner/name"):
-        load("tiny", use_ms=True)
-
-
-def test_modelscope_that_is_not_installed_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "modelscope", None)
-    with pytest.raises(DataError, match="modelscope"):
-        load("me/tiny", use_ms=True)
