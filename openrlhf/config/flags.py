@@ -210,17 +210,17 @@ def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def nearest(name: str, known: Collection[str], *, limit: int = 2) -> list[str]:
-    """The known names a user may have meant: those with this last part first, then similar ones."""
+def nearest(name: str, known: Collection[str]) -> list[str]:
+    """The two known names at most that a user may have meant: those with this last part first, then similar ones."""
     leaf = name.rpartition(".")[2]
     leaves = {path: path.rpartition(".")[2] for path in known}
     same = [path for path in known if leaves[path] == leaf]
     begun = [path for path in known if len(leaf) > 3 and leaves[path].startswith(leaf)]
-    by_leaf = difflib.get_close_matches(name, same or begun, n=limit, cutoff=0.0)
-    similar = difflib.get_close_matches(name, known, n=limit, cutoff=0.7)
-    close = difflib.get_close_matches(leaf, leaves.values(), n=limit, cutoff=0.8)
+    by_leaf = difflib.get_close_matches(name, same or begun, n=2, cutoff=0.0)
+    similar = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    close = difflib.get_close_matches(leaf, leaves.values(), n=2, cutoff=0.8)
     found = [*by_leaf, *similar, *(path for path in known if leaves[path] in close)]
-    return list(dict.fromkeys(found))[:limit]
+    return list(dict.fromkeys(found))[:2]
 
 
 def did_you_mean(names: Collection[str]) -> str:

@@ -181,26 +181,19 @@ class HostPool:
     """`workers` hosts that run user code, one call each at a time; for any event loop and thread.
 
     `memory_gib` limits the data of each process. `log_dir` gets what user code prints, one
-    `host-<n>.log` per host; without it, that goes to stderr. `environment` is laid over this
-    process's own and `ENVIRONMENT`. `load_timeout` (seconds) bounds the import of a user's file,
+    `host-<n>.log` per host; without it, that goes to stderr. `load_timeout` (seconds) bounds the import of a user's file,
     which does not count against a call's own time.
     """
 
     def __init__(
-        self,
-        workers: int,
-        *,
-        memory_gib: float = 4.0,
-        log_dir: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        load_timeout: float = 120.0,
+        self, workers: int, *, memory_gib: float = 4.0, log_dir: Path | None = None, load_timeout: float = 120.0
     ) -> None:
         if workers < 1:
             raise ValueError(f"a host pool needs at least 1 worker, not {workers}")
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        variables = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(environment or {})}
+        variables = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
         self._load_timeout, self._memory_gib = load_timeout, memory_gib
         self._targets: list[str] = []  # what a fresh host loads before it is asked
         self._closed = False

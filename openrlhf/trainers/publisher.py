@@ -21,12 +21,11 @@ class WeightPublisher:
         *,
         engine_logs: Sequence[str],
         transport: Transport,
-        workers_per_engine: int = 1,
         timeout_s: float,
     ) -> None:
         self.policy, self.engines, self.engine_logs = policy, list(engines), list(engine_logs)
         self.transport: Transport = transport
-        self.workers_per_engine, self.timeout_s = workers_per_engine, timeout_s
+        self.timeout_s = timeout_s
         self.groups_made = 0
         self.connected = False
 
@@ -39,7 +38,7 @@ class WeightPublisher:
         group = WeightGroup(
             host=host,
             port=port,
-            world_size=1 + self.workers_per_engine * len(self.engines),
+            world_size=1 + len(self.engines),
             transport=self.transport,
             name=f"weights-{self.groups_made}",
             timeout_s=self.timeout_s,
@@ -49,12 +48,12 @@ class WeightPublisher:
                 host=group.host,
                 port=group.port,
                 world_size=group.world_size,
-                rank_offset=1 + self.workers_per_engine * index,
+                rank_offset=index,
                 transport=group.transport,
                 group=group.name,
                 timeout_s=group.timeout_s,
             )
-            for index, engine in enumerate(self.engines)
+            for index, engine in enumerate(self.engines, start=1)
         ]
         joining += self.policy.broadcast(PolicyWorker.join_weight_group, group)
         self._gather(joining, "join the weight group", [*self.engine_logs, *self.policy.logs])
