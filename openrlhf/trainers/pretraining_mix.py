@@ -24,10 +24,8 @@ class PretrainingMix:
         """Row numbers of optimizer step `step`."""
         first, drawn = step * self.batch_size, list[int]()
         while len(drawn) < self.batch_size:
-            episode, place = divmod(first + len(drawn), len(self.rows))
-            sampler = ResumableSampler(len(self.rows), seed=self.seed, consumed=place, drop_last=False)
-            sampler.set_epoch(episode)
-            drawn += islice(sampler, self.batch_size - len(drawn))
+            order = ResumableSampler(len(self.rows), seed=self.seed, consumed=first + len(drawn), drop_last=False)
+            drawn += islice(order, self.batch_size - len(drawn))
         return drawn
 
     def for_ranks(self, steps: Sequence[int], ranks: int) -> list[list[TokenRows]]:

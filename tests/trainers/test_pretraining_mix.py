@@ -1,0 +1,42 @@
+"""Which rows of plain text an optimizer step learns from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from openrlhf.data.sft import SFTRow
+from openrlhf.trainers.pretraining_mix import PretrainingMix
+
+ROWS = [SFTRow(tokens=[row] * (2 + row % 3), loss_mask=[False, *[True] * (1 + row % 3)]) for row in range(7)]
+
+
+def mix(batch_size: int = 3) -> PretrainingMix:
+    rows: Any = ROWS  # what is asked of a dataset: its length and its rows
+    return PretrainingMix(rows, batch_size=batch_size, seed=1)
+
+
+def test_every_row_comes_once_in_every_pass() -> None:
+    drawn = [row for step in range(7) for row in mix().draw(step)]  # three passes over seven rows
+    for start in range(0, 21, 7):
+        assert sorted(drawn[start : start + 7]) == list(range(7))
+    assert drawn[:7] != drawn[7:14]
+
+
+def test_a_batch_larger_than_the_text_takes_several_passes() -> None:
+    assert Counter(mix(batch_size=16).draw(0)).most_common()[-1][1] == 2
+    assert len(mix(batch_size=16).draw(5)) == 16
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_the_ranks_together_have_the_rows_of_each_step_once(ranks: int) -> None:
+    steps = [4, 5]
+    per_rank = mix().for_ranks(steps, ranks)
+    assert len(per_rank) == ranks
+    for place, step in enumerate(steps):
+        counted = [text for texts in per_rank for text in [texts[place]] if text.loss_mask.any()]
+        rows = [int(row) for text in counted for row in text.tokens[text.offsets[:-1]]]
+        assert sorted(rows) == sorted(mix().draw(step))
+        assert all(text.num_samples for texts in per_rank for text in [texts[place]]), "a forward needs a row"
