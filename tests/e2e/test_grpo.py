@@ -18,6 +18,7 @@ from openrlhf.checkpoints import CheckpointError
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.observability.glossary import GLOSSARY
+from openrlhf.observability.run_folder import read_lines
 from openrlhf.rollout.graders import grade_math
 from openrlhf.trainers.launch import run_ppo
 from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
@@ -136,6 +137,14 @@ def test_engine_and_trainer_agree_about_the_sampled_tokens_in_every_step(whole: 
     assert len(column(whole, "train/logprob_gap_mean")) == STEPS
     assert max(column(whole, "train/logprob_gap_mean")) < 1e-5
     assert max(column(whole, "train/logprob_gap_max")) < 1e-4
+
+
+def test_passes_that_nothing_needs_are_not_run_and_those_that_are_run_are_timed(whole: Path) -> None:
+    """Strictly on-policy with the KL in the loss: π_ref is needed, π_old is what the training forward computes anyway."""
+    steps = [row for row in read_lines(whole / "metrics.jsonl") if "train/reward" in row]
+    for row in steps:
+        assert 0 < row["timing/ref_logprobs"] < row["timing/make_experience"]
+        assert not {"timing/old_logprobs", "timing/teacher_logprobs", "timing/values"} & set(row)
 
 
 def test_the_policy_moves_and_the_kl_with_it(whole: Path) -> None:
