@@ -17,7 +17,6 @@ LEAVE_OUT = """
     rollout.remote_engines placement
 """
 FUNCTION = "use --reward.remote_url (a .py file or a server), or --reward.verifier math"
-EOS = "end with the end-of-sequence token"
 MORE_GPUS = "use --ds.zero_stage 3 on more GPUs"
 MORE_ENGINES = "use 1 and more --vllm.num_engines"
 
@@ -43,8 +42,6 @@ NOT_YET: dict[str, str] = {
     "train.max_restarts": "start again with --ckpt.load_enable",
     "vllm.tensor_parallel_size": MORE_ENGINES,
     "vllm.pipeline_parallel_size": MORE_ENGINES,
-    "rollout.stop": EOS,
-    "rollout.stop_token_ids": EOS,
     "rollout.dump_dir": "episodes are in samples.jsonl of --run.dir",
 }
 # The same for some values only: refused where the function of the resolved root says so.

@@ -36,6 +36,8 @@ class SamplingSpec:
     max_new_tokens: int | None  # None: what `max_len` leaves
     max_len: int  # prompt and response, tokens
     seed: int | None  # None: unseeded sampling
+    stop: tuple[str, ...] = ()  # texts that end a response; they stay in it, as tokens that were sampled
+    stop_token_ids: tuple[int, ...] = ()
 
     def params_for(self, prompt: Prompt, prompt_length: int) -> list[SamplingParams]:
         """Sampling parameters of each sample of a prompt."""
@@ -46,6 +48,8 @@ class SamplingSpec:
                 top_p=self.top_p,
                 top_k=self.top_k,
                 max_tokens=min(budget, self.max_new_tokens or budget),
+                stop=list(self.stop) or None,
+                stop_token_ids=list(self.stop_token_ids) or None,
                 seed=None if self.seed is None else sample_seed(self.seed, self.purpose, prompt.index, sample),
             )
             for sample in range(self.n_samples)

@@ -212,6 +212,7 @@ def engine_settings(config: PPOConfig, kind: Device, tokenizer: PreTrainedTokeni
         enforce_eager=config.vllm.enforce_eager or kind == "cpu",
         gpu_memory_utilization=config.vllm.gpu_memory_utilization,
         seeded=config.rollout.seeded == "on",
+        stop_strings=bool(config.rollout.stop),
         end_token_ids=(cast(int, tokenizer.eos_token_id),),
         trust_remote_code=config.model.trust_remote_code,
         extra=config.vllm.engine_args,
@@ -229,6 +230,8 @@ def train_sampling(config: PPOConfig) -> SamplingSpec:
         max_new_tokens=config.rollout.max_new_tokens,
         max_len=config.data.max_len,
         seed=config.train.seed if config.rollout.seeded == "on" else None,
+        stop=config.rollout.stop,
+        stop_token_ids=config.rollout.stop_token_ids,
     )
 
 

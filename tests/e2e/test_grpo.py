@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,6 +285,19 @@ def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_s
         *("actor-0.log", "actor-1.log", "ref-0.log", "ref-1.log")
     }
     check_same(folder, whole)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_stop_texts_and_stop_tokens_end_responses_and_stay_in_them(workspace: Path) -> None:
+    folder = workspace / "stops"
+    ids = AutoTokenizer.from_pretrained(workspace / "model").convert_tokens_to_ids(["d", "e"])
+    stops = {"rollout.stop": ["b", "c"], "rollout.stop_token_ids": ids}
+    train(grpo_flags(workspace, folder, **{"data.max_samples": BATCH, **stops}))
+    responses = [re.sub(r"<\w+>", "·", row["response"]) for row in samples(folder)]  # letters of <bos> are no tokens
+    assert not any(set(response[:-1]) & set("bcde") for response in responses)
+    assert {"b", "c"} & {response[-1] for response in responses}
+    assert {"d", "e"} & {response[-1] for response in responses}
+    assert max(column(folder, "train/logprob_gap_mean")) < 1e-5
 
 
 def check_same(folder: Path, other: Path) -> None:
