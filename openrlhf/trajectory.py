@@ -58,6 +58,7 @@ class Trajectory:
     extra_logs: Mapping[str, float] = field(default_factory=dict[str, float])
     response_text: str = ""
     error: str | None = None
+    filtered: bool = False  # dynamic filtering replaced its prompt: shown, never trained on
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.action_mask), len(self.rollout_logprobs)}

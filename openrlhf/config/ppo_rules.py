@@ -142,6 +142,8 @@ def algorithm_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Se
          "--reward.remote_url is not used: the agent of --train.agent_func_path rewards."),
         ("critic.freezing_steps" in given and not critic,
          "--critic.freezing_steps has no effect: <algo.advantage.estimator> has no critic."),
+        ("algo.dynamic_filtering_range" in given and not config.algo.dynamic_filtering_enable,
+         "--algo.dynamic_filtering_range has no effect without --algo.dynamic_filtering_enable."),
         ("reward.retries" in given and not config.reward.urls,
          "--reward.retries has no effect: only reward servers are asked again."),
         (evaluation.dataset and evaluation.steps <= 0 and not evaluation.at_start,

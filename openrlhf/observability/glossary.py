@@ -144,7 +144,7 @@ declare(
         "eval/eval_{datasource}_response_length_mean": "The same, of one data source.",
     },
 )
-declare(Mean, "percent", {"train/dynamic_filtering_pass_rate": "Prompts that dynamic filtering kept."})
+declare(Mean, "percent", {"train/dynamic_filtering_pass_rate": "Tried prompts that dynamic filtering kept."})
 declare(
     Last,
     "",

@@ -112,7 +112,7 @@ footer { margin-top: 64px; padding-top: 16px; border-top: 1px solid var(--rule);
 {% if row %}
 <div class="meta">
 <span>reward <b>{{ row.get("reward")|cell }}</b></span>
-<span>ended by {{ row.stop_reason }}</span>
+<span>ended by {{ row.stop_reason }}{% if row.filtered %}, filtered{% endif %}</span>
 </div>
 <pre><span class="prompt">{{ row.prompt }}</span>{{ row.response }}</pre>
 {% else %}

@@ -46,6 +46,7 @@ class SampleRow:
     stop_reason: str
     weight_versions: tuple[int, ...]
     error: str | None
+    filtered: bool = False  # dynamic filtering replaced its prompt
 
     @classmethod
     def of(cls, step: int, trajectory: Trajectory) -> Self:
@@ -62,6 +63,7 @@ class SampleRow:
             stop_reason=str(trajectory.stop_reason),
             weight_versions=trajectory.weight_versions,
             error=trajectory.error,
+            filtered=trajectory.filtered,
         )
 
 

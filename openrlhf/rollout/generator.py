@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,6 +17,9 @@ from openrlhf.rollout.rewards import ErrorPolicy, Reward, RewardRequest, RewardR
 from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
 
 T = TypeVar("T")
+Rejects = Callable[
+    [Sequence[Trajectory]], bool
+]  # whether the samples of a prompt are to be replaced by those of another
 logger = logging.getLogger(__name__)
 
 
@@ -91,16 +94,37 @@ class RolloutGenerator:
         self._loop = BackgroundLoop()
         self._in_flight = [0] * len(self.engines)  # samples asked of each engine and not answered yet
 
-    def rollout(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Trajectory]:
+    def rollout(
+        self,
+        prompts: Iterable[Prompt],
+        spec: SamplingSpec,
+        *,
+        groups: int | None = None,
+        rejects: Rejects = lambda group: False,
+    ) -> list[Trajectory]:
         """All samples of all prompts, in prompt order, samples of a prompt adjacent, failed ones among them.
 
+        With `groups`, prompts are taken until the samples of so many are not rejected: the next one as soon as one is.
         Raises RolloutError when the deadline passes, and what an engine raised when one fails.
         """
-        return self._loop.run(self._rollout(prompts, spec), self.timeout_s)
+        if groups is None:
+            prompts = list(prompts)
+            groups = len(prompts)
+        return self._loop.run(self._rollout(iter(prompts), spec, groups, rejects), self.timeout_s)
 
-    async def _rollout(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Trajectory]:
-        groups = await asyncio.gather(*(self._sample_group(prompt, spec) for prompt in prompts))
-        return [trajectory for group in groups for trajectory in group]
+    async def _rollout(
+        self, prompts: Iterator[Prompt], spec: SamplingSpec, groups: int, rejects: Rejects
+    ) -> list[Trajectory]:
+        tried: dict[int, list[Trajectory]] = {}
+
+        async def sample_until_one_stays() -> None:
+            for prompt in prompts:
+                tried[prompt.index] = group = await self._sample_group(prompt, spec)
+                if not rejects(group):
+                    return
+
+        await asyncio.gather(*(sample_until_one_stays() for _ in range(groups)))
+        return [trajectory for index in sorted(tried) for trajectory in tried[index]]
 
     async def _sample_group(self, prompt: Prompt, spec: SamplingSpec) -> list[Trajectory]:
         tokens = spec.clip_prompt(prompt.tokens)

@@ -251,10 +251,15 @@ class ErrorBudget:
     max_error_rate: float
     policy: ErrorPolicy = ErrorPolicy()
 
+    def exceeded(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether too large a share has failed."""
+        failed = sum(trajectory.failed for trajectory in trajectories)
+        return self.policy.counts and failed > self.max_error_rate * len(trajectories)
+
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise RewardErrors, with the first error, where too large a share has failed."""
-        failed = [trajectory for trajectory in trajectories if trajectory.failed]
-        if self.policy.counts and len(failed) > self.max_error_rate * len(trajectories):
+        if self.exceeded(trajectories):
+            failed = [trajectory for trajectory in trajectories if trajectory.failed]
             raise RewardErrors(
                 f"{len(failed)} of {len(trajectories)} episodes failed, a larger share than "
                 f"--reward.max_error_rate {self.max_error_rate:g}. To go on all the same, raise it "

@@ -33,6 +33,7 @@ from openrlhf.rollout.http_rewards import HTTPReward
 from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, FunctionReward, Reward, RewardErrors, VerifierReward
 from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import ExperienceMaker
+from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.prompt_data import PromptData, load_prompts
 from openrlhf.trainers.publisher import WeightPublisher
@@ -108,7 +109,8 @@ def show_plan(config: PPOConfig, data: PromptData, plan: placement.Placement) ->
     """What --dry_run prints: who goes where, and the first prompts."""
     print(plan.describe())
     steps = -(-len(data.train) // config.rollout.batch_size) * config.train.num_episodes
-    print(f"{len(data.train)} prompts, {steps} steps of {config.rollout.batch_size} prompts")
+    most = "at most " if config.algo.dynamic_filtering_enable else ""
+    print(f"{len(data.train)} prompts, {most}{steps} steps of {config.rollout.batch_size} prompts")
     for row in (data.train[i] for i in range(min(3, len(data.train)))):
         print(f"prompt {row.text!r} ({len(row.tokens)} tokens), label {row.label!r}")
 
@@ -231,15 +233,6 @@ class Run:
             self.engines, self.data.tokenizer, self.reward, on_error=on_error, timeout_s=config.train.step_timeout
         )
         self.ends.callback(generator.close)
-        source = SyncSource(
-            self.data.train,
-            generator,
-            settings.train_sampling(config),
-            batch_size=config.rollout.batch_size,
-            episodes=config.train.num_episodes,
-            seed=config.train.seed,
-            num_workers=config.data.dataloader_num_workers,
-        )
         maker = ExperienceMaker(
             policy,
             groups.get("ref"),
@@ -250,6 +243,20 @@ class Run:
             kl,
             recompute_old=settings.needs_old_logprobs(config),
             timeout_s=config.train.step_timeout,
+        )
+        errors = ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error)
+        low, high = config.algo.dynamic_filtering_range
+        keep = DynamicFilter(low=low, high=high, errors=errors) if config.algo.dynamic_filtering_enable else None
+        source = SyncSource(
+            self.data.train,
+            generator,
+            settings.train_sampling(config),
+            maker.scored,
+            batch_size=config.rollout.batch_size,
+            episodes=config.train.num_episodes,
+            seed=config.train.seed,
+            num_workers=config.data.dataloader_num_workers,
+            keep=keep,
         )
         weights = WeightPublisher(
             policy,
@@ -265,7 +272,7 @@ class Run:
             groups.get("critic"),
             weights,
             kl=kl,
-            errors=ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error),
+            errors=errors,
             evaluate=partial(
                 evaluate, self.data.eval, generator, settings.eval_sampling(config), wave=config.rollout.batch_size
             )

@@ -23,6 +23,7 @@ from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.rollout.rewards import ErrorBudget
 from openrlhf.trainers.experience_maker import ExperienceMaker
+from openrlhf.trainers.filtering import pass_rate
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.recorder import Recorder
@@ -97,9 +98,11 @@ class PPOTrainer:
         self.weights.publish(self.step)  # π_old ← π, also after a resume
         if self.settings.eval_at_start and self.step == 0:
             self.run_evaluation()
-        for trajectories in self.timed("generation", self.source):  # τ ~ π_old
+        for trajectories in self.timed("generation", self.source):  # τ ~ π_old, R
             with self.clock("make_experience"):
-                experience, rollout = self.collect(trajectories)  # R
+                experience, rollout = self.collect(trajectories)
+            if all(t.filtered for t in trajectories):  # what was left of an episode teaches nothing
+                continue
             if not experience.num_samples:
                 self.after_step(rollout)
                 continue
@@ -113,15 +116,21 @@ class PPOTrainer:
             self.after_step(merge_all([rollout, passes, credit, update]))
             if self.stopped:
                 break
+        if self.settings.eval_steps > 0 and self.evaluated_at < self.step:  # nothing came of the last prompts
+            self.run_evaluation()
+        if self.source.exhausted and self.step < self.source.total_steps:
+            self.recorder.display.note(f"The prompts are used up after step {self.step}.")
         self.export_final(Path(self.ckpt.output_dir).expanduser().absolute())
 
     def collect(self, trajectories: Sequence[Trajectory]) -> tuple[Experience, dict[str, Metric]]:
-        """Score what reward models score, drop what failed, count it, and flatten the rest. Raises RewardErrors when too much has failed."""
-        trajectories = self.maker.scored(trajectories)
+        """Drop what failed or was filtered, count it, and flatten the rest. Raises RewardErrors when too much has failed."""
         self.recorder.samples(self.step + 1, trajectories)
         self.errors.check(trajectories)
         kept = trainable(trajectories, needs_groups=self.settings.needs_groups)
-        return Experience.from_trajectories(kept), rollout_metrics(trajectories, kept)
+        metrics = rollout_metrics(trajectories, kept)
+        if self.source.keep:
+            metrics["train/dynamic_filtering_pass_rate"] = pass_rate(trajectories)
+        return Experience.from_trajectories(kept), metrics
 
     def improve(self, experience: Experience) -> dict[str, Metric]:
         """Update critic and policy on a credited batch: both at once where they do not share devices.
@@ -183,8 +192,7 @@ class PPOTrainer:
         self.timing = {}
         self.recorder.step(self.step, values(metrics | timing))
         self.stopped = self._is_too_far(metrics)
-        last = self.stopped or self.step == self.source.total_steps
-        if self.settings.eval_steps > 0 and (self.step % self.settings.eval_steps == 0 or last):
+        if self.evaluation_is_due:
             self.run_evaluation()
         if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or self.stopped):
             self.save()
@@ -199,6 +207,12 @@ class PPOTrainer:
             f"--algo.kl.stop_run {limit:g}. The policy is exported as it is now."
         )
         return True
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether the weights of this step are evaluated, before a checkpoint of them is written."""
+        every = self.settings.eval_steps
+        return every > 0 and (self.step % every == 0 or self.source.exhausted or self.stopped)
 
     def run_evaluation(self) -> None:
         """pass@k of the published weights; a new best is kept."""
@@ -251,6 +265,7 @@ class PPOTrainer:
             loaded = group.broadcast(TrainedWorker.load_checkpoint, checkpoint.engine_dir(part), checkpoint.tag)
             self._gather(loaded, "load the checkpoint", group.logs)
         self.step, self.source.consumed = state.step, state.consumed
+        self.evaluated_at = self.step if self.evaluation_is_due else -1
         if state.kl_coef is not None:
             self.kl.load_state_dict({"coef": state.kl_coef})
         self.best.restore(state.best_metric_key, state.best_metric_value)
@@ -324,8 +339,8 @@ class BestMetric:
 
 
 def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list[Trajectory]:
-    """Without the failed ones and those with nothing sampled; where samples are compared, without lone ones too."""
-    finished = [t for t in trajectories if not t.failed and t.num_actions]
+    """Without the failed and the filtered ones and those with nothing sampled; where samples are compared, without lone ones too."""
+    finished = [t for t in trajectories if not t.failed and not t.filtered and t.num_actions]
     if not needs_groups:
         return finished
     peers: dict[int, int] = {}

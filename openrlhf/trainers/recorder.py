@@ -13,7 +13,7 @@ from openrlhf.observability.run_folder import RunFolder, SampleRow
 from openrlhf.observability.trackers import make_trackers
 from openrlhf.trajectory import Trajectory
 
-SAMPLES_PER_STEP = 16  # episodes of a step that go to samples.jsonl; of failed ones as many again
+SAMPLES_PER_STEP = 16  # episodes of a step that go to samples.jsonl; of filtered and of failed ones as many again
 
 
 class Recorder:
@@ -54,10 +54,11 @@ class Recorder:
         self.display.evaluation(step, values)
 
     def samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Some episodes of a step, and the failed ones with their errors."""
-        good = [t for t in trajectories if not t.failed][:SAMPLES_PER_STEP]
+        """Some episodes of a step, some of the filtered ones, and the failed ones with their errors."""
+        good = [t for t in trajectories if not t.failed and not t.filtered][:SAMPLES_PER_STEP]
+        filtered = [t for t in trajectories if not t.failed and t.filtered][:SAMPLES_PER_STEP]
         failed = [t for t in trajectories if t.failed][:SAMPLES_PER_STEP]
-        self._log_samples(step, [*good, *failed])
+        self._log_samples(step, [*good, *filtered, *failed])
 
     def _log_samples(self, step: int, trajectories: Iterable[Trajectory]) -> None:
         rows = [SampleRow.of(step, trajectory) for trajectory in trajectories]

@@ -53,7 +53,7 @@ def has_dropout(config: PPOConfig) -> bool:
 
 
 def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
-    """Length of a learning-rate schedule: the optimizer steps after the first `after` batches, if no episode fails."""
+    """Length of a learning-rate schedule: the optimizer steps after the first `after` batches, if no episode fails or is filtered."""
     size = config.rollout.batch_size
     episode = [size] * (prompts // size) + [prompts % size] * (prompts % size > 0)
     batches = (episode * config.train.num_episodes)[after:]

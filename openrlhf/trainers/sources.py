@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 
 from torch.utils.data import DataLoader
 
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.prompts import PromptDataset, PromptRow
-from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
+from openrlhf.rollout.generator import Rejects, RolloutGenerator, SamplingSpec
+from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trajectory import Prompt, Trajectory
 
 
 class SyncSource:
     """Generates with the newest weights, when asked: π_old is the policy of the last publication.
 
-    `batch_size`: prompts per step; `episodes`: passes over the prompts; the last batch of a pass may be short.
+    `scored` adds what reward models say. `batch_size`: prompts per step, those that `keep` rejects not counted; `episodes`:
+    passes over the prompts; the last batch of a pass may be short.
     `consumed`: prompts that the run has drawn, counted over all passes; a resumed run starts there.
     """
 
@@ -24,13 +27,16 @@ class SyncSource:
         prompts: PromptDataset,
         generator: RolloutGenerator,
         spec: SamplingSpec,
+        scored: Callable[[Sequence[Trajectory]], list[Trajectory]],
         *,
         batch_size: int,
         episodes: int,
         seed: int,
         num_workers: int = 0,
+        keep: DynamicFilter | None = None,
     ) -> None:
         self.prompts, self.generator, self.spec = prompts, generator, spec
+        self.scored, self.keep = scored, keep
         self.batch_size, self.episodes, self.seed = batch_size, episodes, seed
         self.num_workers = num_workers
         self.consumed = 0
@@ -47,7 +53,7 @@ class SyncSource:
 
     @property
     def total_steps(self) -> int:
-        """Batches of the whole run."""
+        """Batches of the whole run; at most so many where prompts are filtered."""
         return self.steps_per_episode * self.episodes
 
     @property
@@ -55,13 +61,21 @@ class SyncSource:
         """Passes over the prompts that are complete."""
         return self.consumed // len(self.prompts)
 
-    def draw(self) -> Iterator[list[Prompt]]:
-        """The prompts of each step, from where the run stands; `consumed` counts those handed out."""
-        while self.episode < self.episodes:
-            for batch in self._loader():
-                prompts = [row.drawn(index) for index, row in enumerate(batch, self.consumed)]
-                self.consumed += len(prompts)
-                yield prompts
+    @property
+    def exhausted(self) -> bool:
+        """Whether every prompt of every pass has been drawn."""
+        return self.episode >= self.episodes
+
+    def draw(self) -> Iterator[Iterator[Prompt]]:
+        """The prompts of each pass, from where the run stands."""
+        while not self.exhausted:
+            yield self._rest_of_pass()
+
+    def _rest_of_pass(self) -> Iterator[Prompt]:
+        """Prompts one by one; `consumed` counts those handed out, not those that the loader has read ahead."""
+        for row in chain.from_iterable(self._loader()):
+            self.consumed += 1
+            yield row.drawn(self.consumed - 1)
 
     def _loader(self) -> DataLoader[PromptRow]:
         sampler = ResumableSampler(len(self.prompts), seed=self.seed, consumed=self.consumed, drop_last=False)
@@ -71,7 +85,17 @@ class SyncSource:
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         for prompts in self.draw():
-            yield self.generator.rollout(prompts, self.spec)
+            while step := self._step(prompts):
+                yield step
+
+    def _step(self, prompts: Iterator[Prompt]) -> list[Trajectory]:
+        """The scored samples of the next step; none where the pass is over."""
+        if self.keep is None:
+            return self.scored(self.generator.rollout(islice(prompts, self.batch_size), self.spec))
+        return self.keep.fill(self.batch_size, prompts, self._refilled)
+
+    def _refilled(self, prompts: Iterator[Prompt], groups: int, rejects: Rejects) -> list[Trajectory]:
+        return self.scored(self.generator.rollout(prompts, self.spec, groups=groups, rejects=rejects))
 
 
 def evaluate(prompts: PromptDataset, generator: RolloutGenerator, spec: SamplingSpec, *, wave: int) -> list[Trajectory]:

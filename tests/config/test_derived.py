@@ -167,6 +167,11 @@ def test_an_unused_eps_clip_is_pointed_out(capsys: pytest.CaptureFixture[str]) -
     assert "--actor.eps_clip has no effect" in capsys.readouterr().err
 
 
+def test_a_filtering_range_without_filtering_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    ppo("--algo.dynamic_filtering_range 0.1 0.9")
+    assert "--algo.dynamic_filtering_range has no effect" in capsys.readouterr().err
+
+
 def test_cispo_without_clip_flags_is_open_below() -> None:
     given = rl(actor__policy_loss_type="cispo", actor__eps_clip=0.1)
     assert resolved(given)[0].actor.eps_clip_low_high == (1.0, 0.28)

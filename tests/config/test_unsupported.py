@@ -70,6 +70,8 @@ SUPPORTED = [
     ("train_ppo_ray", "--train.dynamic_batch_enable --ds.packing_samples --actor.entropy_coef 0.01"),
     ("train_ppo_ray", "--algo.kl.use_loss --algo.kl.estimator k3 --actor.dual_clip 3"),
     ("train_ppo_ray", "--algo.loss.aggregation constant --actor.eps_clip_low_high 0.2 0.28"),
+    ("train_ppo_ray", "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.1 0.9 "
+     "--rollout.n_samples_per_prompt 4"),
     ("train_ppo_ray", "--reward.overlong_buffer_len 64 --reward.stop_properly_penalty_coef 0"),
     ("train_ppo_ray", "--rollout.top_k 20 --rollout.top_p 0.9 --rollout.seeded on --rollout.max_new_tokens 64"),
     ("train_ppo_ray", "--eval.dataset e --eval.steps 5 --eval.at_start --eval.n_samples_per_prompt 2"),

@@ -15,15 +15,16 @@ def episode(
     actions: int = 1,
     stop: StopReason = StopReason.STOP,
     source: str = "default",
+    text: str | None = None,
     **fields: Any,
 ) -> Trajectory:
     """An episode of prompt number `index`: one prompt token, `actions` sampled ones; its reward is its score."""
-    values = {"reward": score, "score": score} | fields
+    values: dict[str, Any] = {"reward": score, "score": score} | fields
     return Trajectory(
         tokens=list(range(1 + actions)),
         action_mask=[False] + [True] * actions,
         rollout_logprobs=[0.0] + [-0.5] * actions,
-        prompt=Prompt(index=index, text=f"prompt {index}", tokens=[0], datasource=source),
+        prompt=Prompt(index=index, text=text or f"prompt {index}", tokens=[0], datasource=source),
         sample_index=sample,
         stop_reason=stop,
         **values,

@@ -1,14 +1,22 @@
-"""What the loop keeps of a batch, what it measures of it, and which evaluation is the best."""
+"""What the loop keeps of a batch, what it measures of it, which evaluation is the best, and how a run ends."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from openrlhf.observability.metrics import values
-from openrlhf.trainers.ppo import BestMetric, rollout_metrics, trainable
-from openrlhf.trajectory import StopReason
+from openrlhf.algorithms.kl import FixedKL
+from openrlhf.config.shared import CheckpointConfig
+from openrlhf.experience import Experience
+from openrlhf.observability.metrics import Metric, values
+from openrlhf.rollout.rewards import ErrorBudget
+from openrlhf.trainers.filtering import DynamicFilter, thrown_away
+from openrlhf.trainers.ppo import BestMetric, LoopSettings, PPOTrainer, rollout_metrics, trainable
+from openrlhf.trajectory import StopReason, Trajectory
 from tests.trainers.episodes import episode, failed
 
 # ---- what can be trained on
@@ -29,6 +37,12 @@ def test_a_sample_that_lost_its_peers_teaches_nothing_where_samples_are_compared
     lone = [episode(1, 0, score=1.0), failed(1, 1)]
     assert trainable([*pair, *lone], needs_groups=True) == pair
     assert trainable([*pair, *lone], needs_groups=False) == [*pair, lone[0]]
+
+
+def test_filtered_episodes_are_not_trained_on() -> None:
+    kept = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
+    filtered = [thrown_away(episode(1, sample, score=1.0)) for sample in range(2)]
+    assert trainable([*kept, *filtered], needs_groups=True) == kept
 
 
 # ---- metrics of the rollout
@@ -128,3 +142,103 @@ def test_numbers_beside_a_reward_do_not_mix_with_ours() -> None:
     assert "train/kl" not in metrics and "train/actor_lr" not in metrics
     own = {"train/user_kl": 5.0, "train/user_actor_lr": 2.0, "train/format": 0.5, "train/reward_rule": 1.0}
     assert own.items() <= metrics.items()
+
+
+# ---- the end of a run
+
+
+class Steps:
+    """A source of given steps, the last prompt of which has been drawn when the last one is handed out."""
+
+    keep = DynamicFilter(low=0.0, high=1.0, errors=ErrorBudget(max_error_rate=1.0))
+    episode, consumed, identity, total_steps = 0, 0, {}, 4
+
+    def __init__(self, steps: list[list[Trajectory]]) -> None:
+        self.steps = steps
+        self.exhausted = False
+
+    def __iter__(self) -> Iterator[list[Trajectory]]:
+        for number, step in enumerate(self.steps, 1):
+            self.exhausted = number == len(self.steps)
+            yield step
+
+
+class Notes:
+    """Recorder and display: what happened, in order."""
+
+    def __init__(self) -> None:
+        self.display, self.events = self, []
+
+    def begin(self, total_steps: int, done: int) -> None: ...
+    def status(self, text: str) -> None: ...
+    def samples(self, step: int, trajectories: list[Trajectory]) -> None: ...
+
+    def step(self, step: int, numbers: dict[str, float]) -> None:
+        self.events.append(f"step {step}, {numbers['train/dynamic_filtering_pass_rate']:g}%")
+
+    def evaluation(self, step: int, numbers: dict[str, float]) -> None:
+        self.events.append(f"evaluation {step}")
+
+    def note(self, text: str) -> None:
+        self.events.append(text)
+
+
+class Nothing:
+    """Publishes nothing, and adds nothing to a batch."""
+
+    def publish(self, version: int) -> None: ...
+
+    def scored(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        return trajectories
+
+    def annotate(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
+        return experience, {}
+
+    def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
+        return experience, {}
+
+
+class Untrained(PPOTrainer):
+    """The loop without models."""
+
+    def improve(self, experience: Experience) -> dict[str, Metric]:
+        return {}
+
+    def export_final(self, folder: Path) -> None:
+        self.recorder.display.note("export")
+
+
+def events(steps: list[list[Trajectory]], *, eval_steps: int) -> list[str]:
+    """What a run over these steps does."""
+    notes, nothing = Notes(), Nothing()
+    settings: Any = LoopSettings(
+        batch_size=2, epochs=1, seed=0, needs_groups=True, eval_steps=eval_steps, eval_at_start=False, eval_samples=1,
+        best_metric_key="none", step_timeout=1.0, run_dir="", layouts={}, freezing_steps=0, save_critic=False, stop_run=None, updates_per_step=1,
+    )  # fmt: skip
+    parts: dict[str, Any] = {
+        "source": Steps(steps), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
+        "kl": FixedKL(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": list, "pretraining": None, "checkpoints": None,
+        "ckpt": CheckpointConfig(), "tokenizer": None, "recorder": notes, "settings": settings,
+    }  # fmt: skip
+    Untrained(**parts).fit()
+    return notes.events
+
+
+KEPT = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
+FILTERED = [thrown_away(episode(1, sample, score=1.0)) for sample in range(2)]
+
+
+def test_the_last_evaluation_comes_after_the_last_prompt_though_the_run_has_fewer_steps() -> None:
+    end = ["evaluation 2", "The prompts are used up after step 2.", "export"]
+    assert events([KEPT + FILTERED, KEPT], eval_steps=10) == ["step 1, 50%", "step 2, 100%", *end]
+
+
+def test_an_episode_whose_rest_is_all_filtered_makes_no_step_and_the_last_evaluation_is_made_all_the_same() -> None:
+    end = ["evaluation 2", "The prompts are used up after step 2.", "export"]
+    assert events([KEPT, FILTERED, KEPT, FILTERED], eval_steps=10) == ["step 1, 100%", "step 2, 100%", *end]
+
+
+def test_weights_that_have_been_evaluated_are_not_evaluated_again() -> None:
+    end = ["The prompts are used up after step 1.", "export"]
+    assert events([KEPT, FILTERED], eval_steps=1) == ["step 1, 100%", "evaluation 1", *end]
+    assert "evaluation" not in "".join(events([KEPT, FILTERED], eval_steps=-1))

@@ -11,6 +11,7 @@ from openrlhf.checkpoints import RunState
 from openrlhf.config.shared import LoggerConfig, RunConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.observability.run_folder import read_lines
+from openrlhf.trainers.filtering import thrown_away
 from openrlhf.trainers.recorder import SAMPLES_PER_STEP, Recorder
 from tests.trainers.episodes import episode, failed
 
@@ -64,6 +65,14 @@ def test_failed_episodes_are_written_beside_a_full_share_of_good_ones(tmp_path: 
     written = rows(tmp_path, "samples.jsonl")
     assert len(written) == SAMPLES_PER_STEP + 1
     assert (written[-1]["stop_reason"], written[-1]["error"]) == ("failed", "it broke")
+
+
+def test_filtered_episodes_are_written_beside_a_full_share_of_kept_ones_and_marked(tmp_path: Path) -> None:
+    many = [episode(0, i, score=1.0) for i in range(SAMPLES_PER_STEP + 5)]
+    recorder(tmp_path).samples(1, [*map(thrown_away, many), *many])
+    written = rows(tmp_path, "samples.jsonl")
+    assert [row["filtered"] for row in written] == [False] * SAMPLES_PER_STEP + [True] * SAMPLES_PER_STEP
+    assert {row["reward"] for row in written} == {1.0}
 
 
 def test_closing_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -40,21 +40,23 @@ class EchoGenerator:
     def __init__(self) -> None:
         self.calls: list[list[Prompt]] = []
 
-    def rollout(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Trajectory]:
-        self.calls.append(list(prompts))
-        return [episode(prompt.index, score=float(prompt.tokens[0])) for prompt in prompts]
+    def rollout(self, prompts: Iterable[Prompt], spec: SamplingSpec) -> list[Trajectory]:
+        asked = list(prompts)
+        if asked:
+            self.calls.append(asked)
+        return [episode(prompt.index, text=prompt.text, score=float(prompt.tokens[0])) for prompt in asked]
 
 
 def source(prompts: int = 10, *, consumed: int = 0, **changes: Any) -> SyncSource:
     fields = {"batch_size": 4, "episodes": 2, "seed": 0} | changes
-    made = SyncSource(Prompts(prompts), EchoGenerator(), SPEC, **fields)  # pyright: ignore[reportArgumentType]
+    made = SyncSource(Prompts(prompts), EchoGenerator(), SPEC, list, **fields)  # pyright: ignore[reportArgumentType]
     made.consumed = consumed
     return made
 
 
 def drawn(made: SyncSource) -> list[list[tuple[int, str]]]:
     """Running number and text of the prompts of each step."""
-    return [[(prompt.index, prompt.text) for prompt in step] for step in made.draw()]
+    return [[(t.prompt.index, t.prompt.text) for t in step] for step in made]
 
 
 # ---- drawing prompts
@@ -91,7 +93,7 @@ def test_a_run_taken_up_after_any_step_draws_what_was_left(steps_done: int) -> N
 
 def test_consumed_counts_the_prompts_that_were_handed_out() -> None:
     made = source()
-    for _ in islice(made.draw(), 4):
+    for _ in islice(made, 4):
         pass
     assert (made.consumed, made.episode) == (14, 1)
 

@@ -1,0 +1,262 @@
+"""Dynamic filtering: which prompts a step is made of, how many are drawn for it, and that nothing kept is ever lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from openrlhf.data.prompts import PromptRow
+from openrlhf.observability.metrics import values
+from openrlhf.observability.run_folder import SampleRow
+from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
+from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, RewardRequest, RewardResult
+from openrlhf.rollout.sampling import Generation
+from openrlhf.trainers.filtering import MOST_DRAWN, DynamicFilter, pass_rate, thrown_away
+from openrlhf.trainers.sources import SyncSource
+from openrlhf.trajectory import Trajectory
+from tests.trainers.episodes import episode, failed
+
+SPEC = SamplingSpec(
+    purpose="train", n_samples=2, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=8, seed=0
+)
+# What the two samples of a prompt get; None: its reward fails.
+GOOD, EASY, HARD, BROKEN, HALF_BROKEN = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (None, None), (None, 0.5)
+Scores = tuple[float | None, float | None]
+LENIENT = ErrorBudget(max_error_rate=1.0)
+
+
+def between_zero_and_one(errors: ErrorBudget = LENIENT) -> DynamicFilter:
+    return DynamicFilter(low=0.0, high=1.0, errors=errors)
+
+
+# ---- one prompt
+
+
+@pytest.mark.parametrize(
+    ("group", "rejected"),
+    [
+        ([episode(0, 0, score=0.0), episode(0, 1, score=1.0)], False),
+        ([episode(0, 0, score=1.0), episode(0, 1, score=1.0)], True),
+        ([episode(0, 0, score=0.0), episode(0, 1, score=0.0)], True),
+        ([episode(0, 0, score=0.5), failed(0, 1)], False),
+        ([episode(0, 0, score=1.0), failed(0, 1)], True),
+        ([failed(0, 0), failed(0, 1)], True),
+        ([episode(0, 0, score=None), episode(0, 1, score=None)], False),
+    ],
+    ids=["between", "the upper end", "the lower end", "finished ones", "of them", "none finished", "not scored yet"],
+)
+def test_a_prompt_is_kept_if_the_mean_score_of_its_finished_samples_is_inside_the_range(
+    group: list[Trajectory], rejected: bool
+) -> None:
+    assert between_zero_and_one().rejects(group) == rejected
+
+
+def test_what_is_looked_at_is_the_score_and_not_the_reward() -> None:
+    group = [episode(0, i, score=float(i), reward=7.0) for i in range(2)]
+    assert not between_zero_and_one().rejects(group)
+
+
+def test_a_filtered_episode_keeps_its_text_and_numbers_and_lets_its_tokens_go() -> None:
+    before = episode(3, 1, score=1.0, actions=5, response_text="yes")
+    after = thrown_away(before)
+    assert (after.filtered, after.tokens, after.num_actions) == (True, [], 0)
+    assert SampleRow.of(1, after) == replace(SampleRow.of(1, before), filtered=True)
+
+
+def test_the_pass_rate_counts_prompts_and_not_samples() -> None:
+    kept = [episode(0, 0, score=0.0), episode(0, 1, score=1.0)]
+    filtered = [thrown_away(episode(i, s, score=1.0)) for i in (1, 2, 3) for s in (0, 1)]
+    assert values({"rate": pass_rate([*kept, *filtered])}) == {"rate": 25.0}
+
+
+# ---- a run: the true generator, with an engine and rewards made by hand
+
+
+class Prompts(Dataset[PromptRow]):
+    """Prompt rows named after their numbers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> PromptRow:
+        return PromptRow(text=f"row {index}", tokens=[index])
+
+
+class Engine:
+    """The handle of an engine; how many turns of the loop an answer takes is drawn at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.generate, self.delays = self, random.Random(seed)
+
+    async def remote(self, tokens: list[int], params: Sequence[Any]) -> list[Generation]:
+        for _ in range(self.delays.randrange(8)):
+            await asyncio.sleep(0)
+        return [
+            Generation(tokens=[1], logprobs=[-0.5], weight_versions=(0,), finish_reason="stop", stop_reason=None)
+            for _ in params
+        ]
+
+
+class Decoder:
+    """All of a tokenizer that is needed."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return str(tokens)
+
+
+class Table:
+    """Rewards by row of the dataset: of the rule, or of a reward model afterwards."""
+
+    def __init__(self, rows: Sequence[Scores]) -> None:
+        self.rows = {f"row {number}": scores for number, scores in enumerate(rows)}
+
+    async def check(self) -> None: ...
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        scores = self.rows[requests[0].prompt]
+        return [RewardResult(reward=s, error="it broke" if s is None else None) for s in scores]
+
+    def scored(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """As a reward model would. It never fails: its samples have both scores."""
+        return [replace(t, score=self.rows[t.prompt.text][t.sample_index]) for t in trajectories]
+
+
+def steps_of(
+    rows: Sequence[Scores],
+    *,
+    batch_size: int = 2,
+    episodes: int = 1,
+    consumed: int = 0,
+    by_model: bool = False,
+    delays: int = 0,
+    errors: ErrorBudget = LENIENT,
+) -> Iterator[tuple[list[Trajectory], int]]:
+    """The samples of each step, and how many prompts were drawn by then."""
+    table = Table(rows)
+    generator = RolloutGenerator(
+        [Engine(delays), Engine(delays + 1)],
+        Decoder(),  # pyright: ignore[reportArgumentType]
+        None if by_model else table,
+        on_error=ErrorPolicy(),
+        timeout_s=60,
+    )
+    source = SyncSource(
+        Prompts(len(rows)),  # pyright: ignore[reportArgumentType]
+        generator,
+        SPEC,
+        table.scored if by_model else list,
+        batch_size=batch_size,
+        episodes=episodes,
+        seed=0,
+        keep=between_zero_and_one(errors),
+    )
+    source.consumed = consumed
+    try:
+        for step in source:
+            yield step, source.consumed
+        assert source.exhausted
+    finally:
+        generator.close()
+
+
+def groups(step: Sequence[Trajectory]) -> list[tuple[int, bool]]:
+    """Number of each prompt, and whether it was kept."""
+    return [(index, not next(group).filtered) for index, group in groupby(step, key=lambda t: t.prompt.index)]
+
+
+def in_order(rows: Sequence[Scores]) -> list[Scores]:
+    """Rows arranged so that the one and only pass draws them as given."""
+    order = [step[0].prompt.text for step, _ in steps_of([GOOD] * len(rows), batch_size=1)]
+    placed = dict(zip(order, rows, strict=True))
+    return [placed[f"row {number}"] for number in range(len(rows))]
+
+
+@pytest.mark.parametrize("by_model", [False, True], ids=["the rule's scores", "a reward model's scores"])
+def test_prompts_outside_the_range_are_replaced_by_the_next_ones_of_the_order(by_model: bool) -> None:
+    rows = in_order([GOOD, EASY, HARD, GOOD, GOOD, GOOD, EASY, GOOD, HARD])
+    steps = list(steps_of(rows, by_model=by_model))
+    assert [groups(step) for step, _ in steps] == [
+        [(0, True), (1, False), (2, False), (3, True)],
+        [(4, True), (5, True)],
+        [(6, False), (7, True), (8, False)],  # the prompts are used up: the last step is smaller
+    ]
+    assert [drawn for _, drawn in steps] == [4, 6, 9]
+
+
+def test_every_pass_ends_with_a_smaller_step_and_the_next_begins_with_a_whole_one() -> None:
+    steps = [groups(step) for step, _ in steps_of([GOOD] * 3, episodes=2)]
+    assert steps == [[(0, True), (1, True)], [(2, True)], [(3, True), (4, True)], [(5, True)]]
+
+
+def test_the_rest_of_a_pass_that_is_all_filtered_is_shown_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    steps = [step for step, _ in steps_of(in_order([GOOD, GOOD, EASY, HARD]))]
+    assert [groups(step) for step in steps] == [[(0, True), (1, True)], [(2, False), (3, False)]]
+    assert "The last 2 prompts of an episode make no step" in caplog.text
+    assert "between 0 and 1 (--algo.dynamic_filtering_range)" in caplog.text
+
+
+def test_a_run_in_which_every_prompt_is_filtered_ends() -> None:
+    steps = [step for step, _ in steps_of([EASY] * 5, episodes=3)]
+    assert [len(groups(step)) for step in steps] == [5, 5, 5]
+    assert all(t.filtered for step in steps for t in step)
+
+
+def test_prompts_whose_samples_all_failed_are_replaced_and_stay_failed() -> None:
+    ((step, _),) = steps_of(in_order([BROKEN, HALF_BROKEN, GOOD]))
+    assert groups(step) == [(0, False), (1, True), (2, True)]
+    assert [t.failed for t in step] == [True, True, True, False, False, False]
+
+
+def test_a_reward_that_always_fails_does_not_use_up_the_prompts() -> None:
+    steps = steps_of([BROKEN] * 50, errors=ErrorBudget(max_error_rate=0.1))
+    _, drawn = next(steps)
+    assert drawn == MOST_DRAWN * 2
+
+
+ROWS = st.lists(st.sampled_from([GOOD, EASY, HARD, BROKEN, HALF_BROKEN]), min_size=1, max_size=12)
+
+
+@given(
+    rows=ROWS,
+    batch_size=st.integers(1, 4),
+    episodes=st.integers(1, 3),
+    delays=st.integers(0, 1000),
+    by_model=st.booleans(),
+    data=st.data(),
+)
+def test_nothing_kept_is_lost_and_no_prompt_is_drawn_in_vain(
+    rows: list[Scores], batch_size: int, episodes: int, delays: int, by_model: bool, data: st.DataObject
+) -> None:
+    """Whichever sample finishes first; and a run taken up after any step goes on as if nothing had happened."""
+    if by_model:
+        rows = [scores if None not in scores else GOOD for scores in rows]
+    run = {"batch_size": batch_size, "episodes": episodes, "by_model": by_model}
+    steps = list(steps_of(rows, delays=delays, **run))
+    tried = [t for step, _ in steps for t in step]
+    assert [(t.prompt.index, t.sample_index) for t in tried] == [
+        (index, sample) for index in range(len(rows) * episodes) for sample in range(2)
+    ]
+    for t in tried:
+        assert t.filtered == (rows[int(t.prompt.text.removeprefix("row "))] not in (GOOD, HALF_BROKEN))
+    for step, drawn in steps:
+        kept = [stays for _, stays in groups(step)]
+        if sum(kept) == batch_size:
+            assert kept[-1]  # with one prompt less the step would not have been complete
+        else:
+            assert sum(kept) < batch_size and drawn % len(rows) == 0  # an episode ended
+        assert drawn == step[-1].prompt.index + 1
+    done = data.draw(st.integers(0, len(steps)), label="steps done")
+    consumed = steps[done - 1][1] if done else 0
+    assert list(steps_of(rows, consumed=consumed, delays=delays + 7, **run)) == steps[done:]
