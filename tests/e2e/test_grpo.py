@@ -474,6 +474,59 @@ def test_gsm8k_questions_as_chats_graded_by_the_math_verifier(workspace: Path, d
     assert column(folder, "train/failed_episodes") == [0.0] * 8
 
 
+@pytest.mark.usefixtures("cluster")
+def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_same(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The score of a sample is whether it has an a: prompts all of whose samples have one, or none, are replaced."""
+    monkeypatch.setattr("openrlhf.trainers.recorder.SAMPLES_PER_STEP", 1000)
+    folder = workspace / "filtered"
+    changes = {
+        "algo.dynamic_filtering_enable": True,
+        "train.num_episodes": 2,
+        "data.dataloader_num_workers": 1,
+        "eval.dataset": workspace / "held_out.jsonl",
+        "eval.steps": 1000,
+        "ckpt.save_steps": 1,
+    }
+    flags = grpo_flags(workspace, folder, **changes)
+    train(flags)
+    rows, steps = samples(folder), steps_logged(folder)
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["prompt_index"], []).append(row)
+    assert sorted(groups) == list(range(2 * PROMPTS))  # every prompt was tried, once in each episode
+    for group in groups.values():
+        assert len(group) == SAMPLES
+        mean = sum(row["scores"]["score"] for row in group) / SAMPLES
+        assert {row["filtered"] for row in group} == {not 0 < mean < 1}
+    assert {row["filtered"] for row in rows} == {True, False}
+    for step in range(1, steps + 1):
+        drawn = [index for index in sorted(groups) if groups[index][0]["step"] == step]
+        # The rest of an episode that was all filtered is written down before the step that follows it.
+        tried = [groups[index] for index in drawn if index // PROMPTS == drawn[-1] // PROMPTS]
+        kept = [group for group in tried if not group[0]["filtered"]]
+        ends_episode = drawn[-1] % PROMPTS == PROMPTS - 1
+        assert len(kept) == BATCH or (ends_episode and 0 < len(kept) < BATCH)
+        assert column(folder, "train/dynamic_filtering_pass_rate")[step - 1] == 100 * len(kept) / len(tried)
+        assert column(folder, "rollout/num_samples")[step - 1] == len(kept) * SAMPLES
+        rewards = [row["reward"] for group in kept for row in group]
+        assert column(folder, "train/reward")[step - 1] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)
+    assert 3 < steps < 2 * STEPS
+    assert [row["step"] for row in numbers(folder) if "eval/eval_num_samples" in row] == [steps]
+
+    before, weights = numbers(folder), (folder / "model" / "model.safetensors").read_bytes()
+    for manifest in (folder / "checkpoints").glob(
+        "*.json"
+    ):  # as if it had been killed in the step after the third last
+        if f"step{steps - 2}." not in manifest.name:
+            manifest.unlink()
+    train({**flags, "ckpt.load_enable": True})
+    assert numbers(folder) == before
+    assert samples(folder) == rows
+    assert (folder / "model" / "model.safetensors").read_bytes() == weights
+
+
 # ---- long: part of `make verify`
 
 
