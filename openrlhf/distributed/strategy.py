@@ -120,7 +120,7 @@ class Strategy:
         """Load a model with `load` and give it an optimizer, a schedule and a gradient-reducing engine."""
         config = ds_config.training_config(self.config, max_norm=optimizer.max_norm)
         with self.loading(config):
-            module = load()
+            module = load().train()  # Transformers gives it in evaluation mode: without dropout and checkpointing
         groups = ds_config.parameter_groups(module.named_parameters(), optimizer.adam.weight_decay)
         adam = torch.optim.AdamW(
             groups, lr=optimizer.adam.lr, betas=optimizer.adam.betas, eps=optimizer.adam.eps, fused=True

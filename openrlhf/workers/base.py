@@ -104,7 +104,6 @@ class TrainedWorker(ABC, Generic[Job]):
         self.strategy = strategy
         self.trained = settings
         self.engine = strategy.trained(load_model, settings.optimizer, total_steps=settings.total_steps)
-        self.engine.module.train()
 
     @property
     def hf(self) -> PreTrainedModel:

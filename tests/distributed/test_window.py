@@ -67,6 +67,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
                 weight.double(), plain["weights"][name], atol=1e-6, rtol=0, msg=f"{layout} {name}"
             )
         assert len(results[layout]["weights"]) == len(plain["weights"])
+        assert results[layout]["training"]  # with dropout and gradient checkpointing, from the first step on
     check_poisoned(results)
 
 

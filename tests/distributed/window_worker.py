@@ -52,8 +52,9 @@ def train(strategy: Strategy, model: str, *, micro: int, packing: bool, poison: 
         result = engine.optimize(mine.split(cut), counts=counts, loss=loss)
         norms.append(result.grad_norm)
         applied.append(result.applied)
+    training = all(module.training for module in engine.module.modules())
     weights = {n: t.float().clone() for bucket in engine.full_parameters(1 << 16) for n, t in bucket}
-    return {"norms": norms, "applied": applied, "weights": weights}
+    return {"norms": norms, "applied": applied, "weights": weights, "training": training}
 
 
 def main() -> None:
