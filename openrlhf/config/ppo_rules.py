@@ -148,6 +148,8 @@ def algorithm_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Se
          "--reward.retries has no effect: only reward servers are asked again."),
         (evaluation.dataset and evaluation.steps <= 0 and not evaluation.at_start,
          "--eval.dataset is never used: set --eval.steps or --eval.at_start."),
+        ("train.ema_beta" in given and not config.train.enable_ema,
+         "--train.ema_beta has no effect without --train.enable_ema."),
     ]
 
 

@@ -168,6 +168,11 @@ class TrainEngine:
         """The trained model."""
         return self.engine.module
 
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of every weight."""
+        return self.strategy.config.zero_stage == 3
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
 
@@ -254,12 +259,11 @@ class TrainEngine:
 
         The tensors of a bucket are valid until the next one is asked for. Tied weights come once.
         """
-        sharded = self.strategy.config.zero_stage == 3
-        if sharded:  # a forward that no backward followed leaves prefetched parameters in flight
+        if self.sharded:  # a forward that no backward followed leaves prefetched parameters in flight
             self.engine.optimizer.empty_partition_cache()
         for bucket in _module_buckets(self.module.get_submodule("hf"), bucket_bytes):
             parameters = [p for _, p in bucket]
-            with deepspeed.zero.GatheredParameters(parameters, enabled=sharded):
+            with deepspeed.zero.GatheredParameters(parameters, enabled=self.sharded):
                 yield [(name, p.data) for name, p in bucket]
 
 

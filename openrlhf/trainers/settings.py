@@ -130,6 +130,7 @@ def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySet
         max_nonfinite=config.train.max_nonfinite,
         bucket_bytes=BUCKET_BYTES[kind],
         wire_dtype=TORCH_NAMES[config.vllm.dtype],
+        ema_beta=config.train.ema_beta if config.train.enable_ema else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.data.batching import micro_batches
+from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.strategy import Metrics, StepResult, Strategy
 from openrlhf.experience import Experience, Layout
 from openrlhf.models.loading import LoadSpec
@@ -82,6 +84,7 @@ class TrainedSettings:
     total_steps: int  # optimizer steps of the run: the length of the learning-rate schedule
     max_nonfinite: int
     bucket_bytes: int  # of weights on their way out
+    ema_beta: float | None = None  # decay of the average of the weights that is exported; None: the weights themselves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,7 @@ class TrainedWorker(ABC, Generic[Job]):
         self.strategy = strategy
         self.trained = settings
         self.engine = strategy.trained(load_model, settings.optimizer, total_steps=settings.total_steps)
+        self.average = None if settings.ema_beta is None else WeightAverage(self.engine, settings.ema_beta)
 
     @property
     def hf(self) -> PreTrainedModel:
@@ -145,23 +149,31 @@ class TrainedWorker(ABC, Generic[Job]):
         return False
 
     def _optimizer_step(self, job: Job, number: int) -> StepResult:
-        return self.engine.optimize(
+        result = self.engine.optimize(
             self.window(job, number),
             counts=self.counts,
             loss=lambda micro, totals: self.loss(micro.to(self.strategy.device), totals, job),
             max_nonfinite=self.trained.max_nonfinite,
         )
+        if self.average and result.applied:
+            self.average.update()
+        return result
 
     def save_checkpoint(self, directory: str, tag: str) -> None:
-        """Write weights, optimizer, schedule and random state. Collective."""
+        """Write weights, their average, optimizer, schedule and random state. Collective."""
         self.engine.save(directory, tag)
+        if self.average:
+            self.average.save(directory, tag)
 
     def load_checkpoint(self, directory: str, tag: str) -> None:
         """Read what `save_checkpoint` wrote. Collective."""
         self.engine.load(directory, tag)
+        if self.average:
+            self.average.load(directory, tag)
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-        """Write the model as Transformers loads it. Collective."""
-        buckets = self.engine.full_parameters(self.trained.bucket_bytes)
-        export_hf(buckets, self.hf, tokenizer, path, writes=self.strategy.is_main)
-        self.strategy.barrier()
+        """Write the model, or the average where one is kept, as Transformers loads it. Collective."""
+        with self.average.in_place() if self.average else nullcontext():
+            buckets = self.engine.full_parameters(self.trained.bucket_bytes)
+            export_hf(buckets, self.hf, tokenizer, path, writes=self.strategy.is_main)
+            self.strategy.barrier()

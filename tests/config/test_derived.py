@@ -172,6 +172,13 @@ def test_a_filtering_range_without_filtering_is_pointed_out(capsys: pytest.Captu
     assert "--algo.dynamic_filtering_range has no effect" in capsys.readouterr().err
 
 
+def test_a_decay_without_an_average_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    ppo("--train.ema_beta 0.9 --train.enable_ema")
+    assert "ema_beta" not in capsys.readouterr().err
+    ppo("--train.ema_beta 0.9")
+    assert "--train.ema_beta has no effect without --train.enable_ema" in capsys.readouterr().err
+
+
 def test_cispo_without_clip_flags_is_open_below() -> None:
     given = rl(actor__policy_loss_type="cispo", actor__eps_clip=0.1)
     assert resolved(given)[0].actor.eps_clip_low_high == (1.0, 0.28)

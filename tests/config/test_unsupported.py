@@ -64,6 +64,7 @@ SUPPORTED = [
     ("train_sft", "--model.pretrain_mode_enable --model.gradient_checkpointing_enable"),
     ("train_sft", "--eval.dataset e --eval.steps 5 --ckpt.save_steps 5 --ckpt.save_hf --ckpt.load_enable"),
     ("train_sft", "--logger.tensorboard_dir t --logger.wandb.key k --run.json --dry_run"),
+    ("train_ppo_ray", "--train.enable_ema --train.ema_beta 0.99"),
     ("train_sft", "--lr_scheduler linear --max_norm 0 --adam.weight_decay 0.1 --ds.param_dtype fp32"),
     ("train_ppo_ray", "--train.colocate_actor_ref --vllm.num_engines 3 --ds.zero_stage 0"),
     ("train_ppo_ray", "--ref.num_gpus_per_node 2 --train.max_epochs 2"),

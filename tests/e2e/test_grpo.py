@@ -110,6 +110,8 @@ def whole(workspace: Path) -> Path:
             "eval.temperature": 1.0,
             "eval.n_samples_per_prompt": 2,
             "ckpt.save_steps": 2,
+            "train.enable_ema": True,
+            "train.ema_beta": 0.5,
         },
     )
     run("train_ppo_ray", flags)

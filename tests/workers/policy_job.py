@@ -85,11 +85,9 @@ def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tens
     return column
 
 
-def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool) -> dict[str, Any]:
-    """Score, update, and look at the weights."""
-    load = LoadSpec(path=model, param_dtype="fp32", attention="sdpa", packing=packing)
-    settings = PolicySettings(
-        load=load,
+def policy_settings(model: str, limits: MicroBatchLimits, *, packing: bool) -> PolicySettings:
+    return PolicySettings(
+        load=LoadSpec(path=model, param_dtype="fp32", attention="sdpa", packing=packing),
         optimizer=OPTIMIZER,
         objective=OBJECTIVE,
         forward=limits,
@@ -100,8 +98,15 @@ def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool)
         bucket_bytes=1 << 14,
         wire_dtype="float32",
     )
+
+
+def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool) -> dict[str, Any]:
+    """Score, update, and look at the weights."""
+    settings = policy_settings(model, limits, packing=packing)
     policy = PolicyWorker(strategy, settings)
-    reference = ReferenceWorker(strategy, ReferenceSettings(load=load, forward=limits, temperature=TEMPERATURE))
+    reference = ReferenceWorker(
+        strategy, ReferenceSettings(load=settings.load, forward=limits, temperature=TEMPERATURE)
+    )
     experience = batch()
     before = score(policy, strategy, experience)
     experience = experience.with_columns(ref_logprobs=score(reference, strategy, experience))

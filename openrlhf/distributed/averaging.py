@@ -1,0 +1,74 @@
+"""An exponential moving average of a trained model's weights, kept beside them on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from openrlhf.distributed.strategy import TrainEngine
+
+logger = logging.getLogger(__name__)
+
+
+class WeightAverage:
+    """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32; starts at the weights as they are.
+
+    With ZeRO 3 each rank averages its shards; else every rank has the same weights, and rank 0 does it for all.
+    """
+
+    def __init__(self, engine: TrainEngine, beta: float) -> None:
+        self.beta, self.strategy = beta, engine.strategy
+        averages = engine.sharded or engine.strategy.is_main
+        self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad and averages}
+        self.averages: dict[str, Tensor] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew from the present weights."""
+        self.averages = {name: held.float().cpu().clone() for name, held in self._held()}
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank has of each weight: ZeRO 3 leaves an empty parameter, and the shard beside it."""
+        for name, parameter in self.parameters.items():
+            yield name, getattr(parameter, "ds_tensor", parameter).data
+
+    def update(self) -> None:
+        """Take in the present weights: once per applied optimizer step."""
+        for name, held in self._held():
+            self.averages[name].lerp_(held.float().cpu(), 1 - self.beta)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it, the averages are the model's weights."""
+        kept = {name: held.to("cpu", copy=True) for name, held in self._held()}
+        self._set(self.averages)
+        try:
+            yield
+        finally:
+            self._set(kept)
+
+    def _set(self, weights: dict[str, Tensor]) -> None:
+        for name, held in self._held():
+            held.copy_(weights[name])
+
+    def save(self, directory: str, tag: str) -> None:
+        """Write the averages beside the engine's files."""
+        if self.averages:
+            torch.save(self.averages, self._file(directory, tag))
+
+    def load(self, directory: str, tag: str) -> None:
+        """Read what `save` wrote; where the run had no average so far, it starts at the weights of the checkpoint."""
+        file = self._file(directory, tag)
+        if file.exists():
+            self.averages = torch.load(file)
+        elif self.averages:
+            logger.warning("%s holds no average of the weights: it starts from the weights there.", file.parent)
+            self.restart()
+
+    def _file(self, directory: str, tag: str) -> Path:
+        return Path(directory) / tag / f"average_{self.strategy.rank}.pt"

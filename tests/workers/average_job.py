@@ -1,0 +1,68 @@
+"""One rank of the averaging test: three optimizer steps, the last one also in a worker that resumed from a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openrlhf.config.shared import EngineConfig
+from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.distributed.strategy import Strategy
+from openrlhf.trainers.update_plan import plan_update, rows_of_rank
+from openrlhf.workers.base import MicroBatchLimits
+from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
+from tests.workers.policy_job import BATCH_SIZE, LENGTHS, batch, policy_settings
+
+BETA = 0.75
+
+
+def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in policy.engine.full_parameters(1 << 14) for name, tensor in bucket}
+
+
+def run(stage: int, dtype: str, model: str, out: str) -> list[dict[str, Any]]:
+    """The weights at the start and after each step; exports in `out`: of the whole run, and of the resumed one."""
+    strategy = Strategy(EngineConfig(zero_stage=stage, param_dtype=dtype), seed=0)
+    settings = policy_settings(model, MicroBatchLimits(size=2), packing=True)
+    settings = replace(settings, load=replace(settings.load, param_dtype=dtype), ema_beta=BETA)
+    plan = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[strategy.rank]
+    rows = rows_of_rank(batch(), plan)
+    assert rows.advantages is not None
+    poisoned = rows.with_columns(advantages=rows.advantages * torch.nan)
+
+    policy = PolicyWorker(strategy, settings)
+    path = [weights(policy)]
+    for number, step in enumerate(plan.steps):
+        if number == 2:
+            policy.update(PolicyUpdate(experience=poisoned, steps=[step], kl_coef=0.0))  # not applied
+            policy.save_checkpoint(f"{out}/checkpoint", "global_step2")
+        policy.update(PolicyUpdate(experience=rows, steps=[step], kl_coef=0.0))
+        path.append(weights(policy))
+    policy.export(get_tokenizer(model), f"{out}/whole")
+    after = weights(policy)
+    assert all(torch.equal(after[name], weight) for name, weight in path[-1].items())  # the policy itself goes on
+
+    resumed = PolicyWorker(strategy, settings)
+    resumed.load_checkpoint(f"{out}/checkpoint", "global_step2")
+    resumed.update(PolicyUpdate(experience=rows, steps=[plan.steps[2]], kl_coef=0.0))
+    resumed.export(get_tokenizer(model), f"{out}/resumed")
+    return path
+
+
+def main() -> None:
+    """Arguments: model folder, output folder, then cases like `zero3-fp32`."""
+    model, out, *cases = sys.argv[1:]
+    for case in cases:
+        stage, dtype = case.removeprefix("zero").split("-")
+        path = run(int(stage), dtype, model, f"{out}/{case}")
+        if torch.distributed.get_rank() == 0:
+            torch.save(path, Path(out) / case / "path.pt")
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The average of the policy's weights: what is exported, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.launch import run_ranks
+from tests.tiny import save_tiny_model
+from tests.workers.average_job import BETA
+
+CASES = ["zero0-fp32", "zero1-bf16", "zero2-fp32", "zero3-fp32"]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("out")
+    model = save_tiny_model(tmp_path_factory.mktemp("model"))
+    run_ranks(request.param, "tests.workers.average_job", model, str(out), *CASES)
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_export_is_the_average_over_the_steps_that_were_applied(folder: Path, case: str) -> None:
+    """p̄ ← β p̄ + (1 − β) p, from the first weights on; a step with a gradient that is NaN does not count."""
+    start, *path = torch.load(folder / case / "path.pt")
+    exported = load_file(folder / case / "whole/model.safetensors")
+    assert exported.keys() == start.keys()
+    rounding = 2**-8 if case.endswith("bf16") else 1e-6
+    for name, weight in start.items():
+        average = weight.double()
+        for later in path:
+            average = BETA * average + (1 - BETA) * later[name].double()
+        torch.testing.assert_close(exported[name].double(), average, atol=1e-7, rtol=rounding, msg=name)
+        assert exported[name].dtype == weight.dtype
+    moved = [float((path[-1][name].float() - exported[name].float()).abs().max()) for name in start]
+    assert max(moved) > 1e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_exports_the_bytes_of_an_unbroken_one(folder: Path, case: str) -> None:
+    whole, resumed = (folder / case / run / "model.safetensors" for run in ("whole", "resumed"))
+    assert whole.read_bytes() == resumed.read_bytes()
