@@ -9,13 +9,17 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2Tokenizer,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>"]
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -44,6 +48,10 @@ def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
             return MistralConfig(**sizes, sliding_window=4, tie_word_embeddings=False)
         case "qwen3":
             return Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
+        case "qwen3-moe":
+            return Qwen3MoeConfig(**EXPERTS | sizes, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"])
+        case "mixtral":
+            return MixtralConfig(**sizes)
         case _:
             raise ValueError(kind)
 
@@ -60,8 +68,18 @@ def save_tiny_model(
 ) -> str:
     """A random float32 model with its tokenizer in `path`."""
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).float().save_pretrained(path)
+    hf = AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).float()
+    unbalance(hf)
+    hf.save_pretrained(path)
     tokenizer = character_tokenizer()
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+def unbalance(hf: PreTrainedModel) -> None:
+    """Make the routers of a mixture of experts prefer some to others; a random one is nearly indifferent."""
+    with torch.no_grad():
+        for name, parameter in hf.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.mul_(torch.linspace(1, 50, len(parameter))[:, None])

@@ -200,6 +200,7 @@ def algorithm_mistakes(config: PPOConfig) -> Sentences:
          "--rollout.n_samples_per_prompt is 1. Set it to 2 or more."),
         *((low >= high, f"--{path} is {low:g} {high:g}: the first must be below the second.")
           for path in ranges for low, high in [value_at(config, path) or (0.0, 1.0)]),
+        *rules.balance_reaches_routers("actor", config.actor),
         (0 < len(missing) < len(axes), f"The correction also needs {' and '.join(missing)}."),
         (algo.advantage.is_correction_enable
          and any(value_at(config, path) != value for path, value in correction_preset(config).items()),

@@ -102,6 +102,13 @@ def muon_notices(prefix: str, optimizer: OptimizerConfig) -> Sentences:
     return rows if optimizer.optim == "muon" else []
 
 
+def balance_reaches_routers(section: str, model: Any) -> Sentences:
+    """A load-balancing loss has a gradient; `model` is the section of that name."""
+    reentrant = model.gradient_checkpointing_enable and model.gradient_checkpointing_reentrant
+    return [(reentrant and model.aux_loss_coef > 0, f"<{section}.aux_loss_coef> would not reach the routers: they run "
+             f"without a graph under --{section}.gradient_checkpointing_reentrant. Leave that out.")]
+
+
 def items(text: str | None) -> list[str]:
     """The parts of a comma list, without blanks."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]

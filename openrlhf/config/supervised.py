@@ -44,6 +44,7 @@ class SupervisedConfig(shared.OptimizerConfig, shared.Root, title="What the offl
             *super().mistakes(),
             (self.ds.ring_attn_size > 1 and not self.ds.packing_samples,
              "<ds.ring_attn_size> needs --ds.packing_samples."),
+            *rules.balance_reaches_routers("model", self.model),
             *rules.batch_fits_ranks(self, ranks, micro=micro, what=what),
             *rules.probabilities_fit(self, "data.dataset", "data.dataset_probs"),
         ]

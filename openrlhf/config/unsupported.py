@@ -32,8 +32,6 @@ NOT_YET: dict[str, str] = {
     "ds.zpg": "use 1",
     "optim": "use adam",
     "actor.optim": "use adam",
-    "model.aux_loss_coef": "use 0",
-    "actor.aux_loss_coef": "use 0",
     "use_ms": "download the files first and give their paths",
     "data.max_images_per_prompt": "use text prompts",
     "reward.process_model": FUNCTION,

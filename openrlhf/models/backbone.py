@@ -2,41 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from openrlhf.algorithms.experts import load_balancing_loss
 from openrlhf.experience import Layout
 from openrlhf.models import packed_attention
+from openrlhf.models.loading import ModelError
 
 
-def hidden_states(
-    decoder: Any, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"], *, packing: bool
-) -> Float[Tensor, "N H"]:
-    """The last hidden state of every token; no sequence sees another, and the way they are laid out changes no number.
+class Decoded(NamedTuple):
+    """What a decoder makes of flat tokens."""
 
-    `decoder` is a Transformers model without its head. `packing`: all sequences as one row without padding.
+    states: Float[Tensor, "N H"]  # the last hidden state of every token
+    aux_loss: Float[Tensor, ""] | None  # of a mixture of experts, where it was asked for
+
+
+def decode(
+    decoder: Any, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"], *, packing: bool, balancing: bool = False
+) -> Decoded:
+    """Run the sequences; none sees another, and the way they are laid out changes no number.
+
+    `decoder` is a Transformers model without its head. `packing`: all sequences as one row without padding. `balancing`: with
+    the load-balancing loss of its routers over these tokens.
     """
+    asked = {"output_router_logits": True} if balancing else {}
     lengths = offsets.diff()
     positions = torch.arange(len(tokens), device=tokens.device)
     positions = positions - offsets[:-1].repeat_interleave(lengths)
     if packing:
-        return decoder(
+        output = decoder(
             input_ids=tokens[None],
             position_ids=positions[None],
             use_cache=False,  # with a cache, or any mask, documents would attend to each other
             **_document_arguments(offsets, decoder.config._attn_implementation),
-        ).last_hidden_state[0]
+            **asked,
+        )
+        return Decoded(output.last_hidden_state[0], _aux_loss(decoder, output.router_logits) if balancing else None)
     layout = Layout.of(offsets)
-    states = decoder(
+    output = decoder(
         input_ids=layout.gather(tokens),
         attention_mask=layout.real.long(),
         position_ids=layout.gather(positions),
         use_cache=False,
-    ).last_hidden_state
-    return states[layout.real]
+        **asked,
+    )
+    if not balancing:
+        return Decoded(output.last_hidden_state[layout.real], None)
+    routed = [logits[layout.real.flatten()] for logits in output.router_logits]  # padding does not count
+    return Decoded(output.last_hidden_state[layout.real], _aux_loss(decoder, routed))
+
+
+def _aux_loss(decoder: Any, router_logits: Sequence[Tensor]) -> Tensor:
+    return load_balancing_loss(router_logits, top_k=decoder.config.get_text_config().num_experts_per_tok)
+
+
+def has_balanced_experts(hf: PreTrainedModel) -> bool:
+    """Whether a model is a mixture of experts that Transformers knows a load-balancing loss for."""
+    known = hasattr(sys.modules[type(hf).__module__], "load_balancing_loss_func")
+    return known and hasattr(hf.config.get_text_config(), "num_experts_per_tok")
+
+
+def require_balanced_experts(hf: PreTrainedModel) -> None:
+    """Raise ModelError for a model whose experts, if it has any, cannot be balanced by a loss."""
+    if not has_balanced_experts(hf):
+        raise ModelError(
+            f"{hf.name_or_path} ({hf.config.model_type}) has no experts that a load-balancing loss is known for: leave out "
+            "--actor.aux_loss_coef (in RL), --model.aux_loss_coef (elsewhere)"
+        )
 
 
 def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.algorithms.tensors import linear_logprobs
-from openrlhf.models.backbone import hidden_states
+from openrlhf.models.backbone import decode, require_balanced_experts
 
 # Configuration entries by which some architectures transform logits after the head.
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -21,6 +21,7 @@ class TokenScores(NamedTuple):
 
     logprobs: Float[Tensor, " N"]
     entropy: Float[Tensor, " N"] | None = None
+    aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
 
 
 class LogprobHead(nn.Module):
@@ -45,15 +46,18 @@ class LogprobHead(nn.Module):
 class PolicyModel(nn.Module):
     """log π(token_t | tokens before it) for flat batches, packed or padded inside: the numbers are the same.
 
-    `packing`: run all sequences as one row without padding; else as a right-padded block.
+    `packing`: run all sequences as one row without padding; else as a right-padded block. `balancing`: with the
+    load-balancing loss of a mixture of experts, while it is trained; raises ModelError for other models.
     """
 
-    def __init__(self, hf: PreTrainedModel, *, packing: bool) -> None:
+    def __init__(self, hf: PreTrainedModel, *, packing: bool, balancing: bool = False) -> None:
         super().__init__()
         reject_transformed_logits(hf.config)
+        if balancing:
+            require_balanced_experts(hf)
         self.hf = hf
         self.head = LogprobHead(hf.get_output_embeddings())
-        self.packing = packing
+        self.packing, self.balancing = packing, balancing
 
     @property
     def config(self) -> PretrainedConfig:
@@ -72,7 +76,8 @@ class PolicyModel(nn.Module):
 
         Logits are made for wanted tokens only, and for a chunk of them at a time.
         """
-        hidden = hidden_states(self.hf.get_decoder(), tokens, offsets, packing=self.packing)
+        balancing = self.balancing and self.training
+        hidden, aux_loss = decode(self.hf.get_decoder(), tokens, offsets, packing=self.packing, balancing=balancing)
         scored = wanted.clone()
         scored[offsets[:-1]] = False
         places = scored.nonzero()[:, 0]
@@ -81,6 +86,7 @@ class PolicyModel(nn.Module):
         return TokenScores(
             logprobs=blank.index_put((places,), logprobs),
             entropy=None if entropies is None else blank.index_put((places,), entropies),
+            aux_loss=aux_loss,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -17,10 +17,17 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from openrlhf.models.backbone import hidden_states
+from openrlhf.models.backbone import decode, require_balanced_experts
 from openrlhf.models.loading import LoadSpec, naming_the_flag, prepared, pretrained_options
 
 NATIVE_HEAD = "score"  # what Transformers calls the head
+
+
+class TokenValues(NamedTuple):
+    """The head's output at every token: its judgement of the sequence up to and with that token. Float32."""
+
+    values: Float[Tensor, " N"]
+    aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
 
 
 class ScalarHead(nn.Module):
@@ -43,16 +50,17 @@ class ScalarModel(nn.Module):
     """One number for every prefix of every sequence: a reward model reads the last, a critic all of them.
 
     `packing`: as for the policy. `normalize`: return (value − mean) / std, with the statistics that the training of a
-    reward model left in its configuration; while a reward model is trained, this is off.
+    reward model left in its configuration; while a reward model is trained, this is off. `balancing`: as for the policy.
     """
 
-    def __init__(self, hf: PreTrainedModel, *, packing: bool, normalize: bool = False) -> None:
+    def __init__(self, hf: PreTrainedModel, *, packing: bool, normalize: bool = False, balancing: bool = False) -> None:
         super().__init__()
+        if balancing:
+            require_balanced_experts(hf)
         stored = hf.config.to_dict()
         self.hf = hf
         self.head = ScalarHead(hf.get_submodule(stored.get("value_head_prefix") or NATIVE_HEAD))
-        self.packing = packing
-        self.normalize = normalize
+        self.packing, self.normalize, self.balancing = packing, normalize, balancing
         self.mean, self.std = _scale(stored.get("mean", 0.0), stored.get("std", 1.0))
 
     @property
@@ -65,11 +73,12 @@ class ScalarModel(nn.Module):
         self.mean, self.std = _scale(mean, std)
         self.config.update({"mean": self.mean, "std": self.std})
 
-    def forward(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Float[Tensor, " N"]:
-        """The head's output at every token, float32: its judgement of the sequence up to and with that token."""
-        hidden = hidden_states(self.hf.get_decoder(), tokens, offsets, packing=self.packing)
+    def forward(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> TokenValues:
+        """Judge every beginning of every sequence."""
+        balancing = self.balancing and self.training
+        hidden, aux_loss = decode(self.hf.get_decoder(), tokens, offsets, packing=self.packing, balancing=balancing)
         values = self.head(hidden)
-        return (values - self.mean) / self.std if self.normalize else values
+        return TokenValues((values - self.mean) / self.std if self.normalize else values, aux_loss)
 
 
 def last_token_scores(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Float[Tensor, " B"]:
@@ -96,6 +105,7 @@ def load_scalar(
     reinit_head: bool = False,
     require_head: bool = False,
     normalize: bool = False,
+    balancing: bool = False,
     seed: int = 0,
 ) -> ScalarModel:
     """A scalar model from a scalar model's folder, or from a causal language model's with a new head.
@@ -129,7 +139,7 @@ def load_scalar(
     if reinit_head or not stored:
         setattr(hf, name, _new_head(head, seed))
         hf.config.update({"mean": 0.0, "std": 1.0} if "mean" in hf.config.to_dict() else {})
-    return ScalarModel(prepared(hf, spec), packing=spec.packing, normalize=normalize)
+    return ScalarModel(prepared(hf, spec), packing=spec.packing, normalize=normalize, balancing=balancing)
 
 
 def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:

@@ -80,6 +80,7 @@ declare(
         "train/loss": "Reward-model loss of the step.",
         "train/loss_mean": "Mean loss over the micro-batches of the step.",
         "train/aux_loss": "Load-balancing loss of a mixture of experts, before its coefficient.",
+        "train/critic_aux_loss": "Load-balancing loss of a critic that is a mixture of experts.",
         "train/reward": "Reward of an episode after length and stop penalties.",
         "train/score": "Score of an episode, which dynamic filtering looks at.",
         "train/reward_model_{i}": "Reward of the i-th reward model, where there are several rewards.",

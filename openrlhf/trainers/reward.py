@@ -19,7 +19,7 @@ from openrlhf.experience import Pairs, offsets_of
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.supervised import Rows, load_rows, load_spec, load_tokenizer, run_supervised
-from openrlhf.workers.base import MicroBatchLimits
+from openrlhf.workers.base import MicroBatchLimits, balancing_term
 
 MEASURED = 0.01  # of the training rows: mean and deviation are those of their rewards where there is no evaluation set
 
@@ -27,9 +27,9 @@ MEASURED = 0.01  # of the training rows: mean and deviation are those of their r
 class RewardTask:
     """ℓ = −log σ(r_chosen − r_rejected − margin) per pair; the window divides by the number of pairs over all ranks."""
 
-    def __init__(self, loss_type: str, *, use_margin: bool) -> None:
+    def __init__(self, loss_type: str, *, use_margin: bool, aux_loss_coef: float = 0.0) -> None:
         self.pairwise = PAIRWISE_LOSSES[loss_type]
-        self.use_margin = use_margin
+        self.use_margin, self.aux_loss_coef = use_margin, aux_loss_coef
 
     def collate(self, rows: Sequence[PairRow]) -> Pairs:
         """Rows of the dataset as one ragged batch."""
@@ -51,7 +51,8 @@ class RewardTask:
 
     def loss(self, model: Any, micro: Pairs, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's share of the mean over the window's pairs."""
-        scores = last_token_scores(model(micro.tokens, micro.offsets), micro.offsets)
+        outputs = model(micro.tokens, micro.offsets)
+        scores = last_token_scores(outputs.values, micro.offsets)
         chosen, rejected = scores[0::2], scores[1::2]
         losses = self.pairwise(chosen, rejected, micro.margins[0::2] if self.use_margin else None)
         summed, pairs, seen = losses.sum(), len(losses), scores.detach()
@@ -65,7 +66,8 @@ class RewardTask:
             "train/reject_reward": Mean(float(rejected.detach().sum()), pairs),
             "reward_square": Mean(float(seen.double().square().sum()), 2 * pairs),
         }
-        return summed / totals["pairs"], metrics
+        balance, balance_metrics = balancing_term(outputs.aux_loss, self.aux_loss_coef, pairs)
+        return (summed + balance) / totals["pairs"], metrics | balance_metrics
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Loss, accuracy, and mean and unbiased standard deviation of all rewards, chosen and rejected."""
@@ -107,12 +109,15 @@ def run_rm(config: RMConfig) -> None:
     eval_rows: Rows = first if given is None else given
     run_supervised(
         config,
-        RewardTask(config.model.loss_type, use_margin=config.model.margin_loss_enable),
+        RewardTask(
+            config.model.loss_type, use_margin=config.model.margin_loss_enable, aux_loss_coef=config.model.aux_loss_coef
+        ),
         partial(
             load_scalar,
             load_spec(config),
             head_prefix=config.ds.value_head_prefix,
             reinit_head=config.model.reinit_head,
+            balancing=config.model.aux_loss_coef > 0,
             seed=config.train.seed,
         ),
         tokenizer=tokenizer,

@@ -48,7 +48,7 @@ def has_dropout(config: PPOConfig) -> bool:
     return any(
         isinstance(value, float) and value > 0
         for name, value in architecture.items()
-        if "dropout" in name or "pdrop" in name
+        if "dropout" in name or "pdrop" in name or "jitter" in name
     )
 
 
@@ -128,6 +128,7 @@ def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySet
         temperature=config.rollout.temperature,
         total_steps=total_steps,
         max_nonfinite=config.train.max_nonfinite,
+        aux_loss_coef=config.actor.aux_loss_coef,
         bucket_bytes=BUCKET_BYTES[kind],
         wire_dtype=TORCH_NAMES[config.vllm.dtype],
         ema_beta=config.train.ema_beta if config.train.enable_ema else None,
@@ -153,6 +154,7 @@ def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSet
         train=train_limits(config),
         total_steps=total_steps,
         max_nonfinite=config.train.max_nonfinite,
+        aux_loss_coef=config.actor.aux_loss_coef,
         bucket_bytes=BUCKET_BYTES[kind],
         head_prefix=config.ds.value_head_prefix,
         fresh_head=path == config.actor.model_name_or_path,

@@ -16,11 +16,14 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.supervised import load_rows, load_spec, load_tokenizer, run_supervised
-from openrlhf.workers.base import MicroBatchLimits
+from openrlhf.workers.base import MicroBatchLimits, balancing_term
 
 
 class SFTTask:
     """ℓ_t = −log π(token_t) for target tokens; the window divides by their number over all ranks."""
+
+    def __init__(self, *, aux_loss_coef: float = 0.0) -> None:
+        self.aux_loss_coef = aux_loss_coef
 
     def collate(self, rows: Sequence[SFTRow]) -> TokenRows:
         """Rows of the dataset as one ragged batch."""
@@ -41,7 +44,8 @@ class SFTTask:
         seen = float(micro.loss_mask.sum())
         mean = Mean(float(summed.detach()), seen)
         metrics: dict[str, Metric] = {"train/gpt_loss": mean, "train/loss_mean": mean}  # of old dashboards
-        return summed / totals["tokens"], metrics
+        balance, balance_metrics = balancing_term(scores.aux_loss, self.aux_loss_coef, seen)
+        return (summed + balance) / totals["tokens"], metrics | balance_metrics
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """The reference's name has a space in it; dashboards know it."""
@@ -71,8 +75,12 @@ def run_sft(config: SFTConfig) -> None:
     train_rows, eval_rows = load_rows(config, encoded)
     run_supervised(
         config,
-        SFTTask(),
-        lambda: PolicyModel(load_causal_lm(load_spec(config)), packing=config.ds.packing_samples),
+        SFTTask(aux_loss_coef=config.model.aux_loss_coef),
+        lambda: PolicyModel(
+            load_causal_lm(load_spec(config)),
+            packing=config.ds.packing_samples,
+            balancing=config.model.aux_loss_coef > 0,
+        ),
         tokenizer=tokenizer,
         train_rows=train_rows,
         eval_rows=eval_rows,

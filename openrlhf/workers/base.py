@@ -19,7 +19,7 @@ from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.strategy import Metrics, StepResult, Strategy
 from openrlhf.experience import Experience, Layout
 from openrlhf.models.loading import LoadSpec
-from openrlhf.observability.metrics import Last, Max, merge_all
+from openrlhf.observability.metrics import Last, Max, Mean, merge_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,19 @@ def per_sample_column(
     return column
 
 
+def balancing_term(
+    aux_loss: Tensor | None, coef: float, count: float, name: str = "train/aux_loss"
+) -> tuple[Tensor | float, Metrics]:
+    """coef · aux · count, for the load-balancing loss of a micro-batch's experts, and its metric; nothing without one.
+
+    `count`: what the micro-batch has of the window's denominator. So the window gets the mean of its micro-batches' losses,
+    weighted by their shares of it, and the coefficient means the same however it is cut.
+    """
+    if aux_loss is None:
+        return 0.0, {}
+    return coef * count * aux_loss, {name: Mean(count * float(aux_loss.detach()), count)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainedSettings:
     """What a worker needs to know to train its model."""
@@ -83,6 +96,7 @@ class TrainedSettings:
     train: MicroBatchLimits
     total_steps: int  # optimizer steps of the run: the length of the learning-rate schedule
     max_nonfinite: int
+    aux_loss_coef: float = 0.0  # of the load-balancing loss of a mixture of experts
     bucket_bytes: int  # of weights on their way out
     ema_beta: float | None = None  # decay of the average of the weights that is exported; None: the weights themselves
 

@@ -11,9 +11,10 @@ from openrlhf.algorithms.policy_losses import value_loss
 from openrlhf.algorithms.tensors import masked_sum
 from openrlhf.distributed.strategy import Metrics, Strategy
 from openrlhf.experience import Experience
+from openrlhf.models.backbone import has_balanced_experts
 from openrlhf.models.scalar import ScalarModel, load_scalar, state_values
 from openrlhf.observability.metrics import Mean
-from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, per_token_column
+from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balancing_term, per_token_column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +37,16 @@ class CriticWorker(TrainedWorker[Update]):
         self.settings = settings
 
         def load() -> ScalarModel:
-            return load_scalar(
+            model = load_scalar(
                 settings.load,
                 head_prefix=settings.head_prefix,
                 reinit_head=settings.fresh_head,
                 normalize=settings.normalize,
                 seed=settings.seed,
             )
+            # The flag is the policy's: a critic without experts is no mistake.
+            model.balancing = settings.aux_loss_coef > 0 and has_balanced_experts(model.hf)
+            return model
 
         super().__init__(strategy, settings, load)
 
@@ -54,25 +58,28 @@ class CriticWorker(TrainedWorker[Update]):
         return column
 
     def _score(self, micro: Experience) -> Tensor:
-        return state_values(self.engine.module(micro.tokens, micro.offsets), micro.offsets)
+        return state_values(self.engine.module(micro.tokens, micro.offsets).values, micro.offsets)
 
     def counts(self, micro: Experience) -> Mapping[str, float]:
         """Action tokens."""
         return {"tokens": float(micro.action_mask.sum())}
 
     def loss(self, micro: Experience, totals: Mapping[str, float], job: Update) -> tuple[Tensor, Metrics]:
-        """½ (V − Ĝ)², clipped around the values of the rollout, mean over the window's action tokens."""
+        """½ (V − Ĝ)², clipped around the values of the rollout, mean over the window's action tokens; + a·balance."""
         assert micro.values is not None and micro.returns is not None
         layout = micro.layout
         outputs = self.engine(micro.tokens, micro.offsets)
-        values = layout.gather(state_values(outputs, micro.offsets))
+        values = layout.gather(state_values(outputs.values, micro.offsets))
         mask = layout.gather(micro.action_mask)
         per_token, _ = value_loss(
             values, layout.gather(micro.values), layout.gather(micro.returns), mask, clip=self.settings.value_clip
         )
         summed, tokens = per_token.sum(), float(mask.sum())
+        balance, balance_metrics = balancing_term(
+            outputs.aux_loss, self.settings.aux_loss_coef, tokens, "train/critic_aux_loss"
+        )
         metrics: Metrics = {
             "train/critic_loss": Mean(float(summed.detach()), tokens),
             "train/values": Mean(float(masked_sum(values.detach(), mask)), tokens),
         }
-        return summed / totals["tokens"], metrics
+        return (summed + balance) / totals["tokens"], metrics | balance_metrics

@@ -71,4 +71,4 @@ class RewardWorker:
         return torch.stack(columns, dim=1)
 
     def _score(self, model: Any, micro: Experience) -> Tensor:
-        return last_token_scores(model(micro.tokens, micro.offsets), micro.offsets)
+        return last_token_scores(model(micro.tokens, micro.offsets).values, micro.offsets)

@@ -20,7 +20,7 @@ from openrlhf.experience import Experience, TokenRows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Max, Mean
-from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, per_token_column
+from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balancing_term, per_token_column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,10 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
 
     def __init__(self, strategy: Strategy, settings: PolicySettings) -> None:
         self.settings = settings
-        load = settings.load
-        super().__init__(strategy, settings, lambda: PolicyModel(load_causal_lm(load), packing=load.packing))
+        load, balancing = settings.load, settings.aux_loss_coef > 0
+        super().__init__(
+            strategy, settings, lambda: PolicyModel(load_causal_lm(load), packing=load.packing, balancing=balancing)
+        )
         self.sender = WeightSender()
 
     def logprobs(self, experience: Experience) -> Tensor:
@@ -101,7 +103,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def loss(
         self, micro: Experience | TokenRows, totals: Mapping[str, float], job: PolicyUpdate
     ) -> tuple[Tensor, Metrics]:
-        """policy + β·KL − c·entropy + c_ptx·NLL, this micro-batch's share of the window; and its metrics."""
+        """policy + β·KL − c·entropy + a·balance + c_ptx·NLL, this micro-batch's share of the window; and its metrics."""
         if isinstance(micro, TokenRows):
             return self._pretraining_loss(micro, totals)
         objective = self.settings.objective
@@ -118,6 +120,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         old = logprobs.detach() if micro.old_logprobs is None else layout.gather(micro.old_logprobs)
         loss, metrics = self._policy_loss(micro, logprobs, old, mask, totals)
         tokens = float(mask.sum())
+        balance, balance_metrics = balancing_term(scores.aux_loss, self.settings.aux_loss_coef, tokens)
+        loss, metrics = loss + balance / totals["tokens"], metrics | balance_metrics
         if objective.kl_in_loss and micro.ref_logprobs is not None:
             reference = layout.gather(micro.ref_logprobs)
             kl = kl_estimate(logprobs, reference, objective.kl_estimator)

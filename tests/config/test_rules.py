@@ -68,6 +68,9 @@ BROKEN: list[tuple[str, str, str]] = [
      "--rollout.max_new_tokens 512 leaves no room for a prompt in --data.max_len 512"),
     (RL, "--rollout.max_new_tokens 64 --reward.overlong_buffer_len 65",
      "--reward.overlong_buffer_len 65 is more than the longest response, 64"),
+    *[(command, f"--{model}.aux_loss_coef 0.01 --{model}.gradient_checkpointing_enable "
+       f"--{model}.gradient_checkpointing_reentrant", f"--{model}.aux_loss_coef 0.01 would not reach the routers")
+      for command, model in ((RL, "actor"), (SFT, "model"))],
     (RL, "--algo.kl.target 0.1 --algo.kl.init_coef 0", "--algo.kl.target adapts"),
     (RL, "--rollout.batch_size 4", "4 samples are fewer than one --train.batch_size of 128"),
     (RL, f"{GROUPS} --rollout.batch_size 100 --train.batch_size 64",

@@ -30,10 +30,10 @@ def run(stage: int, path: str, out: str) -> dict[str, Any]:
 
     def values(model: Any) -> Tensor:
         with torch.no_grad():
-            return model(tokens, offsets).clone()
+            return model(tokens, offsets).values.clone()
 
     def loss(_: None, totals: Any) -> tuple[Tensor, dict[str, Any]]:
-        return -last_token_scores(engine(tokens, offsets), offsets).sum() / totals["rows"], {}
+        return -last_token_scores(engine(tokens, offsets).values, offsets).sum() / totals["rows"], {}
 
     before, frozen_scores = values(engine), values(frozen)
     for _ in range(3):

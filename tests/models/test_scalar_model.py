@@ -70,7 +70,7 @@ def test_scores_are_those_of_plain_transformers_one_sequence_at_a_time(kind: str
     tokens, offsets = batch()
     plain = scalar(kind).hf
     with torch.no_grad():
-        scores = last_token_scores(scalar(kind, packing=packing)(tokens, offsets), offsets)
+        scores = last_token_scores(scalar(kind, packing=packing)(tokens, offsets).values, offsets)
         expected = [float(plain(ids[None]).logits) for ids in tokens.split(LENGTHS)]
     assert scores.tolist() == pytest.approx(expected, abs=1e-12)
     assert len({round(score, 6) for score in expected}) == len(LENGTHS)
@@ -87,7 +87,7 @@ def test_scores_are_those_of_transformers_whatever_side_it_pads(side: str) -> No
         for row, length in enumerate(LENGTHS):
             ids[row], mask[row] = ids[row].roll(-length), mask[row].roll(-length)
     with torch.no_grad():
-        scores = last_token_scores(model(tokens, offsets), offsets)
+        scores = last_token_scores(model(tokens, offsets).values, offsets)
         expected = model.hf(input_ids=ids, attention_mask=mask).logits[:, 0]
     # Rotary angles are float32 in Transformers, and left padding shifts them.
     torch.testing.assert_close(scores, expected, atol=1e-7, rtol=0)
@@ -99,7 +99,7 @@ def test_the_value_of_a_state_is_the_score_of_the_text_before_the_token(packing:
     plain = scalar().hf
     expected = []
     with torch.no_grad():
-        values = state_values(scalar(packing=packing)(tokens, offsets), offsets)
+        values = state_values(scalar(packing=packing)(tokens, offsets).values, offsets)
         for ids in tokens.split(LENGTHS):
             expected.append(0.0)
             expected += [float(plain(ids[None, :t]).logits) for t in range(1, len(ids))]
@@ -117,7 +117,7 @@ def test_packed_and_padded_gradients_agree() -> None:
     gradients = []
     for packing in (False, True):
         model = scalar("qwen2-tied", packing=packing)
-        values = model(tokens, offsets)
+        values = model(tokens, offsets).values
         (last_token_scores(values, offsets).sum() + state_values(values, offsets).square().sum()).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert all(gradient is not None and gradient.any() for gradient in gradients[0].values())
@@ -131,7 +131,7 @@ def test_a_reward_depends_on_its_own_sequence_only() -> None:
     embedded: list[Tensor] = []
     layer = model.hf.get_input_embeddings()
     layer.register_forward_hook(lambda _, __, out: (out.retain_grad(), embedded.append(out))[0])
-    last_token_scores(model(tokens, offsets), offsets)[2].backward()
+    last_token_scores(model(tokens, offsets).values, offsets)[2].backward()
     reached = embedded[0].grad[0].abs().sum(1) > 0
     assert reached.tolist() == [False] * 6 + [True] * 9 + [False] * 3
 
@@ -149,9 +149,9 @@ def test_normalisation_subtracts_the_mean_and_divides_by_the_standard_deviation(
     tokens, offsets = batch()
     model = scalar()
     model.set_scale(2.0, 4.0)
-    raw = model(tokens, offsets)
+    raw = model(tokens, offsets).values
     model.normalize = True
-    torch.testing.assert_close(model(tokens, offsets), (raw - 2) / 4)
+    torch.testing.assert_close(model(tokens, offsets).values, (raw - 2) / 4)
 
 
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0), (0.0, float("inf"))])
@@ -170,7 +170,7 @@ def test_an_export_is_a_sequence_classification_model_with_the_same_scores(kind:
     path = export(model, tmp_path / "rm")
     plain = AutoModelForSequenceClassification.from_pretrained(path).eval()
     with torch.no_grad():
-        scores = last_token_scores(model(tokens, offsets), offsets)
+        scores = last_token_scores(model(tokens, offsets).values, offsets)
         expected = [float(plain(ids[None]).logits) for ids in tokens.split(LENGTHS)]
     assert plain.config.num_labels == 1
     assert scores.tolist() == pytest.approx(expected, abs=1e-6)
@@ -234,7 +234,7 @@ def test_another_name_for_the_head_is_the_name_in_the_file_and_wins_over_the_fla
     assert again.config.value_head_prefix == "value_head"
     assert torch.equal(head_of(again), head_of(model))
     with torch.no_grad():
-        scores = last_token_scores(again(tokens, offsets), offsets)
+        scores = last_token_scores(again(tokens, offsets).values, offsets)
         expected = [float(again.hf(ids[None]).logits) for ids in tokens.split(LENGTHS)]
     assert scores.tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -256,7 +256,7 @@ def test_padding_that_is_the_end_of_text_does_not_move_the_score_of_an_export(tm
     plain = AutoModelForSequenceClassification.from_pretrained(export(model, tmp_path / "rm"))
     tokens = torch.tensor([10, 20, 30, 1])  # ends with end-of-text
     with torch.no_grad():
-        score = float(last_token_scores(model(tokens, offsets_of([4])), offsets_of([4])))
+        score = float(last_token_scores(model(tokens, offsets_of([4])).values, offsets_of([4])))
         assert float(plain.eval()(tokens[None]).logits) == pytest.approx(score, abs=1e-6)
 
 
@@ -265,7 +265,7 @@ def test_packing_and_dtype_are_as_the_flags_say(tmp_path: Path) -> None:
     assert model.packing
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     tokens, offsets = batch()
-    values = model(tokens, offsets)
+    values = model(tokens, offsets).values
     assert values.dtype == torch.float32 and values.isfinite().all()
 
 
@@ -275,7 +275,7 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
     gradients = []
     for checkpointing in (False, True):
         model = load_scalar(spec(path, gradient_checkpointing=checkpointing), seed=3).train()
-        model(tokens, offsets).square().sum().backward()
+        model(tokens, offsets).values.square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -300,12 +300,12 @@ def test_zero_3_changes_no_number_of_a_new_or_a_stored_head(tmp_path: Path) -> N
     tokens, offsets = batch()
     for path in (new, stored):
         whole, sharded = results[path, 2], results[path, 3]
-        alone = load_scalar(spec(path), seed=5)(tokens, offsets).detach()
+        alone = load_scalar(spec(path), seed=5)(tokens, offsets).values.detach()
         for before in (whole["before"], sharded["before"], sharded["frozen"]):
             torch.testing.assert_close(before, alone, atol=1e-6, rtol=0)
         torch.testing.assert_close(sharded["after"], whole["after"], atol=1e-6, rtol=0)
         assert (sharded["after"] - alone).abs().max() > 1e-3
-        exported = load_scalar(spec(sharded["export"]), require_head=True)(tokens, offsets)
+        exported = load_scalar(spec(sharded["export"]), require_head=True)(tokens, offsets).values
         torch.testing.assert_close(exported.detach(), sharded["after"], atol=1e-6, rtol=0)
 
 

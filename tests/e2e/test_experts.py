@@ -1,0 +1,67 @@
+"""Mixtures of experts as a user trains them, with their load-balancing loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from openrlhf.distributed.devices import free_port
+from tests.e2e.commands import column, run, write_rows
+from tests.e2e.test_sft import sft_flags, task_rows
+from tests.tiny import save_tiny_model
+
+KINDS = {"mixtral": (2, None), "qwen3-moe": (3, True)}  # with the ZeRO stage that each is trained with, and packing
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("experts")
+    for kind in KINDS:
+        save_tiny_model(folder / kind, kind)
+    save_tiny_model(folder / "dense")
+    write_rows(folder / "train.jsonl", task_rows(52, seed=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        yield folder
+
+
+def flags(workspace: Path, folder: Path, model: str, **changes: Any) -> dict[str, Any]:
+    common = {"model.model_name_or_path": workspace / model, "eval.dataset": None, "ckpt.save_steps": -1}
+    return sft_flags(workspace, folder, **common, **changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_learn_the_task_and_balance_the_experts(workspace: Path, kind: str) -> None:
+    """The loss is 2, the number of choices, where all experts are used alike. Learning alone drives it up."""
+    stage, packing = KINDS[kind]
+    ends = {}
+    for coef in (1.0, 1e-9):
+        folder = workspace / f"{kind}-{coef}"
+        changes = {"model.aux_loss_coef": coef, "ds.zero_stage": stage, "ds.packing_samples": packing}
+        launcher = ("torchrun", "--master_port", str(free_port()), "--nproc_per_node", "2", "-m")
+        run("train_sft", flags(workspace, folder, kind, **changes), launcher=launcher)
+        balance, losses = column(folder, "train/aux_loss"), column(folder, "train/gpt_loss")
+        assert all(map(math.isfinite, [*balance, *losses]))
+        assert losses[-1] < losses[0] - 1
+        ends[coef] = fmean(balance[-6:])
+    assert ends[1.0] < 2.6 and ends[1e-9] > ends[1.0] + 0.5
+    exported = AutoModelForCausalLM.from_pretrained(workspace / f"{kind}-1.0" / "model")
+    assert exported.config.model_type == kind.replace("-", "_")
+
+
+def test_without_a_coefficient_nothing_is_balanced_or_logged(workspace: Path) -> None:
+    folder = workspace / "plain"
+    run("train_sft", flags(workspace, folder, "mixtral", **{"train.max_epochs": 1}))
+    assert column(folder, "train/aux_loss") == []
+
+
+def test_a_model_without_experts_is_one_message_that_names_flag_and_model(workspace: Path) -> None:
+    done = run("train_sft", flags(workspace, workspace / "refused", "dense", **{"model.aux_loss_coef": 0.1}), status=2)
+    assert "--model.aux_loss_coef" in done.errors and "dense (qwen2) has no experts" in done.errors
+    assert "Traceback" not in done.errors
