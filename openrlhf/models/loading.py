@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.models import packed_attention
@@ -75,3 +77,8 @@ def prepared(model: PreTrainedModel, spec: LoadSpec) -> PreTrainedModel:
         options: dict[str, Any] = {"use_reentrant": spec.reentrant}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     return model
+
+
+def stored_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter as the model's files hold it: Transformers stacks the experts that these list one by one."""
+    yield from revert_weight_conversion(model, {name: tensor}).items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from openrlhf.algorithms.corrections import Correction, Mismatch, correction_weights, mismatch
@@ -17,7 +18,7 @@ from openrlhf.distributed.devices import free_port, node_address
 from openrlhf.distributed.strategy import Metrics, Strategy, full_shape
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
 from openrlhf.experience import Experience, TokenRows
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import load_causal_lm, stored_tensors
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Max, Mean
 from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balancing_term, per_token_column
@@ -179,10 +180,11 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return total > limit * tokens
 
     def weight_manifest(self, version: int) -> WeightManifest:
-        """What a publication of the present weights consists of. Tied weights are named once."""
+        """What a publication of the present weights consists of, by the names of the model's files. Tied weights come once."""
         specs = (
-            TensorSpec(name=name, dtype=self.settings.wire_dtype, shape=full_shape(parameter))
+            TensorSpec(name=stored, dtype=self.settings.wire_dtype, shape=tuple(tensor.shape))
             for name, parameter in self.hf.named_parameters()
+            for stored, tensor in stored_tensors(self.hf, name, torch.empty(full_shape(parameter), device="meta"))
         )
         return WeightManifest(version=version, specs=tuple(specs), bucket_bytes=self.settings.bucket_bytes)
 
@@ -200,7 +202,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         buckets = self.engine.full_parameters(manifest.bucket_bytes)
         stream = (pair for bucket in buckets for pair in bucket)
         if self.strategy.is_main:
-            return self.sender.send(manifest, stream)
+            return self.sender.send(manifest, (stored for pair in stream for stored in stored_tensors(self.hf, *pair)))
         for _ in stream:
             pass
         return None

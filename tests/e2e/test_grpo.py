@@ -340,6 +340,27 @@ def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depe
     assert abs(column(one, "train/kl")[-1]) > 1e-4
 
 
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen3-moe", {"algo.advantage.estimator": "gae", "ds.packing_samples": True}),
+        ("mixtral", {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2, "ds.zero_stage": 3}),
+    ],
+)
+def test_a_mixture_of_experts_is_balanced_and_published(workspace: Path, kind: str, changes: dict[str, Any]) -> None:
+    """Policy and critic; every expert reaches the engine: it gives the tokens it sampled the trainer's log-probabilities."""
+    folder = workspace / f"run-{kind}"
+    model = save_tiny_model(workspace / kind, kind, chat_template=CHAT_TEMPLATE, **HEADS)
+    common = {"actor.model_name_or_path": model, "actor.aux_loss_coef": 1.0, "data.max_samples": 4 * BATCH}
+    train(grpo_flags(workspace, folder, **common, **changes))
+    assert len(column(folder, "train/logprob_gap_mean")) == 4
+    assert max(column(folder, "train/logprob_gap_mean")) < 1e-5
+    losses = [column(folder, name) for name in ("train/aux_loss", "train/critic_aux_loss")]
+    for balance in losses if "algo.advantage.estimator" in changes else losses[:1]:
+        assert len(balance) == 4 and all(1 < value < 8 for value in balance)  # 2 if balanced; there are 8 experts
+
+
 def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
     """One step of four prompts whose rewards raise at a seven; the run folder and its samples."""
     folder = workspace / name
