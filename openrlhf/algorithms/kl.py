@@ -34,7 +34,10 @@ def k2(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
 
 @KL_ESTIMATORS.register("k3")
 def k3(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """exp(−x) − 1 + x: unbiased, never negative.  Schulman 2020; GRPO, eq. 4, arXiv:2402.03300"""
+    """exp(−x) − 1 + x: unbiased, never negative; as a loss it has the gradient of KL(π_ref‖π).
+
+    Schulman 2020; GRPO, eq. 4, arXiv:2402.03300
+    """
     return (-log_ratio).exp() - 1 + log_ratio
 
 

@@ -40,7 +40,7 @@ class KLEstimator:
     """Where an estimator of KL(π‖π_ref) belongs."""
 
     in_reward: bool = False  # unbiased as a number
-    in_loss: bool = False  # its gradient is the KL's
+    in_loss: bool = False  # its expected gradient leads to the reference
 
 
 ESTIMATORS = {

@@ -115,6 +115,13 @@ def test_a_constant_added_to_a_prompts_rewards_changes_nothing(
     assert torch.equal(shaped(name, rewards, groups), shaped(name, moved, groups))
 
 
+@given(batch=batches, factor=st.sampled_from([0.25, 2.0, 64.0]))
+def test_group_norm_does_not_know_the_scale_of_a_prompts_rewards(batch: list[tuple[float, int]], factor: float) -> None:
+    rewards, groups = [r for r, _ in batch], [g for _, g in batch]
+    scaled = shaped("group_norm", [r * factor for r in rewards], groups)
+    assert torch.allclose(scaled, shaped("group_norm", rewards, groups), atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ALL)
 @given(batch=batches, randomness=st.randoms())
 def test_the_order_of_the_samples_changes_nothing(
@@ -192,6 +199,24 @@ def test_gae_agrees_with_the_sum_of_the_paper(gamma: float, lam: float) -> None:
         expected = credit.gae(rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma, lam)
         assert advantages[row].tolist() == pytest.approx(expected[0])
         assert returns[row].tolist() == pytest.approx(expected[1])
+
+
+steps = st.lists(st.tuples(quarters, quarters, st.booleans()), min_size=1, max_size=10)
+
+
+@given(block=st.lists(steps, min_size=1, max_size=4), gamma=st.floats(0, 1), lam=st.floats(0, 1))
+def test_gae_agrees_with_the_reference_for_any_rows_and_masks(
+    block: list[list[tuple[float, float, bool]]], gamma: float, lam: float
+) -> None:
+    """Rows of different lengths, padded on the right with what must not be read."""
+    width = max(map(len, block))
+    padded = [row + [(99.0, -99.0, False)] * (width - len(row)) for row in block]
+    rewards, values, mask = (torch.tensor([[step[i] for step in row] for row in padded]) for i in range(3))
+    advantages, returns = gae(rewards.double(), values.double(), mask.bool(), gamma=gamma, lam=lam)
+    for row, steps in enumerate(padded):
+        expected = credit.gae(*([step[i] for step in steps] for i in range(3)), gamma, lam)
+        assert advantages[row].tolist() == pytest.approx(expected[0], abs=1e-9)
+        assert returns[row].tolist() == pytest.approx(expected[1], abs=1e-9)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])

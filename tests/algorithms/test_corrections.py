@@ -6,12 +6,17 @@ from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from openrlhf.algorithms.corrections import PRESETS, Correction, Level, Mode, correction_weights, mismatch
 from tests.reference import policy
 
 COMBINATIONS = list(product(get_args(Level), get_args(Mode)))
+# Log-ratios of the tokens of a row, and whether each was sampled; eighths keep sums exact.
+rows = st.lists(st.tuples(st.integers(-24, 24).map(lambda n: n / 8), st.booleans()), min_size=1, max_size=8)
+bands = st.tuples(st.floats(0, 0.9), st.floats(1.1, 8))
 
 
 def preset(name: str, low: float = 0.5, high: float = 5.0) -> Correction:
@@ -31,6 +36,7 @@ def row_of(omegas: list[float]) -> tuple[Tensor, Tensor, Tensor]:
         ("tis", [0.4, 1.0, 9.0], [0.5, 1.0, 5.0]),
         ("icepop", [0.4, 1.0, 9.0], [0.0, 1.0, 0.0]),
         ("seq-mask-tis", [0.4, 1.0, 9.0], [0.4, 1.0, 9.0]),  # mean 3.6^(1/3) = 1.53: the row stays
+        ("seq-mask-tis", [2.0, 2.0, 2.0], [2.0, 2.0, 2.0]),  # mean 2, whatever the product: the row stays
         ("seq-mask-tis", [6.0, 1.0, 27.0], [0.0, 0.0, 0.0]),  # mean 162^(1/3) = 5.45: the row goes
         ("seq-mask-tis", [0.1, 0.5, 1.0], [0.0, 0.0, 0.0]),  # mean 0.05^(1/3) = 0.37: the row goes
     ],
@@ -61,6 +67,40 @@ def test_every_level_and_mode_agrees_with_the_reference(level: Level, mode: Mode
             old[row].tolist(), rollout[row].tolist(), mask[row].tolist(), level, mode, 0.5, 2.0
         )
         assert weights[row].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
+@settings(max_examples=30)
+@given(row=rows, band=bands)
+def test_weights_agree_with_the_reference_for_any_row_and_band(
+    level: Level, mode: Mode, row: list[tuple[float, bool]], band: tuple[float, float]
+) -> None:
+    old, mask = torch.tensor([[x for x, _ in row]]).double(), torch.tensor([[acts for _, acts in row]])
+    correction = Correction(level=level, mode=mode, low=band[0], high=band[1])
+    weights, outside = correction_weights(old, torch.zeros_like(old), mask, correction)
+    expected = policy.correction(old[0].tolist(), [0.0] * len(row), mask[0].tolist(), level, mode, *band)
+    assert weights.tolist()[0] == pytest.approx(expected)
+    inside = (mask & ~outside)[0]
+    judged = policy.correction(old[0].tolist(), [0.0] * len(row), mask[0].tolist(), level, "clip", 0.0, 1e30)
+    low = 0.0 if mode == "truncate" else band[0]
+    assert inside.tolist() == [acts and low <= w <= band[1] for w, acts in zip(judged, mask[0].tolist(), strict=True)]
+
+
+@pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
+@settings(max_examples=30)
+@given(row=rows, data=st.data())
+def test_weights_follow_the_order_of_the_tokens_and_ignore_padding(
+    level: Level, mode: Mode, row: list[tuple[float, bool]], data: st.DataObject
+) -> None:
+    correction = Correction(level=level, mode=mode, low=0.5, high=2.0)
+    order = data.draw(st.permutations(range(len(row))))
+
+    def weights(row: list[tuple[float, bool]]) -> Tensor:
+        old, mask = torch.tensor([[x for x, _ in row]]).double(), torch.tensor([[acts for _, acts in row]])
+        return correction_weights(old, torch.zeros_like(old), mask, correction)[0][0]
+
+    assert torch.equal(weights([row[i] for i in order]), weights(row)[order])
+    assert torch.equal(weights([(5.0, False), *row, (-5.0, False)])[1:-1], weights(row))
 
 
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
@@ -126,6 +166,15 @@ def test_the_mismatch_by_hand() -> None:
     assert gap.gap_max == pytest.approx(0.4)
     assert gap.ratio_sum == pytest.approx(math.exp(-0.2) + math.exp(0.4))
     assert gap.outside == 1
+
+
+@given(block=st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=12))
+def test_the_mismatch_agrees_with_the_reference(block: list[tuple[float, float, bool]]) -> None:
+    old, rollout, mask = ([list(column)] for column in zip(*block, strict=True))
+    exact = (torch.tensor([column], dtype=torch.float64) for column in (*old, *rollout))
+    gap = mismatch(*exact, torch.tensor(mask))
+    measured = (gap.tokens, gap.kl_sum, gap.gap_sum, gap.gap_max, gap.ratio_sum)
+    assert measured == pytest.approx(policy.mismatch(old, rollout, mask))
 
 
 def test_the_mismatch_of_nothing_is_nothing() -> None:

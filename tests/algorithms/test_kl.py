@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from openrlhf.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_clamped, kl_estimate
 from tests.reference import policy
@@ -11,13 +13,14 @@ from tests.reference import policy
 ESTIMATORS = ["k1", "k2", "k3"]
 
 
-def exact_kl_gradient(estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Σ_a π(a) ∇ k(a), ∇ KL(π‖π_ref)) by the logits of π, all five actions enumerated."""
+def exact_kl_gradient(estimator: str, *, forward: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Σ_a π(a) ∇ k(a), ∇ KL(π‖π_ref), or ∇ KL(π_ref‖π)) by the logits of π, all five actions enumerated."""
     logits = torch.tensor([0.3, -1.0, 0.7, 0.0, 0.2], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.1, 0.5, -0.4, 0.0, 0.9], dtype=torch.float64).log_softmax(0)
     policy_logprobs = logits.log_softmax(0)
     sampled = policy_logprobs.exp().detach() * kl_estimate(policy_logprobs, reference, estimator)
-    true_kl = (policy_logprobs.exp() * (policy_logprobs - reference)).sum()
+    gap = policy_logprobs - reference
+    true_kl = -(reference.exp() * gap).sum() if forward else (policy_logprobs.exp() * gap).sum()
     (of_samples,) = torch.autograd.grad(sampled.sum(), logits, retain_graph=True)
     (of_kl,) = torch.autograd.grad(true_kl, logits)
     return of_samples, of_kl
@@ -54,6 +57,10 @@ def test_k2_as_a_loss_has_the_gradient_of_the_kl() -> None:
     assert torch.allclose(*exact_kl_gradient("k2"))
 
 
+def test_k3_as_a_loss_has_the_gradient_of_the_other_kl() -> None:
+    assert torch.allclose(*exact_kl_gradient("k3", forward=True))
+
+
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_k2_and_k3_are_never_negative(estimator: str) -> None:
     x = torch.linspace(-40, 40, 999)
@@ -69,6 +76,30 @@ def test_no_log_ratio_gives_an_infinite_estimate_or_gradient(estimator: str, x: 
     assert abs(kl.item()) <= 10
     assert logprobs.grad is not None
     assert logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_estimates_have_the_gradient_of_their_finite_differences(estimator: str) -> None:
+    """Inside the bounds, at them (±20 nats before, ±10 after) and beyond: there the gradient is zero."""
+    logprobs = torch.tensor([-30.0, -15.0, -3.0, -2.5, -0.1, 0.0, 0.4, 4.0, 15.0, 30.0], dtype=torch.float64)
+    reference = torch.linspace(-1, 1, 10, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda x: kl_estimate(x, reference, estimator), ((logprobs + reference).requires_grad_(),)
+    )
+
+
+def test_a_token_held_to_the_bound_has_no_gradient() -> None:
+    x = torch.tensor([-2.6, -2.7], requires_grad=True)
+    kl_estimate(x, torch.zeros(2), "k3").sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == pytest.approx([1 - math.exp(2.6), 0.0])
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(x=st.floats(-30, 30), shift=st.integers(-64, 64).map(float))
+def test_an_estimate_knows_the_difference_only(estimator: str, x: float, shift: float) -> None:
+    at_zero, moved = (kl_estimate(*torch.tensor([[x + s], [s]], dtype=torch.float64), estimator) for s in (0.0, shift))
+    assert moved.item() == pytest.approx(at_zero.item(), abs=1e-9)
 
 
 def test_tokens_held_to_the_bound_are_counted() -> None:
@@ -106,6 +137,16 @@ def test_the_adaptive_coefficient_by_hand(kl: float, expected: float) -> None:
     controller = AdaptiveKL(0.1, target=6.0, horizon=10_000)
     controller.update(kl, 100)
     assert controller.coef == pytest.approx(expected, rel=1e-12)
+
+
+@given(measured=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 3000)), max_size=20))
+def test_the_adaptive_coefficient_follows_the_reference(measured: list[tuple[float, int]]) -> None:
+    controller, path = AdaptiveKL(0.1, target=6.0, horizon=1000), []
+    for kl, n in measured:
+        controller.update(kl, n)
+        path.append(controller.coef)
+    assert path == pytest.approx(policy.adaptive_coefficients(0.1, measured, 6.0, 1000))
+    assert all(coef > 0 for coef in path)
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])

@@ -2,15 +2,15 @@
 
 import math
 from dataclasses import fields
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from openrlhf.algorithms.corrections import Correction, correction_weights
 from openrlhf.algorithms.policy_losses import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, aggregation_weights, value_loss
 from tests.reference import policy
 
@@ -202,17 +202,47 @@ def test_extreme_log_ratios_give_finite_losses_and_gradients(name: str, differen
     assert loss.approx_kl[0, 0].item() == -difference, "reported as it is"
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_batch_with_nothing_to_learn_is_a_differentiable_zero(name: str) -> None:
-    logprobs, old, advantages, mask = random_block()
-    logprobs.requires_grad_()
-    empty = torch.zeros_like(mask)
-    weights, count = aggregation_weights(empty, "token")
-    loss = (weights * loss_of(name, (logprobs, old, advantages, empty)).per_token).sum()
+def test_a_batch_with_nothing_to_learn_is_a_differentiable_zero(name: str, kind: str) -> None:
+    """Whatever stands there: no loss, aggregation or correction makes 0 · NaN of it."""
+    blank = torch.full((3, 4), math.nan)
+    logprobs, empty = blank.clone().requires_grad_(), torch.zeros(3, 4, dtype=torch.bool)
+    weights, count = aggregation_weights(empty, kind, max_tokens=9)
+    corrected, _ = correction_weights(blank, blank, empty, Correction(level="sequence", mode="mask", low=0.5, high=2.0))
+    loss = (weights * corrected * loss_of(name, (logprobs, blank, blank, empty)).per_token).sum()
     loss.backward()
     assert (loss.item(), count) == (0.0, 0.0)
     assert logprobs.grad is not None
     assert not logprobs.grad.any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(data=st.data())
+def test_rows_and_tokens_may_stand_in_any_order_and_between_any_padding(name: str, data: st.DataObject) -> None:
+    block = random_block()
+    rows, width = block[0].shape
+    row_order, token_order = (data.draw(st.permutations(range(n))) for n in (rows, width))
+    left, right = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    moved = tuple(torch.nn.functional.pad(x[row_order][:, token_order], (left, right)) for x in block)
+    expected = loss_of(name, block).per_token[row_order][:, token_order]
+    assert torch.allclose(loss_of(name, moved).per_token[:, left : left + width], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(factor=st.floats(0, 100))
+def test_a_loss_is_as_large_as_its_advantages(name: str, factor: float) -> None:
+    logprobs, old, advantages, mask = random_block(spread=1.0)
+    expected = factor * loss_of(name, (logprobs, old, advantages, mask)).per_token
+    assert torch.allclose(loss_of(name, (logprobs, old, factor * advantages, mask)).per_token, expected)
+
+
+@given(log_rho=st.floats(-25, 25), advantage=st.floats(-9, 9), bound=st.floats(1.01, 10))
+def test_a_dual_clip_bounds_what_a_bad_token_costs_and_nothing_else(
+    log_rho: float, advantage: float, bound: float
+) -> None:
+    free, held = (one_token(math.exp(log_rho), advantage, dual_clip=dual).per_token.item() for dual in (None, bound))
+    assert held == pytest.approx(min(free, -bound * advantage) if advantage < 0 else free)
 
 
 # Value loss
@@ -247,6 +277,26 @@ def test_the_value_loss_agrees_with_the_reference_and_ignores_the_rest() -> None
     assert not loss[~mask].any()
 
 
+def test_the_value_loss_has_the_gradient_of_its_finite_differences() -> None:
+    values, old, returns, mask = random_block(spread=1.0)
+    _, held = value_loss(values, old, returns, mask, clip=0.2)
+    assert held.any() and (~held & mask).any()
+    assert torch.autograd.gradcheck(
+        lambda v: value_loss(v, old, returns, mask, clip=0.2)[0], (values.requires_grad_(),)
+    )
+    (gradient,) = torch.autograd.grad(value_loss(values, old, returns, mask, clip=0.2)[0].sum(), values)
+    assert not gradient[held].any(), "a value that its clip holds is not pulled further"
+
+
+def test_the_value_loss_of_nothing_is_a_differentiable_zero() -> None:
+    blank = torch.full((2, 3), math.nan)
+    values = blank.clone().requires_grad_()
+    loss, held = value_loss(values, blank, blank, torch.zeros(2, 3, dtype=torch.bool), clip=0.2)
+    loss.sum().backward()
+    assert values.grad is not None
+    assert not values.grad.any() and not loss.any() and not held.any()
+
+
 def test_an_infinite_value_clip_is_the_squared_error() -> None:
     values, old, returns, mask = random_block()
     loss, held = value_loss(values, old, returns, mask, clip=math.inf)
@@ -272,26 +322,34 @@ def test_aggregation_weights_by_hand(kind: str, weights: list[list[float]], coun
     assert actual[1] == count
 
 
+@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "corrected"])
 @pytest.mark.parametrize("kind", KINDS)
-@given(cuts=st.lists(st.integers(0, 6), max_size=4))
-def test_loss_and_gradient_do_not_depend_on_the_split(kind: str, cuts: list[int]) -> None:
-    """Any cut of the rows into micro-batches, empty ones included, is the window as a whole."""
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=25)
+@given(parts=st.lists(st.integers(0, 3), min_size=6, max_size=6))
+def test_loss_and_gradient_do_not_depend_on_the_split(name: str, kind: str, corrected: bool, parts: list[int]) -> None:
+    """Rows dealt to four micro-batches, in any way, some of them left empty; `parts[i]` is where row i goes."""
     logprobs, old, advantages, mask = random_block()
     logprobs.requires_grad_()
-    edges = [0, *sorted(cuts), len(mask)]
-    total, count = torch.zeros((), dtype=torch.float64), 0.0
-    for start, end in pairwise(edges):
-        rows = slice(start, end)
-        loss = loss_of("ppo", (logprobs[rows], old[rows], advantages[rows], mask[rows]))
-        weights, share = aggregation_weights(mask[rows], kind, max_tokens=9)
-        total, count = total + (weights * loss.per_token).sum(), count + share
-    (split,) = torch.autograd.grad(total / count, logprobs)
+    rollout = old + 0.5 * torch.randn(old.shape, dtype=old.dtype, generator=torch.Generator().manual_seed(2))
+    correction = Correction(level="geometric", mode="mask", low=0.8, high=1.25)
 
-    whole = loss_of("ppo", (logprobs, old, advantages, mask)).per_token
-    weights, share = aggregation_weights(mask, kind, max_tokens=9)
-    (at_once,) = torch.autograd.grad((weights * whole).sum() / share, logprobs)
-    assert torch.allclose(split, at_once)
-    assert (total / count).item() == pytest.approx(policy.aggregate(whole.tolist(), mask.tolist(), kind, 9), rel=1e-6)
+    def share(rows: list[int]) -> tuple[Tensor, Tensor, float]:
+        """Per-token terms as the loss sums them, their weighted sum, and the count of these rows."""
+        terms = loss_of(name, (logprobs[rows], old[rows], advantages[rows], mask[rows])).per_token
+        if corrected:
+            terms = terms * correction_weights(old[rows], rollout[rows], mask[rows], correction)[0]
+        weights, count = aggregation_weights(mask[rows], kind, max_tokens=9)
+        return terms, (weights * terms).sum(), count
+
+    terms, whole, count = share(list(range(6)))
+    pieces = [share([row for row in range(6) if parts[row] == part]) for part in range(4)]
+    total, counts = torch.stack([piece[1] for piece in pieces]).sum(), sum(piece[2] for piece in pieces)
+    assert counts == count
+    split, at_once = (torch.autograd.grad(loss / count, logprobs, retain_graph=True)[0] for loss in (total, whole))
+    assert torch.allclose(split, at_once, atol=1e-12)
+    expected = policy.aggregate(terms.tolist(), mask.tolist(), kind, 9)
+    assert (total / counts).item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from openrlhf.algorithms.rewards import (
     clip_rewards,
@@ -32,6 +34,20 @@ def test_the_overlong_penalty_knows_what_each_prompt_leaves() -> None:
     lengths = torch.tensor([50, 50])
     penalty = overlong_penalty(lengths, max_length=torch.tensor([100, 55]), buffer=10.0)
     assert penalty.tolist() == [0.0, -0.5]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 300), min_size=1),
+    longest=st.integers(1, 200),
+    share=st.floats(0.01, 1),
+    factor=st.floats(0, 3),
+)
+def test_the_overlong_penalty_agrees_with_the_reference(
+    lengths: list[int], longest: int, share: float, factor: float
+) -> None:
+    penalty = overlong_penalty(torch.tensor(lengths), max_length=longest, buffer=share * longest, factor=factor)
+    expected = [credit.overlong(length, longest, share * longest, factor) for length in lengths]
+    assert penalty.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("buffer", [0.0, -1.0, 101.0])
@@ -90,3 +106,14 @@ def test_without_a_kl_term_only_the_outcome_is_left() -> None:
 def test_a_broken_kl_outside_the_action_mask_does_no_harm() -> None:
     kl = torch.where(MASK, 1.0, float("nan"))
     assert token_rewards(torch.zeros(3), kl, MASK, 1.0).sum(1).tolist() == [-3.0, 0.0, -6.0]
+
+
+@given(acting=st.lists(st.booleans(), min_size=1, max_size=12), reward=st.floats(-5, 5), coef=st.floats(0, 1))
+def test_a_row_gets_its_reward_minus_the_kl_of_its_actions_and_no_more(
+    acting: list[bool], reward: float, coef: float
+) -> None:
+    mask, kl = torch.tensor([acting]), torch.arange(float(len(acting)))[None].double()
+    tokens = token_rewards(torch.tensor([reward], dtype=torch.float64), kl, mask, coef)
+    expected = reward - coef * float(kl[mask].sum()) if any(acting) else 0.0
+    assert float(tokens.sum()) == pytest.approx(expected, abs=1e-9)
+    assert not tokens[~mask].any()

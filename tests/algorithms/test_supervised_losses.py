@@ -4,8 +4,13 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from openrlhf.algorithms.supervised_losses import PAIRWISE_LOSSES, log_exp, log_sigmoid, token_nll
+from tests.reference import supervised, tokens
+
+rewards = st.floats(-50, 50)
 
 
 def test_only_targets_have_a_loss_and_a_gradient() -> None:
@@ -22,6 +27,18 @@ def test_a_batch_without_targets_is_a_differentiable_zero() -> None:
     token_nll(logprobs, torch.tensor([False, False])).sum().backward()
     assert logprobs.grad is not None
     assert not logprobs.grad.any()
+
+
+def test_token_losses_are_those_of_the_softmax_and_have_the_gradient_of_their_finite_differences() -> None:
+    logits = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    targets, mask = torch.tensor([0, 4, 2, 2, 1, 3]), torch.tensor([True, True, False, True, False, True])
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return token_nll(logits.log_softmax(1).gather(1, targets[:, None])[:, 0], mask)
+
+    rows = zip(logits.tolist(), targets.tolist(), mask.tolist(), strict=True)
+    assert loss(logits).tolist() == pytest.approx([-tokens.token_logprob(row, y) if m else 0.0 for row, y, m in rows])
+    assert torch.autograd.gradcheck(loss, (logits,))
 
 
 def test_the_pairwise_loss_by_hand() -> None:
@@ -55,3 +72,21 @@ def test_pairwise_losses_have_the_gradient_of_their_finite_differences(name: str
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randn(2, 5, dtype=torch.float64, generator=generator).requires_grad_()
     assert torch.autograd.gradcheck(lambda p: PAIRWISE_LOSSES[name](p[0], p[1], None), (pairs,))
+    assert torch.autograd.gradcheck(lambda p: PAIRWISE_LOSSES[name](p[0], p[1], torch.ones(5).double()), (pairs,))
+
+
+@pytest.mark.parametrize("name", list(PAIRWISE_LOSSES))
+@given(chosen=rewards, rejected=rewards, margin=st.floats(0, 5), shift=rewards)
+def test_pairwise_losses_agree_with_the_reference_and_know_differences_only(
+    name: str, chosen: float, rejected: float, margin: float, shift: float
+) -> None:
+    def loss(moved: float, margin: float | None) -> float:
+        pair = (torch.tensor([reward + moved], dtype=torch.float64) for reward in (chosen, rejected))
+        return PAIRWISE_LOSSES[name](
+            *pair, None if margin is None else torch.tensor([margin], dtype=torch.float64)
+        ).item()
+
+    assert loss(0.0, None) == pytest.approx(supervised.pairwise(chosen, rejected), abs=1e-12)
+    assert loss(shift, None) == pytest.approx(loss(0.0, None), abs=1e-12)
+    known = margin if name == "sigmoid" else 0.0
+    assert loss(0.0, margin) == pytest.approx(supervised.pairwise(chosen, rejected, known), abs=1e-12)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from openrlhf.algorithms import tensors
 from openrlhf.experience import offsets_of
 from openrlhf.models import packed_attention
 from openrlhf.models.policy import PolicyModel, reject_transformed_logits
+from tests.allocations import LargestTensor
 from tests.tiny import tiny_config
 
 LENGTHS = [5, 1, 9, 3]
@@ -83,6 +85,22 @@ def test_a_batch_without_wanted_tokens_has_a_zero_that_can_be_differentiated(pac
     model(tokens, offsets, torch.zeros_like(wanted)).logprobs.sum().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None and not parameter.grad.any()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_neither_pass_makes_logits_of_more_tokens_than_a_chunk_has(
+    packing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """160 tokens, 1024 words, width 32, chunks of four tokens: nothing is larger than the output layer."""
+    monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * 1024)
+    config = tiny_config("llama", vocab_size=1024)
+    model = as_model(AutoModelForCausalLM.from_config(config).float(), packing=packing)
+    tokens = torch.randint(4, 1000, (160,), generator=torch.Generator().manual_seed(0))
+    with LargestTensor() as largest:
+        scores = model(tokens, offsets_of([20] * 8), torch.ones(160, dtype=torch.bool), 0.7, True)
+        assert scores.entropy is not None
+        (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    assert largest.numel == 1024 * 32, "all logits would be 152 · 1024"
 
 
 def test_no_document_of_a_packed_row_sees_another(hf: PreTrainedModel) -> None:

@@ -16,6 +16,15 @@ def token_rewards(reward: float, kl: Row, mask: Mask, coef: float) -> Row:
     return row
 
 
+def overlong(length: int, max_length: int, cache: float, factor: float) -> float:
+    """Yu et al. 2025, eq. 13, with L_max = max_length and L_cache = cache, times the factor."""
+    if length <= max_length - cache:
+        return 0.0
+    if length <= max_length:
+        return factor * ((max_length - cache) - length) / cache
+    return -factor
+
+
 def gae(rewards: Row, values: Row, mask: Mask, gamma: float, lam: float) -> tuple[Row, Row]:
     """Schulman et al. 2016, eq. 16: the sum over all later residuals, written out."""
     actions = [t for t, acting in enumerate(mask) if acting]

@@ -12,6 +12,17 @@ def kl(x: float, estimator: str) -> float:
     return min(max(value, -10.0), 10.0)
 
 
+def adaptive_coefficients(coef: float, measured: list[tuple[float, int]], target: float, horizon: int) -> list[float]:
+    """β after each (KL, samples): e = clip(KL / target − 1, ±0.2), β ← β (1 + K e). Ziegler et al. 2019, §2.2; K = n / horizon, at most 1."""
+    path = []
+    for kl, n in measured:
+        error = kl / target - 1
+        error = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
+        coef = coef + coef * error * (n / horizon if n < horizon else 1.0)
+        path.append(coef)
+    return path
+
+
 def surrogate(rho: float, advantage: float, low: float, high: float, dual: float | None) -> float:
     held = min(max(rho, 1 - low), 1 + high)
     objective = min(rho * advantage, held * advantage)
@@ -54,6 +65,14 @@ def aggregate(terms: list[Row], masks: list[Mask], kind: str, max_tokens: int) -
     if kind == "sequence":
         return math.fsum(math.fsum(row) / len(row) for row in rows) / len(rows)
     return math.fsum(math.fsum(row) / max_tokens for row in rows) / len(rows)
+
+
+def mismatch(old: list[Row], rollout: list[Row], masks: list[Mask]) -> tuple[int, float, float, float, float]:
+    """(tokens, Σ Δ, Σ |Δ|, max |Δ|, Σ exp(−Δ)) over the sampled tokens, Δ = log π_rollout − log π_old."""
+    rows = zip(old, rollout, masks, strict=True)
+    gaps = [r - o for row in rows for o, r, m in zip(*row, strict=True) if m]
+    sizes = [abs(gap) for gap in gaps]
+    return len(gaps), math.fsum(gaps), math.fsum(sizes), max(sizes, default=0.0), math.fsum(math.exp(-g) for g in gaps)
 
 
 def correction(old: Row, rollout: Row, mask: Mask, level: str, mode: str, low: float, high: float) -> Row:
