@@ -1,0 +1,235 @@
+"""docs/conventions.md: every number it states about our formulas is computed here, and it states no other."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from openrlhf.algorithms import kl as kl_module
+from openrlhf.algorithms import tensors
+from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS, GROUP_STD_EPSILON, gae, shape_rewards
+from openrlhf.algorithms.corrections import PRESETS, Correction, correction_weights
+from openrlhf.algorithms.kl import AdaptiveKL, kl_estimate
+from openrlhf.algorithms.policy_losses import POLICY_LOSSES, aggregation_weights, value_loss
+from openrlhf.algorithms.rewards import overlong_penalty, token_rewards
+from openrlhf.algorithms.tensors import linear_logprobs, masked_whiten
+from openrlhf.config.choices import POLICY_LOSSES as POLICY_LOSS_FLAGS
+from openrlhf.config.ppo import AdvantageConfig
+from tests.algorithms.test_kl import exact_kl_gradient
+from tests.sources import ROOT
+
+ROWS = {
+    cells[0]: cells
+    for line in (ROOT / "docs/conventions.md").read_text().splitlines()
+    if line.startswith("| ") and len(cells := line.strip("| ").split(" | ")) == 4 and cells[0] != "formula"
+}
+PROOFS: dict[str, Callable[[], list[str]]] = {}
+
+
+def proves(name: str) -> Callable[[Callable[[], list[str]]], Callable[[], list[str]]]:
+    """Register what computes the sentences of a row."""
+
+    def register(proof: Callable[[], list[str]]) -> Callable[[], list[str]]:
+        PROOFS[name] = proof
+        return proof
+
+    return register
+
+
+def numbers(values: torch.Tensor | list[float]) -> str:
+    """As the page writes them; 0.000 is never -0.000."""
+    return ", ".join(f"{value + 0.0:.3f}".replace("-0.000", "0.000") for value in torch.as_tensor(values).tolist())
+
+
+def shaped(name: str, rewards: list[float]) -> torch.Tensor:
+    group = torch.zeros(len(rewards), dtype=torch.long)
+    return shape_rewards(torch.tensor(rewards), group, ADVANTAGE_ESTIMATORS[name])
+
+
+def weights(preset: str, omegas: list[float], band: tuple[float, float]) -> str:
+    level, mode = PRESETS[preset]
+    old = torch.tensor([omegas]).log()
+    correction = Correction(level=level, mode=mode, low=band[0], high=band[1])
+    return numbers(correction_weights(old, torch.zeros_like(old), torch.ones_like(old) > 0, correction)[0][0])
+
+
+@proves("GRPO's divisor")
+def group_norm() -> list[str]:
+    assert not shaped("group_norm", [0.1] * 8).any()
+    return [
+        f"The unbiased standard deviation + {GROUP_STD_EPSILON:g}",
+        f"rewards 1, 0, 0 become {numbers(shaped('group_norm', [1.0, 0.0, 0.0]))}",
+        "8 times 0.1 gives exactly 0",
+    ]
+
+
+@proves("RLOO with a KL in the reward")
+def rloo() -> list[str]:
+    kl, mask = torch.tensor([[0.2, 0.3], [0.05, 0.05]]), torch.ones(2, 2, dtype=torch.bool)
+    first = token_rewards(shaped("rloo", [1.0, 0.0]), kl, mask, 1.0).sum(1)[:1]
+    return [f"With β 1, rewards 1 and 0, and summed KLs 0.5 and 0.1, the first sample's tokens sum to {numbers(first)}"]
+
+
+@proves("GAE across gaps")
+def gae_across_gaps() -> list[str]:
+    mask, row = torch.tensor([[True, False, False, True]]), torch.tensor([[0.0, 0.0, 0.0, 4.0]])
+    advantages, _ = gae(row, row, mask, gamma=0.5, lam=1.0)
+    return [
+        "γ 0.5, λ 1, an action of value 0, two tool tokens, an action of value and reward 4.",
+        f"The first advantage is {advantages[0, 0].item()}",
+    ]
+
+
+@proves("Whitened advantages")
+def whitening() -> list[str]:
+    all_four = torch.ones(4, dtype=torch.bool)
+    assert not masked_whiten(torch.full((4,), 0.1), all_four).any()
+    return [
+        f"population's, at least {tensors.MIN_VARIANCE:g}",
+        f"1, 2, 3, 6 become {numbers(masked_whiten(torch.tensor([1.0, 2.0, 3.0, 6.0]), all_four))}",
+        "Equal values become exactly 0",
+    ]
+
+
+@proves("k3")
+def k3() -> list[str]:
+    x = torch.tensor([-2.6, -2.7], requires_grad=True)
+    estimates = kl_estimate(x, torch.zeros(2), "k3")
+    estimates.sum().backward()
+    assert x.grad is not None and x.grad[0] and not x.grad[1]
+    free, held = (numbers([value]) for value in estimates.tolist())
+    return [
+        f"held to ±{tensors.LOG_RATIO_BOUND:g} nats, then the estimate to ±{kl_module.KL_BOUND:g}",
+        f"x = -2.6 gives {free}, x = -2.7 gives {held} and no gradient",
+    ]
+
+
+@proves("k3 as a loss")
+def k3_as_a_loss() -> list[str]:
+    of_samples, of_forward_kl = exact_kl_gradient("k3", forward=True)
+    assert torch.allclose(of_samples, of_forward_kl)
+    assert torch.allclose(*exact_kl_gradient("k2"))
+    assert not torch.allclose(*exact_kl_gradient("k3"))
+    assert exact_kl_gradient("k1")[0].abs().max() < 1e-12
+    return ["that of KL(π_ref‖π); that of KL(π‖π_ref) is k2's, and k1's is 0"]
+
+
+@proves("Adaptive β")
+def adaptive() -> list[str]:
+    controller = AdaptiveKL(0.1, target=6.0, horizon=100)
+    controller.update(0.0, 1000)
+    return [
+        "Samples ÷ horizon is held to 1",
+        f"a KL of 0 over 1000 samples with horizon 100 takes β from 0.1 to {numbers([controller.coef])}",
+    ]
+
+
+@proves("DAPO's overlong penalty")
+def overlong() -> list[str]:
+    penalty = overlong_penalty(torch.tensor([90]), max_length=100, buffer=20.0, factor=1.0)
+    return [f"Longest 100, buffer 20, factor 1: 90 tokens cost {numbers(penalty)}"]
+
+
+@proves("CISPO's caps")
+def cispo() -> list[str]:
+    clip = POLICY_LOSS_FLAGS["cispo"].clip
+    assert clip is not None
+    ratios = torch.tensor([[0.01, 9.0]])
+    logprobs, ones = ratios.log().requires_grad_(), torch.ones(1, 2)
+    loss = POLICY_LOSSES["cispo"].function(
+        logprobs, torch.zeros(1, 2), ones, ones > 0, clip_low=clip[0], clip_high=clip[1], dual_clip=None
+    )
+    (gradient,) = torch.autograd.grad(loss.per_token.sum(), logprobs)
+    low, high = (numbers([-value]) for value in gradient[0].tolist())
+    return [
+        f"[1 - ε_low, 1 + ε_high], with ε {clip[0]:g} and {clip[1]:g} unless set",
+        f"ρ 0.01 and 9 weigh {low} and {high}",
+    ]
+
+
+@proves("The value loss")
+def values() -> list[str]:
+    v, old, returns = (torch.tensor([[x]]) for x in (2.0, 1.0, 2.0))
+    loss, _ = value_loss(v, old, returns, torch.tensor([[True]]), clip=0.5)
+    return [f"V 2, V_old 1, return 2, clip 0.5 costs {numbers(loss[0])}"]
+
+
+@proves("The mean over tokens or sequences")
+def aggregation() -> list[str]:
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    terms = torch.tensor([[4.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    means = {}
+    for kind in ("token", "sequence", "constant"):
+        shares, count = aggregation_weights(mask, kind, max_tokens=4)
+        means[kind] = numbers([float((shares * terms).sum()) / count])
+    return [
+        "Rows of 1 and 3 tokens that cost 4 and 0 each: "
+        f"token {means['token']}, sequence {means['sequence']}, constant with L 4 {means['constant']}"
+    ]
+
+
+@proves("TIS")
+def tis() -> list[str]:
+    band = AdvantageConfig().is_correction_threshold
+    return [
+        f"{band[0]} to {band[1]} unless set: ω of 0.4, 1, 9 weigh {weights('tis', [0.4, 1, 9], band)}",
+        f"The band 0 to 2 is the authors' own form: {weights('tis', [0.4, 1, 9], (0.0, 2.0))}",
+    ]
+
+
+@proves("Sequence-level masking")
+def sequence_masking() -> list[str]:
+    band = AdvantageConfig().is_correction_threshold
+    high, low = numbers([math.prod([6, 1, 27]) ** (1 / 3)]), numbers([math.prod([0.1, 0.5, 1]) ** (1 / 3)])
+    for omegas in ([6, 1, 27], [0.1, 0.5, 1]):
+        assert weights("seq-mask-tis", omegas, band) == "0.000, 0.000, 0.000"
+    return [
+        f"{band[0]} or {band[1]} unless set",
+        f"ω of 6, 1, 27 have the mean {high}, ω of 0.1, 0.5, 1 have {low}, both rows weigh 0",
+        f"0.4, 1, 9 weigh {weights('seq-mask-tis', [0.4, 1, 9], band)}",
+    ]
+
+
+@proves("Temperature")
+def temperature() -> list[str]:
+    states, identity = torch.tensor([[0.0, math.log(3)]] * 2), torch.eye(2)
+    logprobs, entropy = linear_logprobs(states, identity, torch.tensor([0, 1]), temperature=0.5, entropy=True)
+    assert entropy is not None
+    low, high = (f"{p:.1f}" for p in logprobs.exp().tolist())
+    return [
+        "logits 0 and log 3 at temperature 0.5 have "
+        f"probabilities {low} and {high} and an entropy of {numbers(entropy[:1])} nats"
+    ]
+
+
+def test_every_row_of_the_page_has_a_proof() -> None:
+    assert list(PROOFS) == list(ROWS)
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_the_numbers_of_a_row_are_what_the_code_computes(name: str) -> None:
+    here, sentences = ROWS[name][1], PROOFS[name]()
+    assert [sentence for sentence in sentences if sentence not in here] == []
+    for sentence in sentences:
+        here = here.replace(sentence, "")
+    assert re.findall(r"(?<![a-z])\d[\d.]*", here) == [], "a number that nothing computes"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_function_of_a_row_is_there(name: str) -> None:
+    module, function = ROWS[name][3].strip("`").split(".")
+    assert callable(getattr(importlib.import_module(f"openrlhf.algorithms.{module}"), function))
+
+
+def test_what_the_page_says_of_other_formulas() -> None:
+    """Those numbers that follow from the row's own example."""
+    assert "0.6" in ROWS["RLOO with a KL in the reward"][2] and pytest.approx(0.6) == (1 - 0.5) - (0 - 0.1)
+    assert "0.5" in ROWS["GAE across gaps"][2] and 0.5**3 * 4 == 0.5
+    assert "-0.100" in ROWS["Adaptive β"][2] and pytest.approx(-0.1) == 0.1 * (1 - 0.2 * 1000 / 100)
+    assert "0.562" in ROWS["Temperature"][2]
+    assert -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) == pytest.approx(0.562, abs=1e-3)
