@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from transformers import enable_full_determinism, get_scheduler, set_seed
 
 from openrlhf.config.shared import EngineConfig, OptimizerConfig
 from openrlhf.distributed import devices, ds_config
-from openrlhf.observability.metrics import Metric, merge_all
+from openrlhf.observability.metrics import Metric, merge_all, values
 
 # At import DeepSpeed looks for its accelerator, and asks the linker for libraries, whose complaints mean nothing.
 devices.complete_launcher_environment()
@@ -45,6 +46,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignor
 Totals = Mapping[str, float]
 Metrics = dict[str, Metric]
 M = TypeVar("M")  # a micro-batch
+_Share = tuple[Tensor, Metrics]  # a micro-batch's share of the window's loss, and its metrics
 
 
 class NonFiniteError(RuntimeError):
@@ -116,8 +118,10 @@ class Strategy:
         finally:
             del live  # Transformers holds it by a weak reference: while it lives, every model is loaded sharded
 
-    def trained(self, load: Callable[[], nn.Module], optimizer: OptimizerConfig, *, total_steps: int) -> TrainEngine:
-        """Load a model with `load` and give it an optimizer, a schedule and a gradient-reducing engine."""
+    def trained(
+        self, load: Callable[[], nn.Module], optimizer: OptimizerConfig, *, total_steps: int, name: str = "model"
+    ) -> TrainEngine:
+        """Load a model with `load` and give it an optimizer, a schedule and a gradient-reducing engine; errors call it `name`."""
         config = ds_config.training_config(self.config, max_norm=optimizer.max_norm)
         with self.loading(config):
             module = load().train()  # Transformers gives it in evaluation mode: without dropout and checkpointing
@@ -128,7 +132,7 @@ class Strategy:
         engine = _initialize(
             config, module, optimizer=adam, lr_scheduler=lambda wrapped: _schedule(wrapped, optimizer, total_steps)
         )
-        return TrainEngine(engine, self)
+        return TrainEngine(engine, self, name)
 
     def frozen(self, load: Callable[[], nn.Module]) -> nn.Module:
         """Load a model with `load` for forwards only, sharded like the trained one under ZeRO 3."""
@@ -155,9 +159,8 @@ def _initialize(config: dict[str, Any], module: nn.Module, **parts: Any) -> Any:
 class TrainEngine:
     """A DeepSpeed engine whose optimizer-step window is ours."""
 
-    def __init__(self, engine: Any, strategy: Strategy) -> None:
-        self.engine = engine
-        self.strategy = strategy
+    def __init__(self, engine: Any, strategy: Strategy, name: str) -> None:
+        self.engine, self.strategy, self.name = engine, strategy, name
         self._wrapped = ds_config.training_stage(strategy.config) > 0
         self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped: all so far; since the last that was not
         # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
@@ -197,16 +200,17 @@ class TrainEngine:
         if not any(summed):
             return StepResult(applied=False, grad_norm=0.0, lr=self._lr())
         [rounds] = self.strategy.all_reduce([len(window)], "max")
-        gathered: list[Metrics] = []
-        for turn in range(int(rounds)):
-            # Under ZeRO 2 and 3 every rank runs the same number of backwards: a short one repeats its last with weight 0.
-            share, metrics = loss(window[min(turn, len(window) - 1)], totals)
-            real = turn < len(window)
-            self.engine.backward(share * self.strategy.dp_size if real else share * 0.0)
-            gathered += [metrics] if real else []
-        return self._step(merge_all(gathered), max_nonfinite)
+        shares: list[_Share] = []
+        with self._watched_gradients() as broken:
+            for turn in range(int(rounds)):
+                # Under ZeRO 2 and 3 every rank runs as many backwards as any: a short one repeats its last with weight 0.
+                share, metrics = loss(window[min(turn, len(window) - 1)], totals)
+                real = turn < len(window)
+                self.engine.backward(share * self.strategy.dp_size if real else share * 0.0)
+                shares += [(share.detach(), metrics)] if real else []
+        return self._step(shares, broken, max_nonfinite)
 
-    def _step(self, metrics: Metrics, max_nonfinite: int) -> StepResult:
+    def _step(self, shares: list[_Share], broken: list[str], max_nonfinite: int) -> StepResult:
         lr = self._lr()
         grad_norm = self._guarded_step() if not self._wrapped else self._wrapped_step()
         applied = math.isfinite(grad_norm)
@@ -214,11 +218,47 @@ class TrainEngine:
         self.nonfinite_in_a_row = 0 if applied else self.nonfinite_in_a_row + 1
         if self.nonfinite_in_a_row >= max_nonfinite:
             raise NonFiniteError(
-                f"{self.nonfinite_in_a_row} optimizer steps in a row had a loss or gradient that was NaN or infinite "
-                f"(gradient norm {grad_norm}); the weights were not touched by them. Lower the learning rate, look at "
-                "the rewards and data of these steps, or raise --train.max_nonfinite."
+                f"{self.nonfinite_in_a_row} optimizer step(s) of the {self.name} in a row had a loss or gradient that was NaN "
+                f"or infinite; the weights were not touched by them. In the last one {self._culprit(shares, broken)}. "
+                "Lower the learning rate, look at the rewards and data of these steps, or raise --train.max_nonfinite."
             )
+        metrics = merge_all(metrics for _, metrics in shares)
         return StepResult(applied=applied, grad_norm=grad_norm, lr=lr, metrics=metrics)
+
+    @contextmanager
+    def _watched_gradients(self) -> Iterator[list[str]]:
+        """Collects the parameters whose gradient is not finite in a backward within it, the nearest to the loss first.
+
+        ZeRO has dropped them when their norm is known, and looking at each costs: only done after a step that was skipped.
+        """
+        broken: list[str] = []
+
+        def look(name: str, gradient: Tensor) -> None:
+            if not gradient.isfinite().all():
+                broken.append(name)
+
+        trained = [
+            (name, p) for name, p in self.module.named_parameters() if p.requires_grad and self.nonfinite_in_a_row
+        ]
+        hooks = [parameter.register_hook(partial(look, name)) for name, parameter in trained]
+        yield broken
+        for hook in hooks:
+            hook.remove()
+
+    def _culprit(self, shares: list[_Share], broken: list[str]) -> str:
+        """What was not finite, on any rank: the first loss, with those of its metrics that were not; else gradients."""
+        losses = [
+            f"the loss of micro-batch {place} of {len(shares)} on rank {self.strategy.rank} was {float(share)} "
+            f"({_not_finite(metrics) or 'its metrics were finite'})"
+            for place, (share, metrics) in enumerate(shares, 1)
+            if not share.isfinite()
+        ]
+        ranks = self.strategy.gather((losses, broken))
+        if every := [loss for losses, _ in ranks for loss in losses]:
+            return every[0]
+        names = list(dict.fromkeys(name for _, broken in ranks for name in broken))
+        which = f" of {', '.join(names[:3])} ({len(names)} parameter(s) in all)" if names else "s"
+        return f"every loss was finite, but not the gradient{which}"
 
     def _wrapped_step(self) -> float:
         self.engine.step()  # DeepSpeed itself skips a step whose norm is not finite
@@ -265,6 +305,10 @@ class TrainEngine:
             parameters = [p for _, p in bucket]
             with deepspeed.zero.GatheredParameters(parameters, enabled=self.sharded):
                 yield [(name, p.data) for name, p in bucket]
+
+
+def _not_finite(metrics: Metrics) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in values(metrics).items() if not math.isfinite(value))
 
 
 def _module_buckets(module: nn.Module, limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:

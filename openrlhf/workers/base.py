@@ -120,7 +120,7 @@ class TrainedWorker(ABC, Generic[Job]):
     def __init__(self, strategy: Strategy, settings: TrainedSettings, load_model: Callable[[], nn.Module]) -> None:
         self.strategy = strategy
         self.trained = settings
-        self.engine = strategy.trained(load_model, settings.optimizer, total_steps=settings.total_steps)
+        self.engine = strategy.trained(load_model, settings.optimizer, total_steps=settings.total_steps, name=self.name)
         self.average = None if settings.ema_beta is None else WeightAverage(self.engine, settings.ema_beta)
 
     @property

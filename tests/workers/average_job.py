@@ -12,6 +12,7 @@ import torch
 from openrlhf.config.shared import EngineConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import Strategy
+from openrlhf.models.loading import LoadSpec
 from openrlhf.trainers.update_plan import plan_update, rows_of_rank
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
@@ -27,8 +28,8 @@ def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
 def run(stage: int, dtype: str, model: str, out: str) -> list[dict[str, Any]]:
     """The weights at the start and after each step; exports in `out`: of the whole run, and of the resumed one."""
     strategy = Strategy(EngineConfig(zero_stage=stage, param_dtype=dtype), seed=0)
-    settings = policy_settings(model, MicroBatchLimits(size=2), packing=True)
-    settings = replace(settings, load=replace(settings.load, param_dtype=dtype), ema_beta=BETA)
+    load = LoadSpec(path=model, param_dtype=dtype, attention="sdpa", packing=True)
+    settings = replace(policy_settings(load, MicroBatchLimits(size=2)), ema_beta=BETA)
     plan = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[strategy.rank]
     rows = rows_of_rank(batch(), plan)
     assert rows.advantages is not None

@@ -11,7 +11,7 @@ import torch
 from openrlhf.algorithms.corrections import Correction
 from openrlhf.config.shared import AdamConfig, EngineConfig, OptimizerConfig
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.strategy import Strategy
+from openrlhf.distributed.strategy import Metrics, Strategy
 from openrlhf.experience import Experience, Layout, TokenRows, offsets_of
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import merge_all, values
@@ -85,11 +85,11 @@ def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tens
     return column
 
 
-def policy_settings(model: str, limits: MicroBatchLimits, *, packing: bool) -> PolicySettings:
+def policy_settings(load: LoadSpec, limits: MicroBatchLimits, objective: Objective = OBJECTIVE) -> PolicySettings:
     return PolicySettings(
-        load=LoadSpec(path=model, param_dtype="fp32", attention="sdpa", packing=packing),
+        load=load,
         optimizer=OPTIMIZER,
-        objective=OBJECTIVE,
+        objective=objective,
         forward=limits,
         train=limits,
         temperature=TEMPERATURE,
@@ -100,16 +100,21 @@ def policy_settings(model: str, limits: MicroBatchLimits, *, packing: bool) -> P
     )
 
 
-def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool) -> dict[str, Any]:
-    """Score, update, and look at the weights."""
-    settings = policy_settings(model, limits, packing=packing)
-    policy = PolicyWorker(strategy, settings)
-    reference = ReferenceWorker(
-        strategy, ReferenceSettings(load=settings.load, forward=limits, temperature=TEMPERATURE)
-    )
-    experience = batch()
-    before = score(policy, strategy, experience)
-    experience = experience.with_columns(ref_logprobs=score(reference, strategy, experience))
+def limits_of(name: str) -> MicroBatchLimits:
+    """`rows3`: three rows in a micro-batch; `tokens20`: as many as have 20 tokens."""
+    if name.startswith("tokens"):
+        return MicroBatchLimits(size=1, max_tokens=int(name.removeprefix("tokens")))
+    return MicroBatchLimits(size=int(name.removeprefix("rows")))
+
+
+def strategy_of(name: str) -> Strategy:
+    """`zero2`: float32 under ZeRO stage 2."""
+    return Strategy(EngineConfig(zero_stage=int(name.removeprefix("zero")), param_dtype="fp32"), seed=0)
+
+
+def update(policy: PolicyWorker, experience: Experience) -> Metrics:
+    """An update over all rows, each rank with its share; metrics of all ranks."""
+    strategy = policy.strategy
     plans = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)
     plan = plans[strategy.rank]
     texts = [text(share([len(row) for row in TEXTS], range(len(TEXTS)), strategy.dp_size)[strategy.rank])]
@@ -119,15 +124,30 @@ def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool)
         kl_coef=KL_COEF,
         pretraining=texts * len(plan.steps),
     )
-    metrics = merge_all(strategy.gather(policy.update(job)))
-    weights = {name: tensor.clone() for bucket in policy.engine.full_parameters(1 << 14) for name, tensor in bucket}
+    return merge_all(strategy.gather(policy.update(job)))
+
+
+def weights_of(policy: PolicyWorker) -> dict[str, torch.Tensor]:
+    """What a publication would send."""
+    return {name: tensor.clone() for bucket in policy.engine.full_parameters(1 << 14) for name, tensor in bucket}
+
+
+def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool) -> dict[str, Any]:
+    """Score, update, and look at the weights."""
+    load = LoadSpec(path=model, param_dtype="fp32", attention="sdpa", packing=packing)
+    policy = PolicyWorker(strategy, policy_settings(load, limits))
+    reference = ReferenceWorker(strategy, ReferenceSettings(load=load, forward=limits, temperature=TEMPERATURE))
+    experience = batch()
+    before = score(policy, strategy, experience)
+    experience = experience.with_columns(ref_logprobs=score(reference, strategy, experience))
+    metrics = update(policy, experience)
     return {
         "before": before,
         "reference": experience.ref_logprobs,
         "after": score(policy, strategy, experience),
         "reference after": score(reference, strategy, experience),
         "metrics": values(metrics),
-        "weights": weights,
+        "weights": weights_of(policy),
         "policy": policy,
     }
 
@@ -138,12 +158,8 @@ def main() -> None:
     results = {}
     for layout in layouts:
         stage, limit, shape = layout.split("-")
-        strategy = Strategy(EngineConfig(zero_stage=int(stage.removeprefix("zero")), param_dtype="fp32"), seed=0)
-        if limit.startswith("tokens"):
-            limits = MicroBatchLimits(size=1, max_tokens=int(limit.removeprefix("tokens")))
-        else:
-            limits = MicroBatchLimits(size=int(limit.removeprefix("rows")))
-        result = run(strategy, model, limits, shape == "packed")
+        strategy = strategy_of(stage)
+        result = run(strategy, model, limits_of(limit), shape == "packed")
         result.pop("policy").export(get_tokenizer(model), f"{out}/{layout}")
         results[layout] = result
     if strategy.is_main:

@@ -1,0 +1,125 @@
+"""One rank of the fault tests: losses and gradients that are not finite, on the last rank only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.distributed.strategy import NonFiniteError, Strategy
+from openrlhf.experience import Experience
+from openrlhf.models.loading import LoadSpec
+from openrlhf.observability.metrics import values
+from openrlhf.workers.base import MicroBatchLimits, Update
+from openrlhf.workers.critic import CriticSettings, CriticWorker
+from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
+from tests.workers.policy_job import KL_COEF, OPTIMIZER, batch, policy_settings, strategy_of, weights_of
+
+BROKEN = "hf.model.layers.1.mlp.up_proj.weight"
+LIMITS = MicroBatchLimits(size=2)
+POISONED_ROW = 7  # the last of the last rank, whose second micro-batch it is in
+NAN = float("nan")
+
+
+def poison(column: Tensor | None, value: float) -> Tensor:
+    """A per-token column with `value` in one row."""
+    assert column is not None
+    column, offsets = column.clone(), batch().offsets
+    column[offsets[POISONED_ROW] : offsets[POISONED_ROW + 1]] = value
+    return column
+
+
+def rows_of(strategy: Strategy) -> list[int]:
+    return list(range(strategy.rank, batch().num_samples, strategy.dp_size))
+
+
+def step(policy: PolicyWorker, experience: Experience) -> dict[str, float]:
+    """One optimizer step over all rows; its metrics on this rank."""
+    rows = rows_of(policy.strategy)
+    job = PolicyUpdate(experience=experience.select(rows), steps=[list(range(len(rows)))], kl_coef=KL_COEF)
+    return values(policy.update(job))
+
+
+def error_of(call: Callable[[], object], strategy: Strategy) -> list[str]:
+    """What each rank raised."""
+    try:
+        call()
+    except NonFiniteError as error:
+        return strategy.gather(str(error))
+    return strategy.gather("no error")
+
+
+def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
+    """A step that is skipped, a healthy one, and then broken losses in one policy, broken gradients in another."""
+    settings = policy_settings(load, LIMITS)
+    policy, healthy = (PolicyWorker(strategy, replace(settings, max_nonfinite=most)) for most in (2, 1))
+    clean, broken = batch(), batch().with_columns(advantages=poison(batch().advantages, NAN))
+    step(healthy, clean)
+    start = weights_of(policy)
+    skipped = step(policy, broken)
+    untouched = weights_of(policy)
+    recovered = step(policy, clean)
+    outcome = {
+        "start": start,
+        "untouched": untouched,
+        "healthy": weights_of(healthy),
+        "recovered": weights_of(policy),
+        "counts": [metrics["train/nonfinite_steps"] for metrics in (skipped, recovered)],
+        "skipped": skipped,
+    }
+    step(policy, broken)
+    outcome["loss errors"] = error_of(lambda: step(policy, broken), strategy)
+    outcome["in the end"] = weights_of(policy)
+
+    step(healthy, clean)
+    parameter = dict(healthy.engine.module.named_parameters())[BROKEN]
+    parameter.register_hook(lambda gradient: gradient * NAN if strategy.rank == strategy.dp_size - 1 else gradient)
+    outcome["gradient errors"] = [error_of(lambda: step(healthy, clean), strategy) for _ in range(2)]
+    return outcome
+
+
+def critic_fault(strategy: Strategy, load: LoadSpec) -> list[str]:
+    """Returns that are infinite in one row; the first skipped step ends the run."""
+    settings = CriticSettings(
+        load=load,
+        optimizer=OPTIMIZER,
+        forward=LIMITS,
+        train=LIMITS,
+        total_steps=3,
+        max_nonfinite=1,
+        bucket_bytes=1 << 14,
+        head_prefix="score",
+        fresh_head=True,
+        normalize=False,
+        value_clip=0.5,
+        seed=0,
+    )
+    zeros = torch.zeros(batch().num_tokens)
+    rows = rows_of(strategy)
+    job = Update(
+        experience=batch().with_columns(values=zeros, returns=poison(zeros, float("inf"))).select(rows),
+        steps=[list(range(len(rows)))],
+    )
+    critic = CriticWorker(strategy, settings)
+    return error_of(lambda: critic.update(job), strategy)
+
+
+def main() -> None:
+    """Arguments: model folder, output file, then ZeRO stages like `zero2`."""
+    model, out, *stages = sys.argv[1:]
+    results = {}
+    for stage in stages:
+        strategy = strategy_of(stage)
+        load = LoadSpec(path=model, param_dtype="fp32", attention="sdpa", packing=True)
+        results[stage] = policy_faults(strategy, load) | {"critic errors": critic_fault(strategy, load)}
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, out)
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()
