@@ -1,0 +1,158 @@
+"""An optimizer step through the real worker and the real window does not depend on how it was split.
+
+Ranks × ZeRO stages × micro-batches × packing × objectives, against one plain float64 loop over rows and whole logits.
+The one part of a loss that may depend on the split is a mixture-of-experts model's own auxiliary loss; it is not here.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from openrlhf.trainers.update_plan import plan_update
+from tests.launch import run_ranks
+from tests.reference import policy as reference
+from tests.tiny import save_tiny_model
+from tests.workers.policy_job import BATCH_SIZE, ENTROPY_COEF, KL_COEF, LENGTHS, OBJECTIVE, OPTIMIZER, PTX_COEF
+from tests.workers.split_job import CLIPS, CORRECTIONS, OBJECTIVES, experience
+from tests.workers.test_policy import scores, text_nll
+
+STAGES = ("zero0", "zero1", "zero2", "zero3")
+LIMITS = ("rows1", "rows3", "rows9", "tokens20")  # tokens20: rows in another order, micro-batches of uneven row counts
+SHAPES = ("packed", "padded")
+MATRIX = ["-".join((*layout, *objective)) for *layout, objective in product(STAGES, LIMITS, SHAPES, OBJECTIVES)]
+# Every stage, limit and shape, and every objective once.
+SLICE = [
+    "zero0-rows9-padded-ppo-token",
+    "zero0-tokens20-packed-cispo-sequence",
+    "zero1-rows1-packed-gspo-token",
+    "zero1-rows3-padded-ppo-sequence",
+    "zero2-rows3-packed-gspo-constant",
+    "zero2-tokens20-padded-cispo-constant",
+    "zero2-rows9-packed-ppo-constant",
+    "zero3-rows1-padded-cispo-token",
+    "zero3-tokens20-packed-gspo-sequence",
+]
+# float32 against float64, after three steps with a learning rate of 1 and gradients of about 0.1.
+LOSS, NORM, WEIGHT = 1e-5, 1e-4, 5e-6  # absolute, relative, absolute
+Outcome = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def plain(model: str) -> dict[tuple[str, str], Outcome]:
+    """What the update comes to under each objective: row by row, nothing of ours but the rows of each step."""
+    return {objective: plain_update(model, *objective) for objective in OBJECTIVES}
+
+
+def plain_update(model: str, loss: str, aggregation: str) -> Outcome:
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    adam = OPTIMIZER.adam
+    optimizer = torch.optim.AdamW(hf.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=0)
+    [plan] = plan_update(LENGTHS, ranks=1, batch_size=BATCH_SIZE, epochs=1, seed=0)
+    policy_sum, count, norm = 0.0, 0.0, math.nan
+    for step in plan.steps:
+        rows = [row_terms(hf, plan.rows[i], loss) for i in step]
+        tokens = sum(len(terms) for terms, _ in rows)
+        if aggregation == "token":
+            policy, share = sum(terms.sum() for terms, _ in rows), tokens
+        elif aggregation == "sequence":
+            policy, share = sum(terms.mean() for terms, _ in rows), len(rows)
+        else:
+            policy, share = sum(terms.sum() / OBJECTIVE.max_response_tokens for terms, _ in rows), len(rows)
+        optimizer.zero_grad()
+        (policy / share + sum(extra for _, extra in rows) / tokens + PTX_COEF * text_nll(hf)).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), OPTIMIZER.max_norm))
+        optimizer.step()
+        policy_sum, count = policy_sum + torch.as_tensor(policy).item(), count + share
+    return {"loss": policy_sum / count, "norm": norm, "weights": dict(hf.named_parameters())}
+
+
+def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]:
+    """The corrected policy loss of each sampled token of a row, from the papers; and the row's sum of β·k3 − c·H."""
+    one = experience().select([row])
+    assert one.advantages is not None and one.old_logprobs is not None and one.ref_logprobs is not None
+    logprobs, entropies, mask = scores(hf, row)
+    advantages, old, ref = (column.double()[mask] for column in (one.advantages, one.old_logprobs, one.ref_logprobs))
+    logprobs = logprobs[mask]
+    low, high = 1 - CLIPS[loss], 1 + 1.5 * CLIPS[loss]
+    ratio = (logprobs - old).exp()
+    if loss == "gspo":
+        ratio = ratio.prod() ** (1 / len(ratio))
+    if loss == "cispo":
+        terms = -ratio.detach().clamp(low, high) * advantages * logprobs
+    else:
+        terms = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    correction = CORRECTIONS[loss]
+    axes = (correction.level, correction.mode, correction.low, correction.high)
+    sampled = (column.tolist() for column in (one.old_logprobs, one.rollout_logprobs, mask))
+    terms = terms * torch.tensor(reference.correction(*sampled, *axes), dtype=torch.float64)[mask]
+    k3 = (ref - logprobs).exp() - 1 - (ref - logprobs)
+    return terms, (KL_COEF * k3 - ENTROPY_COEF * entropies[mask]).sum()
+
+
+@pytest.mark.parametrize("loss", CLIPS)
+def test_the_plain_loop_of_these_tests_agrees_with_the_reference(model: str, loss: str) -> None:
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    one = experience().select([3])
+    assert one.advantages is not None and one.old_logprobs is not None
+    with torch.no_grad():
+        terms, _ = row_terms(hf, 3, loss)
+        columns = (scores(hf, 3)[0], one.old_logprobs, one.advantages, one.action_mask)
+    expected = getattr(reference, loss)(*(column.tolist() for column in columns), CLIPS[loss], 1.5 * CLIPS[loss], None)
+    c, mask = CORRECTIONS[loss], one.action_mask.tolist()
+    sampled = one.old_logprobs.tolist(), one.rollout_logprobs.tolist(), mask
+    trust = reference.correction(*sampled, c.level, c.mode, c.low, c.high)
+    assert terms.tolist() == pytest.approx([x * w for x, w, acts in zip(expected, trust, mask, strict=True) if acts])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_slice_of_the_layouts_comes_to_the_same_loss_and_weights(
+    model: str, plain: dict[tuple[str, str], Outcome], ranks: int, tmp_path: Path
+) -> None:
+    compare(model, plain, ranks, SLICE, tmp_path)
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_layout_comes_to_the_same_loss_and_weights(
+    model: str, plain: dict[tuple[str, str], Outcome], ranks: int, tmp_path: Path
+) -> None:
+    compare(model, plain, ranks, MATRIX, tmp_path)
+
+
+def compare(model: str, plain: dict[tuple[str, str], Outcome], ranks: int, layouts: list[str], folder: Path) -> None:
+    run_ranks(ranks, "tests.workers.split_job", model, str(folder / "results.pt"), *layouts, timeout=3000)
+    results = torch.load(folder / "results.pt")
+    assert list(results) == layouts
+    for layout, result in results.items():
+        loss, aggregation = layout.split("-")[3:]
+        expected, metrics = plain[loss, aggregation], result["metrics"]
+        assert metrics["train/policy_loss"] == pytest.approx(expected["loss"], abs=LOSS), layout
+        assert metrics["train/actor_grad_norm"] == pytest.approx(expected["norm"], rel=NORM), layout
+        assert 0.1 < metrics["train/ppo_clip_ratio"] < 0.9, layout
+        assert 0.1 < metrics["train/rollout_ratio_outside"] < 0.9, layout
+        assert result["weights"].keys() == expected["weights"].keys()
+        for name, weight in result["weights"].items():
+            difference = (weight.double() - expected["weights"][name]).abs().max()
+            assert difference < WEIGHT, f"{layout}: {name} differs by {difference:.1e}"
+
+
+def test_objectives_and_steps_differ_enough_to_be_told_apart(plain: dict[tuple[str, str], Outcome]) -> None:
+    """Otherwise the comparisons above would say nothing."""
+    weights = [outcome["weights"]["model.embed_tokens.weight"] for outcome in plain.values()]
+    for i, first in enumerate(weights):
+        for second in weights[i + 1 :]:
+            assert (first - second).abs().max() > 100 * WEIGHT
