@@ -54,6 +54,7 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m openrlhf.observability.glossary > docs/metrics.md
+	$(BIN)/python -m tests.pages
 
 setup: $(STAMP)
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from openrlhf.config import machine
+from openrlhf.config.flags import Flag, flags_of
 from openrlhf.config.options import parse_config
-from openrlhf.observability.glossary import glossary_markdown
-from tests.config.commands import ROOTS
+from openrlhf.observability.glossary import find_spec, glossary_markdown
+from tests.config.commands import ROOTS, violations
+from tests.pages import ALGORITHMS, CURVES, FLAG, LEARNED, flag_sets, pages, relinked, rewritten, says_its_default
 from tests.sources import ROOT
+from tests.verify.learning import LearningRun, page, read_runs, record, sparkline, summary
+from tests.verify.test_learning import RUNS
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
@@ -62,6 +67,14 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_within_a_page_lead_to_a_heading(page: Path) -> None:
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    assert sorted(set(re.findall(r"\]\(#([^)]+)\)", text)) - anchors) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_make_target_that_is_named_exists(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^)make ([\w-]+)", page.read_text(), re.MULTILINE)) <= targets
@@ -70,3 +83,105 @@ def test_every_make_target_that_is_named_exists(page: Path) -> None:
 def test_the_page_of_metrics_is_the_glossary() -> None:
     """`make docs` writes it anew."""
     assert (ROOT / "docs/metrics.md").read_text() == glossary_markdown()
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_links_by_symbol_lead_to_the_line_that_defines_it_and_curves_are_those_on_record(path: Path) -> None:
+    """`make docs` writes line numbers and curves anew."""
+    assert path.read_text() == rewritten(path)
+
+
+def test_a_link_follows_its_symbol_and_one_that_no_definition_has_is_an_error() -> None:
+    line = (ROOT / "openrlhf/algorithms/advantages.py").read_text().splitlines().index("def gae(") + 1
+    stale = "[`advantages.gae`](somewhere/else.py#L1)"
+    assert relinked(stale, ROOT / "docs") == f"[`advantages.gae`](../openrlhf/algorithms/advantages.py#L{line})"
+    assert (
+        relinked("[`gsm8k`](results/gsm8k.md), [README](../README.md)", ROOT)
+        == "[`gsm8k`](results/gsm8k.md), [README](../README.md)"
+    )
+    with pytest.raises(ValueError, match=r"advantages\.gone is defined 0 times"):
+        relinked("[`advantages.gone`]()", ROOT)
+
+
+@cache
+def all_flags() -> dict[str, Flag]:
+    """The flags of all commands; where several have one, that of RL."""
+    return {
+        path: flag
+        for command in ("train_sft", "train_rm", "train_ppo_ray")
+        for path, flag in flags_of(ROOTS[command]).items()
+    }
+
+
+METHODS = pytest.mark.parametrize(
+    "path", [ROOT / "docs/ppo_details.md", ROOT / "docs/algorithms.md"], ids=lambda path: path.name
+)
+
+
+@METHODS
+def test_every_metric_that_is_named_is_declared(path: Path) -> None:
+    named = set(re.findall(r"`((?:train|rollout|eval)/\w+)`", path.read_text()))
+    assert [name for name in sorted(named) if find_spec(name) is None] == []
+
+
+@METHODS
+def test_every_flag_that_is_named_exists_and_every_default_is_its_default(path: Path) -> None:
+    text = path.read_text()
+    named = set(re.findall(r"(?<![\w-])--([a-z][\w.]*)", text))
+    assert sorted(named - all_flags().keys() - {"flag"}) == []
+    defaults = [(name, said) for name, said in FLAG.findall(text) if name in all_flags() and said]
+    assert len(defaults) > 10
+    assert [f"--{name} ({said})" for name, said in defaults if not says_its_default(all_flags()[name], said)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "right"),
+    [
+        ("actor.eps_clip", "0.2", True),
+        ("actor.eps_clip", "0.3", False),
+        ("actor.adam.eps", "1e-8", True),
+        ("reward.clip_range", "-10 10", True),
+        ("reward.clip_range", "-5 5", False),
+        ("algo.kl.use_loss", "off", True),
+        ("algo.kl.use_loss", "on", False),
+        ("algo.kl.target", "unset", True),
+        ("algo.kl.target", "6", False),
+        ("algo.kl.estimator", "k1", True),
+    ],
+)
+def test_a_default_may_be_spelled_as_one_likes(path: str, said: str, right: bool) -> None:
+    assert says_its_default(all_flags()[path], said) == right
+
+
+@pytest.mark.parametrize("name", flag_sets())
+def test_the_flags_of_every_method_are_accepted(name: str) -> None:
+    """A flag whose feature is not there yet says so itself."""
+    wrong = violations("train_ppo_ray", " ".join(flag_sets()[name]))
+    assert [sentence for sentence in wrong if "is not available yet" not in sentence] == []
+
+
+def test_every_learning_run_has_its_flags_and_its_curve_on_the_page() -> None:
+    marks = [name for _, name, _ in LEARNED.findall(ALGORITHMS.read_text())]
+    assert sorted(marks) == sorted(RUNS)
+    assert RUNS.keys() <= flag_sets().keys()
+
+
+def test_the_page_of_learning_runs_is_made_of_those_on_record(tmp_path: Path) -> None:
+    runs = read_runs()
+    assert not runs or CURVES.read_text() == page(runs)
+    path = tmp_path / "learning.jsonl"
+    run = LearningRun(
+        name="rloo",
+        seed=1,
+        flags="",
+        solved=[0.0] * 5 + [0.5] * 6 + [1.0] * 5,
+        pass_at_1=[0.1, 0.9],
+        seconds=40,
+        versions="v",
+    )
+    for each in (run, run):  # the second takes the place of the first
+        record(each, path)
+    assert read_runs(path) == [run]
+    assert sparkline(run.solved) == "▁▁▁▁▁▅▅▅▅▅▅█████"
+    assert summary([run]) == "0.00 → 1.00 ▁▁▁▁▁▅▅▅▅▅▅█████"
+    assert "| rloo | 0.00 → 1.00 | 0.10 → 0.90 | ▁▁▁▁▁▅▅▅▅▅▅█████ | 40 |" in page([run])

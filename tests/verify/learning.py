@@ -1,0 +1,111 @@
+"""What the learning runs saw: a JSON line for each run and seed in docs/results/learning.jsonl, and the page made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+from tests.sources import ROOT
+
+RECORDS = ROOT / "docs" / "results" / "learning.jsonl"
+COMMAND = "python -m pytest -m verify tests/verify/test_learning.py"
+ENDS = 5  # steps at either end of a curve whose mean is its first and its last value
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRun:
+    """One run with one seed."""
+
+    name: str
+    seed: int
+    flags: str  # the method's, as the page of algorithms has them, and what the task changes in them
+    solved: list[float]  # share of each step's samples; every prompt is drawn once, so none was seen before
+    pass_at_1: list[float]  # on held-out problems: before, after
+    seconds: float
+    versions: str
+
+    @property
+    def first(self) -> float:
+        return fmean(self.solved[:ENDS])
+
+    @property
+    def last(self) -> float:
+        return fmean(self.solved[-ENDS:])
+
+
+def read_runs(path: Path = RECORDS) -> list[LearningRun]:
+    """All runs on record; none where there is no record yet."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [LearningRun(**json.loads(line)) for line in lines]
+
+
+def record(run: LearningRun, path: Path = RECORDS) -> None:
+    """Put a run on record, in place of an earlier one of its name and seed."""
+    others = [each for each in read_runs(path) if (each.name, each.seed) != (run.name, run.seed)]
+    runs = sorted([*others, run], key=lambda each: (each.name, each.seed))
+    path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in runs), encoding="utf-8")
+
+
+def by_name(runs: Sequence[LearningRun]) -> dict[str, list[LearningRun]]:
+    """The runs of each name, one per seed."""
+    return {name: [run for run in runs if run.name == name] for name in dict.fromkeys(run.name for run in runs)}
+
+
+def mean_curve(runs: Sequence[LearningRun]) -> list[float]:
+    """The mean over seeds of every step that all of them have."""
+    return [fmean(step) for step in zip(*(run.solved for run in runs), strict=False)]
+
+
+def sparkline(curve: Sequence[float], width: int = 16) -> str:
+    """A curve as a word: its lowest value is the lowest bar, its highest the highest."""
+    edges = [round(i * len(curve) / width) for i in range(width + 1)]
+    points = [fmean(curve[a:b]) for a, b in pairwise(edges) if a < b]
+    low, span = min(points), max(points) - min(points) or 1.0
+    return "".join(BARS[min(len(BARS) - 1, int((point - low) / span * len(BARS)))] for point in points)
+
+
+def summary(runs: Sequence[LearningRun]) -> str:
+    """One line for the page of algorithms: the share solved first and last with each seed, and the curve of their mean."""
+    seeds = ", ".join(f"{run.first:.2f} → {run.last:.2f}" for run in runs)
+    return f"{seeds} {sparkline(mean_curve(runs))}"
+
+
+def page(runs: Sequence[LearningRun]) -> str:
+    """docs/results/learning.md."""
+    named = by_name(runs)
+    seeds = sorted({run.seed for run in runs})
+    rows = [
+        ["run", *(f"seed {seed}" for seed in seeds), "held-out pass@1", "solved by step", "seconds"],
+        ["---"] * (len(seeds) + 4),
+        *([name, *_cells(named[name], seeds)] for name in named),
+    ]
+    return "\n".join(
+        [
+            "# What each method learns",
+            "",
+            f"`{COMMAND}`: {'; '.join(sorted({run.versions for run in runs}))}.",
+            "",
+            "The demo's task and SFT model (`examples/demo/task.py`), then the flags of [algorithms.md](../algorithms.md)",
+            "under the run's name. A seed is another task, model and order.",
+            "The reward is the share of digits in their place (`tests/verify/digits.py`).",
+            f"Its cell: share of samples solved in the first and in the last {ENDS} steps; no prompt is drawn twice.",
+            "pass@1: 400 held-out problems × 4 samples at temperature 1, before → after, mean over seeds.",
+            "Every step, and all flags: `docs/results/learning.jsonl`. The numbers show that a method works here;",
+            "they do not rank methods: learning rates were not tuned, and the task is tiny.",
+            "",
+            *("| " + " | ".join(row) + " |" for row in rows),
+            "",
+        ]
+    )
+
+
+def _cells(runs: Sequence[LearningRun], seeds: Sequence[int]) -> list[str]:
+    at = {run.seed: f"{run.first:.2f} → {run.last:.2f}" for run in runs}
+    before, after = (fmean(run.pass_at_1[end] for run in runs) for end in (0, 1))
+    learned = [f"{before:.2f} → {after:.2f}", sparkline(mean_curve(runs))]
+    return [*(at.get(seed, "") for seed in seeds), *learned, f"{fmean(run.seconds for run in runs):.0f}"]

@@ -1,0 +1,90 @@
+"""Every estimator, policy loss, aggregation and correction learns, with the flags that docs/algorithms.md gives for it.
+
+One run: `pytest -m verify tests/verify/test_learning.py -k "group_norm and seed1"`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from examples.demo.run import rl_flags, sft_flags
+from tests.e2e.commands import column
+from tests.launch import ROOT
+from tests.pages import flag_sets, write_pages
+from tests.verify.learning import LearningRun, record
+from tests.verify.results import versions
+
+pytestmark = pytest.mark.verify
+STEPS = 32
+LIFT = 0.05  # of held-out pass@1, and of the share solved from the first steps to the last: three standard errors
+PASS_AT_1 = "eval/eval_sort_pass1"
+
+
+def batches(prompts: int, samples: int, optimizer_steps: int = 1) -> str:
+    """256 samples per step. With one optimizer step the ratio is 1; with two it is in the first of them only."""
+    size = prompts * samples // optimizer_steps
+    return (
+        f"--data.max_samples {prompts * STEPS} --rollout.batch_size {prompts} --rollout.n_samples_per_prompt {samples} "
+        f"--train.batch_size {size} --train.micro_batch_size {size} --eval.steps {STEPS} --actor.adam.lr 3e-4"
+    )
+
+
+# What the task changes in each method's flags.
+RUNS = {
+    "gae": f"{batches(128, 2)} --critic.adam.lr 1e-3 --critic.freezing_steps 4 --critic.num_gpus_per_node 1",
+    "reinforce": batches(256, 1),
+    **dict.fromkeys(("reinforce_baseline", "rloo", "group_norm", "dr_grpo"), batches(32, 8)),
+    **dict.fromkeys(("clip_higher", "dual_clip", "gspo", "cispo", "sequence", "constant"), batches(32, 8, 2)),
+    **dict.fromkeys(("tis", "tis_paper", "icepop", "seq_mask_tis"), batches(32, 8, 2)),
+    "dapo": f"{batches(32, 8, 2)} --reward.overlong_buffer_len 2",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("learning")
+
+
+@cache
+def supervised(folder: Path, seed: int) -> tuple[Path, Path]:
+    """The task of a seed, and the SFT model that its runs start from."""
+    task, sft = folder / f"task{seed}", folder / f"sft{seed}"
+    subprocess.run([sys.executable, ROOT / "examples/demo/task.py", task, str(seed)], check=True)
+    train("train_sft", sft_flags(task, sft, seed))
+    return task, sft / "model"
+
+
+def train(command: str, flags: list[str | Path]) -> None:
+    """Run a command as a user would."""
+    subprocess.run([sys.executable, "-m", f"openrlhf.cli.{command}", *map(str, flags)], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3], ids="seed{}".format)
+@pytest.mark.parametrize("name", RUNS)
+def test_held_out_problems_are_solved_more_often(name: str, seed: int, folder: Path) -> None:
+    task, model = supervised(folder, seed)
+    out = folder / f"{name}-{seed}"
+    method, own = flag_sets()[name], RUNS[name].split()
+    start = time.monotonic()
+    reward = ["--reward.remote_url", ROOT / "tests/verify/digits.py"]
+    train("train_ppo_ray", [*method, *rl_flags(task, model, out, seed), *reward, *own])
+    before, after = column(out, PASS_AT_1)
+    run = LearningRun(
+        name=name,
+        seed=seed,
+        flags=" ".join([*method, *own]),
+        solved=[round(share, 4) for share in column(out, "train/score")],
+        pass_at_1=[round(before, 4), round(after, 4)],
+        seconds=round(time.monotonic() - start, 1),
+        versions=versions(),
+    )
+    record(run)
+    write_pages()
+    assert after - before >= LIFT
+    assert run.last - run.first >= LIFT
