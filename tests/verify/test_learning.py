@@ -26,23 +26,23 @@ LIFT = 0.05  # of held-out pass@1, and of the share solved from the first steps 
 PASS_AT_1 = "eval/eval_sort_pass1"
 
 
-def batches(prompts: int, samples: int, optimizer_steps: int = 1) -> str:
-    """256 samples per step. With one optimizer step the ratio is 1; with two it is in the first of them only."""
+def batches(prompts: int, samples: int, *, steps: int = STEPS, optimizer_steps: int = 2) -> str:
+    """The task's share of a method's flags. The ratio is 1 in the first optimizer step of a batch, and in that one only."""
     size = prompts * samples // optimizer_steps
     return (
-        f"--data.max_samples {prompts * STEPS} --rollout.batch_size {prompts} --rollout.n_samples_per_prompt {samples} "
-        f"--train.batch_size {size} --train.micro_batch_size {size} --eval.steps {STEPS} --actor.adam.lr 3e-4"
+        f"--data.max_samples {prompts * steps} --rollout.batch_size {prompts} --rollout.n_samples_per_prompt {samples} "
+        f"--train.batch_size {size} --train.micro_batch_size {size} --rollout.micro_batch_size {size} --eval.steps {steps} --actor.adam.lr 2e-4"
     )
 
 
-# What the task changes in each method's flags.
 RUNS = {
     "gae": f"{batches(128, 2)} --critic.adam.lr 1e-3 --critic.freezing_steps 4 --critic.num_gpus_per_node 1",
     "reinforce": batches(256, 1),
-    **dict.fromkeys(("reinforce_baseline", "rloo", "group_norm", "dr_grpo"), batches(32, 8)),
-    **dict.fromkeys(("clip_higher", "dual_clip", "gspo", "cispo", "sequence", "constant"), batches(32, 8, 2)),
-    **dict.fromkeys(("tis", "tis_paper", "icepop", "seq_mask_tis"), batches(32, 8, 2)),
-    "dapo": f"{batches(32, 8, 2)} --reward.overlong_buffer_len 2",
+    "rloo": batches(16, 8, steps=2 * STEPS, optimizer_steps=1),
+    **dict.fromkeys(("reinforce_baseline", "group_norm", "dr_grpo"), batches(32, 8)),
+    **dict.fromkeys(("clip_higher", "dual_clip", "gspo", "cispo", "sequence", "constant"), batches(32, 8)),
+    **dict.fromkeys(("tis", "tis_paper", "icepop", "seq_mask_tis"), batches(32, 8)),
+    "dapo": f"{batches(32, 8)} --reward.overlong_buffer_len 2",
 }
 
 
