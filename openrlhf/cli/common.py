@@ -53,6 +53,17 @@ def plain_ends(*mistakes: type[Exception]) -> Iterator[None]:
         raise SystemExit(130) from None
 
 
+def train_offline(config: options.Root, task: str) -> None:
+    """Train an offline task, a built-in one or a plug-in's, as the flags say."""
+    check_folders(config)
+    # After the flags: --help and mistakes answer without loading torch.
+    from openrlhf.trainers import reward, sft  # noqa: F401  they register themselves
+    from openrlhf.trainers.tasks import OFFLINE_TASKS, USER_ERRORS, run_offline
+
+    with plain_ends(*USER_ERRORS):
+        run_offline(OFFLINE_TASKS[task](config))
+
+
 SUPPORTED = {"vllm": ("0.32", "0.33"), "torch": ("2.11", "2.14")}  # from, below
 
 

@@ -10,10 +10,10 @@ from openrlhf.config.ppo import PPOConfig
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and train."""
+    prepare_process()
     config = flags_or_exit(PPOConfig, argv, command="train_ppo_ray")
     check_versions()
     check_folders(config)
-    prepare_process()
     # After the flags: --help and mistakes answer without loading torch.
     from openrlhf.trainers.launch import USER_ERRORS, run_ppo
 

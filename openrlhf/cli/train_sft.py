@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import check_folders, flags_or_exit, plain_ends, prepare_process
+from openrlhf.cli.common import flags_or_exit, prepare_process, train_offline
 from openrlhf.config.supervised import SFTConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and train."""
-    config = flags_or_exit(SFTConfig, argv, command="train_sft")
-    check_folders(config)
     prepare_process()
-    # After the flags: --help and mistakes answer without loading torch.
-    from openrlhf.trainers.sft import run_sft
-    from openrlhf.trainers.supervised import USER_ERRORS
-
-    with plain_ends(*USER_ERRORS):
-        run_sft(config)
+    train_offline(flags_or_exit(SFTConfig, argv, command="train_sft"), "sft")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.supervised_losses import PAIRWISE_LOSSES
 from openrlhf.config.supervised import RMConfig
@@ -18,18 +18,51 @@ from openrlhf.data.loading import Table
 from openrlhf.experience import Pairs, offsets_of
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.supervised import Rows, load_rows, load_spec, load_tokenizer, run_supervised
+from openrlhf.trainers.supervised import Rows
+from openrlhf.trainers.tasks import OfflineTask, load_spec, offline_task
 from openrlhf.workers.base import MicroBatchLimits, balancing_term
 
 MEASURED = 0.01  # of the training rows: mean and deviation are those of their rewards where there is no evaluation set
 
 
-class RewardTask:
+@offline_task("rm")
+class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
     """ℓ = −log σ(r_chosen − r_rejected − margin) per pair; the window divides by the number of pairs over all ranks."""
 
-    def __init__(self, loss_type: str, *, use_margin: bool, aux_loss_coef: float = 0.0) -> None:
-        self.pairwise = PAIRWISE_LOSSES[loss_type]
-        self.use_margin, self.aux_loss_coef = use_margin, aux_loss_coef
+    root: ClassVar = RMConfig
+    padding_side: ClassVar = "left"
+
+    def __init__(self, config: RMConfig) -> None:
+        super().__init__(config)
+        self.pairwise = PAIRWISE_LOSSES[config.model.loss_type]
+
+    def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
+        """Chosen and rejected answers."""
+        data = self.config.data
+        return PreferenceDataset(
+            dataset,
+            tokenizer,
+            max_len=data.max_len,
+            prompt_key=data.prompt_key,
+            chosen_key=data.chosen_key,
+            rejected_key=data.rejected_key,
+            input_template=data.input_template,
+            apply_chat_template=data.apply_chat_template,
+        )
+
+    def measured_rows(self, train_rows: Rows) -> Rows:
+        """Mean and deviation of the rewards are wanted in any case."""
+        return FirstRows(train_rows, max(1, int(len(train_rows) * MEASURED)))
+
+    def load_model(self) -> ScalarModel:
+        """A language model with a scalar head."""
+        return load_scalar(
+            load_spec(self.config),
+            head_prefix=self.config.ds.value_head_prefix,
+            reinit_head=self.config.model.reinit_head,
+            balancing=self.config.model.aux_loss_coef > 0,
+            seed=self.config.train.seed,
+        )
 
     def collate(self, rows: Sequence[PairRow]) -> Pairs:
         """Rows of the dataset as one ragged batch."""
@@ -54,7 +87,7 @@ class RewardTask:
         outputs = model(micro.tokens, micro.offsets)
         scores = last_token_scores(outputs.values, micro.offsets)
         chosen, rejected = scores[0::2], scores[1::2]
-        losses = self.pairwise(chosen, rejected, micro.margins[0::2] if self.use_margin else None)
+        losses = self.pairwise(chosen, rejected, micro.margins[0::2] if self.config.model.margin_loss_enable else None)
         summed, pairs, seen = losses.sum(), len(losses), scores.detach()
         loss, accuracy = Mean(float(summed.detach()), pairs), Mean(float((chosen > rejected).sum()), pairs)
         metrics: dict[str, Metric] = {
@@ -66,7 +99,7 @@ class RewardTask:
             "train/reject_reward": Mean(float(rejected.detach().sum()), pairs),
             "reward_square": Mean(float(seen.double().square().sum()), 2 * pairs),
         }
-        balance, balance_metrics = balancing_term(outputs.aux_loss, self.aux_loss_coef, pairs)
+        balance, balance_metrics = balancing_term(outputs.aux_loss, self.config.model.aux_loss_coef, pairs)
         return (summed + balance) / totals["pairs"], metrics | balance_metrics
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -86,44 +119,6 @@ class RewardTask:
         """Keep mean and deviation with the model: --reward.normalize_enable of RL reads them from its configuration."""
         assert isinstance(model, ScalarModel)
         model.set_scale(numbers["eval/reward_mean"], numbers["eval/reward_std"])
-
-
-def run_rm(config: RMConfig) -> None:
-    """Train as the flags say. Runs in every process of the launcher, or in the only one."""
-    data, tokenizer = config.data, load_tokenizer(config, padding_side="left")
-
-    def encoded(dataset: Table) -> PreferenceDataset:
-        return PreferenceDataset(
-            dataset,
-            tokenizer,
-            max_len=data.max_len,
-            prompt_key=data.prompt_key,
-            chosen_key=data.chosen_key,
-            rejected_key=data.rejected_key,
-            input_template=data.input_template,
-            apply_chat_template=data.apply_chat_template,
-        )
-
-    train_rows, given = load_rows(config, encoded)
-    first = FirstRows(train_rows, max(1, int(len(train_rows) * MEASURED)))
-    eval_rows: Rows = first if given is None else given
-    run_supervised(
-        config,
-        RewardTask(
-            config.model.loss_type, use_margin=config.model.margin_loss_enable, aux_loss_coef=config.model.aux_loss_coef
-        ),
-        partial(
-            load_scalar,
-            load_spec(config),
-            head_prefix=config.ds.value_head_prefix,
-            reinit_head=config.model.reinit_head,
-            balancing=config.model.aux_loss_coef > 0,
-            seed=config.train.seed,
-        ),
-        tokenizer=tokenizer,
-        train_rows=train_rows,
-        eval_rows=eval_rows,
-    )
 
 
 @dataclass(frozen=True)

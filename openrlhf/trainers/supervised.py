@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -13,34 +13,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from openrlhf.checkpoints import (
-    Checkpoint,
-    CheckpointError,
-    CheckpointManager,
-    EngineLayout,
-    RunState,
-    StagedCheckpoint,
-)
+from openrlhf.checkpoints import Checkpoint, CheckpointManager, EngineLayout, RunState, StagedCheckpoint
 from openrlhf.checkpoints.export import export_hf
-from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import CheckpointConfig, TrainConfig
-from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data.batching import ResumableSampler
-from openrlhf.data.errors import DataError
-from openrlhf.data.loading import Table, load_datasets
-from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.strategy import NonFiniteError, Strategy, TrainEngine
+from openrlhf.distributed.strategy import Strategy, TrainEngine
 from openrlhf.experience import Ragged
-from openrlhf.models.loading import LoadSpec, ModelError
 from openrlhf.observability.metrics import Last, Max, Metric, merge_all, values
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.workers.base import MicroBatchLimits
 
-# What a user can mend: printed without a traceback.
-USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError, NonFiniteError)
-
-ALL_ROWS = 10**8
-T = TypeVar("T")
 Row = TypeVar("Row", contravariant=True)
 Micro = TypeVar("Micro", bound=Ragged)
 
@@ -48,26 +30,32 @@ Micro = TypeVar("Micro", bound=Ragged)
 class Task(Protocol[Row, Micro]):
     """One offline stage: how its rows become micro-batches, and what is minimised."""
 
+    @abstractmethod
     def collate(self, rows: Sequence[Row]) -> Micro:
         """Rows of the dataset as one ragged batch."""
         ...
 
+    @abstractmethod
     def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
         """The batch, cut; what belongs together stays together."""
         ...
 
+    @abstractmethod
     def counts(self, micro: Micro) -> Mapping[str, float]:
         """The denominators of a micro-batch."""
         ...
 
+    @abstractmethod
     def loss(self, model: Any, micro: Micro, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         """The micro-batch's share of the window's loss, and its metrics under their logged names."""
         ...
 
+    @abstractmethod
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """What an evaluation logs, from the metrics of all its rows."""
         ...
 
+    @abstractmethod
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
         """Let the model learn something from its evaluation. Called in every process with the same numbers."""
         ...
@@ -266,125 +254,3 @@ class SupervisedTrainer(Generic[Row, Micro]):
         assert isinstance(hf, PreTrainedModel)
         export_hf(self.engine.full_parameters(1 << 30), hf, self.tokenizer, path, writes=self.strategy.is_main)
         self.strategy.barrier()
-
-
-def run_supervised(
-    config: SupervisedConfig,
-    task: Task[Row, Micro],
-    load_model: Callable[[], nn.Module],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    train_rows: Rows,
-    eval_rows: Rows | None,
-) -> None:
-    """Train a task as the flags say: schedule, engine, resume, loop. Runs in every process of the launcher.
-
-    Raises DataError for too few rows, and CheckpointError where --ckpt.load_enable finds a checkpoint of another run.
-    """
-    schedule = make_schedule(config, train_rows)
-    plan = f"{train_rows.summary} {schedule.total_steps} optimizer step(s) of {schedule.batch_size} rows"
-    if config.dry_run:
-        print(plan)
-        print(f"first row: {tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())!r}")
-        return
-    strategy = Strategy(config.ds, seed=config.train.seed, full_determinism=config.train.full_determinism_enable)
-    checkpoints = open_checkpoints(config.ckpt)
-    # One process looks: finding the newest checkpoint also tidies up after a save that was killed.
-    found = checkpoints.latest() if config.ckpt.load_enable and strategy.is_main else None
-    checkpoint: Checkpoint | None = strategy.broadcast(found)
-    if checkpoint:
-        check_resumable(checkpoint, schedule, strategy, seed=config.train.seed)
-    engine = strategy.trained(load_model, config, total_steps=schedule.total_steps)
-    recorder = None
-    if strategy.is_main:
-        recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
-        recorder.display.note(f"{plan} on {strategy.dp_size} process(es).")
-    trainer = SupervisedTrainer(
-        task,
-        engine,
-        strategy,
-        tokenizer=tokenizer,
-        train_rows=train_rows,
-        eval_rows=eval_rows,
-        schedule=schedule,
-        train=config.train,
-        ckpt=config.ckpt,
-        checkpoints=checkpoints,
-        eval_steps=config.eval.steps,
-        num_workers=config.data.dataloader_num_workers,
-        recorder=recorder,
-        run_dir=checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir),
-    )
-    try:
-        if checkpoint:
-            trainer.resume(checkpoint)
-        trainer.fit()
-    finally:
-        if recorder:
-            recorder.close()
-    torch.distributed.destroy_process_group()
-
-
-def load_tokenizer(config: SupervisedConfig, *, padding_side: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model to train."""
-    return get_tokenizer(
-        config.model.model_name_or_path,
-        padding_side=padding_side,
-        use_fast=not config.data.disable_fast_tokenizer,
-        trust_remote_code=config.model.trust_remote_code,
-        chat_template=config.data.tokenizer_chat_template,
-    )
-
-
-def load_rows(config: SupervisedConfig, encoded: Callable[[Table], T]) -> tuple[T, T | None]:
-    """The training and the evaluation rows, as `encoded` makes them; --data.max_samples is about training only."""
-    data, evaluation, seed = config.data, config.eval, config.train.seed
-    most, split, probs = data.max_samples, data.dataset_split, data.dataset_probs
-    train = encoded(load_datasets(data.dataset, split=split, probs=probs, max_samples=most, seed=seed))
-    if not evaluation.dataset:
-        return train, None
-    return train, encoded(load_datasets(evaluation.dataset, split=evaluation.split, max_samples=ALL_ROWS, seed=seed))
-
-
-def load_spec(config: SupervisedConfig) -> LoadSpec:
-    """How the flags ask for the model."""
-    return LoadSpec(
-        path=config.model.model_name_or_path,
-        param_dtype=config.ds.param_dtype,
-        attention=config.ds.attn_implementation,
-        packing=config.ds.packing_samples,
-        gradient_checkpointing=config.model.gradient_checkpointing_enable,
-        reentrant=config.model.gradient_checkpointing_reentrant,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-
-
-def make_schedule(config: SupervisedConfig, rows: Rows) -> Schedule:
-    """The steps of a run. Raises DataError where the rows do not fill one optimizer step."""
-    train = config.train
-    schedule = Schedule(rows=len(rows), batch_size=train.batch_size, max_epochs=train.max_epochs)
-    if schedule.steps_per_epoch == 0:
-        raise DataError(
-            f"--data.dataset {config.data.dataset} has {len(rows)} usable rows, fewer than one "
-            f"--train.batch_size of {train.batch_size}: lower it. {rows.summary}"
-        )
-    return schedule
-
-
-def open_checkpoints(ckpt: CheckpointConfig) -> CheckpointManager:
-    """The checkpoints at --ckpt.path; with --ckpt.disable_ds they are exports only."""
-    parts = [] if ckpt.disable_ds else [""]
-    return CheckpointManager(ckpt.path, parts=parts, max_num=ckpt.max_num, max_mem_gib=ckpt.max_mem)
-
-
-def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strategy, *, seed: int) -> None:
-    """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
-    checkpoint.check_continued_by(
-        {"": EngineLayout(world_size=strategy.dp_size, zero_stage=strategy.config.zero_stage)},
-        layout="as many processes and the same --ds.zero_stage",
-        data={
-            "batch_size": (schedule.batch_size, "--train.batch_size"),
-            "rows": (schedule.rows, "--data.dataset and --data.max_samples"),
-            "seed": (seed, "--train.seed"),
-        },
-    )

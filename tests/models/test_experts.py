@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from openrlhf.config.supervised import SFTConfig, SFTModelConfig
 from openrlhf.experience import TokenRows
 from openrlhf.models import packed_attention
 from openrlhf.models.loading import LoadSpec, ModelError, load_causal_lm
@@ -104,6 +105,10 @@ def test_routers_are_not_recorded_unless_asked_for_and_training(asked: bool) -> 
     assert seen == [None]
 
 
+def task(coef: float) -> SFTTask:
+    return SFTTask(SFTConfig(model=SFTModelConfig(aux_loss_coef=coef)))
+
+
 def test_the_window_gets_the_mean_of_its_micro_batches_weighted_by_their_targets() -> None:
     """Three micro-batches with 4, 1 and 2 of the window's 7 targets; the rest of the loss does not change."""
     model = policy(mixture("mixtral"))
@@ -112,12 +117,12 @@ def test_the_window_gets_the_mean_of_its_micro_batches_weighted_by_their_targets
     micros = [TokenRows.from_lists([r], [m]) for r, m in zip(rows, masks, strict=True)]
 
     def total(coef: float) -> float:
-        return sum(SFTTask(aux_loss_coef=coef).loss(model, micro, {"tokens": 7.0})[0].item() for micro in micros)
+        return sum(task(coef).loss(model, micro, {"tokens": 7.0})[0].item() for micro in micros)
 
     losses = [model(micro.tokens, micro.offsets, micro.loss_mask).aux_loss.item() for micro in micros]
     expected = 0.5 * (4 * losses[0] + losses[1] + 2 * losses[2]) / 7
     assert total(0.5) - total(0.0) == pytest.approx(expected, abs=1e-5)
-    _, metrics = SFTTask(aux_loss_coef=0.5).loss(model, micros[2], {"tokens": 7.0})
+    _, metrics = task(0.5).loss(model, micros[2], {"tokens": 7.0})
     assert metrics["train/aux_loss"].value == pytest.approx(losses[2])
 
 

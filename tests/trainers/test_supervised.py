@@ -14,7 +14,8 @@ from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager,
 from openrlhf.config.shared import CheckpointConfig, EngineConfig, TrainConfig
 from openrlhf.experience import TokenRows
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.supervised import Schedule, SupervisedTrainer, check_resumable
+from openrlhf.trainers.supervised import Schedule, SupervisedTrainer
+from openrlhf.trainers.tasks import check_resumable
 from openrlhf.workers.base import MicroBatchLimits
 from tests.tiny import character_tokenizer
 
