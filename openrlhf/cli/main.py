@@ -6,8 +6,11 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from typing import Any
 
 from openrlhf import __version__
+from openrlhf.cli.common import fail, flags_or_exit, plain_ends, prepare_process, train_offline
+from openrlhf.config.options import ConfigError, load_named_plugins
 
 VERBS = {
     "sft": ("train_sft", "supervised fine-tuning"),
@@ -19,21 +22,36 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a verb's command (`sft`, or `train_sft`) with the remaining arguments. Without one, or with --help, list the verbs."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments and arguments[0].startswith("--local_rank="):  # deepspeed puts it in front
+        arguments.append(arguments.pop(0))
     verb = arguments[0] if arguments else "--help"
+    verb = next((short for short, (command, _) in VERBS.items() if command == verb), verb)
     if verb in ("-h", "--help"):
         print("usage: openrlhf VERB [--flag VALUE ...]      openrlhf VERB --help lists its flags\n")
         print("\n".join(f"  {name:6} {what}" for name, (_, what) in VERBS.items()))
-        return
-    if verb == "--version":
+    elif verb == "--version":
         print(f"openrlhf {__version__}")
-        return
-    verb = next((short for short, (command, _) in VERBS.items() if command == verb), verb)
-    if verb not in VERBS:
-        close = get_close_matches(verb, VERBS, n=1)
+    elif verb in VERBS:
+        import_module(f"openrlhf.cli.{VERBS[verb][0]}").main(arguments[1:])
+    else:
+        run_plugin_task(verb, arguments[1:])
+
+
+def run_plugin_task(verb: str, argv: Sequence[str]) -> None:
+    """Train an offline task that a plug-in has registered."""
+    prepare_process()  # plug-ins may import torch
+    with plain_ends(ConfigError):
+        load_named_plugins(argv)
+    # Looked up, not imported: where no plug-in has, there is no task.
+    tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
+    if verb not in tasks:
+        known = [*VERBS, *(name for name in tasks if name not in VERBS)]
+        close = get_close_matches(verb, known, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        print(f"error: there is no verb {verb}; known are {', '.join(VERBS)}.{hint}", file=sys.stderr)
-        raise SystemExit(2)
-    import_module(f"openrlhf.cli.{VERBS[verb][0]}").main(arguments[1:])
+        fail(
+            ConfigError(f"there is no verb {verb}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own.")
+        )
+    train_offline(flags_or_exit(tasks[verb].root, argv, command=verb), verb)
 
 
 if __name__ == "__main__":

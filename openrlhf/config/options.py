@@ -18,7 +18,7 @@ from openrlhf.config.flags import ConfigError, Flag, amend, convert, did_you_mea
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.shared import Root
 
-__all__ = ["ConfigError", "Root", "dump_yaml", "option", "parse_config", "read_flags"]
+__all__ = ["ConfigError", "Root", "dump_yaml", "load_named_plugins", "option", "parse_config", "read_flags"]
 R = TypeVar("R", bound=Root)
 
 
@@ -66,6 +66,16 @@ def read_flags(root: type[Any], argv: Sequence[str], *, command: str) -> tuple[d
     return values, old.notices
 
 
+def load_named_plugins(argv: Sequence[str]) -> None:
+    """Load the plug-ins that a command line, or its configuration file, names, whatever command it is for. Raises ConfigError."""
+    parser, flags = _Parser(add_help=False, argument_default=argparse.SUPPRESS), flags_of(Root)
+    parser.add_argument("--config")
+    _add(parser, flags["plugin"])
+    typed = vars(parser.parse_known_args(argv)[0])
+    written = read_yaml(typed["config"], flags, "")[0] if "config" in typed else {}
+    load_plugins(convert(flags["plugin"], (written | typed).get("plugin") or []))
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
@@ -74,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser(flags: Mapping[str, Flag], root: type[Any], command: str) -> argparse.ArgumentParser:
     """An argparse parser that only tells names from values: conversion and checks come later."""
     parser = _Parser(
-        prog=f"python -m openrlhf.cli.{command}",
+        prog=f"openrlhf {command}",
         usage="%(prog)s [--config FILE] [--flag VALUE ...]",
         description=f"{root.__doc__} Unique beginnings of a flag and the flat names of older "
         "releases are accepted; values come from the defaults, then the file, then the flags.",

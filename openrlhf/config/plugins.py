@@ -1,46 +1,70 @@
-"""Users' files with registrations (`--plugin`), imported once per process."""
+"""Registrations of users, imported once per process: files (`--plugin`), and installed packages by their entry points."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from hashlib import sha256
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from openrlhf.config import choices
 from openrlhf.config.flags import ConfigError
 
+GROUP = "openrlhf.plugins"  # of entry points
+
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Import the files: what they register in `openrlhf.algorithms` becomes a choice of its flag.
+    """Import the files, and what installed packages name as `openrlhf.plugins`: what they register becomes a choice of its flag.
 
-    A file may say more of its names by `choices.extend`, such as the clip range of a policy loss.
-    A file that this process has imported already is left alone. Raises ConfigError, with the error
-    of the file, where it cannot be imported.
+    A plug-in may say more of its names by `choices.extend`, such as the clip range of a policy loss.
+    One that this process has imported already is left alone. Raises ConfigError, with the error
+    of the plug-in, where it cannot be imported.
     """
+    _load_installed()
     for path in paths:
         file = Path(path).expanduser().resolve()
         name = f"openrlhf_plugin_{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"
         if name not in sys.modules:
-            _load(file, name, path)
-            for choice, properties in _registered():
-                if choice not in choices.TABLES[type(properties)]:
-                    choices.extend(choice, properties)
+            _load_file(file, name, path)
+    for choice, properties in _registered():
+        if choice not in choices.TABLES[type(properties)]:
+            choices.extend(choice, properties)
 
 
-def _load(file: Path, name: str, path: str) -> None:
+@cache
+def _load_installed() -> None:
+    for entry in entry_points(group=GROUP):
+        package = entry.dist.name if entry.dist else "unknown"
+        with _failures(f"the installed package {package}, as the plug-in {entry.name} = {entry.value},"):
+            entry.load()
+
+
+def _load_file(file: Path, name: str, path: str) -> None:
     spec = importlib.util.spec_from_file_location(name, file)
     if not file.is_file() or spec is None or spec.loader is None:
         raise ConfigError(f"--plugin {path} is not a Python file that can be read.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles of the file look it up
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with _failures(f"--plugin {path}"):
+            spec.loader.exec_module(module)
+    except ConfigError:
         del sys.modules[name]
-        raise ConfigError(f"--plugin {path} failed: {type(error).__name__}: {error}") from error
+        raise
+
+
+@contextmanager
+def _failures(plugin: str) -> Generator[None, None, None]:
+    """Errors of a plug-in, with its name in front."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{plugin} failed: {type(error).__name__}: {error}") from error
 
 
 def _registered() -> Iterator[tuple[str, choices.Properties]]:
