@@ -45,7 +45,21 @@ def test_a_misspelt_verb_is_answered_with_the_nearest(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as ended:
         main.main(["pppo"])
     assert ended.value.code == 2
-    assert "Did you mean ppo?" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "Did you mean ppo?" in errors and "--plugin FILE.py" in errors
+
+
+def test_a_plugin_that_a_verb_is_looked_for_in_and_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["mine", "--train.seed", "1", "--plugin", "gone.py"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: --plugin gone.py is not a Python file that can be read.\n"
+
+
+def test_a_verb_is_found_behind_what_deepspeed_puts_in_front(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["--local_rank=0", "rm", "--no_such_flag", "1"])
+    assert "train_rm has no flag --no_such_flag" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["sft", "rm", "ppo"])

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.config import choices
+from openrlhf.config import choices, plugins
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from tests.config.commands import ppo, violations
 
 PLUGIN = """
-from openrlhf.config import choices
+from openrlhf.config import choices, plugins
 choices.extend("mine", choices.Estimator(needs_groups=True))
 choices.extend("my_loss", choices.PolicyLoss(aggregation="sequence"))
 """
@@ -71,7 +71,7 @@ from openrlhf.algorithms.advantages import advantage_estimator
 from openrlhf.algorithms.corrections import PRESETS
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.policy_losses import policy_loss
-from openrlhf.config import choices
+from openrlhf.config import choices, plugins
 
 @advantage_estimator("my_estimator", per_group=True)
 def mine(rewards, group): return rewards
@@ -86,7 +86,7 @@ choices.extend("my_clipped_loss", choices.PolicyLoss(clip=(0.5, 0.25)))
 """
 ACCEPTED = """
 import sys
-from openrlhf.config import choices
+from openrlhf.config import choices, plugins
 from tests.config.commands import ppo, violations
 line = "--plugin " + sys.argv[1] + " --algo.kl.estimator my_kl --actor.policy_loss_type "
 more = " --algo.advantage.is_correction_type my_correction --algo.advantage.estimator my_estimator"
@@ -151,3 +151,38 @@ def test_a_name_cannot_be_taken_twice() -> None:
     ):
         with pytest.raises(ValueError, match=f"'{name}' is there already"):
             choices.extend(name, properties)
+
+
+# ---- installed packages
+
+
+@pytest.fixture
+def installed(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package whose entry point is the plug-in's module, as an installer leaves it."""
+    folder = plugin.parent
+    info = folder / "my_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[openrlhf.plugins]\nfirst = installed_plugin\n")
+    plugin.rename(folder / "installed_plugin.py")
+    monkeypatch.syspath_prepend(folder)
+    plugins._load_installed.cache_clear()
+    yield folder
+    sys.modules.pop("installed_plugin", None)
+    monkeypatch.undo()
+    plugins._load_installed.cache_clear()
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_an_installed_package_names_is_loaded_without_a_flag() -> None:
+    for _ in range(2):
+        config = ppo("--algo.advantage.estimator mine --rollout.n_samples_per_prompt 2")
+        assert config.estimator.needs_groups and config.plugin == ()
+
+
+def test_a_package_whose_plugin_fails_is_named_each_time(installed: Path) -> None:
+    (installed / "installed_plugin.py").write_text("1 / 0\n")
+    named = r"installed package my-package, as the plug-in first = installed_plugin, failed: ZeroDivisionError"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=named):
+            ppo()

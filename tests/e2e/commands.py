@@ -44,11 +44,11 @@ def as_arguments(flags: Flags) -> list[str]:
 
 
 def launch(command: str, flags: Flags, launcher: Sequence[str] = PLAIN) -> subprocess.Popen[str]:
-    """Start `openrlhf.cli.<command>` in a session of its own, with the tools of this environment on the path."""
+    """Start `openrlhf.cli.<command>` (`main my_task`: a verb of its own) in a session of its own, with the tools of this environment on the path."""
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     return subprocess.Popen(
-        [*launcher, f"openrlhf.cli.{command}", *as_arguments(flags)],
+        [*launcher, *f"openrlhf.cli.{command}".split(), *as_arguments(flags)],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,

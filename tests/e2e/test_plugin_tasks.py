@@ -1,0 +1,130 @@
+"""Offline tasks of users: the README's, taken from there as it stands, and one from nothing; alone and under both launchers."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from openrlhf.distributed.devices import free_port
+from tests.e2e.commands import column, run, write_rows
+from tests.sources import ROOT
+from tests.tiny import save_tiny_model
+
+ROWS, TEMPLATE = 16, "reverse {}="
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Model, words and the README's file."""
+    folder = tmp_path_factory.mktemp("tasks")
+    save_tiny_model(folder / "model")
+    draw = random.Random(1)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 12))) for _ in range(ROWS)]
+    write_rows(
+        folder / "words.jsonl",
+        [{"input": word, "output": word[::-1] + "<eos>", "label": int(word[-1] < "e")} for word in words],
+    )
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "offline_task" in block]
+    (folder / "focal.py").write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        yield folder
+
+
+def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Steps over all rows at once."""
+    return {
+        "plugin": workspace / "focal.py",
+        "model.model_name_or_path": workspace / "model",
+        "data.dataset": workspace / "words.jsonl",
+        "data.output_key": "output",
+        "data.input_template": TEMPLATE,
+        "train.batch_size": ROWS,
+        "train.micro_batch_size": 4,
+        "train.max_epochs": 3,
+        "adam.lr": 1e-2,
+        "ds.param_dtype": "fp32",
+        "run.dir": folder,
+        "ckpt.output_dir": folder / "model",
+        "ckpt.path": folder / "checkpoints",
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(workspace: Path) -> Path:
+    """The README's task as one process."""
+    folder = workspace / "alone"
+    run("main focal_sft", flags(workspace, folder))
+    return folder
+
+
+def test_its_loss_is_that_of_its_formula(alone: Path, workspace: Path) -> None:
+    """Of the first step, by plain Transformers in float64."""
+    tokenizer = AutoTokenizer.from_pretrained(workspace / "model")
+    hf = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float64)
+    losses: list[float] = []
+    for line in (workspace / "words.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        prompt, answer = (tokenizer(text).input_ids for text in (TEMPLATE.format(row["input"]), row["output"]))
+        with torch.no_grad():
+            logprobs = torch.log_softmax(hf(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1], -1)
+        for place, token in enumerate(answer):
+            log_p = float(logprobs[place, token])
+            losses.append(-((1 - math.exp(log_p)) ** 2) * log_p)
+    assert column(alone, "train/gpt_loss")[0] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    assert column(alone, "train/gpt_loss")[-1] < column(alone, "train/gpt_loss")[0]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [("deepspeed", "--num_gpus", "2", "--module"), ("torchrun", "--nproc_per_node", "2", "-m")],
+    ids=lambda words: words[0],
+)
+def test_two_processes_do_what_one_does(alone: Path, workspace: Path, launcher: tuple[str, ...]) -> None:
+    folder = workspace / launcher[0]
+    run(
+        "main focal_sft",
+        flags(workspace, folder),
+        launcher=(launcher[0], "--master_port", str(free_port()), *launcher[1:]),
+    )
+    assert column(folder, "train/gpt_loss") == pytest.approx(column(alone, "train/gpt_loss"), abs=1e-4)
+
+
+def test_the_configuration_of_a_run_is_enough_to_repeat_it(alone: Path, workspace: Path) -> None:
+    """The plug-in that brings the verb is named in the file."""
+    done = run("main focal_sft", {"config": alone / "config.yaml", "dry_run": True})
+    assert "16 of 16 rows kept" in done.printed
+
+
+def test_a_task_with_rows_and_a_model_of_its_own(workspace: Path) -> None:
+    folder = workspace / "classifier"
+    changes = {
+        "plugin": ROOT / "tests/e2e/plugin_files/classifier.py",
+        "data.output_key": "label",
+        "eval.dataset": workspace / "words.jsonl",
+        "eval.steps": 10,
+        "train.max_epochs": 30,
+    }
+    done = run("main classifier", flags(workspace, folder, **changes))
+    assert "16 texts. 30 optimizer step(s) of 16 rows" in done.printed
+    assert len(column(folder, "eval/acc")) == 3
+    assert column(folder, "eval/acc")[-1] == 1.0
+    assert AutoModelForSequenceClassification.from_pretrained(folder / "model").config.num_labels == 1
+
+
+def test_flags_of_a_task_are_checked_as_those_of_sft(workspace: Path) -> None:
+    wrong = flags(workspace, workspace / "wrong", **{"data.output_key": None, "data.datset": "d"})
+    done = run("main focal_sft", wrong, status=2)
+    assert "focal_sft has no flag --data.datset. Did you mean --data.dataset?" in done.errors
+    assert "Traceback" not in done.errors
