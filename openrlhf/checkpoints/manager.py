@@ -106,6 +106,11 @@ class CheckpointManager:
         logger.warning("No complete checkpoint in --ckpt.path %s: the run starts from the beginning.", self.root)
         return None
 
+    def find(self, step: int, *, best: bool) -> Checkpoint | None:
+        """The complete checkpoint of a step, regular or best, all files checked; None without one."""
+        found = [checkpoint for checkpoint in self.checkpoints() if checkpoint.tag == _tag(step, best=best)]
+        return found[0] if found and not found[0].damage() else None
+
     def checkpoints(self) -> list[Checkpoint]:
         """Every committed checkpoint, oldest save first, its files unchecked.
 
@@ -126,7 +131,7 @@ class CheckpointManager:
         Gives up an earlier save that was not committed. Raises CheckpointError where the disk has
         less room than the last checkpoint took.
         """
-        tag, nonce = f"{'best_' if best else ''}global_step{step}", os.urandom(4).hex()
+        tag, nonce = _tag(step, best=best), os.urandom(4).hex()
         places = [str(Path(part, tag)) for part in self.parts] + [f"{tag}_hf"] * hf
         directory = self.root / f".tmp-{tag}-{nonce}"
         try:
@@ -288,22 +293,26 @@ def evictions(
     """Which of `checkpoints` (oldest first) to let go: all best but the last, then regular ones.
 
     While those that stay exceed a limit, regular ones go in this order: those in `damaged`
-    (nonces), those without a metric, those with the lowest, the oldest. The newest of all stays
+    (nonces), those without a metric, those with the worst, the oldest. The newest of all stays
     whatever the limits, and so does the last best.
     """
     evicted = [checkpoint for checkpoint in checkpoints if checkpoint.is_best][:-1]
     number = sum(not checkpoint.is_best for checkpoint in checkpoints)
     size = sum(checkpoint.size for checkpoint in checkpoints if checkpoint not in evicted)
 
-    def worth(checkpoint: Checkpoint) -> tuple[bool, bool, float, int]:
-        value = checkpoint.metric_value
-        return checkpoint.nonce not in damaged, value is not None, value or 0.0, checkpoint.sequence
+    def rank(checkpoint: Checkpoint) -> tuple[bool, bool, float, int]:
+        worth = checkpoint.worth
+        return checkpoint.nonce not in damaged, worth is not None, worth or 0.0, checkpoint.sequence
 
-    for checkpoint in sorted(checkpoints[:-1], key=worth):
+    for checkpoint in sorted(checkpoints[:-1], key=rank):
         if not checkpoint.is_best and (number > max_num or size > max_bytes):
             evicted.append(checkpoint)
             number, size = number - 1, size - checkpoint.size
     return evicted
+
+
+def _tag(step: int, *, best: bool) -> str:
+    return f"{'best_' if best else ''}global_step{step}"
 
 
 def _aside_name(checkpoint: Checkpoint) -> str:

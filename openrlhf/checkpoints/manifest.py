@@ -17,6 +17,12 @@ from openrlhf.checkpoints.files import fingerprint
 
 FORMAT = 1
 GONE = ("loader", "rng")  # fields of the state that older manifests have, always empty
+MINIMISED = ("loss", "truncated_rate", "failed_episodes")  # ends of the names of metrics of which less is better
+
+
+def is_minimised(metric: str) -> bool:
+    """Whether less of a metric is better, by its name."""
+    return metric.endswith(MINIMISED)
 
 
 class CheckpointError(RuntimeError):
@@ -46,6 +52,8 @@ class RunState:
     kl_coef: float | None = None
     best_metric_key: str | None = None
     best_metric_value: float | None = None  # of the run so far: in every checkpoint, not only in the best
+    best_step: int | None = None  # that had it
+    evaluations_since_best: int = 0
     run_dir: str = ""
     engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part → layout
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -77,6 +85,13 @@ class Checkpoint:
     @property
     def is_best(self) -> bool:
         return self.tag.startswith("best_")
+
+    @property
+    def worth(self) -> float | None:
+        """Its metric, turned so that more is better; None without one."""
+        if self.metric_value is None:
+            return None
+        return -self.metric_value if is_minimised(self.metric_key or "") else self.metric_value
 
     @property
     def size(self) -> int:

@@ -214,6 +214,8 @@ def algorithm_mistakes(config: PPOConfig) -> Sentences:
          "<algo.ptx.coef> makes --algo.ptx.dataset useless: raise it, or leave both out."),
         (algo.kl.stop_run and not algo.kl.init_coef,
          "<algo.kl.stop_run> watches the KL to the reference, which --algo.kl.init_coef 0 does not load: start above 0."),
+        (config.eval.patience and config.eval.dataset and config.eval.steps < 1,
+         "<eval.patience> waits for a better evaluation: set --eval.steps."),
         (algo.kl.target and not algo.kl.init_coef,
          "--algo.kl.target adapts --algo.kl.init_coef, which is 0: start above 0."),
     ]

@@ -83,6 +83,8 @@ def common_notices(config: Root, replaced: Replaced, given: Given) -> Sentences:
          "<ds.attn_implementation> is used."),
         (chosen, f"No GPU on this machine: sdpa instead of --ds.attn_implementation {attention}."),
         (no_data and config.eval.steps >= 0 and config.evaluates_given_data_only, "--eval.steps has no effect without --eval.dataset."),
+        ("ckpt.best_metric_key" in given and no_data and config.evaluates_given_data_only and ckpt.best_metric_key != "none",
+         "--ckpt.best_metric_key has no effect without --eval.dataset."),
         (config.ds.overlap_comm and config.ds.zero_stage < 2,
          "--ds.overlap_comm has no effect below --ds.zero_stage 2."),
         (ckpt.save_steps >= 0 and ckpt.disable_ds and not ckpt.save_hf,
@@ -148,6 +150,18 @@ def attention_can_run(ds: EngineConfig) -> Sentences:
          "--ds.load_in_4bit computes in bf16: use --ds.param_dtype bf16 instead of fp16."),
         (fp16 and ds.tensor_parallel_size > 1,
          "--ds.tensor_parallel_size above 1 needs --ds.param_dtype bf16 instead of fp16."),
+    ]
+
+
+def patience_can_end(config: Root) -> Sentences:
+    """There are evaluations to wait for, a metric to judge them by, and a checkpoint that keeps the best weights."""
+    patience, ckpt = config.eval.patience, config.ckpt
+    return [
+        (patience and not config.eval.dataset, "<eval.patience> waits for a better evaluation: give --eval.dataset."),
+        (patience and ckpt.best_metric_key == "none",
+         "<eval.patience> waits for a better --ckpt.best_metric_key, which is none: name a metric, or leave it out."),
+        (patience and ckpt.disable_ds, "<eval.patience> exports the best weights from their checkpoint, which "
+         "--ckpt.disable_ds does not write: leave one of them out."),
     ]
 
 

@@ -25,7 +25,8 @@ class CheckpointConfig(Section, title="Checkpoints and the exported model."):
     max_mem: float = option(1e8, "GiB all checkpoints together may take.", gt=0)
     load_enable: bool = option(False, "Continue from the newest complete checkpoint.")
     best_metric_key: str = option(
-        "", "Metric of the best checkpoint; none: keep none; empty: the first (RL: first *_pass1).")
+        "", "Evaluation metric of the best checkpoint; less is better where its name ends in loss, truncated_rate or "
+        "failed_episodes. none: keep no best; empty: first *_pass1 in RL; else first *loss, with --eval.patience only.")
 
 class WandbConfig(Section, title="Weights & Biases."):
     key: str | None = option(None, "API key; any text if logged in; never saved.", saved=False)
@@ -56,7 +57,8 @@ class EvalConfig(Section, title="Evaluation during training."):
     steps: int = option(-1, "Steps between two; -1: at each epoch's end (RL: never).", ge=-1)
     dataset: str | None = option(None, "Files, folders or hub names, by comma.", holds="dataset")
     split: str = option("train", "Split of it.")
-    patience: int | None = option(None, "Stop after so many without a new best.", ge=1)
+    patience: int | None = option(
+        None, "Stop after so many in a row without a new best (--ckpt.best_metric_key); the best weights are exported.", ge=1)
 
 class LoraConfig(Section, title="LoRA adapters."):
     rank: int = option(0, "Rank; 0: no adapter, every weight is trained.", ge=0)
@@ -178,4 +180,4 @@ class Root(Section, title="What every training command has."):
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        return [*rules.sources_exist(self), *rules.attention_can_run(self.ds)]
+        return [*rules.sources_exist(self), *rules.attention_can_run(self.ds), *rules.patience_can_end(self)]

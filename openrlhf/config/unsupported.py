@@ -9,8 +9,7 @@ from openrlhf.config.flags import flags_in
 
 LEAVE_OUT = """
     ds.load_in_4bit ds.use_liger_kernel ds.deepcompile ds.torch_compile ds.nvme_path ds.enable_sleep
-    ds.experts_implementation eval.patience
-    actor.freeze_visual_encoder
+    ds.experts_implementation actor.freeze_visual_encoder
     train.async_enable train.partial_rollout_enable
     ref.offload reward.offload vllm.max_restarts
     vllm.quantization vllm.sync_with_ray vllm.enable_sleep rollout.replay_dir rollout.only

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from openrlhf.experience import Experience, TokenRows
 from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.rollout.rewards import ErrorBudget
+from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.filtering import pass_rate
 from openrlhf.trainers.pretraining_mix import PretrainingMix
@@ -51,6 +51,7 @@ class LoopSettings:
     eval_at_start: bool
     eval_samples: int  # the k of pass@k
     best_metric_key: str
+    patience: int | None  # evaluations in a row without a new best that end the run
     step_timeout: float  # seconds
     run_dir: str
     layouts: Mapping[str, EngineLayout]  # of the models' states, for the checkpoint
@@ -87,16 +88,15 @@ class PPOTrainer:
         self.checkpoints, self.ckpt, self.tokenizer = checkpoints, ckpt, tokenizer
         self.recorder, self.settings = recorder, settings
         self.step = 0
-        self.evaluated_at = -1
         self.stopped = False  # before the prompts are used up
-        self.best = BestMetric(settings.best_metric_key)
+        self.best = BestMetric(settings.best_metric_key, ending="_pass1", patience=settings.patience)
         self.timing: dict[str, Metric] = {}
 
     def fit(self) -> None:
-        """Train until the prompts are used up, then export."""
+        """Train until the prompts, or the patience, are used up, then export."""
         self.recorder.display.begin(self.source.total_steps, done=self.step)
         self.weights.publish(self.step)  # π_old ← π, also after a resume
-        if self.settings.eval_at_start and self.step == 0:
+        if self.settings.eval_at_start and self.step == 0 and self.best.step is None:
             self.run_evaluation()
         for trajectories in self.timed("generation", self.source):  # τ ~ π_old, R
             with self.clock("make_experience"):
@@ -116,10 +116,11 @@ class PPOTrainer:
             self.after_step(merge_all([rollout, passes, credit, update]))
             if self.stopped:
                 break
-        if self.settings.eval_steps > 0 and self.evaluated_at < self.step:  # nothing came of the last prompts
+        if self.settings.eval_steps > 0 and self.best.evaluated_at < self.step:  # nothing came of the last prompts
             self.run_evaluation()
         if self.source.exhausted and self.step < self.source.total_steps:
             self.recorder.display.note(f"The prompts are used up after step {self.step}.")
+        self.return_to_best()
         self.export_final(Path(self.ckpt.output_dir).expanduser().absolute())
 
     def collect(self, trajectories: Sequence[Trajectory]) -> tuple[Experience, dict[str, Metric]]:
@@ -204,7 +205,8 @@ class PPOTrainer:
             return False
         self.recorder.display.note(
             f"The run ends after step {self.step}: the KL to the reference is {kl:.4g} nats per token, above "
-            f"--algo.kl.stop_run {limit:g}. The policy is exported as it is now."
+            f"--algo.kl.stop_run {limit:g}."
+            + (" The policy is exported as it is now." if not self.best.patience else "")
         )
         return True
 
@@ -223,8 +225,7 @@ class PPOTrainer:
         metrics = evaluation_metrics(trajectories, k=self.settings.eval_samples)
         timing = {"timing/evaluation": self.timing.pop("timing/evaluation").value}
         self.recorder.evaluation(self.step, metrics | timing)
-        self.evaluated_at = self.step
-        if self.best.improves(metrics) and self.step > 0:
+        if self.best.improves(self.step, metrics) and (self.step > 0 or self.best.patience):
             self.save(best=True)
 
     def save(self, *, best: bool = False) -> None:
@@ -239,10 +240,7 @@ class PPOTrainer:
             if self.ckpt.save_hf:
                 self.export(staged.hf_dir)
             self.checkpoints.commit(
-                staged,
-                state=self._state(),
-                metric_key=self.best.key or None,
-                metric_value=self.best.last if self.evaluated_at == self.step else None,
+                staged, state=self._state(), metric_key=self.best.followed, metric_value=self.best.value_of(self.step)
             )
 
     def _state(self) -> RunState:
@@ -251,24 +249,31 @@ class PPOTrainer:
             epoch=self.source.episode,
             consumed=self.source.consumed,
             kl_coef=self.kl.coef,
-            best_metric_key=self.best.key or None,
-            best_metric_value=self.best.value,
             run_dir=self.settings.run_dir,
             engines=self.settings.layouts,
             extra=self.source.identity,
+            **self.best.state(),
         )
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continue where a checkpoint stands."""
         state = checkpoint.state
+        self._load(checkpoint)
+        self.step, self.source.consumed = state.step, state.consumed
+        self.best.evaluated_at = self.step if self.evaluation_is_due else -1
+        if state.kl_coef is not None:
+            self.kl.load_state_dict({"coef": state.kl_coef})
+        self.best.restore(state)
+
+    def return_to_best(self) -> None:
+        """With --eval.patience, load the weights of the best evaluation."""
+        if checkpoint := self.best.to_export(self.step, self.checkpoints, self.recorder.display.note):
+            self._load(checkpoint)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
         for part, group in self.parts().items():
             loaded = group.broadcast(TrainedWorker.load_checkpoint, checkpoint.engine_dir(part), checkpoint.tag)
             self._gather(loaded, "load the checkpoint", group.logs)
-        self.step, self.source.consumed = state.step, state.consumed
-        self.evaluated_at = self.step if self.evaluation_is_due else -1
-        if state.kl_coef is not None:
-            self.kl.load_state_dict({"coef": state.kl_coef})
-        self.best.restore(state.best_metric_key, state.best_metric_value)
 
     def parts(self) -> dict[str, WorkerGroup]:
         """The trained models, by their place in a checkpoint."""
@@ -287,9 +292,9 @@ class PPOTrainer:
         self._gather(exported, "export the policy", self.policy.logs)
 
     def timed(self, name: str, iterable: Iterable[Any]) -> Iterator[Any]:
-        """The items, with the seconds each took to come counted under `timing/<name>`."""
+        """The items, with the seconds each took to come counted under `timing/<name>`; as long as the patience lasts."""
         iterator = iter(iterable)
-        while True:
+        while not self.best.exhausted:
             with self.clock(name):
                 self.recorder.display.status(name)
                 item = next(iterator, None)
@@ -305,37 +310,6 @@ class PPOTrainer:
         yield
         before = self.timing.get(f"timing/{name}", Last(0.0)).value
         self.timing[f"timing/{name}"] = Last(before + time.perf_counter() - start)
-
-
-class BestMetric:
-    """The best value of one evaluation metric so far; `key` empty locks on to the first `…_pass1` by name, `none` disables."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.value: float | None = None
-        self.last: float | None = None
-
-    def improves(self, metrics: Mapping[str, float]) -> bool:
-        """Take note of an evaluation; True when its value is strictly better than all before."""
-        if self.key == "none":
-            return False
-        plain = {name.removeprefix("eval/"): value for name, value in metrics.items()}
-        if not self.key:
-            self.key = min((name for name in plain if name.endswith("_pass1")), default="")
-        self.last = plain.get(self.key)
-        if self.key and self.last is None:
-            logger.warning("--ckpt.best_metric_key %s is no metric of the evaluation: %s.", self.key, ", ".join(plain))
-        if self.last is None or math.isnan(self.last):
-            return False
-        if self.value is not None and self.last <= self.value:
-            return False
-        self.value = self.last
-        return True
-
-    def restore(self, key: str | None, value: float | None) -> None:
-        """Continue with a checkpoint's best, if it is of the same metric."""
-        if key and self.key in ("", key):
-            self.key, self.value = key, value
 
 
 def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list[Trajectory]:

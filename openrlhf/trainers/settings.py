@@ -260,6 +260,7 @@ def loop_settings(config: PPOConfig, run_dir: str) -> LoopSettings:
         eval_at_start=config.eval.at_start,
         eval_samples=config.eval.n_samples_per_prompt,
         best_metric_key=config.ckpt.best_metric_key,
+        patience=config.eval.patience,
         step_timeout=config.train.step_timeout,
         run_dir=run_dir,
         layouts=engine_layouts(config),

@@ -20,6 +20,7 @@ from openrlhf.data.batching import ResumableSampler
 from openrlhf.distributed.strategy import Strategy, TrainEngine
 from openrlhf.experience import Ragged
 from openrlhf.observability.metrics import Last, Max, Metric, merge_all, values
+from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.workers.base import MicroBatchLimits
 
@@ -107,6 +108,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         train: TrainConfig,
         ckpt: CheckpointConfig,
         checkpoints: CheckpointManager,
+        best: BestMetric,
         eval_steps: int,
         num_workers: int,
         recorder: Recorder | None,
@@ -118,11 +120,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.eval_steps = eval_steps if eval_steps > 0 else schedule.steps_per_epoch
         self.num_workers, self.recorder, self.run_dir = num_workers, recorder, run_dir
         self.limits = MicroBatchLimits(size=train.micro_batch_size)
-        self.checkpoints = checkpoints
+        self.checkpoints, self.best = checkpoints, best
         self.step = self.resumed_at = 0
 
     def fit(self) -> None:
-        """Train to the end, then export to --ckpt.output_dir."""
+        """Train to the end, or until the patience is used up, then export to --ckpt.output_dir."""
         if self.recorder:
             self.recorder.display.begin(self.schedule.total_steps, done=self.step)
         for window in self.windows():
@@ -139,13 +141,14 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 "train/nonfinite_steps": Max(float(self.engine.nonfinite_steps)),
             }
             self.after_step(result.metrics | numbers)
-        if self.eval_rows is not None and self.schedule.total_steps == self.resumed_at:
+        returned = self.return_to_best()
+        if self.eval_rows is not None and (returned or self.step == self.resumed_at):
             self.measure()  # what `evaluated` keeps with the model is in no checkpoint
         self.export(self.ckpt.output_dir)
 
     def windows(self) -> Iterator[list[Micro]]:
         """This rank's micro-batches of each optimizer step, from where the run stands."""
-        while self.step < self.schedule.total_steps:
+        while self.step < self.schedule.total_steps and not self.best.exhausted:
             sampler = ResumableSampler(
                 self.schedule.rows,
                 seed=self.train.seed,
@@ -157,6 +160,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
             for rows in self._loader(self.train_rows, sampler, self.schedule.batch_size // self.strategy.dp_size):
                 batch = self.task.collate(rows)
                 yield self.task.micro_batches(batch, self.limits)
+                if self.best.exhausted:
+                    break
 
     def _loader(self, rows: Rows, sampler: Any, batch_size: int) -> DataLoader[Any]:
         return DataLoader(
@@ -181,10 +186,12 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.save()
 
     def evaluate(self) -> None:
-        """Measure and log."""
+        """Measure and log; a new best is kept."""
         numbers = self.measure()
         if self.recorder:
             self.recorder.evaluation(self.step, numbers)
+        if self.best.improves(self.step, numbers):
+            self.save(best=True)
 
     def measure(self) -> dict[str, float]:
         """The task's metrics over all evaluation rows, each counted once. Collective over the ranks."""
@@ -218,18 +225,20 @@ class SupervisedTrainer(Generic[Row, Micro]):
             most = math.ceil(len(self.eval_rows) / ranks)
             yield from [(rows, False)] * (math.ceil(most / size) - math.ceil(len(sampler) / size))
 
-    def save(self) -> None:
+    def save(self, *, best: bool = False) -> None:
         """Write a checkpoint of the run as it stands. Collective over the ranks."""
         if self.ckpt.disable_ds and not self.ckpt.save_hf:
             return
-        begun = self.checkpoints.begin(self.step, hf=self.ckpt.save_hf) if self.strategy.is_main else None
+        begun = self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf) if self.strategy.is_main else None
         staged: StagedCheckpoint = self.strategy.broadcast(begun)
         if not self.ckpt.disable_ds:
             self.engine.save(staged.engine_dir(), staged.tag)
         if self.ckpt.save_hf:
             self.export(staged.hf_dir)
         if self.strategy.is_main:
-            self.checkpoints.commit(staged, state=self._state())
+            self.checkpoints.commit(
+                staged, state=self._state(), metric_key=self.best.followed, metric_value=self.best.value_of(self.step)
+            )
         self.strategy.barrier()
 
     def _state(self) -> RunState:
@@ -241,12 +250,22 @@ class SupervisedTrainer(Generic[Row, Micro]):
             run_dir=self.run_dir,
             engines={"": layout},
             extra={"batch_size": self.schedule.batch_size, "rows": self.schedule.rows, "seed": self.train.seed},
+            **self.best.state(),
         )
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continue where a checkpoint stands. Collective over the ranks."""
         self.engine.load(checkpoint.engine_dir(), checkpoint.tag)
         self.step = self.resumed_at = checkpoint.state.step
+        self.best.restore(checkpoint.state)
+
+    def return_to_best(self) -> bool:
+        """With --eval.patience, load the weights of the best evaluation; whether they are others. Collective over the ranks."""
+        found = self.best.to_export(self.step, self.checkpoints, self.recorder.display.note) if self.recorder else None
+        checkpoint: Checkpoint | None = self.strategy.broadcast(found)
+        if checkpoint:
+            self.engine.load(checkpoint.engine_dir(), checkpoint.tag)
+        return checkpoint is not None
 
     def export(self, path: str) -> None:
         """Write the model as Transformers loads it. Collective over the ranks."""

@@ -21,6 +21,7 @@ from openrlhf.data.loading import Table, load_datasets
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import NonFiniteError, Strategy
 from openrlhf.models.loading import LoadSpec, ModelError
+from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.supervised import Micro, Row, Rows, Schedule, SupervisedTrainer, Task
 from openrlhf.workers.base import MicroBatchLimits
@@ -119,6 +120,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         train=config.train,
         ckpt=config.ckpt,
         checkpoints=checkpoints,
+        best=follow_best(config),
         eval_steps=config.eval.steps,
         num_workers=config.data.dataloader_num_workers,
         recorder=recorder,
@@ -173,6 +175,12 @@ def open_checkpoints(ckpt: CheckpointConfig) -> CheckpointManager:
     """The checkpoints at --ckpt.path; with --ckpt.disable_ds they are exports only."""
     parts = [] if ckpt.disable_ds else [""]
     return CheckpointManager(ckpt.path, parts=parts, max_num=ckpt.max_num, max_mem_gib=ckpt.max_mem)
+
+
+def follow_best(config: SupervisedConfig) -> BestMetric:
+    """What the best checkpoint is of: the metric that is named, or with --eval.patience the first that ends in `loss`."""
+    patience = config.eval.patience
+    return BestMetric(config.ckpt.best_metric_key or ("" if patience else "none"), ending="loss", patience=patience)
 
 
 def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strategy, *, seed: int) -> None:

@@ -261,7 +261,7 @@ def test_directories_of_another_program_are_named_skipped_and_never_deleted(
 # ---------------------------------------------------------------- what is kept
 
 
-def listed(*rows: tuple[str, float | None, float]) -> list[Checkpoint]:
+def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> list[Checkpoint]:
     """Checkpoints from (tag, metric, GiB), oldest first."""
     return [
         Checkpoint(
@@ -271,7 +271,7 @@ def listed(*rows: tuple[str, float | None, float]) -> list[Checkpoint]:
             sequence=sequence,
             places=(tag,),
             files={"model": (int(gib * GIB), "")},
-            metric_key=None,
+            metric_key=key,
             metric_value=metric,
             state=RunState(step=sequence),
         )
@@ -303,6 +303,20 @@ def listed(*rows: tuple[str, float | None, float]) -> list[Checkpoint]:
 def test_rotation_table(rows: list, max_num: int, max_gib: float, gone: list[str]) -> None:
     evicted = evictions(listed(*rows), max_num=max_num, max_bytes=max_gib * GIB)
     assert [checkpoint.tag for checkpoint in evicted] == gone
+
+
+def test_of_losses_the_highest_goes_first() -> None:
+    checkpoints = listed(("a", 0.1, 1), ("b", 0.9, 1), ("c", 0.5, 1), key="eval gpt_loss")
+    assert [checkpoint.tag for checkpoint in evictions(checkpoints, max_num=2, max_bytes=math.inf)] == ["b"]
+
+
+def test_a_checkpoint_is_found_by_its_step_if_it_is_whole(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    regular = save(manager, 1)
+    assert manager.find(1, best=False) == regular
+    assert manager.find(2, best=False) is manager.find(1, best=True) is None
+    cut(tmp_path / "global_step1" / "model_states.pt")
+    assert manager.find(1, best=False) is None
 
 
 def test_an_incomplete_checkpoint_is_the_first_to_go() -> None:

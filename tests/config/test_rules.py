@@ -11,7 +11,7 @@ import pytest
 from openrlhf.config.flags import amend
 from openrlhf.config.options import ConfigError, read_flags
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.rules import attention_can_run, sources_exist
+from openrlhf.config.rules import attention_can_run, patience_can_end, sources_exist
 from tests.config.commands import ROOTS, SMALLEST, ppo, sft, violations
 
 SFT, RL = "train_sft", "train_ppo_ray"
@@ -100,6 +100,12 @@ BROKEN: list[tuple[str, str, str]] = [
      "--reward.num_gpus_per_node 1 --algo.advantage.estimator gae", "--train.colocate_critic_reward needs equal"),
     (RL, "--train.colocate_all --vllm.num_engines 2",
      "--vllm.num_engines 2 x tensor x pipeline parallelism use 2 devices, but the policy has 1"),
+    (SFT, "--eval.patience 3", "--eval.patience 3 waits for a better evaluation: give --eval.dataset"),
+    (SFT, "--eval.patience 3 --eval.dataset e --ckpt.best_metric_key none", "--ckpt.best_metric_key, which is none"),
+    (SFT, "--eval.patience 3 --eval.dataset e --ckpt.disable_ds", "--ckpt.disable_ds does not write"),
+    (SFT, "--eval.patience 0 --eval.dataset e", "--eval.patience is 0, but it must be at least 1"),
+    (RL, "--eval.patience 3 --eval.dataset e --eval.at_start",
+     "--eval.patience 3 waits for a better evaluation: set --eval.steps"),
     (SFT, "--data.dataset a,b --data.dataset_probs 1.0", "--data.dataset_probs has 1 numbers"),
     (RL, "--data.prompt_dataset a,b --data.prompt_probs 0.5,0.6", "must be positive and sum to 1"),
     (RL, "--data.prompt_dataset a,b --data.prompt_probs 1.5,-0.5", "must be positive"),
@@ -159,7 +165,9 @@ def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, monkeypa
     for command, line in [*((command, line) for command, line, _ in BROKEN), (SFT, "--local_rank 2")]:
         monkeypatch.setenv("WORLD_SIZE", "3" if "local_rank" in line else "1")
         config = unchecked(command, line, gpu_machine)
-        shared = len(attention_can_run(config.ds))  # the rules of every command come first
+        shared = len(attention_can_run(config.ds)) + len(
+            patience_can_end(config)
+        )  # the rules of every command come first
         rows = config.mistakes()[len(sources_exist(config)) :]
         gpu_machine(0, flash_attention=False)
         for number, (holds, sentence) in enumerate(rows):

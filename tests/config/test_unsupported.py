@@ -63,6 +63,8 @@ SUPPORTED = [
     ("train_sft", "--data.apply_chat_template --data.multiturn --data.tokenizer_chat_template t"),
     ("train_sft", "--model.pretrain_mode_enable --model.gradient_checkpointing_enable"),
     ("train_sft", "--eval.dataset e --eval.steps 5 --ckpt.save_steps 5 --ckpt.save_hf --ckpt.load_enable"),
+    ("train_sft", "--eval.dataset e --eval.patience 3"),
+    ("train_ppo_ray", "--eval.dataset e --eval.steps 5 --eval.patience 3 --ckpt.best_metric_key eval_gsm8k_pass4"),
     ("train_sft", "--logger.tensorboard_dir t --logger.wandb.key k --run.json --dry_run"),
     ("train_sft", "--model.aux_loss_coef 0.01 --model.gradient_checkpointing_enable"),
     ("train_rm", "--model.aux_loss_coef 0.01"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.checkpoints import CheckpointError
@@ -359,6 +360,25 @@ def test_a_mixture_of_experts_is_balanced_and_published(workspace: Path, kind: s
     losses = [column(folder, name) for name in ("train/aux_loss", "train/critic_aux_loss")]
     for balance in losses if "algo.advantage.estimator" in changes else losses[:1]:
         assert len(balance) == 4 and all(1 < value < 8 for value in balance)  # 2 if balanced; there are 8 experts
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_policy_that_got_no_better_within_the_patience_is_exported_as_it_was(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a metric that never changes: the best evaluation is that of the start, whose weights come back to the last digit."""
+    folder = workspace / "patient"
+    waits = {"eval.steps": 1, "eval.at_start": True, "eval.patience": 2, "ckpt.best_metric_key": "eval_num_samples"}
+    train(grpo_flags(workspace, folder, **waits, **{"eval.dataset": workspace / "held_out.jsonl"}))
+    assert [row["step"] for row in numbers(folder) if "eval/eval_num_samples" in row] == [0, 1, 2]
+    printed = capsys.readouterr().out
+    assert "--eval.patience 2 ends the run after step 2. Exported are the weights of step 0" in printed
+    assert column(folder, "train/kl")[-1] > 1e-6  # it had moved
+    start, end = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        for path in (workspace / "model", folder / "model")
+    )
+    assert start.keys() == end.keys() and all(start[name].equal(end[name]) for name in start)
 
 
 def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:

@@ -113,8 +113,14 @@ def test_the_run_folder_holds_configuration_numbers_and_report(whole: Path) -> N
 def test_the_exported_model_has_in_plain_transformers_the_evaluation_loss_that_was_logged(
     whole: Path, workspace: Path
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(whole / "model")
-    hf = AutoModelForCausalLM.from_pretrained(whole / "model", dtype=torch.float64)
+    logged = column(whole, "eval/eval gpt_loss")[-1]
+    assert logged == pytest.approx(loss_in_transformers(whole / "model"), abs=2e-6)
+
+
+def loss_in_transformers(model: Path) -> float:
+    """The evaluation loss of an exported model, float64, without any code of ours."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     total, count = 0.0, 0
     for row in task_rows(EVAL_ROWS, seed=2):
         prompt = tokenizer(TEMPLATE.format(row["input"])).input_ids
@@ -124,8 +130,7 @@ def test_the_exported_model_has_in_plain_transformers_the_evaluation_loss_that_w
         table = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
         total -= float(table.gather(1, torch.tensor(answer)[:, None]).sum())
         count += len(answer)
-    logged = column(whole, "eval/eval gpt_loss")[-1]
-    assert logged == pytest.approx(total / count, abs=2e-6)
+    return total / count
 
 
 # ---- several processes
@@ -171,6 +176,30 @@ def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(whole: Path, wo
     assert numbers(folder) == numbers(whole)
     ours, theirs = (path / "model" / "model.safetensors" for path in (folder, whole))
     assert ours.read_bytes() == theirs.read_bytes()
+
+
+# ---- a run that overfits
+
+
+def test_a_run_that_overfits_ends_with_its_patience_and_exports_its_best_weights(workspace: Path) -> None:
+    """Killed on the way, and resumed: it counts on. An evaluation after every second step."""
+    folder, patience = workspace / "overfitting", 3
+    flags = sft_flags(workspace, folder) | {
+        "adam.lr": 3e-2,
+        "eval.steps": 2,
+        "eval.patience": patience,
+        "train.max_epochs": 100,
+        "ckpt.save_steps": 3,
+    }
+    kill_when(launch("train_sft", flags), lambda: steps_logged(folder) >= 7)
+    done = run("train_sft", {**flags, "ckpt.load_enable": True, "run.dir": None})
+    losses = column(folder, "eval/eval gpt_loss")
+    best = losses.index(min(losses))
+    assert len(losses) == best + 1 + patience
+    assert steps_logged(folder) == 2 * len(losses)
+    assert f"--eval.patience {patience} ends the run after step {2 * len(losses)}." in done.printed
+    assert f"Exported are the weights of step {2 * (best + 1)}" in done.printed
+    assert loss_in_transformers(folder / "model") == pytest.approx(min(losses), abs=2e-6)
 
 
 # ---- a real data set

@@ -1,8 +1,7 @@
-"""What the loop keeps of a batch, what it measures of it, which evaluation is the best, and how a run ends."""
+"""What the loop keeps of a batch, what it measures of it, and how a run ends."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from openrlhf.experience import Experience
 from openrlhf.observability.metrics import Metric, values
 from openrlhf.rollout.rewards import ErrorBudget
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
-from openrlhf.trainers.ppo import BestMetric, LoopSettings, PPOTrainer, rollout_metrics, trainable
+from openrlhf.trainers.ppo import LoopSettings, PPOTrainer, rollout_metrics, trainable
 from openrlhf.trajectory import StopReason, Trajectory
 from tests.trainers.episodes import episode, failed
 
@@ -80,60 +79,6 @@ def test_extra_numbers_are_means_over_the_samples_that_gave_them() -> None:
 def test_where_everything_failed_only_counts_are_left() -> None:
     metrics = values(rollout_metrics([failed(0, 0), failed(0, 1)], []))
     assert metrics == {"rollout/reward_std": 0.0, "rollout/num_samples": 0.0, "train/failed_episodes": 2.0}
-
-
-# ---- the best evaluation
-
-
-def test_the_first_pass_at_one_by_name_is_tracked() -> None:
-    best = BestMetric("")
-    assert best.improves({"eval/eval_b_pass1": 0.9, "eval/eval_a_pass4": 0.8, "eval/eval_a_pass1": 0.1})
-    assert (best.key, best.value) == ("eval_a_pass1", 0.1)
-
-
-def test_only_a_strictly_better_value_is_an_improvement() -> None:
-    best = BestMetric("eval_a_pass1")
-    improved = [best.improves({"eval/eval_a_pass1": value}) for value in (0.5, 0.5, 0.4, 0.6)]
-    assert improved == [True, False, False, True]
-    assert (best.value, best.last) == (0.6, 0.6)
-
-
-def test_the_last_value_is_kept_beside_the_best_one() -> None:
-    best = BestMetric("eval_a_pass1")
-    for value in (0.5, 0.3):
-        best.improves({"eval/eval_a_pass1": value})
-    assert (best.value, best.last) == (0.5, 0.3)
-
-
-def test_none_keeps_no_best() -> None:
-    assert not BestMetric("none").improves({"eval/eval_a_pass1": 1.0})
-
-
-def test_an_evaluation_without_the_metric_is_no_improvement() -> None:
-    best = BestMetric("eval_a_pass1")
-    assert not best.improves({"eval/eval_num_samples": 4.0})
-    assert not BestMetric("").improves({"eval/eval_num_samples": 4.0})
-
-
-def test_an_evaluation_in_which_everything_failed_neither_counts_nor_blocks_later_ones() -> None:
-    best = BestMetric("eval_a_pass1")
-    assert not best.improves({"eval/eval_a_pass1": math.nan})
-    assert best.improves({"eval/eval_a_pass1": 0.1})
-    assert not best.improves({"eval/eval_a_pass1": math.nan})
-    assert best.value == 0.1
-
-
-def test_a_resumed_run_has_to_beat_the_best_of_the_run_before() -> None:
-    best = BestMetric("")
-    best.restore("eval_a_pass1", 0.5)
-    assert not best.improves({"eval/eval_a_pass1": 0.4})
-    assert best.improves({"eval/eval_a_pass1": 0.6})
-
-
-def test_a_best_of_another_metric_is_not_restored() -> None:
-    best = BestMetric("eval_b_pass1")
-    best.restore("eval_a_pass1", 0.5)
-    assert best.improves({"eval/eval_b_pass1": 0.1})
 
 
 def test_numbers_beside_a_reward_do_not_mix_with_ours() -> None:
@@ -213,7 +158,7 @@ def events(steps: list[list[Trajectory]], *, eval_steps: int) -> list[str]:
     notes, nothing = Notes(), Nothing()
     settings: Any = LoopSettings(
         batch_size=2, epochs=1, seed=0, needs_groups=True, eval_steps=eval_steps, eval_at_start=False, eval_samples=1,
-        best_metric_key="none", step_timeout=1.0, run_dir="", layouts={}, freezing_steps=0, save_critic=False, stop_run=None, updates_per_step=1,
+        best_metric_key="none", patience=None, step_timeout=1.0, run_dir="", layouts={}, freezing_steps=0, save_critic=False, stop_run=None, updates_per_step=1,
     )  # fmt: skip
     parts: dict[str, Any] = {
         "source": Steps(steps), "maker": nothing, "policy": None, "critic": None, "weights": nothing,

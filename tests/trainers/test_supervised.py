@@ -14,6 +14,7 @@ from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager,
 from openrlhf.config.shared import CheckpointConfig, EngineConfig, TrainConfig
 from openrlhf.experience import TokenRows
 from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.supervised import Schedule, SupervisedTrainer
 from openrlhf.trainers.tasks import check_resumable
 from openrlhf.workers.base import MicroBatchLimits
@@ -96,6 +97,7 @@ def trainer(
         train=TrainConfig(batch_size=4, micro_batch_size=2, max_epochs=3, seed=5),
         ckpt=ckpt,
         checkpoints=CheckpointManager(folder),
+        best=BestMetric("none", ending="loss"),
         eval_steps=-1,
         num_workers=0,
         recorder=None,

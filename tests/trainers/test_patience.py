@@ -1,0 +1,303 @@
+"""Both loops with --eval.patience: when they end, what they export, and that a resumed run ends where an unbroken one does.
+
+The model is a number, the step that made it; what an evaluation finds is written down beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from openrlhf.checkpoints import CheckpointManager
+from openrlhf.config.shared import CheckpointConfig, TrainConfig
+from openrlhf.distributed.strategy import StepResult
+from openrlhf.experience import Experience
+from openrlhf.observability.metrics import Last, Metric
+from openrlhf.trainers.best import BestMetric
+from openrlhf.trainers.ppo import LoopSettings, PPOTrainer
+from openrlhf.trainers.supervised import Schedule, SupervisedTrainer
+from openrlhf.workers.base import TrainedWorker
+from tests.tiny import character_tokenizer
+from tests.trainers.episodes import episode
+from tests.trainers.test_supervised import CountingTask, Numbers, OneOfMany
+
+STEPS = 8
+
+
+class Weights:
+    """The number that is trained. It is an engine, and the only worker of a group."""
+
+    size, logs = 1, ()
+    module = nn.Linear(1, 1)
+    nonfinite_steps = 0
+
+    def __init__(self) -> None:
+        self.made_by = 0
+        self.exported: int | None = None
+
+    def optimize(self, *_: Any, **__: Any) -> StepResult:
+        self.made_by += 1
+        return StepResult(applied=True, grad_norm=0.0, lr=0.0)
+
+    def save(self, directory: str, tag: str) -> None:
+        (Path(directory) / tag / "weights").write_text(str(self.made_by))
+
+    def load(self, directory: str, tag: str) -> None:
+        self.made_by = int((Path(directory) / tag / "weights").read_text())
+
+    def broadcast(self, method: Any, *args: Any) -> list[Any]:
+        calls = {TrainedWorker.save_checkpoint: self.save, TrainedWorker.load_checkpoint: self.load}
+        calls[TrainedWorker.export] = lambda *_: setattr(self, "exported", self.made_by)
+        return [calls[method](*args)]
+
+
+class Log:
+    """A recorder, a display and a folder that remember what is said and evaluated."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.evaluated: list[int] = []
+        self.display = SimpleNamespace(note=self.said.append, begin=lambda *_, **__: None, status=lambda _: None)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, trajectories: Sequence[Any]) -> None: ...
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        self.evaluated.append(step)
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+class Written(CountingTask):
+    """A task whose evaluations find what is written down."""
+
+    def __init__(self, losses: Sequence[float], weights: Weights) -> None:
+        super().__init__()
+        self.losses, self.weights = losses, weights
+
+    def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        return {"eval/eval_loss": Last(self.losses[self.weights.made_by - 1])}
+
+
+class Alone(OneOfMany):
+    is_main = True
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def barrier(self) -> None: ...
+
+
+class Supervised(SupervisedTrainer[int, Any]):
+    def __init__(self, folder: Path, losses: Sequence[float], patience: int | None, save_steps: int = -1) -> None:
+        self.weights, self.log = Weights(), Log()
+        super().__init__(
+            Written(losses, self.weights),
+            self.weights,  # pyright: ignore[reportArgumentType]
+            Alone(0, 1, 2),  # pyright: ignore[reportArgumentType]
+            tokenizer=character_tokenizer(),
+            train_rows=Numbers(STEPS),
+            eval_rows=Numbers(1),
+            schedule=Schedule(rows=STEPS, batch_size=1, max_epochs=1),
+            train=TrainConfig(batch_size=1, micro_batch_size=1),
+            ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
+            checkpoints=CheckpointManager(folder),
+            best=BestMetric("", ending="loss", patience=patience),
+            eval_steps=1,
+            num_workers=0,
+            recorder=self.log,  # pyright: ignore[reportArgumentType]
+            run_dir=str(folder),
+        )
+        self.dies_after = STEPS + 1
+
+    def after_step(self, metrics: Mapping[str, Metric]) -> None:
+        super().after_step(metrics)
+        if self.step == self.dies_after:
+            raise Killed
+
+    def export(self, path: str) -> None:
+        self.weights.exported = self.weights.made_by
+
+
+class Prompts:
+    """A source of as many batches as there are steps."""
+
+    total_steps, episode, identity, keep = STEPS, 0, {}, None
+    consumed = 0
+
+    @property
+    def exhausted(self) -> bool:
+        return self.consumed == STEPS
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        while not self.exhausted:
+            self.consumed += 1
+            yield [episode(score=1.0)]
+
+
+class OnPolicy(PPOTrainer):
+    """The loop of RL; an update is a count."""
+
+    def __init__(
+        self, folder: Path, scores: Sequence[float], patience: int | None, save_steps: int = -1, at_start: bool = False
+    ) -> None:
+        self.weights_made, self.log, self.scores = Weights(), Log(), scores
+        same: Any = SimpleNamespace(scored=lambda t: t, annotate=lambda e: (e, {}), credit=lambda e: (e, {}))
+        settings = LoopSettings(
+            batch_size=1,
+            epochs=1,
+            updates_per_step=1,
+            seed=0,
+            needs_groups=False,
+            eval_steps=1,
+            eval_at_start=at_start,
+            eval_samples=1,
+            best_metric_key="",
+            patience=patience,
+            step_timeout=1.0,
+            run_dir=str(folder),
+            layouts={},
+            freezing_steps=0,
+            stop_run=None,
+            save_critic=False,
+        )
+        nothing: Any = SimpleNamespace(publish=lambda _: None, check=lambda _: None, coef=None)
+        made: Any = self.weights_made
+        source: Any = Prompts()
+        log: Any = self.log
+        super().__init__(
+            source,
+            same,
+            made,
+            None,
+            nothing,
+            kl=nothing,
+            errors=nothing,
+            evaluate=lambda: [episode(score=self.scores[made.made_by - (not at_start)])],
+            pretraining=None,
+            checkpoints=CheckpointManager(folder, parts=["_actor"], max_num=STEPS),
+            ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
+            tokenizer=character_tokenizer(),
+            recorder=log,
+            settings=settings,
+        )
+
+    def improve(self, experience: Experience) -> dict[str, Metric]:
+        self.weights_made.optimize()
+        return {}
+
+    def _gather(self, launched: list[Any], doing: str, logs: Any) -> list[Any]:
+        return launched
+
+
+# ---- supervised
+
+
+LOSSES = [3.0, 2.0, 2.5, 1.0, 1.5, 1.0, 1.2, 0.5]
+
+
+def test_a_supervised_run_ends_with_its_patience_and_exports_the_best_weights(tmp_path: Path) -> None:
+    """The best are those of step 4; of the evaluations after it, those of steps 5, 6 and 7 are not better."""
+    trainer = Supervised(tmp_path, LOSSES, patience=3)
+    trainer.fit()
+    assert trainer.log.evaluated == [1, 2, 3, 4, 5, 6, 7]
+    assert trainer.weights.exported == 4
+    assert trainer.log.said == [
+        "--eval.patience 3 ends the run after step 7. "
+        "Exported are the weights of step 4, with the best eval_loss of all evaluations, 1."
+    ]
+
+
+def test_a_supervised_run_that_never_waits_so_long_goes_to_its_end(tmp_path: Path) -> None:
+    trainer = Supervised(tmp_path, LOSSES, patience=4)
+    trainer.fit()
+    assert (trainer.log.evaluated[-1], trainer.weights.exported) == (8, 8)
+
+
+def test_one_best_checkpoint_is_kept_with_its_metric(tmp_path: Path) -> None:
+    Supervised(tmp_path, LOSSES, patience=3).fit()
+    (checkpoint,) = CheckpointManager(tmp_path).checkpoints()
+    assert (checkpoint.tag, checkpoint.metric_key, checkpoint.metric_value) == ("best_global_step4", "eval_loss", 1.0)
+
+
+@pytest.mark.parametrize("killed_after", [3, 4, 5, 6])
+def test_a_resumed_supervised_run_ends_where_an_unbroken_one_does(tmp_path: Path, killed_after: int) -> None:
+    broken = Supervised(tmp_path, LOSSES, patience=3, save_steps=1)
+    broken.dies_after = killed_after
+    with pytest.raises(Killed):
+        broken.fit()
+    resumed = Supervised(tmp_path, LOSSES, patience=3, save_steps=1)
+    checkpoint = resumed.checkpoints.latest()
+    assert checkpoint and checkpoint.state.step == killed_after
+    resumed.resume(checkpoint)
+    resumed.fit()
+    assert broken.log.evaluated + resumed.log.evaluated == [1, 2, 3, 4, 5, 6, 7]
+    assert resumed.weights.exported == 4
+
+
+def test_a_run_that_has_ended_with_its_patience_and_is_resumed_takes_no_step(tmp_path: Path) -> None:
+    Supervised(tmp_path, LOSSES, patience=3, save_steps=1).fit()
+    again = Supervised(tmp_path, LOSSES, patience=3, save_steps=1)
+    checkpoint = again.checkpoints.latest()
+    assert checkpoint
+    again.resume(checkpoint)
+    again.fit()
+    assert (again.log.evaluated, again.weights.exported) == ([], 4)
+
+
+# ---- RL
+
+
+SCORES = [0.1, 0.3, 0.2, 0.3, 0.25, 0.9]
+
+
+def test_a_run_of_rl_ends_with_its_patience_and_exports_the_best_policy(tmp_path: Path) -> None:
+    trainer = OnPolicy(tmp_path, SCORES, patience=3)
+    trainer.fit()
+    assert trainer.log.evaluated == [1, 2, 3, 4, 5]
+    assert trainer.weights_made.exported == 2
+    (said,) = trainer.log.said
+    assert said.startswith("--eval.patience 3 ends the run after step 5. Exported are the weights of step 2")
+    assert [checkpoint.tag for checkpoint in trainer.checkpoints.checkpoints()] == ["best_global_step2"]
+
+
+def test_a_policy_that_never_gets_better_than_at_the_start_is_exported_as_it_was(tmp_path: Path) -> None:
+    trainer = OnPolicy(tmp_path, [0.5, 0.4, 0.3, 0.2], patience=2, at_start=True)
+    trainer.fit()
+    assert (trainer.log.evaluated, trainer.weights_made.exported) == ([0, 1, 2], 0)
+
+
+def test_a_resumed_run_of_rl_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
+    """From the checkpoint of step 3, which had waited for one evaluation."""
+    OnPolicy(tmp_path, SCORES, patience=3, save_steps=1).fit()
+    resumed = OnPolicy(tmp_path, SCORES, patience=3, save_steps=1)
+    checkpoint = resumed.checkpoints.find(3, best=False)
+    assert checkpoint and checkpoint.state.evaluations_since_best == 1
+    resumed.resume(checkpoint)
+    resumed.fit()
+    assert (resumed.log.evaluated, resumed.weights_made.exported) == ([4, 5], 2)
+
+
+def test_a_start_that_was_evaluated_before_a_kill_is_not_evaluated_again(tmp_path: Path) -> None:
+    scores = [0.5, 0.4, 0.3, 0.2]
+    OnPolicy(tmp_path, scores, patience=2, at_start=True).fit()
+    resumed = OnPolicy(tmp_path, scores, patience=2, at_start=True)
+    checkpoint = resumed.checkpoints.latest()
+    assert checkpoint and checkpoint.tag == "best_global_step0"
+    resumed.resume(checkpoint)
+    resumed.fit()
+    assert resumed.log.evaluated == [1, 2]
+
+
+def test_without_a_patience_the_last_policy_is_exported(tmp_path: Path) -> None:
+    trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=None)
+    trainer.fit()
+    assert (trainer.log.evaluated[-1], trainer.weights_made.exported, trainer.log.said) == (STEPS, STEPS, [])
