@@ -42,6 +42,7 @@ RUNS = {
     **dict.fromkeys(("reinforce_baseline", "group_norm", "dr_grpo"), batches(32, 8)),
     **dict.fromkeys(("clip_higher", "dual_clip", "gspo", "cispo", "sequence", "constant"), batches(32, 8)),
     **dict.fromkeys(("tis", "tis_paper", "icepop", "seq_mask_tis"), batches(32, 8)),
+    "distill": f"{batches(32, 8)} --reward.weights 0",  # the rule is watched, and teaches nothing
     "dapo": f"{batches(32, 8)} --reward.overlong_buffer_len 2",
 }
 
@@ -60,6 +61,14 @@ def supervised(folder: Path, seed: int) -> tuple[Path, Path]:
     return task, sft / "model"
 
 
+@cache
+def teacher(folder: Path, seed: int) -> Path:
+    """A better model of the same task: four times as long under supervision."""
+    task, _ = supervised(folder, seed)
+    train("train_sft", [*sft_flags(task, folder / f"teacher{seed}", seed), "--train.max_epochs", "4"])
+    return folder / f"teacher{seed}" / "model"
+
+
 def train(command: str, flags: list[str | Path]) -> None:
     """Run a command as a user would."""
     subprocess.run([sys.executable, "-m", f"openrlhf.cli.{command}", *map(str, flags)], cwd=ROOT, check=True)
@@ -71,6 +80,8 @@ def test_held_out_problems_are_solved_more_often(name: str, seed: int, folder: P
     task, model = supervised(folder, seed)
     out = folder / f"{name}-{seed}"
     method, own = flag_sets()[name], RUNS[name].split()
+    if name == "distill":
+        own += ["--algo.distill.teacher", str(teacher(folder, seed))]
     start = time.monotonic()
     reward = ["--reward.remote_url", ROOT / "tests/verify/digits.py"]
     train("train_ppo_ray", [*method, *rl_flags(task, model, out, seed), *reward, *own])
