@@ -179,7 +179,7 @@ declare(
     "seconds",
     {
         "timing/generation": "Generating and rewarding episodes.",
-        "timing/make_experience": "Scoring by reward models, forward passes and credit assignment.",
+        "timing/make_experience": "Forward passes and credit assignment.",
         "timing/old_logprobs": "Within make_experience, until log π_old was there; absent where nothing needs it.",
         "timing/ref_logprobs": "The same for log π_ref.",
         "timing/teacher_logprobs": "The same for the teacher's log-probabilities.",
