@@ -67,12 +67,8 @@ class KLController:
     def update(self, kl: float, n: int) -> None:
         """See the mean KL per action token (nats) of `n` samples."""
 
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps: β."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Resume from what `state_dict` gave."""
+    def resume(self, coef: float) -> None:
+        """Go on where a checkpoint's β stood."""
 
 
 class FixedKL(KLController):
@@ -97,6 +93,6 @@ class AdaptiveKL(KLController):
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * min(n / self.horizon, 1.0)
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Resume with the checkpoint's β."""
-        self.coef = state["coef"]
+    def resume(self, coef: float) -> None:
+        """Go on with the checkpoint's β."""
+        self.coef = coef

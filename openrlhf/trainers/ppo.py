@@ -262,7 +262,7 @@ class PPOTrainer:
         self.step, self.source.consumed = state.step, state.consumed
         self.best.evaluated_at = self.step if self.evaluation_is_due else -1
         if state.kl_coef is not None:
-            self.kl.load_state_dict({"coef": state.kl_coef})
+            self.kl.resume(state.kl_coef)
         self.best.restore(state)
 
     def return_to_best(self) -> None:

@@ -120,7 +120,7 @@ def test_an_unknown_estimator_is_refused_with_the_known_ones() -> None:
 def test_a_fixed_coefficient_follows_nothing_and_stays_the_flags_after_a_resume() -> None:
     controller = FixedKL(0.01)
     controller.update(100.0, 1000)
-    controller.load_state_dict({"coef": 0.5})
+    controller.resume(0.5)
     assert controller.coef == 0.01
 
 
@@ -160,7 +160,7 @@ def test_an_adaptive_coefficient_continues_where_its_checkpoint_was() -> None:
     first = AdaptiveKL(0.1, target=6.0, horizon=10_000)
     first.update(20.0, 100)
     second = AdaptiveKL(0.1, target=6.0, horizon=10_000)
-    second.load_state_dict(first.state_dict())
+    second.resume(first.coef)
     assert second.coef == first.coef != 0.1
 
 
