@@ -46,7 +46,7 @@ class Classifier(OfflineTask):
         return {"texts": float(micro.num_samples)}
 
     def loss(self, model, micro, totals):
-        scores = last_token_scores(model(micro.tokens, micro.offsets), micro.offsets)
+        scores = last_token_scores(model(micro.tokens, micro.offsets).values, micro.offsets)
         summed = F.binary_cross_entropy_with_logits(scores, micro.labels, reduction="sum")
         right = float(((scores > 0) == (micro.labels > 0)).sum())
         metrics = {
