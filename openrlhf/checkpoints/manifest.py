@@ -36,6 +36,10 @@ class EngineLayout:
     world_size: int
     zero_stage: int
     tensor_parallel_size: int = 1
+    param_dtype: str = "bf16"
+
+    def __str__(self) -> str:
+        return f"{self.world_size} process(es) with ZeRO stage {self.zero_stage} in {self.param_dtype}"
 
 
 @dataclass(frozen=True, kw_only=True)

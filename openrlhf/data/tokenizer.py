@@ -19,10 +19,11 @@ def get_tokenizer(
     use_fast: bool = True,
     trust_remote_code: bool = False,
     chat_template: str | None = None,
+    flag: str = "--model.model_name_or_path",
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name; a missing padding token becomes end-of-text.
 
-    `chat_template` replaces the tokenizer's own. Raises DataError where there is no tokenizer,
+    `chat_template` replaces the tokenizer's own; `flag` is what named the model. Raises DataError where there is no tokenizer,
     where it needs code of the model's repository that is not trusted, and where it has no
     end-of-text token.
     """
@@ -32,11 +33,11 @@ def get_tokenizer(
         )
     folder = os.path.expanduser(path)
     if looks_like_path(path) and not os.path.isdir(folder):
-        raise DataError(f"There is no folder {path!r} (seen from {os.getcwd()}) with a tokenizer.")
+        raise DataError(f"{flag}: there is no folder {path!r} (seen from {os.getcwd()}) with a tokenizer.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, LookupError, AttributeError, ImportError) as error:
-        raise DataError(_explain(path, error)) from error
+        raise DataError(_explain(path, error, flag)) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made of a config.json alone
         raise DataError(f"{path!r} holds no tokenizer: its vocabulary is empty. Add its files.")
     if tokenizer.eos_token is None:
@@ -52,17 +53,17 @@ def get_tokenizer(
     return tokenizer
 
 
-def _explain(path: str, error: Exception) -> str:
+def _explain(path: str, error: Exception, flag: str) -> str:
     if "trust_remote_code" in str(error):
         return (
             f"The tokenizer of {path!r} is code in the model's own repository, which runs only if "
             "you allow it: read that code, then pass --model.trust_remote_code."
         )
-    what = "a folder" if os.path.isdir(os.path.expanduser(path)) else "no folder here, so a hub name"
-    return (
-        f"No tokenizer could be loaded from {path!r} ({what}), "
-        f"which --model.model_name_or_path or --actor.model_name_or_path names: {error}"
-    )
+    folder = os.path.expanduser(path)
+    what = "no folder here, so a hub name"
+    if os.path.isdir(folder):
+        what = f"a folder with {', '.join(sorted(os.listdir(folder))[:10]) or 'nothing in it'}"
+    return f"No tokenizer could be loaded from {flag} {path!r} ({what}): {error}"
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

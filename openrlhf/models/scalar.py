@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.models.backbone import decode, require_balanced_experts
-from openrlhf.models.loading import LoadSpec, naming_the_flag, prepared, pretrained_options
+from openrlhf.models.loading import LoadSpec, ModelError, naming_the_flag, prepared, pretrained_options
 
 NATIVE_HEAD = "score"  # what Transformers calls the head
 
@@ -140,6 +140,15 @@ def load_scalar(
         setattr(hf, name, _new_head(head, seed))
         hf.config.update({"mean": 0.0, "std": 1.0} if "mean" in hf.config.to_dict() else {})
     return ScalarModel(prepared(hf, spec), packing=spec.packing, normalize=normalize, balancing=balancing)
+
+
+def check_is_scalar(spec: LoadSpec) -> None:
+    """Raise ModelError where the configuration is a language model's. Reads no weights: it costs nothing at the start."""
+    config, declared = _configuration(spec, NATIVE_HEAD)
+    if not declared and any(name.endswith("ForCausalLM") for name in config.architectures or []):
+        raise ModelError(
+            f"{spec.path} is a language model ({config.architectures[0]}) and no reward model. Name one that train_rm made."
+        )
 
 
 def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:

@@ -130,11 +130,11 @@ class Server:
 
 
 def _user_frames(error: BaseException) -> Any:
-    """The traceback without this file's own frames, or all of it where there are no others."""
+    """The traceback without this file's own frames; none where it is this file that complains, in words."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    return frames or error.__traceback__
+    return frames
 
 
 def serve(channel: socket.socket) -> None:

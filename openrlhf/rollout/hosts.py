@@ -134,7 +134,7 @@ class _Host:
             self.cut()
             code = await asyncio.to_thread(self.process.wait)
             log = self._printed(log_start)
-            if self.expired:
+            if self.expired or code == -DUMP_SIGNAL:  # which ends a host that is still starting
                 raise HostTimeout(f"{activity} took more than {seconds:g} s.{log}") from None
             raise HostDied(f"{activity} ended its host: {_ending(code)}.{log}") from None
         finally:

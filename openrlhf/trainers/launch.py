@@ -324,7 +324,7 @@ def check_resumable(checkpoint: Checkpoint, config: PPOConfig, data: PromptData)
     """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
     checkpoint.check_continued_by(
         settings.engine_layouts(config),
-        layout="the same estimator, --ds.zero_stage and number of devices of each role",
+        layout="the same estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role",
         data={
             "prompts": (len(data.train), "--data.prompt_dataset and --data.max_samples"),
             "batch_size": (config.rollout.batch_size, "--rollout.batch_size"),

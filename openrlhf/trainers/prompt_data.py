@@ -12,6 +12,8 @@ from openrlhf.data.loading import load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.models.scalar import check_is_scalar
+from openrlhf.trainers import settings
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 
 
@@ -33,9 +35,10 @@ def load_prompts(config: PPOConfig) -> PromptData:
         padding_side="left",
         use_fast=not data.disable_fast_tokenizer,
         trust_remote_code=config.model.trust_remote_code,
+        flag="--actor.model_name_or_path",
     )
-
     for path in config.reward.models:
+        check_is_scalar(settings.load_spec(config, path))
         check_vocabulary(config, path, tokenizer, flag="--reward.model_name_or_path")
     if config.algo.distill.teacher:
         check_vocabulary(config, config.algo.distill.teacher, tokenizer, flag="--algo.distill.teacher")
@@ -73,7 +76,7 @@ def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase)
 
 def check_vocabulary(config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, *, flag: str) -> None:
     """Raise DataError where a model means other tokens by the policy's numbers: it is given those, not a text."""
-    theirs = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code).get_vocab()
+    theirs = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code, flag=flag).get_vocab()
     ours = tokenizer.get_vocab()
     if differing := [token for token, number in ours.items() if theirs.get(token) != number]:
         raise DataError(

@@ -274,7 +274,11 @@ def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
     """How the state of each trained model is cut into files."""
     roles = {"_actor": config.actor} | ({"_critic": config.critic} if has_critic(config) else {})
     return {
-        part: EngineLayout(world_size=role.num_nodes * role.num_gpus_per_node, zero_stage=config.ds.zero_stage)
+        part: EngineLayout(
+            world_size=role.num_nodes * role.num_gpus_per_node,
+            zero_stage=config.ds.zero_stage,
+            param_dtype=config.ds.param_dtype,
+        )
         for part, role in roles.items()
     }
 

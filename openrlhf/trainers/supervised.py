@@ -242,13 +242,12 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.strategy.barrier()
 
     def _state(self) -> RunState:
-        layout = EngineLayout(world_size=self.strategy.dp_size, zero_stage=self.strategy.config.zero_stage)
         return RunState(
             step=self.step,
             epoch=self.step // self.schedule.steps_per_epoch,
             consumed=self.step * self.schedule.batch_size,
             run_dir=self.run_dir,
-            engines={"": layout},
+            engines={"": layout_of(self.strategy)},
             extra={"batch_size": self.schedule.batch_size, "rows": self.schedule.rows, "seed": self.train.seed},
             **self.best.state(),
         )
@@ -273,3 +272,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
         assert isinstance(hf, PreTrainedModel)
         export_hf(self.engine.full_parameters(1 << 30), hf, self.tokenizer, path, writes=self.strategy.is_main)
         self.strategy.barrier()
+
+
+def layout_of(strategy: Strategy) -> EngineLayout:
+    """How this run's engine cuts its state into files."""
+    config = strategy.config
+    return EngineLayout(world_size=strategy.dp_size, zero_stage=config.zero_stage, param_dtype=config.param_dtype)

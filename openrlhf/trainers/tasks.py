@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.registry import Registry
-from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager, EngineLayout
+from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
 from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import SFTConfig, SupervisedConfig
@@ -23,7 +23,7 @@ from openrlhf.distributed.strategy import NonFiniteError, Strategy
 from openrlhf.models.loading import LoadSpec, ModelError
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.recorder import Recorder
-from openrlhf.trainers.supervised import Micro, Row, Rows, Schedule, SupervisedTrainer, Task
+from openrlhf.trainers.supervised import Micro, Row, Rows, Schedule, SupervisedTrainer, Task, layout_of
 from openrlhf.workers.base import MicroBatchLimits
 
 # What a user can mend: printed without a traceback.
@@ -186,8 +186,8 @@ def follow_best(config: SupervisedConfig) -> BestMetric:
 def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strategy, *, seed: int) -> None:
     """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
     checkpoint.check_continued_by(
-        {"": EngineLayout(world_size=strategy.dp_size, zero_stage=strategy.config.zero_stage)},
-        layout="as many processes and the same --ds.zero_stage",
+        {"": layout_of(strategy)},
+        layout="as many processes and the same --ds.zero_stage and --ds.param_dtype",
         data={
             "batch_size": (schedule.batch_size, "--train.batch_size"),
             "rows": (schedule.rows, "--data.dataset and --data.max_samples"),

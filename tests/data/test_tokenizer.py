@@ -51,8 +51,8 @@ def test_a_folder_that_is_not_there_is_said_to_be_missing() -> None:
 
 
 def test_a_hub_name_that_cannot_be_reached_names_the_flag() -> None:
-    with pytest.raises(DataError, match=r"'nobody/nothing'.*--model\.model_name_or_path"):
-        get_tokenizer("nobody/nothing")
+    with pytest.raises(DataError, match=r"--actor\.model_name_or_path 'nobody/nothing'"):
+        get_tokenizer("nobody/nothing", flag="--actor.model_name_or_path")
 
 
 def test_a_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:

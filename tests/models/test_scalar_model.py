@@ -16,8 +16,15 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.experience import Layout, offsets_of
 from openrlhf.models import packed_attention
-from openrlhf.models.loading import LoadSpec
-from openrlhf.models.scalar import ScalarHead, ScalarModel, last_token_scores, load_scalar, state_values
+from openrlhf.models.loading import LoadSpec, ModelError
+from openrlhf.models.scalar import (
+    ScalarHead,
+    ScalarModel,
+    check_is_scalar,
+    last_token_scores,
+    load_scalar,
+    state_values,
+)
 from tests.launch import run_ranks
 from tests.tiny import character_tokenizer, save_tiny_model, tiny_config
 
@@ -380,3 +387,13 @@ def test_normalising_needs_the_stored_mean_and_deviation(tmp_path: Path) -> None
     path = export(load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3), tmp_path / "rm")
     with pytest.raises(ValueError, match=r"stores no mean and standard deviation.*--reward.normalize_enable"):
         load_scalar(spec(path), require_head=True, normalize=True)
+
+
+def test_a_language_model_is_told_from_a_reward_model_by_its_configuration(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path)
+    spec = LoadSpec(path=folder, param_dtype="fp32", attention="sdpa", packing=False)
+    with pytest.raises(ModelError, match=r"is a language model \(Qwen2ForCausalLM\) and no reward model"):
+        check_is_scalar(spec)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForSequenceClassification"]}))
+    check_is_scalar(spec)

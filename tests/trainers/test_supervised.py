@@ -169,7 +169,7 @@ def test_under_zero_3_every_rank_runs_as_many_forwards_as_the_one_with_most_rows
 # ---- what a checkpoint can continue
 
 
-def checkpoint_of(*, world_size: int = 1, **extra: int) -> Checkpoint:
+def checkpoint_of(*, world_size: int = 1, param_dtype: str = "bf16", **extra: int) -> Checkpoint:
     return Checkpoint(
         root=Path("checkpoints"),
         tag="global_step4",
@@ -181,7 +181,7 @@ def checkpoint_of(*, world_size: int = 1, **extra: int) -> Checkpoint:
         metric_value=None,
         state=RunState(
             step=4,
-            engines={"": EngineLayout(world_size=world_size, zero_stage=2)},
+            engines={"": EngineLayout(world_size=world_size, zero_stage=2, param_dtype=param_dtype)},
             extra={"batch_size": 4, "rows": 13, "seed": 42} | extra,
         ),
     )
@@ -204,13 +204,14 @@ def test_a_checkpoint_of_the_same_run_can_be_continued() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"world_size": 2}, ["world_size=2", "world_size=1", "as many processes"]),
+        ({"world_size": 2}, ["2 process(es)", "1 process(es)", "as many processes"]),
+        ({"param_dtype": "fp32"}, ["stage 2 in fp32", "stage 2 in bf16", "--ds.param_dtype"]),
         ({"batch_size": 8}, ["batch_size 8", "has 4", "--train.batch_size"]),
         ({"rows": 12}, ["rows 12", "has 13", "--data.dataset"]),
         ({"seed": 7}, ["seed 7", "has 42", "--train.seed"]),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_with_both_values(changes: dict[str, int], words: list[str]) -> None:
+def test_a_checkpoint_of_another_run_is_refused_with_both_values(changes: dict[str, Any], words: list[str]) -> None:
     message = complaints(checkpoint_of(**changes))
     assert all(word in message for word in [*words, "global_step4"]), message
 
