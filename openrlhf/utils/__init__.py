@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from openrlhf.rollout.graders import extract_boxed_answer, grade_answer
+    from openrlhf.rollout.sandbox import run_program
 
-__all__ = ["extract_boxed_answer", "grade_answer"]
+__all__ = ["extract_boxed_answer", "grade_answer", "run_program"]
 
-_HOMES = {"extract_boxed_answer": "openrlhf.rollout.graders", "grade_answer": "openrlhf.rollout.graders"}
+_HOMES = {
+    "extract_boxed_answer": "openrlhf.rollout.graders",
+    "grade_answer": "openrlhf.rollout.graders",
+    "run_program": "openrlhf.rollout.sandbox",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,134 @@
+"""What a process may no longer do, by Linux calls that need no privilege: for hosts and for sandboxed programs.
+
+Standard library only. Each function changes the calling process for good, and what it starts
+inherits that. Where the kernel lacks a call, the function raises OSError or says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+_libc = ctypes.CDLL(None, use_errno=True)
+UIDS = range(0x7000_0000, 0x7FFF_FFFF)  # no distribution, container or service takes users from here
+CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SYS_ADMIN, CAP_SYS_RESOURCE = 1, 2, 21, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_SECUREBITS, PR_CAP_AMBIENT = 36, 38, 22, 28, 47
+NO_SETUID_FIXUP = 1 << 2  # a change of user keeps capabilities, and access() knows them
+CLONE_NEWUSER = 0x1000_0000
+# Numbers for x86-64, the platform. socketpair stays: asyncio needs it, and it leads nowhere.
+DENIED_CALLS = {
+    "socket": 41, "io_uring_setup": 425,
+    "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "pidfd_send_signal": 424,
+    "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "unshare": 272, "setns": 308, "mount": 165,
+    "shmget": 29, "msgget": 68, "semget": 64, "mq_open": 240, "keyctl": 250, "add_key": 248, "bpf": 321,
+}  # fmt: skip
+READ, FILE_WRITE = 0b1101, 0b0110 | 1 << 14  # Landlock: execute, read file, read folder; read, write, truncate a file
+
+
+def _call(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+def _prctl(*arguments: int) -> int:
+    return _call(_libc.prctl(*(ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0)[:5])))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that they can be found."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def limit_processes(count: int, uid: int) -> bool:
+    """Let this process and what it starts be at most `count` processes and threads; whether that worked.
+
+    The kernel counts per user and never stops root. So root becomes the otherwise unused user `uid`,
+    and keeps what it may do with files and processes; anybody else gets a user namespace, where the
+    counting starts anew.
+    """
+    try:
+        if os.geteuid() == 0 or os.geteuid() in UIDS:
+            _change_user(uid)
+        else:
+            _enter_user_namespace()
+    except OSError:
+        return False
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    count = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
+    return True
+
+
+def _change_user(uid: int) -> None:
+    _prctl(PR_SET_SECUREBITS, NO_SETUID_FIXUP)
+    os.setresuid(uid, uid, uid)
+    keep_capabilities(capabilities() - {CAP_SYS_ADMIN, CAP_SYS_RESOURCE})  # each of them lifts the limit
+    _libc.setfsuid(0)  # files it writes are root's
+
+
+def _enter_user_namespace() -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    _call(_libc.unshare(CLONE_NEWUSER))
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+
+
+def capabilities() -> set[int]:
+    """The numbers of the capabilities this process may use."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapPrm:"))
+    bits = int(line.split()[1], 16)
+    return {number for number in range(64) if bits >> number & 1}
+
+
+def keep_capabilities(kept: Iterable[int]) -> None:
+    """Drop all other capabilities; programs that are started get the kept ones too."""
+    bits = sum(1 << number for number in kept)
+    low, high = bits & 0xFFFF_FFFF, bits >> 32
+    _call(_libc.capset(struct.pack("II", 0x2008_0522, 0), struct.pack("6I", low, low, low, high, high, high)))
+    _prctl(PR_CAP_AMBIENT, 4)  # clear
+    for number in kept:
+        with suppress(OSError):  # one that the container does not have
+            _prctl(PR_CAP_AMBIENT, 2, number)
+
+
+def restrict_files(*, read: Iterable[str], write: str) -> None:
+    """Leave these paths readable and the folder `write` writable, and no other file at all (Landlock)."""
+    version = _call(_libc.syscall(444, None, 0, 1))
+    every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    rules = struct.pack("Q", every)
+    ruleset = _call(_libc.syscall(444, rules, len(rules), 0))
+    for path, allowed in [*((path, READ) for path in read), ("/dev/null", FILE_WRITE), (write, every)]:
+        with suppress(FileNotFoundError):
+            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            allowed = allowed if os.path.isdir(path) else allowed & (0b0111 | 1 << 14)
+            _call(_libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed & every, opened), 0))
+            os.close(opened)
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _call(_libc.syscall(446, ruleset, 0))
+    os.close(ruleset)
+
+
+def deny_calls() -> None:
+    """Have the kernel refuse `DENIED_CALLS`: no network, no signals, no reach into other processes (seccomp)."""
+    if platform.machine() != "x86_64":
+        raise OSError(f"the list of system calls is one for x86-64, not {platform.machine()}")
+    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
+    allow, refuse, kill = 0x7FFF_0000, 0x0005_0001, 0x8000_0000
+    program = [(load, 0, 0, 4), (equal, 1, 0, 0xC000_003E), (end, 0, 0, kill)]  # another architecture's numbers
+    program += [(load, 0, 0, 0), (at_least, 0, 1, 0x4000_0000), (end, 0, 0, kill)]
+    for number in DENIED_CALLS.values():
+        program += [(equal, 0, 1, number), (end, 0, 0, refuse)]
+    program.append((end, 0, 0, allow))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    described = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)))
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(PR_SET_SECCOMP, 2, ctypes.addressof(described))
