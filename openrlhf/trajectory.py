@@ -20,6 +20,19 @@ class StopReason(StrEnum):
     FAILED = "failed"  # engine, reward or agent failed: carries an error and no reward, never trained on
 
 
+class Failure(StrEnum):
+    """What went wrong with an episode, in one word; counted as `train/failed_<word>`."""
+
+    TIMEOUT = "timeout"  # no result in time
+    EXCEPTION = "exception"  # user code raised
+    EXIT = "exit"  # user code ended its process
+    MEMORY = "memory"  # user code asked for more than it may have
+    KILLED = "killed"  # a signal ended its process
+    RESULT = "result"  # what came back is no reward
+    SERVER = "server"  # a reward server did not answer
+    ENGINE = "engine"  # the engine gave up on the sample
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One row of the prompt dataset as drawn in a run. Created by `data.prompts`, consumed by the rollout generator.
@@ -58,6 +71,7 @@ class Trajectory:
     extra_logs: Mapping[str, float] = field(default_factory=dict[str, float])
     response_text: str = ""
     error: str | None = None
+    failure: Failure | None = None  # the kind of that error
     filtered: bool = False  # dynamic filtering replaced its prompt: shown, never trained on
 
     def __post_init__(self) -> None:

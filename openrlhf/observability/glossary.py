@@ -169,6 +169,7 @@ declare(
         "train/critic_steps": "Optimizer steps that the critic took for the batch.",
         "train/nonfinite_steps": "Optimizer steps skipped so far: loss or gradient not finite.",
         "train/failed_episodes": "Episodes of the step that failed and were dropped.",
+        "train/failed_{kind}": "Episodes with this kind of error, kept ones too: timeout, exception, exit, memory, killed, result, server, engine.",
         "rollout/num_samples": "Episodes kept for training.",
         "eval/eval_num_samples": "Samples scored in the evaluation.",
         "eval/eval_failed_episodes": "Evaluation samples that failed and have no reward.",

@@ -46,6 +46,7 @@ class SampleRow:
     stop_reason: str
     weight_versions: tuple[int, ...]
     error: str | None
+    failure: str | None = None  # the kind of the error
     filtered: bool = False  # dynamic filtering replaced its prompt
 
     @classmethod
@@ -63,6 +64,7 @@ class SampleRow:
             stop_reason=str(trajectory.stop_reason),
             weight_versions=trajectory.weight_versions,
             error=trajectory.error,
+            failure=trajectory.failure and str(trajectory.failure),
             filtered=trajectory.filtered,
         )
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.rollout.engine import Generation, SamplingParams
 from openrlhf.rollout.rewards import ErrorPolicy, Reward, RewardRequest, RewardResult
-from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
+from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
 T = TypeVar("T")
 Rejects = Callable[
@@ -183,9 +183,11 @@ class RolloutGenerator:
             extra_logs=result.extra_logs,
             response_text=response,
             error=result.error,
+            failure=result.failure,
         )
         if finished.failed:
-            return replace(finished, reward=None, score=None, error=f"the engine ended it: {generation.finish_reason}")
+            error = f"the engine ended it: {generation.finish_reason}"
+            return replace(finished, reward=None, score=None, error=error, failure=Failure.ENGINE)
         return finished if result.error is None else self._failed_reward(finished)
 
     def _failed_reward(self, finished: Trajectory) -> Trajectory:

@@ -1,6 +1,6 @@
 """The program a host runs: loads functions once and answers one call at a time, in its main thread.
 
-`HostPool` starts it as `python -m openrlhf.rollout.host_process SOCKET LIFELINE MEMORY_BYTES`. It
+`HostPool` starts it as `python -m openrlhf.rollout.host_process SOCKET LIFELINE MEMORY_BYTES UID`. It
 imports the standard library only: torch is here if the user's file brings it. What user code
 prints goes to stdout and stderr, which nobody reads as data: requests (pickled) and replies
 (marshalled: built-in data only, so nothing of the user's comes to life outside) have a socket.
@@ -30,6 +30,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from openrlhf.rollout import confinement
+from openrlhf.trajectory import Failure
+
+PROCESSES = 512  # and threads, of a host and what it starts: a fork bomb ends here
 LENGTH = struct.Struct("!Q")  # a request or reply is its length in bytes, then itself
 DUMP_SIGNAL = signal.SIGUSR1  # makes a host write the stack of its main thread to stderr
 
@@ -102,20 +106,26 @@ class Server:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.loop: asyncio.AbstractEventLoop | None = None
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """{"value": …} or {"error": text}; "broken": the process should not be used again."""
+    def answer(self, request: Mapping[str, Any]) -> bytes:
+        """Of {"value": …} or {"error": text, "failure": its kind}; "broken": the process should not be used again."""
+        failure = Failure.EXCEPTION
         try:
             if request["kind"] == "load":
                 function = self.functions[request["target"]] = load_function(request["target"])
-                return {"value": parameters_of(function)}
+                return marshal.dumps({"value": parameters_of(function)})
             result = self.functions[request["target"]](*request["args"], **request["kwargs"])
             if inspect.isawaitable(result):
                 result = self.wait_for(result)
-            return {"value": plain(result)}
+            failure = Failure.RESULT
+            return marshal.dumps({"value": plain(result)})
         except BaseException as error:
             text = "".join(traceback.format_exception(type(error), error, _user_frames(error)))
-            intact = isinstance(error, Exception) and not isinstance(error, MemoryError)
-            return {"error": text, "broken": not intact}
+            if isinstance(error, MemoryError):
+                failure = Failure.MEMORY
+            elif not isinstance(error, Exception):
+                failure = Failure.EXIT
+            broken = failure in (Failure.MEMORY, Failure.EXIT)
+            return marshal.dumps({"error": text, "failure": str(failure), "broken": broken})
 
     def wait_for(self, result: Any) -> Any:
         """What an `async def` function returns. The loop stays, and its clients and sessions do."""
@@ -139,10 +149,12 @@ def _user_frames(error: BaseException) -> Any:
 
 def serve(channel: socket.socket) -> None:
     """Answer requests until the other end is gone."""
-    server, stream = Server(), channel.makefile("rb")
+    server, stream, process = Server(), channel.makefile("rb"), os.getpid()
     while len(header := stream.read(LENGTH.size)) == LENGTH.size:
         request = pickle.loads(stream.read(*LENGTH.unpack(header)))
-        reply = marshal.dumps(server.answer(request))
+        reply = server.answer(request)
+        if os.getpid() != process:  # user code forked, and the copy came back too
+            os._exit(0)
         channel.sendall(LENGTH.pack(len(reply)) + reply)
 
 
@@ -160,7 +172,7 @@ def die_with_parent(lifeline: int) -> None:
         os._exit(1)
 
 
-def main(socket_fd: int, lifeline: int, memory_bytes: int) -> None:
+def main(socket_fd: int, lifeline: int, memory_bytes: int, uid: int) -> None:
     """Set limits and serve. Data is limited, not address space, of which torch reserves plenty."""
     die_with_parent(lifeline)
     faulthandler.enable()
@@ -169,6 +181,7 @@ def main(socket_fd: int, lifeline: int, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):  # where the whole machine runs short, the kernel is to take a host first
         Path("/proc/self/oom_score_adj").write_text("1000")
+    confinement.limit_processes(PROCESSES, uid)
     channel = socket.socket(fileno=socket_fd)
     channel.set_inheritable(False)
     serve(channel)

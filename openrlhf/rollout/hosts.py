@@ -1,7 +1,7 @@
 """Killable processes for the user's code: a pool of hosts, each running one call at a time.
 
 A call that hangs, exits, crashes or fills its memory ends a host, never the run: it comes back as
-a `HostError`, the host's whole process group is killed, and a fresh one takes its place while the
+a `HostError`, the host and all it started are killed, and a fresh one takes its place while the
 others go on. What runs inside is `host_process`.
 """
 
@@ -11,6 +11,8 @@ import asyncio
 import marshal
 import os
 import pickle
+import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,15 +25,22 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from openrlhf.rollout.confinement import UIDS
 from openrlhf.rollout.host_process import DUMP_SIGNAL, LENGTH
+from openrlhf.trajectory import Failure
 
 MAX_REPLY_BYTES = 1 << 28
-DUMP_SECONDS = 0.2  # what a call that ran out of time gets for writing down where it hangs
+DUMP_SECONDS = 0.5  # what a call that ran out of time gets for writing down where it hangs
+ROUNDS = 100  # of looking for what a host left behind
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 
 
 class HostError(RuntimeError):
     """The function raised, or returned what cannot leave a host; the message has the traceback."""
+
+    def __init__(self, message: str, failure: Failure = Failure.EXCEPTION) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class HostLoadError(HostError):
@@ -56,10 +65,13 @@ class _Host:
 
     def __init__(self, memory_bytes: int, environment: Mapping[str, str], log: Path | None) -> None:
         self.memory_bytes, self.environment, self.log = memory_bytes, environment, log
+        self.ending: list[threading.Thread] = []  # of earlier processes
         self.start(())
 
     def start(self, targets: Sequence[str]) -> None:
         """Start the process in a session of its own; it loads `targets` before it answers."""
+        self.mark = f"OPENRLHF_HOST={secrets.token_hex(8)}"  # in the environment of all it starts
+        self.uid = random.choice(UIDS)  # of the processes, where we are root
         self.loaded: dict[str, dict[str, Any]] = {}  # target -> reply
         self.loading: deque[str] = deque()  # asked for, reply not read yet
         self.expired = False
@@ -71,7 +83,7 @@ class _Host:
             self.ask_to_load(target)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         output = os.dup(2) if self.log is None else os.open(self.log, flags, 0o644)
-        arguments = (theirs.fileno(), their_end, self.memory_bytes)
+        arguments = (theirs.fileno(), their_end, self.memory_bytes, self.uid)
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "openrlhf.rollout.host_process", *map(str, arguments)],
@@ -80,7 +92,7 @@ class _Host:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=self.environment,
+                env={**self.environment, **dict([self.mark.split("=")])},
             )
         finally:
             theirs.close()
@@ -95,11 +107,13 @@ class _Host:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
-        """Kill the process group, close the files, and reap the process aside."""
+        """Kill the process group, close the files, and aside kill what left the group and reap the process."""
         self.cut()
         self.socket.close()
         self.lifeline.close()
-        threading.Thread(target=self.process.wait, daemon=True).start()
+        self.ending = [thread for thread in self.ending if thread.is_alive()]
+        self.ending.append(threading.Thread(target=_end, args=(self.process, self.uid, self.mark)))
+        self.ending[-1].start()
 
     def ask_to_load(self, target: str) -> None:
         """Have the host load `target`; the reply is read by the first call that needs it."""
@@ -110,7 +124,7 @@ class _Host:
         """The target's parameters, as `host_process.parameters_of` has them, once it is loaded."""
         if target not in self.loaded and target not in self.loading:
             self.ask_to_load(target)
-        while target not in self.loaded:
+        while self.loading:  # of other targets too: replies come in order
             asked = self.loading.popleft()
             self.loaded[asked] = await self.exchange(b"", seconds, f"loading {asked}")
         reply = self.loaded[target]
@@ -128,15 +142,16 @@ class _Host:
             (length,) = LENGTH.unpack(await self._read(LENGTH.size))
             if length > MAX_REPLY_BYTES:
                 limit = f"more than the {MAX_REPLY_BYTES:,} a host may send"
-                raise HostDied(f"{activity} returned {length:,} bytes, {limit}")
+                raise HostDied(f"{activity} returned {length:,} bytes, {limit}", Failure.RESULT)
             return marshal.loads(await self._read(length))
         except (OSError, EOFError):
             self.cut()
             code = await asyncio.to_thread(self.process.wait)
             log = self._printed(log_start)
             if self.expired or code == -DUMP_SIGNAL:  # which ends a host that is still starting
-                raise HostTimeout(f"{activity} took more than {seconds:g} s.{log}") from None
-            raise HostDied(f"{activity} ended its host: {_ending(code)}.{log}") from None
+                raise HostTimeout(f"{activity} took more than {seconds:g} s.{log}", Failure.TIMEOUT) from None
+            failure = Failure.EXIT if code >= 0 else Failure.KILLED
+            raise HostDied(f"{activity} ended its host: {_ending(code)}.{log}", failure) from None
         finally:
             for timer in timers:
                 timer.cancel()
@@ -167,6 +182,31 @@ class _Host:
             file.seek(max(start, self.log.stat().st_size - 4000))
             text = file.read().decode(errors="replace").strip()
         return f" It wrote to {self.log}:\n{text}" if text else ""
+
+
+def _end(process: subprocess.Popen[bytes], uid: int, mark: str) -> None:
+    """Reap a killed host, and kill what is left of its descendants, in whatever session."""
+    process.wait()
+    if os.geteuid() == 0:
+        with suppress(OSError):  # no right to change users: neither had the host
+            subprocess.run(["/bin/sh", "-c", "kill -9 -1"], user=uid, check=False, stderr=subprocess.DEVNULL)
+    for _ in range(ROUNDS):  # what is forked meanwhile is found by the next
+        if not (marked := _marked(mark)):
+            break
+        for pid in marked:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _marked(mark: str) -> list[int]:
+    """Running processes with this variable in their environment, as far as we may look."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
 
 
 def _ending(code: int) -> str:
@@ -234,9 +274,9 @@ class HostPool:
         async with self._borrow(target) as host:
             reply = await host.exchange(frame, timeout, target)
             if reply.get("broken"):
-                raise self._error(target, reply["error"])
+                raise self._error(target, reply)
         if "error" in reply:
-            raise self._error(target, reply["error"])
+            raise self._error(target, reply)
         return reply["value"]
 
     def close(self) -> None:
@@ -250,7 +290,9 @@ class HostPool:
         for host in self._hosts:
             host.stop() if host in idle else host.cut()
         for host in self._hosts:
-            host.process.wait()
+            _end(host.process, host.uid, host.mark)
+            for thread in host.ending:
+                thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -276,9 +318,10 @@ class HostPool:
         finally:
             self._release(host)
 
-    def _error(self, target: str, text: str) -> HostError:
-        memory = f"(--reward.memory_gib is {self._memory_gib:g}.)" if "MemoryError" in text else ""
-        return HostError(f"{target} raised:\n{text}{memory}")
+    def _error(self, target: str, reply: Mapping[str, str]) -> HostError:
+        failure = Failure(reply["failure"])
+        memory = f"(--reward.memory_gib is {self._memory_gib:g}.)" if failure is Failure.MEMORY else ""
+        return HostError(f"{target} raised:\n{reply['error']}{memory}", failure)
 
     def _replace(self, host: _Host) -> None:
         if not self._closed:

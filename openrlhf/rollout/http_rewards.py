@@ -13,6 +13,7 @@ import httpx
 
 from openrlhf.config.options import ConfigError
 from openrlhf.rollout.rewards import RewardRequest, RewardResult, read_rewards
+from openrlhf.trajectory import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +90,10 @@ class HTTPReward:
         try:
             return read_rewards(await self._ask(body), len(requests))
         except ServerError as error:
-            failure = f"{error} (attempt {self.retries + 1} of {self.retries + 1})"
+            attempts = f"(attempt {self.retries + 1} of {self.retries + 1})"
+            return [RewardResult(error=f"{error} {attempts}", failure=Failure.SERVER)] * len(requests)
         except (TypeError, ValueError, OverflowError) as error:  # no JSON, there or here, or not what was asked for
-            failure = f"reward server: {error}"
-        return [RewardResult(error=failure)] * len(requests)
+            return [RewardResult(error=f"reward server: {error}", failure=Failure.RESULT)] * len(requests)
 
     async def _ask(self, body: dict[str, list[Any]]) -> Any:
         """The first answer in `retries` + 1 attempts. Raises ServerError after the last."""

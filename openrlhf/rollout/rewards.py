@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from openrlhf.config.options import ConfigError
 from openrlhf.rollout.hosts import HostError, HostPool
-from openrlhf.trajectory import Trajectory
+from openrlhf.trajectory import Failure, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class RewardResult:
     score: float | None = None  # what dynamic filtering looks at; by default the reward
     extra_logs: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    failure: Failure | None = None  # the kind of that error
 
 
 class Reward(Protocol):
@@ -92,10 +93,12 @@ class FunctionReward:
             if not isinstance(returned, Mapping):
                 self._notice("returns rewards alone; a dict with rewards, scores and extra_logs can say more")
             return read_rewards(returned, len(requests))
-        except (HostError, ConfigError) as error:
-            return [RewardResult(error=str(error))] * len(requests)
+        except HostError as error:
+            return [RewardResult(error=str(error), failure=error.failure)] * len(requests)
+        except ConfigError as error:
+            return [RewardResult(error=str(error), failure=Failure.EXCEPTION)] * len(requests)
         except (ValueError, OverflowError) as error:
-            return [RewardResult(error=f"{self.target} {error}")] * len(requests)
+            return [RewardResult(error=f"{self.target} {error}", failure=Failure.RESULT)] * len(requests)
 
     async def _learn_arguments(self) -> _Arguments:
         if self._arguments is None:
@@ -168,7 +171,7 @@ class VerifierReward:
             reward = await self.pool.call(self.target, request.response_text, str(request.label), timeout=self.timeout)
             return RewardResult(reward=reward, score=reward)
         except HostError as error:
-            return RewardResult(error=str(error))
+            return RewardResult(error=str(error), failure=error.failure)
 
 
 def read_rewards(returned: Any, count: int) -> list[RewardResult]:

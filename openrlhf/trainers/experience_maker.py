@@ -24,7 +24,7 @@ from openrlhf.experience import Experience, Layout
 from openrlhf.observability.metrics import Last, Mean, Metric
 from openrlhf.rollout.rewards import LARGEST
 from openrlhf.trainers.update_plan import share
-from openrlhf.trajectory import StopReason, Trajectory
+from openrlhf.trajectory import Failure, StopReason, Trajectory
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
 from openrlhf.workers.policy import PolicyWorker, kl_metrics
@@ -202,7 +202,9 @@ def combined(trajectory: Trajectory, by_models: Sequence[float], weights: Sequen
     total = math.fsum(w * r for w, r in zip(weights or [1.0] * len(rewards), rewards, strict=True))
     if not abs(total) < LARGEST:
         error = f"its reward is {total}: the reward models gave {list(by_models)}"
-        return replace(trajectory, stop_reason=StopReason.FAILED, reward=None, score=None, error=error)
+        return replace(
+            trajectory, stop_reason=StopReason.FAILED, reward=None, score=None, error=error, failure=Failure.RESULT
+        )
     names = [f"reward_model_{i}" for i in range(1, len(by_models) + 1)] + ["reward_rule"] * len(rule)
     parts = dict(zip(names, rewards, strict=True)) if len(rewards) > 1 else {}
     return replace(

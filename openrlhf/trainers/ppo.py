@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -338,6 +339,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajector
         "train/score": Mean(sum(t.score for t in kept if t.score is not None), sum(t.score is not None for t in kept)),
         "train/failed_episodes": Last(float(sum(t.failed for t in trajectories))),
     }
+    for failure, number in Counter(t.failure for t in trajectories if t.failure).items():
+        metrics[f"train/failed_{failure}"] = Last(float(number))
     logs = [{_logged_as(name): Mean(value, 1) for name, value in t.extra_logs.items()} for t in kept]
     return metrics | merge_all(logs)
 

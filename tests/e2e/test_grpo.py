@@ -411,7 +411,10 @@ def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_o
         assert (row["reward"] is None) == failed and (row["error"] is not None) == failed
     assert all("took more than 1 s" in row["error"] for row in hung)
     assert all("ValueError: sevens are bad luck" in row["error"] for row in raised)
+    assert {row["failure"] for row in hung} == {"timeout"} and {row["failure"] for row in raised} == {"exception"}
     assert column(folder, "train/failed_episodes") == [len(hung) + len(raised)]
+    assert column(folder, "train/failed_timeout") == [len(hung)]
+    assert column(folder, "train/failed_exception") == [len(raised)]
     good = Counter(row["prompt"] for row in rows if row["reward"] is not None)
     compared = [row for row in rows if row["reward"] is not None and good[row["prompt"]] > 1]
     assert column(folder, "rollout/num_samples") == [len(compared)]

@@ -91,6 +91,7 @@ def test_a_sample_has_the_documented_keys(tmp_path):
             "stop_reason": "length",
             "weight_versions": [4, 5],
             "error": None,
+            "failure": None,
             "filtered": False,
         }
     ]

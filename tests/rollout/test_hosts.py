@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.rollout.host_process import PROCESSES
 from openrlhf.rollout.hosts import HostDied, HostError, HostLoadError, HostPool, HostTimeout
+from openrlhf.trajectory import Failure
 
 FILES = Path(__file__).parent / "reward_files"
 TROUBLE = f"{FILES / 'trouble.py'}:"
@@ -108,29 +110,30 @@ def test_tensors_and_arrays_come_back_as_plain_numbers(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("function", "kind", "text"),
+    ("function", "kind", "failure", "text"),
     [
-        ("fail", HostError, r"in fail\n.*raise ValueError\(\"no way\"\)(\n|.)*ValueError: no way"),
-        ("leave", HostError, "SystemExit: that is all"),
-        ("fill_memory", HostError, r"MemoryError\n.*--reward.memory_gib is 1"),
-        ("fill_memory_slowly", HostError, "in fill_memory_slowly(\n|.)*MemoryError"),
-        ("opaque", HostError, "returned type object; only numbers, text"),
-        ("leave_at_once", HostDied, "leave_at_once ended its host: it exited with status 7"),
-        ("crash", HostDied, "killed by signal 11(\n|.)*in crash"),
-        ("hang", HostTimeout, "hang took more than 0.3 s(\n|.)*line .* in hang"),
-        ("hold_the_interpreter", HostTimeout, "in hold_the_interpreter"),
-        ("close_everything", HostDied, "close_everything ended its host"),
-        ("huge", HostError, "MemoryError|returned 536,870,9.. bytes, more than the 268,435,456"),
-        ("absent", HostLoadError, "has no function absent; its functions are: echo, process"),
+        ("fail", HostError, "exception", r"in fail\n.*raise ValueError\(\"no way\"\)(\n|.)*ValueError: no way"),
+        ("leave", HostError, "exit", "SystemExit: that is all"),
+        ("fill_memory", HostError, "memory", r"MemoryError\n.*--reward.memory_gib is 1"),
+        ("fill_memory_slowly", HostError, "memory", "in fill_memory_slowly(\n|.)*MemoryError"),
+        ("opaque", HostError, "result", "returned type object; only numbers, text"),
+        ("leave_at_once", HostDied, "exit", "leave_at_once ended its host: it exited with status 7"),
+        ("crash", HostDied, "killed", "killed by signal 11(\n|.)*in crash"),
+        ("hang", HostTimeout, "timeout", "hang took more than 0.3 s(\n|.)*line .* in hang"),
+        ("hold_the_interpreter", HostTimeout, "timeout", "in hold_the_interpreter"),
+        ("close_everything", HostDied, "killed", "close_everything ended its host"),
+        ("huge", HostError, "memory result", "MemoryError|returned 536,870,9.. bytes, more than the 268,435,456"),
+        ("absent", HostLoadError, "exception", "has no function absent; its functions are: echo, process"),
     ],
 )
 def test_trouble_is_an_error_within_the_deadline_and_the_next_call_works(
-    pool: HostPool, function: str, kind: type[HostError], text: str
+    pool: HostPool, function: str, kind: type[HostError], failure: str, text: str
 ):
     timeout = 0.3 if kind is HostTimeout else 20
     with pytest.raises(HostError, match=text) as caught:
         call(pool, function, timeout=timeout)
     assert type(caught.value) is kind or kind is HostError
+    assert caught.value.failure in failure.split()
     assert call(pool, "echo", "fine") == [["fine"], {}]
 
 
@@ -222,6 +225,53 @@ def test_a_fresh_host_has_loaded_what_was_checked_before_it_is_asked(tmp_path: P
         with pytest.raises(HostDied):
             call(pool, f"{file}:f")
         assert becomes_true(lambda: (tmp_path / "loads").read_text() == "xx")
+
+
+def test_a_fresh_host_that_loads_several_functions_answers_each_call_with_its_own_result():
+    async def die_and_go_on(pool: HostPool) -> object:
+        for name in ("echo", "count", "process"):
+            await pool.check(TROUBLE + name)
+        with pytest.raises(HostDied):
+            await pool.call(TROUBLE + "leave_at_once", timeout=20)
+        return await pool.call(TROUBLE + "count", timeout=20)
+
+    with HostPool(1) as pool:
+        assert asyncio.run(die_and_go_on(pool)) == 1
+
+
+def test_a_copy_of_a_host_that_user_code_forked_answers_nothing():
+    with HostPool(1) as pool:
+        assert [call(pool, "fork_and_return") for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_a_fork_bomb_that_leaves_its_session_is_bounded_and_nothing_is_left_of_it(tmp_path: Path):
+    """Bounded by itself as well: copies that find no room sleep, and all of them end."""
+    pids = tmp_path / "pids"
+    with HostPool(1) as pool:
+        with pytest.raises(HostTimeout) as caught:
+            call(pool, "fork_bomb", str(pids), timeout=1.5)
+        assert caught.value.failure is Failure.TIMEOUT
+        assert call(pool, "echo", "fine") == [["fine"], {}]
+    forked = [int(pid) for pid in pids.read_text().split()]
+    assert 10 < len(forked) <= PROCESSES
+    assert not any(map(running, forked))
+
+
+def test_no_call_has_more_processes_than_the_limit():
+    """As root too, whom the kernel would not count."""
+    with HostPool(1) as pool:
+        assert call(pool, "fork_until_refused", PROCESSES + 10) < PROCESSES
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's hosts become other users")
+def test_a_host_of_root_is_another_user_and_does_with_files_what_root_does(tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.write_text("root's")
+    secret.chmod(0o600)
+    with HostPool(1) as pool:
+        user, read, owner = call(pool, "use_files", str(secret), str(tmp_path / "new"))
+    assert user != 0
+    assert (read, owner) == ("root's", 0)
 
 
 def test_no_more_calls_run_at_once_than_there_are_hosts(pool: HostPool):

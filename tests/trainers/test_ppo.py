@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from openrlhf.observability.metrics import Metric, values
 from openrlhf.rollout.rewards import ErrorBudget
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
 from openrlhf.trainers.ppo import LoopSettings, PPOTrainer, rollout_metrics, trainable
-from openrlhf.trajectory import StopReason, Trajectory
+from openrlhf.trajectory import Failure, StopReason, Trajectory
 from tests.trainers.episodes import episode, failed
 
 # ---- what can be trained on
@@ -64,6 +65,13 @@ def test_the_metrics_of_a_rollout_by_hand() -> None:
             "train/failed_episodes": 1.0,
         }
     )
+
+
+def test_errors_are_counted_by_kind_those_of_kept_episodes_too() -> None:
+    late, kept = replace(failed(0, 0), failure=Failure.TIMEOUT), replace(episode(0, 1, score=0.0), failure=Failure.EXIT)
+    metrics = values(rollout_metrics([late, late, kept, episode(0, 2, score=1.0)], [kept]))
+    counted = {name: value for name, value in metrics.items() if name.startswith("train/failed")}
+    assert counted == {"train/failed_episodes": 2.0, "train/failed_timeout": 2.0, "train/failed_exit": 1.0}
 
 
 def test_extra_numbers_are_means_over_the_samples_that_gave_them() -> None:

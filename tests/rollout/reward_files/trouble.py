@@ -105,3 +105,39 @@ def close_everything():
 
 def huge():
     return bytes(1 << 29)
+
+
+def fork_and_return():
+    os.fork()
+    return count()
+
+
+def fork_bomb(pids):
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            if os.fork() == 0:
+                os.setsid()
+                with open(pids, "a") as file:
+                    file.write(f"{os.getpid()}\n")
+                time.sleep(0.1)
+        except OSError:
+            time.sleep(30)
+
+
+def fork_until_refused(count):
+    for forked in range(count):
+        try:
+            if os.fork() == 0:
+                time.sleep(30)
+                os._exit(0)
+        except OSError:
+            return forked
+    return count
+
+
+def use_files(secret, new):
+    with open(new, "w") as file:
+        file.write("mine")
+    with open(secret) as file:
+        return [os.getuid(), file.read(), os.stat(new).st_uid]
