@@ -15,7 +15,7 @@ LEAVE_OUT = """
     vllm.quantization vllm.sync_with_ray vllm.enable_sleep rollout.replay_dir rollout.only
     rollout.remote_engines placement
 """
-FUNCTION = "use --reward.remote_url (a .py file or a server), or --reward.verifier math"
+FUNCTION = "use --reward.remote_url (a .py file or a server), or --reward.verifier"
 MORE_GPUS = "use --ds.zero_stage 3 on more GPUs"
 MORE_ENGINES = "use 1 and more --vllm.num_engines"
 
@@ -44,7 +44,6 @@ NOT_YET: dict[str, str] = {
 # The same for some values only: refused where the function of the resolved root says so.
 FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("ds.param_dtype", "use bf16", lambda c: c.ds.param_dtype == "fp16"),
-    ("reward.verifier", FUNCTION, lambda c: c.reward.verifier not in (None, "math")),
     ("reward.remote_url", "leave out --reward.verifier, or it",
      lambda c: bool(c.reward.remote_url and c.reward.verifier)),
     ("rollout.vllm_generate_batch_size", "use --rollout.batch_size, or leave it out",

@@ -141,6 +141,7 @@ class RolloutGenerator:
                 prompt=prompt.text,
                 label=prompt.label,
                 response=self._decode(generation.tokens),
+                answer=str(self.tokenizer.decode(generation.tokens, skip_special_tokens=True)),
             )
             for generation in generations
         ]

@@ -7,6 +7,7 @@ episode becomes, `ErrorBudget` when the run stops.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,12 @@ logger = logging.getLogger(__name__)
 
 ARGUMENTS = ("queries", "prompts", "labels")  # what a reward function is called with, in this order
 LARGEST = 3e38  # of a reward: more is infinite in float32
-VERIFIERS = {"math": "openrlhf.rollout.graders:grade_math"}  # called with a response and its label
+VERIFIERS = {  # called with a response and its label; code with a limit of seconds, too
+    "math": "openrlhf.rollout.graders:grade_math",
+    "code": "openrlhf.rollout.verifiers:grade_code",
+    "format": "openrlhf.rollout.verifiers:grade_format",
+    "length": "openrlhf.rollout.verifiers:grade_length",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,7 @@ class RewardRequest:
     prompt: str
     label: Any = ""
     response: str | None = None  # the sampled text alone; without it, what follows the prompt in the query
+    answer: str | None = None  # the same without special tokens, for verifiers
 
     @property
     def response_text(self) -> str:
@@ -156,22 +163,28 @@ class VerifierReward:
     """A built-in check of response against label (--reward.verifier), in the hosts of `pool`."""
 
     def __init__(self, name: str, *, pool: HostPool, timeout: float) -> None:
-        self.target = VERIFIERS[name]
+        self.name, self.target = name, VERIFIERS[name]
+        self.limits = [timeout] if name == "code" else []
         self.pool, self.timeout = pool, timeout
 
     async def check(self) -> None:
-        """Load the verifier in the hosts."""
+        """Load the verifier in the hosts. Of a sandbox, say what it cannot do on this machine."""
         await self.pool.check(self.target)
+        if self.name == "code":
+            for missing in await self.pool.call("openrlhf.rollout.sandbox:missing_protection", timeout=120):
+                logger.warning("--reward.verifier code, on this machine: %s.", missing)
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         return list(await asyncio.gather(*(self._verify(request) for request in requests)))
 
     async def _verify(self, request: RewardRequest) -> RewardResult:
+        answer = request.response_text if request.answer is None else request.answer
+        label = request.label if isinstance(request.label, str) else json.dumps(request.label)
         try:
-            reward = await self.pool.call(self.target, request.response_text, str(request.label), timeout=self.timeout)
-            return RewardResult(reward=reward, score=reward)
+            returned = await self.pool.call(self.target, answer, label, *self.limits, timeout=self.timeout)
         except HostError as error:
             return RewardResult(error=str(error), failure=error.failure)
+        return read_rewards(returned, 1)[0]
 
 
 def read_rewards(returned: Any, count: int) -> list[RewardResult]:

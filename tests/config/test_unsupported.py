@@ -14,7 +14,6 @@ from tests.config.commands import ROOTS, violations
 # Flags that are refused at some values only: values that are.
 SPECIAL: dict[str, dict[str, Any]] = {
     "actor.policy_loss_type": {"actor.policy_loss_type": "gspo"},
-    "reward.verifier": {"reward.verifier": "code"},
     "reward.remote_url": {"reward.remote_url": "http://host,r.py", "reward.verifier": "math"},
     "vllm.max_engines": {"vllm.max_engines": 5},
     "reward.model_name_or_path": {"reward.model_name_or_path": "a,b"},
