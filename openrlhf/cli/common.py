@@ -15,7 +15,7 @@ from openrlhf.config import options
 from openrlhf.config.machine import count_gpus
 from openrlhf.config.options import ConfigError, parse_config
 
-Root = TypeVar("Root", bound=options.Root)
+Root = TypeVar("Root", bound=options.Parsable)
 
 
 def flags_or_exit(root: type[Root], argv: Sequence[str] | None, *, command: str) -> Root:

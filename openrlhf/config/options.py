@@ -11,15 +11,29 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
 
 from openrlhf.config import legacy, unsupported
 from openrlhf.config.flags import ConfigError, Flag, amend, convert, did_you_mean, flags_in, flags_of, nearest, option
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.shared import Root
 
-__all__ = ["ConfigError", "Root", "dump_yaml", "load_named_plugins", "option", "parse_config", "read_flags"]
-R = TypeVar("R", bound=Root)
+__all__ = ["ConfigError", "Parsable", "Root", "dump_yaml", "load_named_plugins", "option", "parse_config", "read_flags"]
+
+
+class Parsable(Protocol):
+    """The root of a command's flags."""
+
+    def resolve(self, explicit: frozenset[str] = ..., *, command: str = ...) -> tuple[Self, list[str]]:
+        """A copy with all derived values, and notices."""
+        ...
+
+    def check(self) -> list[str]:
+        """All that is wrong, one sentence each."""
+        ...
+
+
+R = TypeVar("R", bound=Parsable)
 
 
 def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: str) -> R:

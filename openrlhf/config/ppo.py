@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from openrlhf.config import choices, ppo_rules, shared
 from openrlhf.config.flags import Section, derived, option, required
-from openrlhf.config.rollout import PlacementConfig, RewardConfig, RolloutConfig, VLLMConfig
+from openrlhf.config.rollout import PlacementConfig, PromptConfig, RewardConfig, RolloutConfig, VLLMConfig
 from openrlhf.config.rules import Given, Replaced, Sentences
 
 
@@ -118,12 +118,7 @@ class RLEngineConfig(shared.LMEngineConfig):
     value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
     lora: RLLoraConfig = RLLoraConfig()
 
-class RLDataConfig(shared.DataConfig, title="Tokenizer and prompts."):
-    prompt_dataset: str = required("Prompts: files, folders, hub names, by comma.", holds="dataset")
-    prompt_probs: str | None = option(None, "Shares, by comma; unset: one after the other.")
-    prompt_split: str = option("train", "Split of each dataset.")
-    input_key: str = option("input", "Column with the prompt, text or chat.")
-    label_key: str | None = option(None, "Column handed to the reward function as label.")
+class RLDataConfig(PromptConfig, shared.DataConfig, title="Tokenizer and prompts."):
     image_key: str = option("images", "Column with images.")
     max_images_per_prompt: int = option(0, "Images of a prompt; 0: text only.", ge=0)
 

@@ -162,18 +162,13 @@ def rewards(config: PPOConfig) -> bool:
 
 def reward_mistakes(config: PPOConfig) -> Sentences:
     """Something scores the samples: models, URLs, one Python file that is there, an agent."""
-    reward, agent, file = config.reward, config.train.agent_func_path, config.reward.function_path
+    reward, agent = config.reward, config.train.agent_func_path
     parts = len(reward.models) + bool(reward.remote_url or reward.verifier or agent)
-    wrong = [url for url in reward.urls if not url.startswith(("http://", "https://"))]
     return [
         (not rewards(config) and not config.algo.distill.teacher,
          "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
          "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."),
-        (wrong, f"--reward.remote_url {','.join(wrong)} is neither an http(s) URL nor a .py file."),
-        (file and len(reward.sources) > 1,
-         "<reward.remote_url> mixes a .py file with others: give one."),
-        (file and not Path(file).expanduser().is_file(),
-         f"--reward.remote_url {file} does not exist on this machine."),
+        *rules.rule_mistakes(reward, config.data.label_key),
         (agent and not (agent.endswith(".py") and Path(agent).expanduser().is_file()),
          "<train.agent_func_path> is not a .py file on this machine."),
         (reward.weights and len(reward.weights) != parts,

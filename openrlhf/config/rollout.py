@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from openrlhf.config.flags import Section, derived, option
+from openrlhf.config.flags import Section, derived, option, required
 
 
 # fmt: off
@@ -48,22 +48,41 @@ class RolloutConfig(Section, title="Sampling."):
     only: bool = option(False, "Generate, and do not train.")
     remote_engines: tuple[str, ...] = option((), "OpenAI-like servers, for agents.", metavar="URL")
 
-class RewardConfig(Section, title="Rewards."):
-    model_name_or_path: str | None = option(None, "Models, by comma; scores add up.", holds="model")
+class RuleConfig(Section, title="Rewards by function, server or verifier."):
     remote_url: str | None = option(None, "HTTP servers, by comma, or a .py file with reward_func.")
     verifier: str | None = option(
-        None, "Built-in verifiable reward.", choices=("math", "code", "format", "length"))
-    process_model: str | None = option(None, "Process model: rewards at step ends.", holds="model")
-    weights: tuple[float, ...] | None = option(None, "Of the models, then of the rule, in the sum; unset: 1 each.")
+        None, "Built-in check of a response. The label is for math an answer, for code tests as JSON, for format "
+        "a regular expression (none: <think> once, then an answer), for length words, 200 or 100-200.",
+        choices=("math", "code", "format", "length"))
     batch: bool = option(False, "Call the function once per group of samples.")
-    on_error: str = option(
-        "fail", "An episode whose reward failed: fail counts it towards reward.max_error_rate, "
-        "drop leaves it out, a number becomes its reward.", metavar="fail|drop|NUMBER")
     max_error_rate: float = option(0.1, "Share of failed episodes that ends the run.", ge=0, le=1)
     timeout: float = option(180.0, "Seconds for one call.", gt=0)
     retries: int = option(5, "Further attempts after a failed call.", ge=0)
     workers: int = derived("Host processes; unset: the number of cores.", ge=1)
     memory_gib: float = option(4.0, "GiB of memory of a host process.", gt=0)
+
+    @property
+    def sources(self) -> list[str]:
+        """The parts of `remote_url`."""
+        return [part.strip() for part in (self.remote_url or "").split(",") if part.strip()]
+
+    @property
+    def function_path(self) -> str | None:
+        """The .py file with `reward_func`, if that is the reward."""
+        return next((part for part in self.sources if part.endswith(".py")), None)
+
+    @property
+    def urls(self) -> list[str]:
+        """The HTTP reward servers."""
+        return [part for part in self.sources if not part.endswith(".py")]
+
+class RewardConfig(RuleConfig, title="Rewards."):
+    model_name_or_path: str | None = option(None, "Models, by comma; scores add up.", holds="model")
+    process_model: str | None = option(None, "Process model: rewards at step ends.", holds="model")
+    weights: tuple[float, ...] | None = option(None, "Of the models, then of the rule, in the sum; unset: 1 each.")
+    on_error: str = option(
+        "fail", "An episode whose reward failed: fail counts it towards reward.max_error_rate, "
+        "drop leaves it out, a number becomes its reward.", metavar="fail|drop|NUMBER")
     normalize_enable: bool = option(False, "Normalise by stored mean and deviation; values too.")
     clip_range: tuple[float, float] = option((-10.0, 10.0), "Bounds of an episode's shaped reward.")
     overlong_buffer_len: float | None = option(
@@ -80,20 +99,12 @@ class RewardConfig(Section, title="Rewards."):
         """The reward models."""
         return [part.strip() for part in (self.model_name_or_path or "").split(",") if part.strip()]
 
-    @property
-    def sources(self) -> list[str]:
-        """The parts of `remote_url`."""
-        return [part.strip() for part in (self.remote_url or "").split(",") if part.strip()]
-
-    @property
-    def function_path(self) -> str | None:
-        """The .py file with `reward_func`, if that is the reward."""
-        return next((part for part in self.sources if part.endswith(".py")), None)
-
-    @property
-    def urls(self) -> list[str]:
-        """The HTTP reward servers."""
-        return [part for part in self.sources if not part.endswith(".py")]
+class PromptConfig(Section, title="Prompts."):
+    prompt_dataset: str = required("Prompts: files, folders, hub names, by comma.", holds="dataset")
+    prompt_probs: str | None = option(None, "Shares, by comma; unset: one after the other.")
+    prompt_split: str = option("train", "Split of each dataset.")
+    input_key: str = option("input", "Column with the prompt, text or chat.")
+    label_key: str | None = option(None, "Column handed to the reward function as label.")
 
 class RolePlacement(Section, title="Ray resources of one role."):
     resources: Mapping[str, Any] = option({}, "Resources, labels of its bundles.", metavar="JSON")

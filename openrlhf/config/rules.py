@@ -17,6 +17,7 @@ from openrlhf.config.flags import amend, bound_violations, flags_in, spelled_out
 from openrlhf.config.unsupported import refusals
 
 if TYPE_CHECKING:
+    from openrlhf.config.rollout import RuleConfig
     from openrlhf.config.shared import EngineConfig, OptimizerConfig, Root
 
 Given = frozenset[str]  # the paths the user gave, by flag or file
@@ -116,7 +117,7 @@ def items(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def sources_exist(config: Root) -> Sentences:
+def sources_exist(config: Any) -> Sentences:
     """Models and datasets that can only be local are there; dataset scripts are refused."""
     rows: Sentences = []
     for flag, value in flags_in(config):
@@ -130,6 +131,21 @@ def sources_exist(config: Root) -> Sentences:
                  "longer runs. Convert the data to parquet or jsonl and give that."),
             ]
     return rows
+
+
+def rule_mistakes(reward: RuleConfig, label_key: str | None) -> Sentences:
+    """URLs, or one Python file that is there; a verifier has labels."""
+    file, verifier = reward.function_path, reward.verifier
+    wrong = [url for url in reward.urls if not url.startswith(("http://", "https://"))]
+    return [
+        (wrong, f"--reward.remote_url {','.join(wrong)} is neither an http(s) URL nor a .py file."),
+        (file and len(reward.sources) > 1,
+         "<reward.remote_url> mixes a .py file with others: give one."),
+        (file and not Path(file).expanduser().is_file(),
+         f"--reward.remote_url {file} does not exist on this machine."),
+        (verifier not in (None, "format") and not label_key,
+         "<reward.verifier> checks responses against labels: name their column with --data.label_key."),
+    ]
 
 
 def looks_local(path: str) -> bool:

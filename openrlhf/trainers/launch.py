@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,7 @@ from openrlhf.models.loading import ModelError
 from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import Device, engine_environment
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
-from openrlhf.rollout.hosts import HostPool
-from openrlhf.rollout.http_rewards import HTTPReward
-from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, FunctionReward, Reward, RewardErrors, VerifierReward
+from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, RewardErrors
 from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.filtering import DynamicFilter
@@ -38,6 +36,7 @@ from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.prompt_data import PromptData, load_prompts
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.recorder import Recorder
+from openrlhf.trainers.reward_rule import reward_of
 from openrlhf.trainers.sources import SyncSource, evaluate
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
@@ -140,7 +139,7 @@ class Run:
     def __enter__(self) -> Run:
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
-            self.reward = self.ends.enter_context(reward_of(self.config, log_dir=Path(self.log_dir)))
+            self.reward = self.ends.enter_context(reward_of(self.config.reward, log_dir=Path(self.log_dir)))
             self.ends.callback(self._end_processes)
             if self.reward:
                 asyncio.run(self.reward.check())
@@ -298,26 +297,9 @@ def make_kl(config: PPOConfig) -> KLController:
 def check_reward(config: PPOConfig) -> None:
     """Load the reward function, or reach the servers, before anything else. Raises ConfigError."""
     if config.reward.remote_url:
-        with reward_of(config, workers=1) as reward:
+        with reward_of(config.reward, workers=1) as reward:
             assert reward is not None
             asyncio.run(reward.check())
-
-
-@contextmanager
-def reward_of(config: PPOConfig, *, workers: int | None = None, log_dir: Path | None = None) -> Iterator[Reward | None]:
-    """The reward that the flags name, with hosts for the code that runs here; None where reward models do it all."""
-    reward = config.reward
-    if reward.urls:
-        yield HTTPReward(reward.urls, timeout=reward.timeout, retries=reward.retries, batch=reward.batch)
-    elif reward.function_path or reward.verifier:
-        with HostPool(workers or reward.workers, memory_gib=reward.memory_gib, log_dir=log_dir) as pool:
-            if reward.verifier:
-                yield VerifierReward(reward.verifier, pool=pool, timeout=reward.timeout)
-            else:
-                assert reward.function_path
-                yield FunctionReward(reward.function_path, pool=pool, timeout=reward.timeout, batch=reward.batch)
-    else:
-        yield None
 
 
 def check_resumable(checkpoint: Checkpoint, config: PPOConfig, data: PromptData) -> None:

@@ -13,7 +13,7 @@ SMALLEST: dict[str, str] = {
     "train_sft": "--model.model_name_or_path m --data.dataset d --data.output_key answer",
     "train_rm": "--model.model_name_or_path m --data.dataset d",
     "train_ppo_ray": "--actor.model_name_or_path m --data.prompt_dataset d "
-    "--algo.advantage.estimator reinforce --reward.verifier math",
+    "--algo.advantage.estimator reinforce --data.label_key l --reward.verifier math",
 }
 
 

@@ -139,6 +139,6 @@ def test_names_of_another_command_are_unknown_here() -> None:
 
 
 def test_the_local_ppo_command_takes_the_names_of_rl() -> None:
-    line = "--pretrain m --prompt_data d --advantage_estimator reinforce --reward.verifier math"
+    line = "--pretrain m --prompt_data d --advantage_estimator reinforce --label_key l --reward.verifier math"
     config = parse_config(PPOConfig, line.split(), command="train_ppo")
     assert value_at(config, "actor.model_name_or_path") == "m"

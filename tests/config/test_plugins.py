@@ -60,7 +60,7 @@ def test_several_plugins_may_be_given_in_both_ways(plugin: Path, tmp_path: Path)
 def test_a_file_may_name_a_plugin_and_use_its_names(plugin: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"plugin: {plugin}\nalgo.advantage.estimator: mine\n")
-    words = "--reward.verifier math --rollout.n_samples_per_prompt 2 --data.prompt_dataset d"
+    words = "--reward.verifier math --data.label_key l --rollout.n_samples_per_prompt 2 --data.prompt_dataset d"
     words = f"--config {file} --actor.model_name_or_path m {words}"
     config = parse_config(PPOConfig, words.split(), command="train_ppo_ray")
     assert (config.plugin, config.algo.advantage.estimator) == ((str(plugin),), "mine")

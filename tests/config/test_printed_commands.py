@@ -74,7 +74,10 @@ def test_a_printed_command_that_is_not_there_yet_ends_in_one_line_that_says_whic
     command = [sys.executable, "-m", f"openrlhf.cli.{DPO.command}", *DPO.words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: there is no command train_dpo yet; known are train_sft, train_rm, train_ppo_ray.\n"
+    assert (
+        done.stderr
+        == "error: there is no command train_dpo yet; known are train_sft, train_rm, train_ppo_ray, reward_test.\n"
+    )
 
 
 # ---- flag names of the introduction of 2024, printed with one dash, with a value of the kind it describes

@@ -1,0 +1,30 @@
+"""The reward that the flags name, where code or a server gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from openrlhf.config.rollout import RuleConfig
+from openrlhf.rollout.hosts import HostPool
+from openrlhf.rollout.http_rewards import HTTPReward
+from openrlhf.rollout.rewards import FunctionReward, Reward, VerifierReward
+
+
+@contextmanager
+def reward_of(
+    reward: RuleConfig, *, workers: int | None = None, log_dir: Path | None = None
+) -> Iterator[Reward | None]:
+    """The function, server or verifier of these flags, with hosts for the code that runs here; None where there is none."""
+    if reward.urls:
+        yield HTTPReward(reward.urls, timeout=reward.timeout, retries=reward.retries, batch=reward.batch)
+    elif reward.function_path or reward.verifier:
+        with HostPool(workers or reward.workers, memory_gib=reward.memory_gib, log_dir=log_dir) as pool:
+            if reward.verifier:
+                yield VerifierReward(reward.verifier, pool=pool, timeout=reward.timeout)
+            else:
+                assert reward.function_path
+                yield FunctionReward(reward.function_path, pool=pool, timeout=reward.timeout, batch=reward.batch)
+    else:
+        yield None

@@ -1,0 +1,104 @@
+"""`openrlhf reward test`: what it prints and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openrlhf.cli import main
+from openrlhf.config.options import ConfigError, parse_config
+from openrlhf.config.reward_test import RewardTestConfig
+
+MOODY = """
+import os, time
+def reward_func(queries, prompts, labels):
+    if labels[0] == "hang": time.sleep(100)
+    if labels[0] == "exit": os._exit(3)
+    if labels[0] == "raise": raise ValueError("no way")
+    if labels[0] == "text": return {"rewards": ["good"]}
+    return {"rewards": [float(len(queries[0]) - len(prompts[0]))] * len(queries)}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "moody.py").write_text(MOODY)
+    return tmp_path
+
+
+def rows(folder: Path, labels: list[str]) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps({"input": "2+2=", "output": label, "said": "x" * i}) + "\n" for i, label in enumerate(labels)
+        )
+    )
+    return file
+
+
+def reward_test(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    """The exit status, and what was printed, without the width of the terminal."""
+    with pytest.raises(SystemExit) as ended:
+        main.main(["reward", "test", *map(str, words)])
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), " ".join((printed.out + printed.err).split())
+
+
+def test_scores_times_and_errors_of_a_function_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(folder, ["fine"] * 16 + ["hang", "exit", "raise", "text"])
+    shared = ("--reward.remote_url", folder / "moody.py", "--reward.timeout", 1, "--reward.workers", 2,
+              "--data.prompt_dataset", data, "--data.label_key", "output", "--data.output_key", "said")  # fmt: skip
+    status, printed = reward_test(capsys, *shared, "--reward.max_error_rate", 0.2)
+    assert status == 0
+    assert "20 in" in printed and "2 at a time" in printed
+    assert "mean 7.5, deviation 4.61, from 0 to 15" in printed
+    assert "errors 4 (20.0%)" in printed
+    assert all(f"{kind} 1" in printed for kind in ("timeout", "exit", "exception", "result"))
+    assert "time of a call median" in printed
+    assert "in reward_func" in printed and "exited with status 3" in printed
+    status, _ = reward_test(capsys, *shared)
+    assert status == 1  # --reward.max_error_rate is 0.1
+
+
+def test_without_responses_a_right_answer_is_scored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(folder, ["4", "0.5", r"\frac{1}{2}"])
+    status, printed = reward_test(
+        capsys, "--reward.verifier", "math", "--data.prompt_dataset", data, "--data.label_key", "output"
+    )
+    assert status == 0
+    assert "mean 1, deviation 0, from 1 to 1" in printed and "errors 0 (0.0%)" in printed
+
+
+def test_in_batch_mode_neighbours_of_one_prompt_share_a_call(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(folder, ["fine"] * 3)
+    status, printed = reward_test(capsys, "--reward.remote_url", folder / "moody.py", "--reward.batch", "--data.prompt_dataset", data, "--data.label_key", "output")  # fmt: skip
+    assert status == 0
+    assert "mean 4, deviation 0, from 4 to 4" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--data.label_key output", "There is no reward to try: give --reward.remote_url"),
+        ("--reward.verifier format", "There is nothing to score"),
+        ("--reward.verifier math --data.output_key said", "--reward.verifier math checks responses against labels"),
+        ("--reward.remote_url gone.py --data.label_key output", "gone.py does not exist"),
+        ("--reward.verifier math --reward.remote_url http://h --data.label_key output", "leave out --reward.verifier"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_scored(folder: Path, words: str, said: str) -> None:
+    data = rows(folder, ["fine"])
+    with pytest.raises(ConfigError, match=said):
+        parse_config(RewardTestConfig, ["--data.prompt_dataset", str(data), *words.split()], command="reward_test")
+
+
+def test_mistakes_in_data_and_files_end_with_status_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(folder, ["fine"])
+    common = ("--data.prompt_dataset", data, "--data.label_key")
+    status, printed = reward_test(capsys, "--reward.verifier", "math", *common, "no_such_column")
+    assert status == 2 and "has no column 'no_such_column'" in printed
+    (folder / "broken.py").write_text("def reward_func(:\n")
+    status, printed = reward_test(capsys, "--reward.remote_url", folder / "broken.py", *common, "output")
+    assert status == 2 and "SyntaxError" in printed
