@@ -233,7 +233,9 @@ class HostPool:
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        variables = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+        # Of what a host of root is then, another user, the password file knows nothing.
+        names = {"USER": "root", "HOME": os.path.expanduser("~")} if os.geteuid() == 0 else {}
+        variables = {**names, **os.environ, **ENVIRONMENT, "PYTHONPATH": path}
         self._load_timeout, self._memory_gib = load_timeout, memory_gib
         self._targets: list[str] = []  # what a fresh host loads before it is asked
         self._closed = False

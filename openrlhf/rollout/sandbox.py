@@ -33,7 +33,13 @@ OK, FAILED, LATE = 0, 100, 101  # how a launcher ends; anything else is a defect
 LAUNCH = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from openrlhf.rollout.sandbox import launch"
 )
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "USER": "sandbox",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 # Interpreter and libraries. Datasets and their answers are elsewhere.
 READABLE = [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime",
             "/dev/zero", "/dev/urandom", "/sys/devices/system/cpu"]  # fmt: skip
@@ -47,8 +53,8 @@ class SandboxError(RuntimeError):
 class Ran:
     """How a program ended. `output` is what it wrote to standard output, `errors` the end of standard error."""
 
-    ok: bool  # exit status 0 within the deadline
-    late: bool
+    ok: bool  # exit status 0 in time
+    late: bool  # it ran out of time
     output: str
     errors: str
 
@@ -125,7 +131,8 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
     on_time = select.select([os.pidfd_open(child)], [], [], 2 * seconds)[0]
     status = _end_all(child)
     shutil.rmtree(os.getcwd(), ignore_errors=True)
-    os._exit(LATE if not on_time else FAILED if status else OK)
+    late = not on_time or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU)
+    os._exit(LATE if late else FAILED if status else OK)
 
 
 def _confine(seconds: float, readable: list[str]) -> list[str]:
@@ -133,10 +140,11 @@ def _confine(seconds: float, readable: list[str]) -> list[str]:
     os.setsid()
     cpu = max(1, round(seconds))
     for limit, value in (
-        (resource.RLIMIT_CPU, cpu), (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, FILE_BYTES),
+        (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, FILE_BYTES),
         (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CORE, 0),
     ):  # fmt: skip
         resource.setrlimit(limit, (value, value))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))  # a signal that tells, then one that ends
     unprotected: list[str] = []
     # The interpreter may be in a folder that only root reads.
     kept = {confinement.CAP_DAC_OVERRIDE, confinement.CAP_DAC_READ_SEARCH} & confinement.capabilities()
