@@ -16,9 +16,9 @@ from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
 from openrlhf.config import legacy, unsupported
 from openrlhf.config.flags import ConfigError, Flag, amend, convert, did_you_mean, flags_in, flags_of, nearest, option
 from openrlhf.config.plugins import load_plugins
-from openrlhf.config.shared import Root
+from openrlhf.config.shared import Command, Root
 
-__all__ = ["ConfigError", "Parsable", "Root", "dump_yaml", "load_named_plugins", "option", "parse_config", "read_flags"]
+__all__ = ["Command", "ConfigError", "Parsable", "Root", "dump_yaml", "load_named_plugins", "option", "parse_config", "read_flags"]
 
 
 class Parsable(Protocol):

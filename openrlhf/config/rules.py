@@ -1,4 +1,4 @@
-"""Derived values, notices and rules of every training command.
+"""Derived values, notices and rules that commands share.
 
 A notice or a rule is a row: whether it holds, and a sentence in which `<train.seed>` stands for
 the flag as it is typed: --train.seed 42.
@@ -18,43 +18,42 @@ from openrlhf.config.unsupported import refusals
 
 if TYPE_CHECKING:
     from openrlhf.config.rollout import RuleConfig
-    from openrlhf.config.shared import EngineConfig, OptimizerConfig, Root
+    from openrlhf.config.shared import Command, LoadingConfig, OptimizerConfig, Root
 
 Given = frozenset[str]  # the paths the user gave, by flag or file
 Replaced = Mapping[str, Any]  # by path: values the user gave, or defaults, that are others now
 Sentences = list[tuple[object, str]]
 FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
-R = TypeVar("R", bound="Root")
+R = TypeVar("R", bound="Command")
 
 
 def resolved(config: R, given: Given, command: str) -> tuple[R, list[str]]:
     """A copy with all derived values, and the notices that hold for it."""
     values = config.derived_values(given)
-    values |= common_values(amend(config, values), given, command)
+    values |= amend(config, values).common_values(given, command)
     copy = amend(config, values)
     replaced = {path: old for path in values if (old := value_at(config, path)) != values[path]}
     return copy, spelled_out(copy, copy.notices(replaced, given))
 
 
-def violations(config: Root) -> list[str]:
+def violations(config: Command) -> list[str]:
     """All that is wrong with a resolved configuration."""
     found = [*bound_violations(config), *refusals(config)]
     return [*found, *spelled_out(config, config.mistakes())]
 
 
-def common_values(config: Root, given: Given, command: str) -> dict[str, Any]:
-    """What follows in every command, by path."""
+def run_values(config: Root, command: str) -> dict[str, Any]:
+    """What follows in every training command, by path."""
     template = config.data.input_template
     name = config.run_name_prefix + time.strftime("%m%dT%H:%M")
     return {
         "run.dir": config.run.dir or f"./runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}",
         "logger.wandb.run_name": config.logger.wandb.run_name or name,
         "data.input_template": template if "{}" in (template or "") else None,
-        "ds.attn_implementation": attention_in_effect(config.ds, given),
     }
 
 
-def attention_in_effect(ds: EngineConfig, given: Given) -> str:
+def attention_in_effect(ds: LoadingConfig, given: Given) -> str:
     """FlashAttention 2 where CUDA and the package are there, SDPA elsewhere."""
     packed = ds.packing_samples and mixes_samples(ds.attn_implementation)
     wanted = "flash_attention_2" if packed else ds.attn_implementation
@@ -69,20 +68,27 @@ def mixes_samples(attention: str) -> bool:
 
 
 # fmt: off
-def common_notices(config: Root, replaced: Replaced, given: Given) -> Sentences:
-    """What the user of any command may have to know."""
-    ds, ckpt, attention = config.ds, config.ckpt, replaced.get("ds.attn_implementation")
+def attention_notices(ds: LoadingConfig, replaced: Replaced, given: Given) -> Sentences:
+    """What another attention than the one asked for has to be told about."""
+    attention = replaced.get("ds.attn_implementation")
     packed = attention and ds.packing_samples and mixes_samples(attention)
     chosen = attention and not packed and "ds.attn_implementation" in given
+    return [
+        (packed, f"--ds.packing_samples does not work with --ds.attn_implementation {attention}: "
+         "<ds.attn_implementation> is used."),
+        (chosen, f"No GPU on this machine: sdpa instead of --ds.attn_implementation {attention}."),
+    ]
+
+
+def run_notices(config: Root, replaced: Replaced) -> Sentences:
+    """What the user of any training command may have to know."""
+    ckpt = config.ckpt
     template, no_data = replaced.get("data.input_template"), not config.eval.dataset
     return [
         (template is not None,
          f"--data.input_template {template!r} has no {{}} for the prompt and is not used."),
         ("\\n" in (config.data.input_template or ""), "--data.input_template has a backslash and "
          "an n, not a line break; in bash a line break is written $'\\n'."),
-        (packed, f"--ds.packing_samples does not work with --ds.attn_implementation {attention}: "
-         "<ds.attn_implementation> is used."),
-        (chosen, f"No GPU on this machine: sdpa instead of --ds.attn_implementation {attention}."),
         (no_data and config.eval.steps >= 0 and config.evaluates_given_data_only, "--eval.steps has no effect without --eval.dataset."),
         ("ckpt.best_metric_key" in given and no_data and config.evaluates_given_data_only and ckpt.best_metric_key != "none",
          "--ckpt.best_metric_key has no effect without --eval.dataset."),
@@ -154,7 +160,7 @@ def looks_local(path: str) -> bool:
     return "://" not in path and (begins or path.count("/") > 1 or path.endswith(FILE_ENDINGS))
 
 
-def attention_can_run(ds: EngineConfig) -> Sentences:
+def attention_can_run(ds: LoadingConfig) -> Sentences:
     """Attention and data type are there, and go together."""
     fp16, fp32 = ds.param_dtype == "fp16", ds.param_dtype == "fp32"
     return [
@@ -164,8 +170,6 @@ def attention_can_run(ds: EngineConfig) -> Sentences:
          "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32."),
         (fp16 and ds.load_in_4bit,
          "--ds.load_in_4bit computes in bf16: use --ds.param_dtype bf16 instead of fp16."),
-        (fp16 and ds.tensor_parallel_size > 1,
-         "--ds.tensor_parallel_size above 1 needs --ds.param_dtype bf16 instead of fp16."),
     ]
 
 

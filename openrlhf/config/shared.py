@@ -66,28 +66,30 @@ class LoraConfig(Section, title="LoRA adapters."):
     dropout: float = option(0.0, "Dropout in front of the adapter.", ge=0, lt=1)
     target_modules: tuple[str, ...] = option(("all-linear",), "Modules; all-linear: each layer.")
 
-class EngineConfig(Section, title="DeepSpeed: precision, memory, parallelism."):
-    zero_stage: int = option(2, "ZeRO stage.", ge=0, le=3)
+class LoadingConfig(Section, title="How models are loaded and run."):
     param_dtype: str = option("bf16", "Data type of the weights.", choices=DTYPES)
+    attn_implementation: str = option(
+        "flash_attention_2", "The default means FlashAttention 2 where it can run, else sdpa.")
+    experts_implementation: str | None = option(
+        None, "Kernel of mixture-of-experts layers; unset: Transformers' own.", choices=EXPERTS)
+    packing_samples: bool = option(False, "Concatenate samples instead of padding them.")
+    load_in_4bit: bool = option(False, "QLoRA: hold the frozen weights in 4 bits (NF4).")
+
+class EngineConfig(LoadingConfig, title="DeepSpeed: precision, memory, parallelism."):
+    zero_stage: int = option(2, "ZeRO stage.", ge=0, le=3)
     zpg: int = option(1, "Ranks of a secondary partition (ZeRO++ hpZ, stage 3).", ge=1)
     adam_offload: bool = option(False, "Keep the optimizer's state in CPU memory.")
     param_offload: str = option(
         "none", "Where parameters wait (ZeRO 3).", choices=("none", "cpu", "nvme"))
     nvme_path: str | None = option(None, "Folder on NVMe for offloaded state.")
-    attn_implementation: str = option(
-        "flash_attention_2", "The default means FlashAttention 2 where it can run, else sdpa.")
-    experts_implementation: str | None = option(
-        None, "Kernel of mixture-of-experts layers; unset: Transformers' own.", choices=EXPERTS)
     use_universal_ckpt: bool = option(False, "Load a checkpoint in universal format.")
     grad_accum_dtype: str | None = option(None, "Of gradient sums; unset: fp32.", choices=DTYPES)
     overlap_comm: bool = option(False, "Reduce gradients while the backward pass runs.")
     deepcompile: bool = option(False, "DeepSpeed's DeepCompile.")
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
     tensor_parallel_size: int = option(1, "Ranks that share each layer.", ge=1)
-    packing_samples: bool = option(False, "Concatenate samples instead of padding them.")
     ring_attn_size: int = option(1, "Ranks that share each sequence.", ge=1)
     ring_attn_head_stride: int = option(1, "Heads per ring step; more: faster, more memory.", ge=1)
-    load_in_4bit: bool = option(False, "QLoRA: hold the frozen weights in 4 bits (NF4).")
     lora: LoraConfig = LoraConfig()
 
     @property
@@ -98,10 +100,12 @@ class EngineConfig(Section, title="DeepSpeed: precision, memory, parallelism."):
 class LMEngineConfig(EngineConfig):  # of commands that train a language model
     use_liger_kernel: bool = option(False, "Load the model with Liger's fused kernels.")
 
-class DataConfig(Section, title="Tokenizer and data."):
+class TokenizerConfig(Section, title="Tokenizer."):
     disable_fast_tokenizer: bool = option(False, "Use the tokenizer written in Python.")
-    dataloader_num_workers: int = option(0, "Processes that prepare batches.", ge=0)
     max_len: int = option(2048, "Tokens of a sample (RL: of prompt and response).", ge=1)
+
+class DataConfig(TokenizerConfig, title="Tokenizer and data."):
+    dataloader_num_workers: int = option(0, "Processes that prepare batches.", ge=0)
     max_samples: int = option(1_000_000, "Rows to use, per dataset and of their blend.", ge=1)
     input_template: str | None = option(None, "Text with {} as prompt, where no chat template is.")
     apply_chat_template: bool = option(False, "Render with the tokenizer's chat template.")
@@ -142,22 +146,15 @@ class ModelConfig(ModelSourceConfig, title="The model to train."):
     gradient_checkpointing_reentrant: bool = option(False, "Use its re-entrant implementation.")
     aux_loss_coef: float = option(0.0, "Weight of a mixture of experts' load-balancing loss.", ge=0)
 
-class Root(Section, title="What every training command has."):
-    run_name_prefix: ClassVar[str] = ""
-    evaluates_given_data_only: ClassVar[bool] = True
+class Command(Section, title="What every command has."):
+    trains: ClassVar[bool] = False
 
     model: ModelSourceConfig = ModelSourceConfig()
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    eval: EvalConfig = EvalConfig()
-    ds: EngineConfig = EngineConfig()
-    ckpt: CheckpointConfig = CheckpointConfig()
-    logger: LoggerConfig = LoggerConfig()
-    run: RunConfig = RunConfig()
+    data: TokenizerConfig = TokenizerConfig()
+    ds: LoadingConfig = LoadingConfig()
     plugin: tuple[str, ...] = option((), "Your file with registrations.", metavar="FILE.py")
     dry_run: bool = option(False, "Check everything, show plan and first batch, stop.", saved=False)
     use_ms: bool = option(False, "Download from ModelScope instead of the Hugging Face hub.")
-    local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
 
     # fmt: on
     def resolve(
@@ -174,10 +171,50 @@ class Root(Section, title="What every training command has."):
         """What follows from the flags of this command, by path."""
         return {}
 
+    def common_values(self, given: Given, command: str) -> dict[str, Any]:
+        """What follows in every command once its own values are derived, by path."""
+        return {"ds.attn_implementation": rules.attention_in_effect(self.ds, given)}
+
     def notices(self, replaced: Replaced, given: Given) -> Sentences:
         """What the user may have to know of this resolved configuration."""
-        return rules.common_notices(self, replaced, given)
+        return rules.attention_notices(self.ds, replaced, given)
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        return [*rules.sources_exist(self), *rules.attention_can_run(self.ds), *rules.patience_can_end(self)]
+        return [*rules.sources_exist(self), *rules.attention_can_run(self.ds)]
+
+
+# fmt: off
+class Root(Command, title="What every training command has."):
+    trains: ClassVar[bool] = True
+    run_name_prefix: ClassVar[str] = ""
+    evaluates_given_data_only: ClassVar[bool] = True
+
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    ds: EngineConfig = EngineConfig()
+    ckpt: CheckpointConfig = CheckpointConfig()
+    logger: LoggerConfig = LoggerConfig()
+    run: RunConfig = RunConfig()
+    local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
+
+    # fmt: on
+    def common_values(self, given: Given, command: str) -> dict[str, Any]:
+        """What follows in every training command once its own values are derived, by path."""
+        return {**super().common_values(given, command), **rules.run_values(self, command)}
+
+    def notices(self, replaced: Replaced, given: Given) -> Sentences:
+        """What the user may have to know of this resolved configuration."""
+        return [*super().notices(replaced, given), *rules.run_notices(self, replaced)]
+
+    def mistakes(self) -> Sentences:
+        """What may be wrong with this resolved configuration."""
+        return [
+            *super().mistakes(),
+            *rules.patience_can_end(self),
+            (
+                self.ds.param_dtype == "fp16" and self.ds.tensor_parallel_size > 1,
+                "--ds.tensor_parallel_size above 1 needs --ds.param_dtype bf16 instead of fp16.",
+            ),
+        ]

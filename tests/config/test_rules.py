@@ -166,8 +166,8 @@ def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, monkeypa
     for command, line in [*((command, line) for command, line, _ in BROKEN), (SFT, "--local_rank 2")]:
         monkeypatch.setenv("WORLD_SIZE", "3" if "local_rank" in line else "1")
         config = unchecked(command, line, gpu_machine)
-        shared = len(attention_can_run(config.ds)) + len(
-            patience_can_end(config)
+        shared = (
+            len(attention_can_run(config.ds)) + len(patience_can_end(config)) + 1
         )  # the rules of every command come first
         rows = config.mistakes()[len(sources_exist(config)) :]
         gpu_machine(0, flash_attention=False)
