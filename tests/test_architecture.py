@@ -12,7 +12,7 @@ from tests.sources import Module, loaded_with, package
 LEVELS = {
     "cli": 6,
     **dict.fromkeys(("trainers", "utils"), 5),
-    **dict.fromkeys(("workers", "rollout"), 4),
+    **dict.fromkeys(("workers", "rollout", "serving"), 4),
     "checkpoints": 3,
     **dict.fromkeys(("models", "data", "distributed"), 2),
     **dict.fromkeys(("experience", "algorithms", "observability"), 1),
@@ -29,6 +29,8 @@ HOMES = {
     "wandb": ["observability.trackers"],
     "tensorboard": ["observability.trackers"],
     "rich": ["observability.*"],
+    "fastapi": ["serving.server"],
+    "uvicorn": ["serving.server"],
 }
 # What a module may load at import besides the standard library and our own modules.
 STANDARD_LIBRARY_ONLY = ["config*", "trajectory", "utils", "cli*"]
@@ -80,8 +82,8 @@ def test_light_modules_load_no_library(module: Module) -> None:
         assert not loaded & {"torch", "transformers", "ray", "vllm", "deepspeed"}
 
 
-def test_engines_never_load_deepspeed_and_trainers_never_load_vllm() -> None:
-    for module in (module for module in MODULES if module.room == "rollout"):
+def test_engines_and_servers_never_load_deepspeed_and_trainers_never_load_vllm() -> None:
+    for module in (module for module in MODULES if module.room in ("rollout", "serving")):
         assert "deepspeed" not in loaded_with(module.name), module
     for module in (module for module in MODULES if module.room in ("workers", "trainers")):
         assert "vllm" not in loaded_with(module.name), module

@@ -17,6 +17,7 @@ VERBS = {
     "rm": ("train_rm", "reward model from preference pairs"),
     "ppo": ("train_ppo_ray", "reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO"),
     "reward": ("reward_test", "`reward test`: try a reward on a dataset, before any training"),
+    "serve-rm": ("serve_rm", "HTTP server of a reward model"),
 }
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     verb = next((short for short, (command, _) in VERBS.items() if command == verb), verb)
     if verb in ("-h", "--help"):
         print("usage: openrlhf VERB [--flag VALUE ...]      openrlhf VERB --help lists its flags\n")
-        print("\n".join(f"  {name:6} {what}" for name, (_, what) in VERBS.items()))
+        print("\n".join(f"  {name:9} {what}" for name, (_, what) in VERBS.items()))
     elif verb == "--version":
         print(f"openrlhf {__version__}")
     elif verb in VERBS:

@@ -53,6 +53,7 @@ OFFLINE = _table("""
     kto   desirable_loss_weight=desirable_weight undesirable_loss_weight=undesirable_weight
     kd    teacher_model teacher_offload _coef
     prm   placeholder_token reward_tokens
+    reward reward_pretrain=model_name_or_path normalize_reward=normalize_enable
     model pretrain=model_name_or_path pretrain_mode=pretrain_mode_enable aux_loss_coef
     model balancing_loss_coef=aux_loss_coef nll_loss_coef beta label_smoothing ipo=ipo_enable
     model gradient_checkpointing=gradient_checkpointing_enable loss=loss_type

@@ -80,7 +80,7 @@ def attention_notices(ds: LoadingConfig, replaced: Replaced, given: Given) -> Se
     ]
 
 
-def run_notices(config: Root, replaced: Replaced) -> Sentences:
+def run_notices(config: Root, replaced: Replaced, given: Given) -> Sentences:
     """What the user of any training command may have to know."""
     ckpt = config.ckpt
     template, no_data = replaced.get("data.input_template"), not config.eval.dataset

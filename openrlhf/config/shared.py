@@ -206,7 +206,7 @@ class Root(Command, title="What every training command has."):
 
     def notices(self, replaced: Replaced, given: Given) -> Sentences:
         """What the user may have to know of this resolved configuration."""
-        return [*super().notices(replaced, given), *rules.run_notices(self, replaced)]
+        return [*super().notices(replaced, given), *rules.run_notices(self, replaced, given)]
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""

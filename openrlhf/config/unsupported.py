@@ -43,7 +43,7 @@ NOT_YET: dict[str, str] = {
 }
 # The same for some values only: refused where the function of the resolved root says so.
 FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("ds.param_dtype", "use bf16", lambda c: c.ds.param_dtype == "fp16"),
+    ("ds.param_dtype", "use bf16", lambda c: c.trains and c.ds.param_dtype == "fp16"),
     ("reward.remote_url", "leave out --reward.verifier, or it",
      lambda c: bool(c.reward.remote_url and c.reward.verifier)),
     ("rollout.vllm_generate_batch_size", "use --rollout.batch_size, or leave it out",

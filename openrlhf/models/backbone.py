@@ -44,7 +44,8 @@ def decode(
             **_document_arguments(offsets, decoder.config._attn_implementation),
             **asked,
         )
-        return Decoded(output.last_hidden_state[0], _aux_loss(decoder, output.router_logits) if balancing else None)
+        states = output.last_hidden_state[0].to(tokens.device)  # of a model on several devices they are on the last
+        return Decoded(states, _aux_loss(decoder, output.router_logits) if balancing else None)
     layout = Layout.of(offsets)
     output = decoder(
         input_ids=layout.gather(tokens),
@@ -53,10 +54,11 @@ def decode(
         use_cache=False,
         **asked,
     )
+    states = output.last_hidden_state.to(tokens.device)[layout.real]
     if not balancing:
-        return Decoded(output.last_hidden_state[layout.real], None)
+        return Decoded(states, None)
     routed = [logits[layout.real.flatten()] for logits in output.router_logits]  # padding does not count
-    return Decoded(output.last_hidden_state[layout.real], _aux_loss(decoder, routed))
+    return Decoded(states, _aux_loss(decoder, routed))
 
 
 def _aux_loss(decoder: Any, router_logits: Sequence[Tensor]) -> Tensor:

@@ -37,6 +37,7 @@ class LoadSpec:
     gradient_checkpointing: bool = False
     reentrant: bool = False
     trust_remote_code: bool = False
+    device_map: str | None = None  # auto: over this process's GPUs, layer by layer
 
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
@@ -53,6 +54,7 @@ def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
         "dtype": DTYPES[spec.param_dtype],
         "attn_implementation": packed_attention.NAME if packed else spec.attention,
         "trust_remote_code": spec.trust_remote_code,
+        "device_map": spec.device_map,
     }
 
 

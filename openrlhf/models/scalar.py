@@ -43,7 +43,7 @@ class ScalarHead(nn.Module):
     def forward(self, hidden: Float[Tensor, "N H"]) -> Float[Tensor, " N"]:
         """One number per hidden state."""
         precise = torch.promote_types(hidden.dtype, torch.float32)
-        return nn.functional.linear(hidden.to(precise), self.linear.weight.to(precise))[:, 0]
+        return nn.functional.linear(hidden.to(precise), self.linear.weight.to(hidden.device, precise))[:, 0]
 
 
 class ScalarModel(nn.Module):

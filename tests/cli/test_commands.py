@@ -38,7 +38,7 @@ def test_a_version_outside_the_range_ends_the_command_with_the_line_that_mends_i
 def test_the_console_command_lists_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     main.main([])
     printed = capsys.readouterr().out
-    assert all(verb in printed for verb in ("sft", "rm", "ppo"))
+    assert all(verb in printed for verb in ("sft", "rm", "ppo", "serve-rm"))
 
 
 def test_a_misspelt_verb_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,7 @@ def test_a_verb_is_found_behind_what_deepspeed_puts_in_front(capsys: pytest.Capt
     assert "train_rm has no flag --no_such_flag" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["sft", "rm", "ppo"])
+@pytest.mark.parametrize("verb", ["sft", "rm", "ppo", "serve-rm"])
 def test_a_verb_is_its_command(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main([verb, "--no_such_flag", "1"])

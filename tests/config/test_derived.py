@@ -10,7 +10,7 @@ import pytest
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
-from tests.config.commands import ROOTS, SMALLEST, ppo, sft
+from tests.config.commands import ROOTS, SMALLEST, parse, ppo, sft
 
 Explicit = frozenset[str]
 
@@ -316,6 +316,17 @@ def test_an_evaluation_that_never_runs_is_pointed_out(capsys: pytest.CaptureFixt
 def test_the_plan_of_an_iteration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ppo("--rollout.batch_size 64 --rollout.n_samples_per_prompt 4 --train.max_epochs 2")
     assert "64 prompts x 4 = 256 samples, 4 optimizer step(s) of 128 on 1 rank(s)" in capsys.readouterr().err
+
+
+def test_a_server_that_others_can_reach_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+    parse("serve_rm", "--host 0.0.0.0")
+    assert "--host 0.0.0.0: whoever reaches that address can ask this server" in capsys.readouterr().err
+    parse("serve_rm")
+    assert "whoever" not in capsys.readouterr().err
+
+
+def test_the_attention_of_a_server_is_one_that_runs_here() -> None:
+    assert parse("serve_rm").ds.attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("command", ROOTS)

@@ -49,6 +49,10 @@ RENAMED = [
     ("train_ppo_ray", "--label_key answer", {"data.label_key": "answer"}),
     ("train_ppo_ray", "--value_prefix_head v", {"ds.value_head_prefix": "v"}),
     ("train_ppo_ray", "--dynamic_filtering", {"algo.dynamic_filtering_enable": True}),
+    ("serve_rm", "--reward_pretrain m", {"reward.model_name_or_path": "m"}),
+    ("serve_rm", "--normalize_reward", {"reward.normalize_enable": True}),
+    ("serve_rm", "--bf16", {"ds.param_dtype": "bf16"}),
+    ("serve_rm", "--max_len 512", {"data.max_len": 512}),
     ("train_ppo", "--micro_rollout_batch_size 2", {"rollout.micro_batch_size": 2}),
 ]  # fmt: skip
 

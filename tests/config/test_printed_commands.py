@@ -12,7 +12,7 @@ import pytest
 
 from openrlhf.config.options import ConfigError, parse_config, read_flags
 from openrlhf.config.supervised import RMConfig
-from tests.config.commands import ROOTS
+from tests.config.commands import ROOTS, TRAINING
 from tests.config.printed import DPO, PRINTED, Printed
 from tests.sources import ROOT
 
@@ -76,7 +76,7 @@ def test_a_printed_command_that_is_not_there_yet_ends_in_one_line_that_says_whic
     assert done.returncode == 2
     assert (
         done.stderr
-        == "error: there is no command train_dpo yet; known are train_sft, train_rm, train_ppo_ray, reward_test.\n"
+        == "error: there is no command train_dpo yet; known are train_sft, train_rm, train_ppo_ray, reward_test, serve_rm.\n"
     )
 
 
@@ -94,7 +94,7 @@ INTRODUCED = {
 }
 # Where a name means two things today the answer says which.
 TWO_MEANINGS = {("train_ppo_ray", "learning_rate"): ("--actor.adam.lr", "--critic.adam.lr")}
-NAMES = [(command, name) for command in COMMANDS for name in INTRODUCED]
+NAMES = [(command, name) for command in TRAINING for name in INTRODUCED]
 
 
 @pytest.mark.parametrize("dashes", ["-", "--"])

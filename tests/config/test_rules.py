@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from openrlhf.config.flags import amend
-from openrlhf.config.options import ConfigError, read_flags
+from openrlhf.config.options import Command, ConfigError, Root, read_flags
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.rules import attention_can_run, patience_can_end, sources_exist
+from openrlhf.config.rules import sources_exist
 from tests.config.commands import ROOTS, SMALLEST, ppo, sft, violations
 
 SFT, RL = "train_sft", "train_ppo_ray"
@@ -139,6 +139,10 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--ds.ring_attn_size 0", "--ds.ring_attn_size is 0"),
     (SFT, "--ckpt.max_num 0", "--ckpt.max_num is 0"),
     (SFT, "--logger.logging_steps 0", "--logger.logging_steps is 0"),
+    ("serve_rm", "--reward.model_name_or_path ./gone", "--reward.model_name_or_path ./gone does not exist"),
+    ("serve_rm", "--max_batch_tokens 100 --data.max_len 200", "100 has no room for a text of --data.max_len 200"),
+    ("serve_rm", "--port 70000", "--port is 70000, but it must be at least 0 and at most 65535"),
+    ("serve_rm", "--batch_size 0", "--batch_size is 0"),
 ]  # fmt: skip
 
 
@@ -166,10 +170,10 @@ def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, monkeypa
     for command, line in [*((command, line) for command, line, _ in BROKEN), (SFT, "--local_rank 2")]:
         monkeypatch.setenv("WORLD_SIZE", "3" if "local_rank" in line else "1")
         config = unchecked(command, line, gpu_machine)
-        shared = (
-            len(attention_can_run(config.ds)) + len(patience_can_end(config)) + 1
-        )  # the rules of every command come first
-        rows = config.mistakes()[len(sources_exist(config)) :]
+        sources = len(sources_exist(config))
+        rows = config.mistakes()[sources:]
+        base = Root if isinstance(config, Root) else Command  # its rules come first
+        shared = len(base.mistakes(config)) - sources
         gpu_machine(0, flash_attention=False)
         for number, (holds, sentence) in enumerate(rows):
             rule = ("shared" if number < shared else command, number)
@@ -194,7 +198,7 @@ def test_all_broken_rules_are_reported_at_once() -> None:
 def test_a_command_without_flags_is_told_everything_it_needs(command: str) -> None:
     config, _ = ROOTS[command]().resolve(frozenset(), command=command)
     text = "\n".join(config.check())
-    model = "--actor" if command == RL else "--model"
+    model = {RL: "--actor", "serve_rm": "--reward"}.get(command, "--model")
     assert f"{model}.model_name_or_path must be given" in text
 
 

@@ -40,7 +40,7 @@ def test_a_flag_has_the_type_the_default_and_the_choices_of_the_table(command: s
         assert list(flag.choices or ()) == expected["choices"]
 
 
-def test_the_reference_has_77_79_and_164_flags_with_the_opposites_of_nesterov() -> None:
+def test_the_reference_has_77_79_164_and_14_flags_with_the_opposites_of_nesterov() -> None:
     ours = {
         command: {spelling for flag in flags_of(root).values() for spelling in flag.switches}
         for command, root in ROOTS.items()
@@ -51,6 +51,7 @@ def test_the_reference_has_77_79_and_164_flags_with_the_opposites_of_nesterov() 
     assert len(ours["train_sft"] - added["train_sft"]) == 77
     assert len(ours["train_rm"] - added["train_rm"]) == 79
     assert len(ours["train_ppo_ray"] - added["train_ppo_ray"]) == 164
+    assert len(ours["serve_rm"] - added["serve_rm"]) == 14
 
 
 def sample(flag: Flag) -> tuple[list[str], Any]:
@@ -97,4 +98,7 @@ def test_the_path_of_a_flag_is_the_path_of_its_attribute(command: str) -> None:
     config = ROOTS[command]()
     for flag in flags_of(ROOTS[command]).values():
         assert value_at(config, flag.path) == flag.default
-    assert config.ds.lora.rank == flags_of(ROOTS[command])["ds.lora.rank"].default == 0
+
+
+def test_a_flag_of_several_sections_is_an_attribute_of_the_innermost() -> None:
+    assert ROOTS["train_sft"]().ds.lora.rank == flags_of(ROOTS["train_sft"])["ds.lora.rank"].default == 0

@@ -9,7 +9,7 @@ import pytest
 
 from openrlhf.config.flags import Flag, amend, flags_of
 from openrlhf.config.unsupported import FOR_SOME_VALUES, NOT_YET, refusals
-from tests.config.commands import ROOTS, violations
+from tests.config.commands import ROOTS, TRAINING, violations
 
 # Flags that are refused at some values only: values that are.
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -39,8 +39,15 @@ def flags_under(path: str, command: str) -> list[Flag]:
     return [flag for flag in every if f"{flag.path}.".startswith(f"{path}.")]
 
 
-ADVICE = [*NOT_YET.items(), *((path, instead) for path, instead, _ in FOR_SOME_VALUES)]
-LINES = [(command, path, instead) for path, instead in ADVICE for command in ROOTS if flags_under(path, command)]
+SOME_VALUES = [(path, instead) for path, instead, _ in FOR_SOME_VALUES]  # serve_rm has all of them
+ADVICE = [*NOT_YET.items(), *SOME_VALUES]
+LINES = [
+    (command, path, instead)
+    for rows, commands in ((NOT_YET.items(), ROOTS), (SOME_VALUES, TRAINING))
+    for path, instead in rows
+    for command in commands
+    if flags_under(path, command)
+]
 
 
 @pytest.mark.parametrize(("command", "path", "instead"), LINES)
@@ -79,6 +86,7 @@ SUPPORTED = [
     ("train_ppo_ray", "--reward.overlong_buffer_len 64 --reward.stop_properly_penalty_coef 0"),
     ("train_ppo_ray", "--rollout.top_k 20 --rollout.top_p 0.9 --rollout.seeded on --rollout.max_new_tokens 64"),
     ("train_ppo_ray", "--eval.dataset e --eval.steps 5 --eval.at_start --eval.n_samples_per_prompt 2"),
+    ("serve_rm", "--ds.param_dtype fp16 --ds.packing_samples --batch_size 8 --truncation_side right --port 0"),
     ("train_ppo_ray", "--critic.adam.lr 1e-5 --critic.model_name_or_path c --vllm.enable_sleep"),
     *[
         ("train_ppo_ray", f"--algo.advantage.estimator {name} --rollout.n_samples_per_prompt 4")

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.e2e.commands import column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
+from tests.e2e.servers import reward_model_server
 from tests.tiny import character_tokenizer, save_tiny_model
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -121,6 +122,37 @@ def test_rewards_in_rl_are_the_scores_of_plain_transformers(reward_model: Path, 
         with torch.no_grad():
             score = hf(torch.tensor([tokens])).logits[0, 0].item()
         assert row["reward"] == pytest.approx(score, abs=1e-5)
+
+
+def test_a_server_of_the_reward_model_gives_the_rewards_that_the_local_one_gives(
+    workspace: Path, reward_model: Path, ppo: Path
+) -> None:
+    """Packed there, padded here. Later steps differ: the server is told texts, in which some tokens cannot be said."""
+    out = workspace / "remote"
+    with reward_model_server(reward_model / "model", data__max_len=24) as server:
+        changes = {
+            "reward.model_name_or_path": None,
+            "reward.remote_url": server.url,
+            "algo.advantage.estimator": "reinforce",
+            "algo.advantage.lambd": None,
+            "critic.freezing_steps": None,
+            "critic.save_value_network": None,
+            "critic.adam.lr": None,
+            "train.colocate_critic_reward": None,
+            "ckpt.save_steps": None,
+        }
+        run("train_ppo_ray", ppo_flags(workspace, reward_model, out, **changes))
+        assert server.process.poll() is None
+    remote, local = samples(out / "run")[:16], samples(ppo / "run")[:16]
+    assert [row["response"] for row in remote] == [row["response"] for row in local]
+    pairs = [
+        (there["reward"], here["reward"])
+        for there, here in zip(remote, local, strict=True)
+        if not any(name in here["response"] for name in ONE_WAY)
+    ]
+    assert len(pairs) >= 4
+    assert [there for there, _ in pairs] == pytest.approx([here for _, here in pairs], abs=1e-5)
+    assert column(out / "run", "train/failed_episodes") == [0.0] * 4
 
 
 def test_the_critic_warms_up_alone_and_then_both_learn(ppo: Path) -> None:

@@ -1,0 +1,38 @@
+"""A reward model behind `serve_rm`, as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.commands import launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelServer:
+    """A running server; `url` is what `--reward.remote_url` takes."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+
+@contextmanager
+def reward_model_server(model: Path, **flags: Any) -> Iterator[RewardModelServer]:
+    """Start it in float32 on a free port, wait until it answers, and kill it at the end; dots of flags are written __."""
+    start = {"reward.model_name_or_path": model, "ds.param_dtype": "fp32", "port": 0}
+    process = launch("serve_rm", start | {name.replace("__", "."): value for name, value in flags.items()})
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()  # empty where it has ended
+        assert said.startswith(f"serving {model} at http://"), process.communicate()
+        yield RewardModelServer(url=said.split()[-1], process=process)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()

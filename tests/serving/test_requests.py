@@ -1,0 +1,126 @@
+"""What is asked and what is answered, with a model that gives every text its number of tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from openrlhf.config.flags import amend
+from openrlhf.config.options import ConfigError
+from openrlhf.config.serving import ServeConfig
+from openrlhf.serving.batcher import Batcher, Texts
+from openrlhf.serving.server import RequestLimits, listen, reward_app, run_server
+
+
+def lengths(texts: Texts) -> list[float]:
+    if any(len(text) == 13 for text in texts):
+        raise RuntimeError("13 is not liked")
+    return [math.nan if len(text) == 17 else float(len(text)) for text in texts]
+
+
+def characters(texts: list[str]) -> Texts:
+    return [list(map(ord, text)) for text in texts]
+
+
+def post(body: Any, *, score: Callable[[Texts], list[float]] = lengths, texts: int = 4, mib: float = 0.001) -> Any:
+    """The answer of a server that takes four texts and about 1000 bytes."""
+    batcher = Batcher(score, max_texts=None, max_tokens=100, max_wait=0.0)
+    with TestClient(reward_app(characters, batcher, RequestLimits(texts=texts, mib=mib))) as client:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return client.post("/get_reward", content=content)
+
+
+def test_an_answer_has_rewards_scores_and_extra_logs_in_the_order_of_the_texts() -> None:
+    answer = post({"query": ["one", "three", "to"]})
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "rewards": [3.0, 5.0, 2.0],
+        "scores": [3.0, 5.0, 2.0],
+        "extra_logs": {"dummy_scores": [3.0, 5.0, 2.0]},
+    }
+
+
+def test_prompts_labels_and_other_entries_are_not_looked_at() -> None:
+    body = {"query": ["one"], "prompts": None, "labels": [1, {"a": 2}], "more": "x"}
+    assert post(body).json()["rewards"] == [3.0]
+
+
+WRONG: list[tuple[Any, int, str]] = [
+    (b"", 422, "The request is no JSON"),
+    (b"query=one", 422, "The request is no JSON"),
+    (b'{"query": ["\xff"]}', 422, "The request is no JSON"),
+    (["one"], 422, "The request has no query"),
+    ({"queries": ["one"]}, 422, "The request has no query"),
+    ({"query": "one"}, 422, "query is a string, not a list"),
+    ({"query": None}, 422, "query is null, not a list"),
+    ({"query": {"0": "one"}}, 422, "query is an object, not a list"),
+    ({"query": []}, 422, "query is an empty list"),
+    ({"query": ["one", 2]}, 422, "query[1] is a number, not a text"),
+    ({"query": ["one", ["two"]]}, 422, "query[1] is a list, not a text"),
+    ({"query": ["one", ""]}, 422, "query[1] has no tokens"),
+    ({"query": ["one", "\ud800"]}, 422, "query[1] is no Unicode text"),
+    ({"query": ["x"] * 5}, 413, "query holds 5 texts, and 4 are allowed (--max_request_texts)"),
+    ({"query": ["x" * 1100]}, 413, "The request is larger than 0.001 MiB (--max_request_mib)"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "sentence"), WRONG, ids=[sentence[:40] for _, _, sentence in WRONG])
+def test_a_wrong_request_is_answered_with_what_is_wrong(body: Any, status: int, sentence: str) -> None:
+    answer = post(body)
+    assert answer.status_code == status
+    assert answer.json()["detail"].startswith(sentence)
+    assert status != 422 or '{"query": ["prompt and response"]}' in answer.json()["detail"]
+
+
+def test_lists_in_lists_in_lists_are_no_json_either() -> None:
+    assert post(b"[" * 100_000, mib=1.0).status_code == 422
+
+
+def test_a_body_that_does_not_say_its_size_is_not_read_to_its_end() -> None:
+    batcher = Batcher(lengths, max_texts=None, max_tokens=100, max_wait=0.0)
+    with TestClient(reward_app(characters, batcher, RequestLimits(texts=4, mib=0.001))) as client:
+        answer = client.post("/get_reward", content=(b" " * 100 for _ in range(1000)))
+    assert (answer.status_code, answer.request.headers.get("content-length")) == (413, None)
+
+
+def test_a_failure_of_the_model_is_a_sentence_for_the_client_and_a_traceback_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answer = post({"query": ["x" * 13]})
+    assert answer.status_code == 500
+    assert answer.json() == {"detail": "The texts could not be scored: RuntimeError: 13 is not liked"}
+    assert "Traceback" in caplog.text and "13 is not liked" in caplog.text
+
+
+def test_a_score_that_is_no_number_is_a_failure() -> None:
+    answer = post({"query": ["x", "x" * 17]})
+    assert answer.status_code == 500
+    assert answer.json() == {"detail": "The reward model's score of query[1] is nan."}
+
+
+def test_texts_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", logger="openrlhf"):
+        post({"query": ["secret"]})
+        post({"query": ["secretsecret?"]})  # fails: 13 tokens
+    assert "could not be scored" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_an_address_that_is_taken_or_not_of_this_machine_is_a_mistake_before_the_model_is_loaded() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: .* Address already in use"):
+            run_server(amend(ServeConfig(), {"port": port, "reward.model_name_or_path": "/nowhere"}))
+    with pytest.raises(ConfigError, match=r"--host no\.such\.host\.invalid --port 0: the server cannot listen there"):
+        listen("no.such.host.invalid", 0)
+
+
+def test_health_is_answered() -> None:
+    batcher = Batcher(lengths, max_texts=None, max_tokens=100, max_wait=0.0)
+    with TestClient(reward_app(characters, batcher, RequestLimits(texts=4, mib=1.0))) as client:
+        assert client.get("/health").json() == {"status": "ok"}

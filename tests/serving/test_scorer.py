@@ -1,0 +1,178 @@
+"""Texts to scores: against plain Transformers, packed and padded; what is cut; which models are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForSequenceClassification, Gemma2Config
+
+from openrlhf.config.flags import amend
+from openrlhf.config.serving import ServeConfig
+from openrlhf.models.loading import ModelError
+from openrlhf.serving.scorer import TextTokenizer, load_scorer, similar_lengths
+from openrlhf.serving.server import run_server
+from tests.tiny import SIZES, character_tokenizer, save_tiny_model, tiny_config
+
+TEXTS = ["1+1=2<eos>", "a", "what is this? a text.<eos>", "12345<eos>", "no end", "0<eos>"]
+
+
+def save_reward_model(path: Path, kind: str = "llama", **config: Any) -> Path:
+    torch.manual_seed(0)
+    hf = AutoModelForSequenceClassification.from_config(tiny_config(kind, num_labels=1, **config)).float()
+    hf.save_pretrained(path)
+    character_tokenizer().save_pretrained(path)
+    return path
+
+
+def scores(path: Path, texts: list[str] = TEXTS, **flags: Any) -> list[float]:
+    """What a server with these flags (dots are written __) answers."""
+    values = {name.replace("__", "."): value for name, value in flags.items()}
+    start = {"reward.model_name_or_path": str(path), "ds.param_dtype": "fp32", "ds.attn_implementation": "sdpa"}
+    tokenize, score = load_scorer(amend(ServeConfig(), start | values))
+    return score(tokenize(texts))
+
+
+def plain(path: Path, texts: list[str] = TEXTS, *, dtype: torch.dtype = torch.float32) -> list[float]:
+    """The scores of Transformers, one text at a time."""
+    hf = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).eval()
+    ids = [character_tokenizer()(text, add_special_tokens=False)["input_ids"] for text in texts]
+    with torch.no_grad():
+        return [float(hf(torch.tensor([row])).logits) for row in ids]
+
+
+@pytest.mark.parametrize("limits", [{}, {"batch_size": 1}, {"batch_size": 2}, {"max_batch_tokens": 26}])
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral-windowed"])
+def test_scores_are_those_of_plain_transformers_however_texts_go_together(
+    tmp_path: Path, kind: str, packing: bool, limits: dict[str, int]
+) -> None:
+    path = save_reward_model(tmp_path, kind)
+    found = scores(path, ds__packing_samples=packing, **limits)
+    assert found == pytest.approx(plain(path), abs=1e-6)
+    assert len({round(score, 5) for score in found}) == len(TEXTS)
+
+
+def test_stored_mean_and_deviation_are_used_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path, mean=0.5, std=2.0)
+    expected = [(score - 0.5) / 2 for score in plain(path)]
+    assert scores(path, reward__normalize_enable=True) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_precision_comes_near(tmp_path: Path, dtype: str, torch_dtype: torch.dtype) -> None:
+    path = save_reward_model(tmp_path)
+    expected = plain(path, dtype=torch_dtype)
+    assert scores(path, ds__param_dtype=dtype) == pytest.approx(expected, abs=5e-3)
+
+
+def test_a_dry_run_loads_the_model_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(save_reward_model(tmp_path))
+    run_server(
+        amend(
+            ServeConfig(),
+            {"reward.model_name_or_path": path, "ds.attn_implementation": "sdpa", "port": 0, "dry_run": True},
+        )
+    )
+    assert capsys.readouterr().out == f"{path} can be served.\n"
+
+
+# ---- cutting
+
+
+def cut(text: str, max_len: int, side: str) -> str:
+    tokenizer = character_tokenizer()
+    tokens = TextTokenizer(tokenizer, max_len=max_len, keep_start=side == "right")([text])[0]
+    return tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "max_len", "side", "left_over"),
+    [
+        ("abcdef<eos>", 4, "left", "def<eos>"),
+        ("abcdef<eos>", 4, "right", "abc<eos>"),
+        ("abcdef", 4, "left", "cdef"),
+        ("abcdef", 4, "right", "abcd"),
+        ("abc<eos>", 4, "left", "abc<eos>"),
+        ("abc<eos>", 4, "right", "abc<eos>"),
+        ("abc<eos>", 1, "left", "<eos>"),
+        ("abc<eos>", 1, "right", "<eos>"),
+    ],
+)
+def test_long_texts_lose_one_side_and_keep_their_end_of_text(
+    text: str, max_len: int, side: str, left_over: str
+) -> None:
+    assert cut(text, max_len, side) == left_over
+
+
+def test_the_score_of_a_long_text_is_that_of_what_is_left_of_it(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path)
+    texts = ["abcdef<eos>", "abcdef"]
+    assert scores(path, texts, data__max_len=4) == pytest.approx(plain(path, ["def<eos>", "cdef"]), abs=1e-6)
+    right = scores(path, texts, data__max_len=4, truncation_side="right")
+    assert right == pytest.approx(plain(path, ["abc<eos>", "abcd"]), abs=1e-6)
+
+
+def test_nothing_is_added_to_a_text() -> None:
+    tokenizer = character_tokenizer()
+    assert TextTokenizer(tokenizer, max_len=9, keep_start=False)(["ab"]) == [
+        tokenizer.convert_tokens_to_ids(["a", "b"])
+    ]
+
+
+# ---- going through the model together
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), max_size=40),
+    rows=st.none() | st.integers(1, 10),
+    tokens=st.integers(1, 200),
+    padded=st.booleans(),
+)
+def test_every_row_is_in_one_part_and_no_part_of_several_is_over_a_limit(
+    lengths: list[int], rows: int | None, tokens: int, padded: bool
+) -> None:
+    parts = similar_lengths(lengths, max_rows=rows, max_tokens=tokens, padded=padded)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    for part in parts:
+        inside = [lengths[row] for row in part]
+        assert len(part) <= (rows or len(part))
+        assert len(part) == 1 or (max(inside) * len(part) if padded else sum(inside)) <= tokens
+
+
+def test_padding_counts_and_short_rows_go_with_short_ones() -> None:
+    lengths = [2, 10, 2, 9, 2, 2]
+    assert similar_lengths(lengths, max_rows=None, max_tokens=20, padded=True) == [[1, 3], [0, 2, 4, 5]]
+    assert similar_lengths(lengths, max_rows=None, max_tokens=27, padded=False) == [[1, 3, 0, 2, 4, 5]]
+    assert similar_lengths(lengths, max_rows=3, max_tokens=99, padded=False) == [[1, 3, 0], [2, 4, 5]]
+
+
+# ---- models that are refused
+
+
+def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is no reward model or critic"):
+        scores(Path(save_tiny_model(tmp_path)))
+
+
+def test_a_model_without_stored_statistics_cannot_be_normalised(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="stores no mean and standard deviation"):
+        scores(save_reward_model(tmp_path), reward__normalize_enable=True)
+
+
+def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path, vocab_size=40)
+    with pytest.raises(ModelError, match="has embeddings for 40 tokens, but its tokenizer knows 51"):
+        scores(path)
+
+
+def test_attention_that_cannot_be_packed_is_refused_before_the_first_request(tmp_path: Path) -> None:
+    hf = AutoModelForSequenceClassification.from_config(Gemma2Config(**SIZES, head_dim=8, num_labels=1)).float()
+    hf.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="softcap"):
+        scores(tmp_path, ds__packing_samples=True)
