@@ -156,7 +156,7 @@ def test_the_commands_of_the_page_about_launching_are_accepted(command: str, fla
 
 def test_the_page_shows_each_command_in_each_way_to_launch_it() -> None:
     ways = {
-        "python -m": ("train_sft", "train_rm", "train_ppo_ray"),
+        "python -m": ("train_sft", "train_rm", "train_ppo_ray", "serve_rm"),
         "deepspeed --module": ("train_sft",),
         "torchrun --nproc_per_node 2 -m": ("train_rm",),
         "ray job submit": ("train_ppo_ray",),
