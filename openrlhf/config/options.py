@@ -18,7 +18,17 @@ from openrlhf.config.flags import ConfigError, Flag, amend, convert, did_you_mea
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.shared import Command, Root
 
-__all__ = ["Command", "ConfigError", "Parsable", "Root", "dump_yaml", "load_named_plugins", "option", "parse_config", "read_flags"]
+__all__ = [
+    "Command",
+    "ConfigError",
+    "Parsable",
+    "Root",
+    "dump_yaml",
+    "load_named_plugins",
+    "option",
+    "parse_config",
+    "read_flags",
+]
 
 
 class Parsable(Protocol):
