@@ -43,6 +43,7 @@ def config_of(folder: Path, model: str = "plain", **changes: Any) -> PPOConfig:
         "actor.model_name_or_path": folder / model,
         "data.prompt_dataset": "owner/prompts",
         "reward.verifier": "math",
+        "data.label_key": "label",
         **ON_POLICY,
         **changes,
     }
