@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
@@ -42,9 +42,21 @@ class LoadSpec:
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
     """A causal language model, ready to train. Raises ValueError naming the flag when it needs code of its own."""
+    check_is_causal(spec)
     with naming_the_flag(spec):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(spec.path, **pretrained_options(spec))
     return prepared(model, spec)
+
+
+def check_is_causal(spec: LoadSpec) -> None:
+    """Raise ModelError where the configuration is a reward model's or critic's: an output layer would be made up. Reads no weights."""
+    with naming_the_flag(spec):
+        config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    for name in config.architectures or []:
+        if "SequenceClassification" in name:
+            raise ModelError(
+                f"{spec.path} is a reward model or critic ({name}), and no language model. Name one that is."
+            )
 
 
 def pretrained_options(spec: LoadSpec) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from openrlhf.data.loading import load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.models.loading import check_is_causal
 from openrlhf.models.scalar import check_is_scalar
 from openrlhf.trainers import settings
 from openrlhf.trainers.pretraining_mix import PretrainingMix
@@ -37,6 +38,8 @@ def load_prompts(config: PPOConfig) -> PromptData:
         trust_remote_code=config.model.trust_remote_code,
         flag="--actor.model_name_or_path",
     )
+    for path in filter(None, [config.actor.model_name_or_path, config.algo.distill.teacher]):
+        check_is_causal(settings.load_spec(config, path))
     for path in config.reward.models:
         check_is_scalar(settings.load_spec(config, path))
         check_vocabulary(config, path, tokenizer, flag="--reward.model_name_or_path")

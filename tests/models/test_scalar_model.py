@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.experience import Layout, offsets_of
 from openrlhf.models import packed_attention
-from openrlhf.models.loading import LoadSpec, ModelError
+from openrlhf.models.loading import LoadSpec, ModelError, load_causal_lm
 from openrlhf.models.scalar import (
     ScalarHead,
     ScalarModel,
@@ -397,3 +397,5 @@ def test_a_language_model_is_told_from_a_reward_model_by_its_configuration(tmp_p
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForSequenceClassification"]}))
     check_is_scalar(spec)
+    with pytest.raises(ModelError, match=r"is a reward model or critic \(Qwen2ForSequenceClassification\)"):
+        load_causal_lm(spec)
