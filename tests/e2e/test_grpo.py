@@ -469,7 +469,7 @@ def test_a_reward_file_that_cannot_be_loaded_ends_the_run_before_a_model_is_load
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ds.zero_stage": 3}, ["zero_stage=2", "zero_stage=3", "--ds.zero_stage"]),
+        ({"ds.zero_stage": 3}, ["ZeRO stage 2", "ZeRO stage 3", "--ds.zero_stage"]),
         ({"data.max_samples": 20}, ["prompts 24", "has 20", "--data.max_samples"]),
         ({"train.seed": 7}, ["seed 42", "has 7", "--train.seed"]),
     ],
