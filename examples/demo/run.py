@@ -13,6 +13,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
 from openrlhf.observability.display import Display
 from openrlhf.observability.report import Stage, write_report
 from openrlhf.observability.run_folder import read_lines
@@ -131,12 +134,7 @@ def main() -> None:
     display.note("The task: sort five digits. `sort 52918=` is to be answered `12589`.")
     subprocess.run([sys.executable, str(HERE / "task.py"), str(out / "task"), str(options.seed)], check=True)
     stages = run_stages(out, options.seed, display)
-    columns, rows = summary(stages)
-    display.table("What the model learned", columns, rows)
-    report = out / "report.html"
-    title = f"OpenRLHF demo: sorting digits, seed {options.seed}"
-    curves = [Stage(name=stage.name, folder=stage.folder) for stage in stages.values()]
-    write_report(report, curves, title=title, summary_rows=[columns, *rows])
+    report = conclude(stages, out, title=f"OpenRLHF demo: sorting digits, seed {options.seed}")
     display.note(f"{time.monotonic() - start:.0f} s in all. Run folder: {out}   report: {report}")
 
 
@@ -153,6 +151,18 @@ def run_stages(out: Path, seed: int, display: Display) -> dict[str, StageResult]
     return {
         name: run_stage(name, command, flags, folder, display) for name, (command, folder, flags) in commands.items()
     }
+
+
+def conclude(stages: dict[str, StageResult], out: Path, *, title: str) -> Path:
+    """Show what was learned as a table, and write the report, which has the same table above its curves."""
+    columns, rows = summary(stages)
+    table = Table(*columns, title="What the model learned")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    curves = [Stage(name=stage.name, folder=stage.folder) for stage in stages.values()]
+    write_report(out / "report.html", curves, title=title, summary_rows=[columns, *rows])
+    return out / "report.html"
 
 
 def summary(stages: dict[str, StageResult]) -> tuple[list[str], list[list[str]]]:

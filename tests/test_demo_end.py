@@ -1,0 +1,32 @@
+"""The end of the demo, from what its stages logged; the demo itself is run by `make verify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples.demo.run import StageResult, conclude
+
+LOGGED = {
+    "SFT": {"train/loss": 1.0},
+    "RM": {"eval/acc_mean": 0.75},
+    "PPO": {"eval/eval_sort_pass1": 0.5, "eval/eval_sort_reward_mean": -0.25, "train/kl": 0.125},
+    "GRPO": {"eval/eval_sort_pass1": 0.625, "train/kl": 0.0625},
+}
+
+
+def test_the_demo_ends_with_a_table_and_a_report_that_has_it_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = {}
+    for name, numbers in LOGGED.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 0.0, **numbers}) + "\n")
+        stages[name] = StageResult(name=name, folder=folder, seconds=1.0)
+    report = conclude(stages, tmp_path, title="the demo")
+    printed = capsys.readouterr().out
+    for number in ("0.750", "0.500", "-0.250", "0.125", "0.625", "0.062"):
+        assert number in printed and number in report.read_text()
