@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 # Before anything imports torch or a Hugging Face library; child processes inherit them.
@@ -21,6 +22,10 @@ hypothesis.settings.register_profile(
     "patient", deadline=None
 )  # how long an example takes says something of the machine
 hypothesis.settings.load_profile("patient")
+
+# A shell lets what it starts in the background ignore Ctrl-C, and so would the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 

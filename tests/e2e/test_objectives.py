@@ -64,6 +64,7 @@ def test_all_terms_are_learned_from_and_logged(whole: Path) -> None:
     assert all(abs(ratio - 1) < 1e-4 for ratio in column(whole, "train/rollout_ratio"))
 
 
+@pytest.mark.verify
 def test_a_killed_run_resumes_to_the_same_numbers_with_the_same_text(whole: Path, workspace: Path) -> None:
     folder = workspace / "killed"
     flags = {"config": whole / "config.yaml", **places(folder)}

@@ -195,6 +195,7 @@ def test_a_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(
         assert resumed.read_bytes() == unbroken.read_bytes()
 
 
+@pytest.mark.verify
 def test_ranks_micro_batches_and_shared_hosts_do_not_change_what_is_learned(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
