@@ -184,6 +184,7 @@ class Experience(Ragged):
     rewards: Float[Tensor, " B"] = per_sample()  # NaN until a reward worker has scored the sample
     truncated: Bool[Tensor, " B"] = per_sample()
 
+    turn_rewards: Float[Tensor, " N"] | None = per_token(default=None)  # shares of the reward, at the ends of turns
     old_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
     ref_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
     teacher_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
@@ -205,6 +206,7 @@ class Experience(Ragged):
             group_ids=torch.tensor([t.prompt.index for t in trajectories], dtype=torch.long),
             rewards=torch.tensor(rewards, dtype=torch.float32),
             truncated=torch.tensor([t.truncated for t in trajectories], dtype=torch.bool),
+            turn_rewards=_turn_rewards(trajectories) if any(t.turn_rewards for t in trajectories) else None,
         )
 
     @property
@@ -212,3 +214,14 @@ class Experience(Ragged):
         """Sampled tokens of each episode."""
         counts = torch.zeros(self.num_samples, dtype=torch.long, device=self.offsets.device)
         return counts.index_add_(0, self.sample_of_token(), self.action_mask.long())
+
+
+def _turn_rewards(trajectories: Sequence[Trajectory]) -> Float[Tensor, " N"]:
+    """Each turn's reward at the turn's last token, zero elsewhere."""
+    column = [0.0] * sum(len(t.tokens) for t in trajectories)
+    start = 0
+    for trajectory in trajectories:
+        for position, reward in trajectory.turn_rewards:
+            column[start + position] += reward
+        start += len(trajectory.tokens)
+    return torch.tensor(column)

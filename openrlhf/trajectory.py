@@ -72,6 +72,7 @@ class Trajectory:
     response_text: str = ""
     error: str | None = None
     failure: Failure | None = None  # the kind of that error
+    turn_rewards: tuple[tuple[int, float], ...] = ()  # shares of the reward: position of a turn's last token, amount
     filtered: bool = False  # dynamic filtering replaced its prompt: shown, never trained on
 
     def __post_init__(self) -> None:
@@ -119,6 +120,11 @@ class TrajectoryBuilder:
         self.tokens += tokens
         self.action_mask += [False] * len(tokens)
         self.rollout_logprobs += [0.0] * len(tokens)
+
+    def cut(self, length: int) -> None:
+        """Drop all but the first `length` tokens."""
+        for column in (self.tokens, self.action_mask, self.rollout_logprobs):
+            del column[length:]
 
     def finish(self, **fields: Any) -> Trajectory:
         """The finished `Trajectory`; `fields` are those of it that the builder does not know."""

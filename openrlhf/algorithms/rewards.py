@@ -57,14 +57,18 @@ def last_action(action_mask: TokenMask) -> TokenMask:
     return action_mask & (actions_from_here == 1)
 
 
-def token_rewards(rewards: PerRow, kl: PerToken | None, action_mask: TokenMask, kl_coef: float) -> PerToken:
+def token_rewards(
+    rewards: PerRow, kl: PerToken | None, action_mask: TokenMask, kl_coef: float, turns: PerToken | None = None
+) -> PerToken:
     """r_t = −β · kl_t at every action token, plus the row's reward at its last one; zero elsewhere.
 
-    `kl` is None where no KL enters the reward; a negative β counts as 0. A row without action
-    tokens has no place for its reward, and nothing that could learn from it.
+    `kl` is None where no KL enters the reward; a negative β counts as 0. `turns` has shares of the reward at the ends of
+    earlier turns; the last token gets the rest. A row without action tokens has no place for its reward, and nothing that
+    could learn from it.
     Ziegler et al. 2019, eq. 2, arXiv:1909.08593
     """
-    outcome = last_action(action_mask) * rewards[:, None]
+    placed = torch.zeros_like(action_mask, dtype=torch.float32) if turns is None else turns.masked_fill(~action_mask, 0)
+    outcome = placed + last_action(action_mask) * (rewards - placed.sum(1))[:, None]
     if kl is None or kl_coef <= 0:
         return outcome
     return outcome - kl_coef * kl.masked_fill(~action_mask, 0)

@@ -34,7 +34,6 @@ NOT_YET: dict[str, str] = {
     "use_ms": "download the files first and give their paths",
     "data.max_images_per_prompt": "use text prompts",
     "reward.process_model": FUNCTION,
-    "train.agent_func_path": FUNCTION,
     "train.colocate_all": "use --train.colocate_actor_ref",
     "train.max_restarts": "start again with --ckpt.load_enable",
     "vllm.tensor_parallel_size": MORE_ENGINES,

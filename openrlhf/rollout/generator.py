@@ -12,7 +12,10 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.rollout.agent_pool import AgentPool, Call, Episode, EpisodeError
 from openrlhf.rollout.engine import Generation, SamplingParams
+from openrlhf.rollout.episodes import EpisodeMistake, assemble
+from openrlhf.rollout.host import HostError
 from openrlhf.rollout.rewards import ErrorPolicy, Reward, RewardRequest, RewardResult
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
@@ -21,6 +24,7 @@ Rejects = Callable[
     [Sequence[Trajectory]], bool
 ]  # whether the samples of a prompt are to be replaced by those of another
 logger = logging.getLogger(__name__)
+CLOSE_S = 60.0  # for hosts to end
 
 
 class RolloutError(RuntimeError):
@@ -46,17 +50,29 @@ class SamplingSpec:
         """Sampling parameters of each sample of a prompt."""
         budget = self.max_len - prompt_length
         return [
-            SamplingParams(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                max_tokens=min(budget, self.max_new_tokens or budget),
-                stop=list(self.stop) or None,
-                stop_token_ids=list(self.stop_token_ids) or None,
-                seed=None if self.seed is None else sample_seed(self.seed, self.purpose, prompt.index, sample),
-            )
-            for sample in range(self.n_samples)
+            self._params(prompt, sample, min(budget, self.max_new_tokens or budget)) for sample in range(self.n_samples)
         ]
+
+    def agent_params_for(self, prompt: Prompt) -> list[SamplingParams]:
+        """What the agent of each sample is given: `max_tokens` is of a turn, and log-probabilities are asked for."""
+        return [
+            replace(self._params(prompt, sample, self.max_new_tokens), logprobs=1) for sample in range(self.n_samples)
+        ]
+
+    def _params(self, prompt: Prompt, sample: int, max_tokens: int | None) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=max_tokens,
+            stop=list(self.stop) or None,
+            stop_token_ids=list(self.stop_token_ids) or None,
+            seed=self.seed_of(prompt, sample),
+        )
+
+    def seed_of(self, prompt: Prompt, sample: int, turn: int = 0) -> int | None:
+        """The seed of one sampled turn."""
+        return None if self.seed is None else sample_seed(self.seed, self.purpose, prompt.index, sample, turn)
 
     def clip_prompt(self, tokens: list[int]) -> list[int]:
         """The last tokens of a prompt that leave room for a response."""
@@ -73,7 +89,9 @@ def sample_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0
 class RolloutGenerator:
     """Draws samples from the engines and has them rewarded. Lives in the controller; user code runs elsewhere.
 
-    `engines` are handles of `RolloutEngine` actors. `timeout_s` bounds one call of `rollout`.
+    `engines` are handles of `RolloutEngine` actors. Without `agents` an episode is one sample of the prompt, which `reward`
+    scores; with them it is what the agent makes of it. `needs_reward`: nothing scores later what an agent gave no reward.
+    `timeout_s` bounds one call of `rollout`.
     """
 
     def __init__(
@@ -82,15 +100,17 @@ class RolloutGenerator:
         tokenizer: PreTrainedTokenizerBase,
         reward: Reward | None,
         *,
+        agents: AgentPool | None = None,
+        needs_reward: bool = False,
         on_error: ErrorPolicy,
         timeout_s: float,
     ) -> None:
         self.engines = list(engines)
         self.tokenizer = tokenizer
-        self.reward = reward
+        self.reward, self.agents, self.needs_reward = reward, agents, needs_reward
         self.on_error = on_error
         self.timeout_s = timeout_s
-        self._clipped = False  # a prompt, and the user was told
+        self._told: set[str] = set()  # to the user, once
         self._loop = BackgroundLoop()
         self._in_flight = [0] * len(self.engines)  # samples asked of each engine and not answered yet
 
@@ -128,12 +148,15 @@ class RolloutGenerator:
 
     async def _sample_group(self, prompt: Prompt, spec: SamplingSpec) -> list[Trajectory]:
         tokens = spec.clip_prompt(prompt.tokens)
-        if len(tokens) < len(prompt.tokens) and not self._clipped:
-            self._clipped = True
-            logger.warning(
-                "Prompt %d has %d tokens and keeps its last %d, like all that leave no room for a response in --data.max_len.",
-                prompt.index, len(prompt.tokens), len(tokens),
-            )  # fmt: skip
+        if len(tokens) < len(prompt.tokens):
+            self._tell_once(
+                "clipped",
+                f"Prompt {prompt.index} has {len(prompt.tokens)} tokens and keeps its last {len(tokens)}, like all that leave "
+                "no room for a response in --data.max_len.",
+            )
+        if self.agents:
+            episodes = enumerate(spec.agent_params_for(prompt))
+            return list(await asyncio.gather(*(self._episode(self.agents, prompt, spec, *each) for each in episodes)))
         generations = await self._generate(tokens, spec.params_for(prompt, len(tokens)))
         requests = [
             RewardRequest(
@@ -151,6 +174,71 @@ class RolloutGenerator:
             self._trajectory(prompt, sample, tokens, generation, request.response_text, result)
             for sample, (generation, request, result) in enumerate(zip(generations, requests, results, strict=True))
         ]
+
+    async def _episode(
+        self, agents: AgentPool, prompt: Prompt, spec: SamplingSpec, sample: int, params: SamplingParams
+    ) -> Trajectory:
+        """One episode of the user's agent; a failed one where it raised, took too long, or returned what is none."""
+
+        async def generate(turn: int, tokens: list[int], asked: SamplingParams) -> Generation:
+            seed = spec.seed_of(prompt, sample, turn) if asked.seed == params.seed else asked.seed
+            return (await self._generate(tokens, [replace(asked, seed=seed)]))[0]
+
+        calls: Sequence[Call] = []
+        try:
+            result, calls = await agents.run(
+                Episode(prompt=prompt.text, label=prompt.label, params=params, generate=generate, images=prompt.images)
+            )
+            episode = assemble(result, calls, spec.max_len)
+            if episode.reward.reward is None and self.needs_reward:
+                raise EpisodeMistake("execute returned no reward, and there is no --reward.model_name_or_path")
+        except EpisodeError as error:
+            return self._failed_episode(prompt, sample, error.calls, str(error), error.failure)
+        except HostError as error:
+            return self._failed_episode(prompt, sample, calls, str(error), error.failure)
+        except EpisodeMistake as mistake:
+            return self._failed_episode(prompt, sample, calls, f"the agent's {mistake}", Failure.RESULT)
+        for oddity in episode.oddities:
+            self._tell_once(oddity, f"The agent {oddity}: its log-probabilities there will not be the policy's.")
+        builder, reward = episode.builder, episode.reward
+        return builder.finish(
+            prompt=prompt,
+            sample_index=sample,
+            stop_reason=StopReason.LENGTH if episode.truncated else StopReason.STOP,
+            reward=reward.reward,
+            score=reward.score,
+            extra_logs=reward.extra_logs,
+            turn_rewards=episode.turn_rewards,
+            response_text=self._decode(
+                builder.tokens[builder.action_mask.index(True) :] if any(builder.action_mask) else []
+            ),
+        )
+
+    def _failed_episode(
+        self, prompt: Prompt, sample: int, calls: Sequence[Call], error: str, failure: Failure
+    ) -> Trajectory:
+        """What is shown of an episode that cannot be trained on: as far as its last sample."""
+        builder = TrajectoryBuilder(calls[-1].prompt if calls else prompt.tokens)
+        for call in calls[-1:]:
+            builder.append_action(call.generation.tokens, call.generation.logprobs, call.generation.weight_versions)
+        return builder.finish(
+            prompt=prompt,
+            sample_index=sample,
+            stop_reason=StopReason.FAILED,
+            response_text=self._decode(builder.tokens[len(prompt.tokens) :]),
+            error=error,
+            failure=failure,
+        )
+
+    def check_agents(self) -> None:
+        """Load the agent's file. Raises ConfigError with the traceback where that fails."""
+        if self.agents:
+            self._loop.run(self.agents.check(), self.timeout_s)
+
+    def _tell_once(self, subject: str, sentence: str) -> None:
+        if subject not in self._told:
+            self._told.add(subject)
+            logger.warning("%s", sentence)
 
     def _decode(self, tokens: list[int]) -> str:
         """The text that rewards and samples show: special tokens kept."""
@@ -199,7 +287,9 @@ class RolloutGenerator:
         return replace(finished, reward=fallback, score=fallback)
 
     def close(self) -> None:
-        """Stop the background loop."""
+        """Stop the background loop, and end the agents."""
+        if self.agents:
+            self._loop.run(self.agents.close(), CLOSE_S)
         self._loop.close()
 
 

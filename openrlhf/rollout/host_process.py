@@ -119,7 +119,7 @@ class Server:
             failure = Failure.RESULT
             return marshal.dumps({"value": plain(result)})
         except BaseException as error:
-            text = "".join(traceback.format_exception(type(error), error, _user_frames(error)))
+            text = "".join(traceback.format_exception(type(error), error, user_frames(error, __file__)))
             if isinstance(error, MemoryError):
                 failure = Failure.MEMORY
             elif not isinstance(error, Exception):
@@ -139,10 +139,10 @@ class Server:
         return self.loop.run_until_complete(outcome())
 
 
-def _user_frames(error: BaseException) -> Any:
-    """The traceback without this file's own frames; none where it is this file that complains, in words."""
+def user_frames(error: BaseException, ours: str) -> Any:
+    """The traceback without the frames of our own file that came first; none where it is that file that complains, in words."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and frames.tb_frame.f_code.co_filename == ours:
         frames = frames.tb_next
     return frames
 
@@ -172,7 +172,9 @@ def die_with_parent(lifeline: int) -> None:
         os._exit(1)
 
 
-def main(socket_fd: int, lifeline: int, memory_bytes: int, uid: int) -> None:
+def main(
+    socket_fd: int, lifeline: int, memory_bytes: int, uid: int, *, serve: Callable[[socket.socket], None] = serve
+) -> None:
     """Set limits and serve. Data is limited, not address space, of which torch reserves plenty."""
     die_with_parent(lifeline)
     faulthandler.enable()

@@ -118,7 +118,14 @@ class ExperienceMaker:
         for block in experience.blocks():
             rows = row_of_token[block.positions[:, 0]]
             mask = block.gather(experience.action_mask)
-            per_token = token_rewards(shaped[rows], None if kl is None else block.gather(kl), mask, self.kl.coef)
+            turns = experience.turn_rewards if not estimator.per_group else None
+            per_token = token_rewards(
+                shaped[rows],
+                None if kl is None else block.gather(kl),
+                mask,
+                self.kl.coef,
+                None if turns is None else block.gather(turns),
+            )
             advantages, returns = assign_credit(
                 estimator,
                 per_token,
@@ -194,12 +201,13 @@ class ExperienceMaker:
 def combined(trajectory: Trajectory, by_models: Sequence[float], weights: Sequence[float]) -> Trajectory:
     """The episode with the weighted sum of its rewards: of each reward model, then of the rule, if there is one.
 
-    Without weights all count 1. The rule's score stays the score; without a rule the sum is the score too. Where there are
+    Without weights all count 1; an agent's shares of its reward are weighted like it. The rule's score stays the score; without a rule the sum is the score too. Where there are
     several rewards, each is logged. A sum that is not finite is a failed episode.
     """
     rule = [] if trajectory.reward is None else [trajectory.reward]
     rewards = [*by_models, *rule]
-    total = math.fsum(w * r for w, r in zip(weights or [1.0] * len(rewards), rewards, strict=True))
+    weights = weights or [1.0] * len(rewards)
+    total = math.fsum(w * r for w, r in zip(weights[: len(rewards)], rewards, strict=True))
     if not abs(total) < LARGEST:
         error = f"its reward is {total}: the reward models gave {list(by_models)}"
         return replace(
@@ -212,6 +220,7 @@ def combined(trajectory: Trajectory, by_models: Sequence[float], weights: Sequen
         reward=total,
         score=total if trajectory.score is None else trajectory.score,
         extra_logs={**trajectory.extra_logs, **parts},
+        turn_rewards=tuple((position, weights[-1] * share) for position, share in trajectory.turn_rewards),
     )
 
 

@@ -25,6 +25,7 @@ from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.models.loading import ModelError
+from openrlhf.rollout.agent_pool import AgentPool
 from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import Device, engine_environment
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
@@ -68,6 +69,7 @@ def run_ppo(config: PPOConfig) -> None:
     )
     checkpoint = checkpoints.latest() if config.ckpt.load_enable else None
     data = load_prompts(config)
+    check_agents(config, data)
     if checkpoint:
         check_resumable(checkpoint, config, data)
     kind: Device = "cuda" if count_gpus() else "cpu"
@@ -229,9 +231,16 @@ class Run:
         config, policy, kl = self.config, groups["actor"], make_kl(self.config)
         on_error = ErrorPolicy.parse(config.reward.on_error)
         generator = RolloutGenerator(
-            self.engines, self.data.tokenizer, self.reward, on_error=on_error, timeout_s=config.train.step_timeout
+            self.engines,
+            self.data.tokenizer,
+            self.reward,
+            agents=make_agents(config, self.data, log_dir=Path(self.log_dir)),
+            needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
+            on_error=on_error,
+            timeout_s=config.train.step_timeout,
         )
         self.ends.callback(generator.close)
+        generator.check_agents()
         maker = ExperienceMaker(
             policy,
             groups.get("ref"),
@@ -292,6 +301,25 @@ def make_kl(config: PPOConfig) -> KLController:
     if kl.target is None:
         return FixedKL(kl.init_coef)
     return AdaptiveKL(kl.init_coef, kl.target, kl.horizon)
+
+
+def make_agents(config: PPOConfig, data: PromptData, *, log_dir: Path | None = None) -> AgentPool | None:
+    """The hosts of the user's agents, where there are some; their processes start with their first episodes."""
+    made_of = settings.agent_settings(config)
+    return AgentPool(made_of, data.tokenizer, log_dir=log_dir) if made_of else None
+
+
+def check_agents(config: PPOConfig, data: PromptData) -> None:
+    """Load the agent's file, before any device is touched. Raises ConfigError."""
+
+    async def check(agents: AgentPool) -> None:
+        try:
+            await agents.check()
+        finally:
+            await agents.close()
+
+    if agents := make_agents(config, data):
+        asyncio.run(check(agents))
 
 
 def check_reward(config: PPOConfig) -> None:

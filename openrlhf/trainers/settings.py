@@ -14,6 +14,7 @@ from openrlhf.algorithms.corrections import Correction, Level, Mode
 from openrlhf.checkpoints import EngineLayout
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import LoadSpec
+from openrlhf.rollout.agent_pool import AgentSettings
 from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.trainers.experience_maker import CreditSettings
@@ -215,10 +216,25 @@ def engine_settings(config: PPOConfig, kind: Device, tokenizer: PreTrainedTokeni
         enforce_eager=config.vllm.enforce_eager or kind == "cpu",
         gpu_memory_utilization=config.vllm.gpu_memory_utilization,
         seeded=config.rollout.seeded == "on",
-        stop_strings=bool(config.rollout.stop),
+        stop_strings=bool(config.rollout.stop or config.train.agent_func_path),
         end_token_ids=(cast(int, tokenizer.eos_token_id),),
         trust_remote_code=config.model.trust_remote_code,
         extra=config.vllm.engine_args,
+    )
+
+
+def agent_settings(config: PPOConfig) -> AgentSettings | None:
+    """What the agents are, where there are some."""
+    if not config.train.agent_func_path:
+        return None
+    return AgentSettings(
+        path=os.path.abspath(os.path.expanduser(config.train.agent_func_path)),
+        max_length=config.data.max_len,
+        max_turns=config.rollout.max_turns,
+        step_timeout=config.rollout.step_timeout,
+        episode_timeout=config.rollout.episode_timeout,
+        workers=config.reward.workers,
+        memory_gib=config.reward.memory_gib,
     )
 
 

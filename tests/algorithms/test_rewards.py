@@ -117,3 +117,10 @@ def test_a_row_gets_its_reward_minus_the_kl_of_its_actions_and_no_more(
     expected = reward - coef * float(kl[mask].sum()) if any(acting) else 0.0
     assert float(tokens.sum()) == pytest.approx(expected, abs=1e-9)
     assert not tokens[~mask].any()
+
+
+def test_shares_of_earlier_turns_stand_where_they_were_earned_and_the_last_action_gets_the_rest() -> None:
+    """[F, T, T, F, T, F] with 0.5 for the first turn, of a reward of 2 that was clipped to 1.5: the rest is 1."""
+    mask = torch.tensor([[False, True, True, False, True, False]])
+    turns = torch.tensor([[9.0, 0.0, 0.5, 9.0, 0.0, 9.0]])  # what stands outside the mask is nobody's
+    assert token_rewards(torch.tensor([1.5]), None, mask, 0.0, turns).tolist() == [[0, 0, 0.5, 0, 1.0, 0]]

@@ -211,6 +211,7 @@ def test_a_teacher_credits_each_token_with_its_own_log_ratio() -> None:
         (0.5, [], [3.0], 1.5, 0.25, {}),
         (None, [2.0], [], 2.0, 2.0, {}),
         (None, [2.0], [0.5], 1.0, 1.0, {}),
+        (None, [2.0], [0.5, 3.0], 1.0, 1.0, {}),
         (None, [2.0, -1.0], [], 1.0, 1.0, {"reward_model_1": 2.0, "reward_model_2": -1.0}),
         (1.0, [2.0, -1.0], [], 2.0, 0.25, {"reward_model_1": 2.0, "reward_model_2": -1.0, "reward_rule": 1.0}),
         (1.0, [2.0], [1.0, 0.0], 2.0, 0.25, {"reward_model_1": 2.0, "reward_rule": 1.0}),
@@ -228,6 +229,21 @@ def test_rewards_of_models_and_of_a_rule_add_up_and_the_rules_score_stays(
     result = combined(came, by_models, weights)
     assert (result.reward, result.score) == (reward, score)
     assert result.extra_logs == {"own": 7.0, **logged}
+
+
+def test_an_agents_shares_of_its_reward_are_weighted_like_it_and_count_where_samples_are_not_compared() -> None:
+    came = combined(episode(reward=3.0, score=3.0, actions=3, turn_rewards=((1, 2.0), (3, 1.0))), [10.0], [1.0, 0.5])
+    assert came.turn_rewards == ((1, 1.0), (3, 0.5))
+    experience = Experience.from_trajectories([came, episode(sample=1, reward=1.0)])
+    alone, _ = credited(experience, estimator="reinforce", kl_in_reward=False)
+    assert rows_of(alone.token_rewards, [4, 2]) == [[0.0, 1.0, 0.0, 9.0], [0.0, 1.0]]  # the sum is clipped to 10
+    compared, _ = credited(experience, estimator="rloo", kl_in_reward=False)
+    assert rows_of(compared.token_rewards, [4, 2]) == [[0.0, 0.0, 0.0, 10.0], [0.0, -10.0]]
+
+
+def rows_of(column: torch.Tensor | None, lengths: list[int]) -> list[list[float]]:
+    assert column is not None
+    return [row.tolist() for row in column.split(lengths)]
 
 
 @pytest.mark.parametrize("by_model", [math.nan, math.inf, 1e39])

@@ -1,0 +1,325 @@
+"""Hosts that run the user's agents, many episodes at once in each, with deadlines; and the engine, asked on their behalf.
+
+An episode that takes too long is cancelled; where that does not help, because its code blocks the host's event loop, the host
+is killed. Of the others in a killed host, those that waited for the engine begin again elsewhere. Those whose own code was
+running begin again too, each alone in a host of its own: the one that was to blame ends that host as well, and has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import marshal
+import pickle
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config.options import ConfigError
+from openrlhf.rollout.engine import EngineError
+from openrlhf.rollout.host import DUMP_SECONDS, MAX_REPLY_BYTES, HostError, HostLoadError, HostProcess, frame
+from openrlhf.rollout.host_process import LENGTH
+from openrlhf.rollout.sampling import Generation, SamplingParams
+from openrlhf.trajectory import Failure
+
+EPISODES = 128  # of a host at a time; more wait outside, where no deadline runs
+GRACE_S = 5.0  # for a cancelled episode to end
+Generate = Callable[
+    [int, list[int], SamplingParams], Awaitable[Generation]
+]  # the first argument counts an episode's samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """What a run's agents are, and what bounds them."""
+
+    path: str  # the user's file
+    max_length: int  # tokens of an episode
+    max_turns: int | None
+    step_timeout: float  # seconds of the agent's own work between two samples
+    episode_timeout: float  # seconds of an episode, waiting for samples included
+    workers: int  # hosts
+    memory_gib: float  # of a host
+    load_timeout: float = 120.0  # seconds for the file's imports
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A sample that an episode asked for, and got."""
+
+    prompt: list[int]
+    generation: Generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """What is to be run. `params` are those of its first sample."""
+
+    prompt: str
+    label: Any
+    params: SamplingParams
+    generate: Generate
+    images: Any = None
+
+
+class EpisodeError(HostError):
+    """An episode failed; `calls` are the samples it had by then."""
+
+    def __init__(self, error: HostError, calls: Sequence[Call]) -> None:
+        super().__init__(str(error), error.failure)
+        self.calls = calls
+
+
+class _Lost(HostError):
+    """The host of an episode is gone; `suspect` where it may have been this episode's doing."""
+
+    def __init__(self, error: HostError, *, suspect: bool) -> None:
+        super().__init__(str(error), error.failure)
+        self.suspect = suspect
+
+
+@dataclass(kw_only=True)
+class _Running:
+    """An episode in a host."""
+
+    number: int
+    episode: Episode
+    done: asyncio.Future[dict[str, Any]]
+    asked: int = 0  # samples so far
+    calls: list[Call] = field(default_factory=list)
+    samples: set[asyncio.Task[None]] = field(default_factory=set)  # asked for, not answered yet
+    clock: asyncio.TimerHandle | None = None  # of the agent's own work
+    late: str | None = None  # which deadline it missed
+
+
+class AgentHost(HostProcess):
+    """One host process with the user's executor. Belongs to one event loop."""
+
+    def __init__(self, settings: AgentSettings, tokenizer: bytes, log: Path | None) -> None:
+        super().__init__("openrlhf.rollout.agent_host", int(settings.memory_gib * 2**30), log)
+        self.settings, self.tokenizer = settings, tokenizer
+        self.running: dict[int, _Running] = {}
+        self.episodes = 0  # given to this host, those that wait for its start too
+        self._numbers = 0
+        self._ready: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """Start the process, or wait until it has started. Raises HostLoadError where the user's file is at fault."""
+        if self._ready is None or (self._ready.done() and (self._ready.cancelled() or self._ready.exception())):
+            self._ready = asyncio.get_running_loop().create_task(self._begin())
+        await asyncio.shield(self._ready)
+
+    async def _begin(self) -> None:
+        settings = self.settings
+        self.start()
+        log_start = self.log_size
+        self._reader, self._writer = await asyncio.open_connection(sock=self.socket.dup())
+        self._write(
+            kind="start", path=settings.path, tokenizer=self.tokenizer, max_length=settings.max_length,
+            max_turns=settings.max_turns,
+        )  # fmt: skip
+        expired = False
+        try:
+            reply = await asyncio.wait_for(self._message(), settings.load_timeout)
+        except (OSError, EOFError, TimeoutError) as error:
+            expired = isinstance(error, TimeoutError)
+            lost = await self.loss(f"loading {settings.path}", settings.load_timeout, log_start, expired=expired)
+            self.stop()
+            raise HostLoadError(str(lost), lost.failure) from None
+        if reply["error"] is not None:
+            self.stop()
+            raise HostLoadError(f"{settings.path} cannot be loaded:\n{reply['error']}")
+        self._listener = asyncio.get_running_loop().create_task(self._listen())
+
+    async def run(self, episode: Episode) -> tuple[dict[str, Any], list[Call]]:
+        """What the executor returned for an episode, and the samples it had. Raises EpisodeError, _Lost, HostLoadError."""
+        self.episodes += 1
+        try:
+            await self.ready()
+            return await self._run(episode)
+        finally:
+            self.episodes -= 1
+
+    async def _run(self, episode: Episode) -> tuple[dict[str, Any], list[Call]]:
+        loop = asyncio.get_running_loop()
+        self._numbers += 1
+        running = _Running(number=self._numbers, episode=episode, done=loop.create_future())
+        self.running[running.number] = running
+        limit = self.settings.episode_timeout
+        end = loop.call_later(
+            limit, self._cancel, running, f"the episode took more than --rollout.episode_timeout {limit:g} s"
+        )
+        try:
+            self._write(
+                kind="episode", episode=running.number, prompt=episode.prompt, label=episode.label,
+                params=episode.params, images=episode.images,
+            )  # fmt: skip
+            self._wind(running)
+            return await running.done, running.calls
+        finally:
+            end.cancel()
+            self._forget(running)
+
+    def _forget(self, running: _Running) -> None:
+        self.running.pop(running.number, None)
+        if running.clock:
+            running.clock.cancel()
+        for sample in running.samples:
+            sample.cancel()
+
+    def _wind(self, running: _Running) -> None:
+        """Start the clock of the agent's own work."""
+        limit = self.settings.step_timeout
+        late = f"the agent took more than --rollout.step_timeout {limit:g} s between two samples"
+        running.clock = asyncio.get_running_loop().call_later(limit, self._cancel, running, late)
+
+    def _cancel(self, running: _Running, late: str) -> None:
+        """Ask the host to end an episode; kill the host where it does not."""
+        if running.late is None and not running.done.done():
+            running.late = late
+            self._write(kind="cancel", episode=running.number)
+            asyncio.get_running_loop().call_later(GRACE_S, self._insist, running)
+
+    def _insist(self, running: _Running) -> None:
+        if not running.done.done():
+            self.dump()
+            asyncio.get_running_loop().call_later(DUMP_SECONDS, self.cut)
+
+    async def _listen(self) -> None:
+        """Take what the host says, until it is gone."""
+        log_start, culprit_known = self.log_size, False
+        with suppress(OSError, EOFError):
+            while not culprit_known:
+                message = await self._message()
+                kind, running = message.pop("kind"), self.running.get(message.pop("episode"))
+                if running is None or running.done.done():
+                    continue
+                if kind == "generate":
+                    self._sample(running, **message)
+                else:
+                    culprit_known = self._finish(running, **message)
+        left = [running for running in self.running.values() if not running.done.done()]
+        suspects = [] if culprit_known else [running for running in left if not running.samples]
+        activity, limit = f"an episode of {self.settings.path}", self.settings.step_timeout
+        error = await self.loss(activity, limit, log_start, expired=any(running.late for running in suspects))
+        self.stop()
+        self._ready = None
+        for running in list(self.running.values()):  # those that came meanwhile too
+            if not running.done.done():
+                alone = suspects == [running]
+                lost = _Lost(error, suspect=running in suspects)
+                running.done.set_exception(EpisodeError(error, running.calls) if alone else lost)
+
+    def _finish(
+        self,
+        running: _Running,
+        *,
+        result: dict[str, Any] | None = None,
+        error: str = "",
+        failure: str = "",
+        broken: bool = False,
+    ) -> bool:
+        """An episode is over; whether its host should not be used again."""
+        if result is not None:
+            running.done.set_result(result)
+        else:
+            words = f"{running.late}, and was ended here" if running.late else "the agent raised"
+            memory = f"(--reward.memory_gib is {self.settings.memory_gib:g}.)" if failure == Failure.MEMORY else ""
+            reason = HostError(f"{words}:\n{error}{memory}", Failure.TIMEOUT if running.late else Failure(failure))
+            running.done.set_exception(EpisodeError(reason, running.calls))
+        return broken
+
+    def _sample(self, running: _Running, *, call: int, prompt: list[int], params: dict[str, Any]) -> None:
+        """Ask the engine for an episode. While it waits for a sample, the clock of its own work stands."""
+        if running.clock:
+            running.clock.cancel()
+
+        async def sample(number: int) -> None:
+            generation, error = None, None
+            try:
+                generation = await running.episode.generate(number, prompt, SamplingParams(**params))
+                running.calls.append(Call(prompt=prompt, generation=generation))
+            except EngineError as refused:
+                error = str(refused)
+            except Exception as failed:  # the engine is gone: not the agent's affair
+                if not running.done.done():
+                    running.done.set_exception(failed)
+                return
+            running.samples.discard(task)
+            if not running.samples and not running.done.done():
+                self._wind(running)
+            self._write(kind="generated", call=call, generation=generation, error=error)
+
+        task = asyncio.get_running_loop().create_task(sample(running.asked))
+        running.asked += 1
+        running.samples.add(task)
+
+    def _write(self, **message: Any) -> None:
+        with suppress(OSError):  # of a host that is gone, the listener tells
+            self._writer.write(frame(**message))
+
+    async def _message(self) -> dict[str, Any]:
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if length > MAX_REPLY_BYTES:
+            raise EOFError
+        return marshal.loads(await self._reader.readexactly(length))
+
+    def stop(self) -> None:
+        """Close the connection too."""
+        self._writer.transport.abort()
+        super().stop()
+
+    async def close(self) -> None:
+        """Kill the process, if there is one; its episodes end with an error."""
+        if self._ready is None:
+            return
+        with suppress(HostError):
+            await self._ready
+            self.cut()
+            await self._listener
+        await asyncio.to_thread(self.buried)
+
+
+class AgentPool:
+    """The hosts of a run's agents. Its methods belong to one event loop.
+
+    `log_dir` gets what agents print, one `agent-<n>.log` per host; without it, that goes to stderr.
+    """
+
+    def __init__(self, settings: AgentSettings, tokenizer: Any, *, log_dir: Path | None = None) -> None:
+        pickled = pickle.dumps(tokenizer)
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        names = [*map(str, range(settings.workers)), "alone"]
+        *self._hosts, self._alone = [
+            AgentHost(settings, pickled, log_dir and log_dir / f"agent-{name}.log") for name in names
+        ]
+        self._places = asyncio.Semaphore(EPISODES * settings.workers)  # given in the order they are asked for
+        self._quarantine = asyncio.Lock()
+
+    async def check(self) -> None:
+        """Load the user's file in one host. Raises ConfigError with the traceback where that fails."""
+        try:
+            await self._hosts[0].ready()
+        except HostError as error:
+            raise ConfigError(f"--train.agent_func_path: {error}") from error
+
+    async def run(self, episode: Episode) -> tuple[dict[str, Any], list[Call]]:
+        """What the executor returned for an episode, and the samples it had. Raises EpisodeError."""
+        async with self._places:
+            while True:
+                host = min(self._hosts, key=lambda host: host.episodes)
+                try:
+                    return await host.run(episode)
+                except _Lost as lost:
+                    if lost.suspect:
+                        return await self._run_alone(episode)
+
+    async def _run_alone(self, episode: Episode) -> tuple[dict[str, Any], list[Call]]:
+        async with self._quarantine:
+            return await self._alone.run(episode)
+
+    async def close(self) -> None:
+        """Kill every host."""
+        await asyncio.gather(*(host.close() for host in [*self._hosts, self._alone]))

@@ -1,0 +1,306 @@
+"""What agents are written against: executors of episodes, and environments of several turns.
+
+A file given as --train.agent_func_path has a class `AgentExecutor`, a subclass of one of these. It runs in a host process, one
+instance per host, many episodes at once; the names are public as `openrlhf.utils.agent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from openrlhf.rollout.host_process import load_function, plain
+from openrlhf.rollout.http_rewards import HTTPReward
+from openrlhf.rollout.rewards import RewardRequest, RewardResult, read_rewards
+from openrlhf.rollout.sampling import SamplingParams
+from openrlhf.trajectory import Failure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from openrlhf.rollout.agent_host import RequestOutput
+
+
+class Engine(Protocol):
+    """What an executor samples with: the policy, at its newest published weights."""
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling_params: Any = None, multi_modal_data: Any = None
+    ) -> RequestOutput:
+        """One sample that continues the prompt. Raises EngineRefusal where the engine cannot serve it."""
+        ...
+
+
+class AgentExecutorBase(ABC):
+    """Runs episodes, each a call of `execute`. Constructed without arguments.
+
+    `max_turns` is --rollout.max_turns where that is given.
+    """
+
+    max_turns: int | None = None
+
+    @abstractmethod
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: PreTrainedTokenizerBase,
+        llm_engine: Engine,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """One episode of at most `max_length` tokens. Called with keyword arguments. Returns a dict with
+
+        - `prompt`, `label`: as given;
+        - `observation_tokens`: the ids of the whole episode, prompt and all that followed;
+        - `action_ranges`: [start, end) of those that the policy sampled;
+        - `rollout_log_probs`: of the sampled tokens, 0.0 for others; None takes those that the engine gave;
+        - `reward`, `scores`, `extra_logs` (optional): a reward model scores what has no reward;
+        - `truncated` (optional): the episode ended for want of room or turns;
+        - `turn_rewards` (optional): a number per action range; `reward` is their sum by default.
+        """
+
+
+class AgentInstanceBase(ABC):
+    """The environment of one episode. A fresh instance for each."""
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """The episode begins with `states["observation"]`, the prompt; `observation` of what is returned is shown instead."""
+        return states
+
+    @abstractmethod
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """The policy has acted: `observation_text` so far, then `action_text`; and `label`, `sampling_params`, `turn` from 0.
+
+        Returns `rewards` of this turn, `environment_feedback` (text that follows), `done`; and optionally `scores`,
+        `extra_logs`, and `sampling_params` for the turns that follow.
+        """
+
+    async def close(self) -> None:  # noqa: B027 — most environments have nothing to close
+        """The episode is over, well or not."""
+
+
+class MultiTurnAgentExecutor(AgentExecutorBase):
+    """Lets the policy and an environment take turns until the environment is done, or there is no room or turn left.
+
+    Each turn samples at most `sampling_params.max_tokens` tokens. What the policy sampled stays as it was sampled; only the
+    environment's text is tokenised. With `turn_rewards` each turn is credited with its own reward, not with the sum.
+    """
+
+    def __init__(
+        self,
+        agent_instance_cls: type[AgentInstanceBase],
+        *,
+        env_kwargs: Mapping[str, Any] | None = None,
+        turn_rewards: bool = False,
+    ) -> None:
+        if not (inspect.isclass(agent_instance_cls) and issubclass(agent_instance_cls, AgentInstanceBase)):
+            raise TypeError(f"{agent_instance_cls!r} is no subclass of AgentInstanceBase")
+        self.agent_instance_cls, self.env_kwargs, self.turn_rewards = agent_instance_cls, env_kwargs or {}, turn_rewards
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: PreTrainedTokenizerBase,
+        llm_engine: Engine,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """One episode in an environment of its own, which is closed at the end whatever happens."""
+        agent = await _new(self.agent_instance_cls, self.env_kwargs)
+        try:
+            begun = await agent.reset({"observation": prompt, "label": label})
+            text: str = begun["observation"]
+            episode = _Episode(_first_tokens(text, hf_tokenizer, max_length, sampling_params.max_tokens), text)
+            await self._take_turns(agent, episode, label, sampling_params, max_length, hf_tokenizer, llm_engine)
+        finally:
+            await agent.close()
+        rewards = {"turn_rewards": episode.rewards} if self.turn_rewards else {}
+        return {
+            "prompt": prompt,
+            "label": label,
+            "observation_tokens": episode.tokens,
+            "action_ranges": episode.ranges,
+            "rollout_log_probs": episode.logprobs,
+            "reward": sum(episode.rewards),
+            "scores": sum(episode.rewards) if episode.score is None else episode.score,
+            "extra_logs": episode.logs,
+            "truncated": episode.truncated,
+            **rewards,
+        }
+
+    async def _take_turns(
+        self,
+        agent: AgentInstanceBase,
+        episode: _Episode,
+        label: Any,
+        params: SamplingParams,
+        max_length: int,
+        tokenizer: PreTrainedTokenizerBase,
+        engine: Engine,
+    ) -> None:
+        turn = 0
+        while len(episode.tokens) < max_length and (self.max_turns is None or turn < self.max_turns):
+            room = max_length - len(episode.tokens)
+            turn_params = copy.copy(params)
+            turn_params.max_tokens = min(room, params.max_tokens or room)
+            output = (await engine.generate(list(episode.tokens), turn_params)).outputs[0]
+            observed = episode.text
+            episode.act(output)
+            states = {
+                "observation_text": observed,
+                "action_text": output.text,
+                "label": label,
+                "sampling_params": copy.copy(params),
+                "turn": turn,
+            }
+            answer = await agent.step(states)
+            feedback = str(answer.get("environment_feedback") or "")
+            episode.observe(answer, feedback, tokenizer(feedback, add_special_tokens=False)["input_ids"])
+            if answer["done"]:
+                episode.truncated = output.finish_reason == "length"
+                return
+            params = answer.get("sampling_params") or params
+            turn += 1
+        episode.truncated = True
+
+
+class _Episode:
+    """What has been said so far, by tokens."""
+
+    def __init__(self, tokens: list[int], text: str) -> None:
+        self.tokens, self.text = tokens, text
+        self.logprobs = [0.0] * len(tokens)
+        self.ranges: list[tuple[int, int]] = []
+        self.rewards: list[float] = []  # of each turn
+        self.score: float | None = None
+        self.logs: dict[str, Any] = {}
+        self.truncated = False
+
+    def act(self, output: Any) -> None:
+        """Append what the policy sampled."""
+        sampled = list(output.token_ids)
+        self.ranges.append((len(self.tokens), len(self.tokens) + len(sampled)))
+        self.tokens += sampled
+        candidates = output.logprobs or [{} for _ in sampled]  # None: the engine's are taken
+        self.logprobs += [
+            chosen[t].logprob if t in chosen else 0.0 for t, chosen in zip(sampled, candidates, strict=True)
+        ]
+        self.text += output.text
+
+    def observe(self, answer: Mapping[str, Any], feedback: str, tokens: list[int]) -> None:
+        """Append what the environment said, and remember what it gave."""
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.text += feedback
+        self.rewards.append(_number(answer["rewards"]))
+        if answer.get("scores") is not None:
+            self.score = _number(answer["scores"])
+        self.logs |= answer.get("extra_logs") or {}
+
+
+class SingleTurnAgentExecutor(AgentExecutorBase):
+    """One sample of the prompt. `remote_rm_url`: a file with `reward_func`, or servers; without it there is no reward yet."""
+
+    def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:
+        self.remote_rm_url = remote_rm_url
+        self._reward: Any = None
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: PreTrainedTokenizerBase,
+        llm_engine: Engine,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """Sample once, and have it rewarded where `remote_rm_url` says by what."""
+        tokens = _first_tokens(prompt, hf_tokenizer, max_length, sampling_params.max_tokens)
+        episode = _Episode(tokens, prompt)
+        params = copy.copy(sampling_params)
+        room = max_length - len(tokens)
+        params.max_tokens = min(room, params.max_tokens or room)
+        output = (await llm_engine.generate(list(tokens), params)).outputs[0]
+        episode.act(output)
+        result = {
+            "prompt": prompt,
+            "label": label,
+            "observation_tokens": episode.tokens,
+            "action_ranges": episode.ranges,
+            "rollout_log_probs": episode.logprobs,
+            "truncated": output.finish_reason == "length",
+        }
+        if self.remote_rm_url is None:
+            return result
+        query = str(hf_tokenizer.decode(episode.tokens, skip_special_tokens=False))
+        return result | await self._rewarded(query, prompt, label)
+
+    async def _rewarded(self, query: str, prompt: str, label: Any) -> dict[str, Any]:
+        """What the function file, or one of the servers, says. Raises RewardFailure with its words."""
+        if self._reward is None:
+            sources = self.remote_rm_url.split(",") if isinstance(self.remote_rm_url, str) else self.remote_rm_url or []
+            self._reward = reward_here([source.strip() for source in sources])
+        result = await self._reward(RewardRequest(query=query, prompt=prompt, label=label))
+        if result.error is not None:
+            raise RewardFailure(result.error, result.failure)
+        return {"reward": result.reward, "scores": result.score, "extra_logs": dict(result.extra_logs)}
+
+
+class RewardFailure(RuntimeError):
+    """A reward could not be had."""
+
+    def __init__(self, message: str, failure: Failure | None) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+def reward_here(sources: list[str]) -> Callable[[RewardRequest], Awaitable[RewardResult]]:
+    """A reward called in this process: the file's `reward_func` in a thread, or HTTP servers."""
+    if sources[0].endswith(".py"):
+        function = load_function(f"{Path(sources[0]).resolve()}:reward_func")
+
+        async def call(request: RewardRequest) -> RewardResult:
+            returned = await asyncio.to_thread(function, [request.query], [request.prompt], [request.label])
+            if inspect.isawaitable(returned):
+                returned = await returned
+            return read_rewards(plain(returned), 1)[0]
+
+        return call
+    servers = HTTPReward(sources, timeout=180, retries=5)
+
+    async def ask(request: RewardRequest) -> RewardResult:
+        return (await servers.score([request]))[0]
+
+    return ask
+
+
+async def _new(kind: type[AgentInstanceBase], arguments: Mapping[str, Any]) -> AgentInstanceBase:
+    """An instance; its `__init__` may be `async def`, as examples of the contract once had it."""
+    if not inspect.iscoroutinefunction(kind.__init__):
+        return kind(**arguments)
+    instance = kind.__new__(kind)
+    await kind.__init__(instance, **arguments)
+    return instance
+
+
+def _first_tokens(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int | None) -> list[int]:
+    """The last tokens of the beginning that leave room for `max_tokens`."""
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens[-max(1, max_length - (max_tokens or 1)) :]
+
+
+def _number(value: Any) -> float:
+    """A number, or a tensor or list with one."""
+    if isinstance(value, list | tuple):
+        [value] = value
+    return float(value.item() if hasattr(value, "item") else value)

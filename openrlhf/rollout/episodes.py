@@ -1,0 +1,171 @@
+"""What an agent returned, made into an episode that can be trained on: by token ids, against what the engine really sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openrlhf.rollout.agent_pool import Call
+from openrlhf.rollout.rewards import RewardResult, read_rewards
+from openrlhf.trajectory import TrajectoryBuilder
+
+
+class EpisodeMistake(ValueError):
+    """What an executor returned is no episode; the message says what is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembled:
+    """An episode's tokens, and what the agent said of it."""
+
+    builder: TrajectoryBuilder
+    reward: RewardResult
+    truncated: bool
+    turn_rewards: tuple[tuple[int, float], ...] = ()  # position of a turn's last token, and the turn's reward
+    oddities: Sequence[str] = field(default=())  # worth telling the user once
+
+
+def assemble(result: Mapping[str, Any], calls: Sequence[Call], max_length: int) -> Assembled:
+    """The episode that an executor returned, cut to `max_length` tokens.
+
+    Sampled tokens get the log-probabilities and weight versions that the engine gave with them, whatever the executor
+    returned as `rollout_log_probs`; those count only for tokens that no call sampled. Raises EpisodeMistake.
+    """
+    tokens, ranges = _tokens(result), _ranges(result)
+    given = _given_logprobs(result, len(tokens))
+    rewards = _rewards(result, len(ranges))
+    sampled = _Sampled(calls)
+    builder, oddities, turns = TrajectoryBuilder(tokens[: ranges[0][0]]), [], list[tuple[int, float]]()
+    for number, (start, end) in enumerate(ranges):
+        builder.append_feedback(tokens[len(builder.tokens) : start])
+        for piece, logprobs, versions in sampled.pieces(tokens, start, end, given):
+            builder.append_action(piece, logprobs, versions)
+        if rewards.turns and end > start:
+            turns.append((min(end, max_length) - 1, rewards.turns[number]))
+    builder.append_feedback(tokens[len(builder.tokens) :])
+    oddities += sampled.oddities
+    builder.cut(max_length)
+    return Assembled(
+        builder=builder,
+        reward=rewards.result,
+        truncated=bool(result.get("truncated")) or len(tokens) > max_length,
+        turn_rewards=tuple(turn for turn in turns if turn[0] < max_length),
+        oddities=oddities,
+    )
+
+
+class _Sampled:
+    """The engine's calls, found again in order in the tokens of an episode."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = [call for call in calls if call.generation.tokens]
+        self.oddities: list[str] = []
+
+    def pieces(
+        self, tokens: list[int], start: int, end: int, given: list[float] | None
+    ) -> list[tuple[list[int], list[float], tuple[int, ...]]]:
+        """The tokens of an action range with their log-probabilities and versions, call by call."""
+        found: list[tuple[list[int], list[float], tuple[int, ...]]] = []
+        while start < end:
+            call = self._take(tokens, start, end)
+            if call is None:
+                if given is None:
+                    raise EpisodeMistake(
+                        f"action_ranges name tokens {start} to {end - 1}, which the engine did not sample in this episode: "
+                        "return the token_ids of its outputs, or rollout_log_probs with their log-probabilities"
+                    )
+                self.oddities.append("has action_ranges with tokens that the engine did not sample")
+                return [*found, (tokens[start:end], given[start:end], ())]
+            length = min(len(call.generation.tokens), end - start)
+            generation = call.generation
+            found.append((tokens[start : start + length], generation.logprobs[:length], generation.weight_versions))
+            start += length
+        return found
+
+    def _take(self, tokens: list[int], start: int, end: int) -> Call | None:
+        """The first call left that sampled what is at `start`, rather one that continued exactly what is before it."""
+        fitting = [call for call in self.calls if _continues(call.generation.tokens, tokens, start, end)]
+        exact = [call for call in fitting if call.prompt == tokens[:start]]
+        if fitting and not exact:
+            self.oddities.append("shows the engine other tokens than those before the action in observation_tokens")
+        if not fitting:
+            return None
+        call = (exact or fitting)[0]
+        self.calls.remove(call)
+        return call
+
+
+def _continues(sampled: list[int], tokens: list[int], start: int, end: int) -> bool:
+    """Whether `tokens[start:end]` begins with what was sampled, or is where that begins."""
+    length = min(len(sampled), end - start)
+    return tokens[start : start + length] == sampled[:length]
+
+
+def _tokens(result: Mapping[str, Any]) -> list[int]:
+    tokens = result.get("observation_tokens")
+    if not isinstance(tokens, list) or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
+        raise EpisodeMistake(f"observation_tokens must be a list of token ids, and is {_shown(tokens)}")
+    return tokens
+
+
+def _ranges(result: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The action ranges, checked to be in order and inside the episode."""
+    ranges, length = result.get("action_ranges"), len(result["observation_tokens"])
+    pairs = isinstance(ranges, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(edge) is int for edge in pair) for pair in ranges
+    )
+    if not pairs or not ranges:
+        raise EpisodeMistake(
+            f"action_ranges must be a list of [start, end) pairs, at least one, and is {_shown(ranges)}"
+        )
+    edges = [edge for pair in ranges for edge in pair]
+    if edges != sorted(edges) or edges[0] < 0 or edges[-1] > length:
+        raise EpisodeMistake(f"action_ranges must go up and stay within {length} tokens, and are {_shown(ranges)}")
+    return [(start, end) for start, end in ranges]
+
+
+def _given_logprobs(result: Mapping[str, Any], length: int) -> list[float] | None:
+    given = result.get("rollout_log_probs")
+    if given is None:
+        return None
+    numbers = isinstance(given, list) and all(isinstance(x, int | float) and math.isfinite(x) for x in given)
+    if not numbers or len(given) != length:
+        seen = f"{len(given)} entries" if isinstance(given, list) else _shown(given)
+        raise EpisodeMistake(f"rollout_log_probs must be a number for each of {length} tokens, and has {seen}")
+    return [float(x) for x in given]
+
+
+@dataclass(frozen=True)
+class _Rewards:
+    result: RewardResult
+    turns: list[float]
+
+
+def _rewards(result: Mapping[str, Any], count: int) -> _Rewards:
+    """The reward, which a reward model may still have to give, and those of the turns."""
+    turns = result.get("turn_rewards")
+    if turns is not None and not (isinstance(turns, list) and len(turns) == count and all(map(_is_finite, turns))):
+        raise EpisodeMistake(f"turn_rewards must be a number for each of {count} action ranges, and is {_shown(turns)}")
+    reward = result.get("reward")
+    if reward is None and turns is not None:
+        reward = math.fsum(turns)
+    logs = result.get("extra_logs") or {}
+    try:
+        if reward is None:
+            [unscored] = read_rewards({"rewards": [0.0], "extra_logs": logs}, 1)
+            return _Rewards(RewardResult(extra_logs=unscored.extra_logs), [])
+        returned = {"rewards": reward, "scores": result.get("scores"), "extra_logs": logs}
+        return _Rewards(read_rewards(returned, 1)[0], [float(turn) for turn in turns or []])
+    except ValueError as error:
+        raise EpisodeMistake(str(error)) from error
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "…"

@@ -1,0 +1,89 @@
+"""Agents as a user runs them: an environment of several turns, on Ray, vLLM and DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.commands import Flags, column, numbers, run, samples, write_rows
+from tests.launch import ROOT
+from tests.tiny import save_tiny_model
+
+EXAMPLE = ROOT / "examples/agents/higher_lower.py"
+FILES = ROOT / "tests/rollout/agent_files"
+HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # the CPU kernels of vLLM know these
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("agents")
+    save_tiny_model(folder / "model", max_position_embeddings=1024, **HEADS)
+    write_rows(folder / "prompts.jsonl", [{"input": "guess a digit: ", "answer": str(i % 10)} for i in range(12)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        yield folder
+
+
+def agent_flags(workspace: Path, folder: Path, agent: Path, **changes: Any) -> dict[str, Any]:
+    """Three steps of four prompts times four episodes."""
+    return {
+        "actor.model_name_or_path": workspace / "model",
+        "data.prompt_dataset": workspace / "prompts.jsonl",
+        "data.label_key": "answer",
+        "data.max_len": 96,
+        "train.agent_func_path": agent,
+        "rollout.max_new_tokens": 6,
+        "rollout.max_turns": 4,
+        "rollout.batch_size": 4,
+        "rollout.n_samples_per_prompt": 4,
+        "rollout.micro_batch_size": 8,
+        "train.batch_size": 16,
+        "train.micro_batch_size": 8,
+        "train.colocate_actor_ref": True,
+        "ds.param_dtype": "fp32",
+        "actor.adam.lr": 1e-2,
+        "actor.lr_warmup_ratio": 0.0,
+        "algo.advantage.estimator": "group_norm",
+        "algo.kl.init_coef": 0.01,
+        "run.dir": folder,
+        "ckpt.output_dir": folder / "model",
+        "ckpt.path": folder / "checkpoints",
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def game(workspace: Path) -> Path:
+    run("train_ppo_ray", agent_flags(workspace, workspace / "game", EXAMPLE, **{"reward.workers": 2}))
+    return workspace / "game"
+
+
+def test_the_example_environment_trains(game: Path) -> None:
+    assert len(numbers(game)) == 3
+    assert column(game, "train/failed_episodes") == [0, 0, 0]
+    assert all(1 <= guesses <= 4 for guesses in column(game, "train/guesses"))
+    assert all("higher: " in row["response"] or row["reward"] is not None for row in samples(game))
+    assert any(" higher: " in row["response"] or " lower: " in row["response"] for row in samples(game))
+
+
+def test_the_trainer_recomputes_the_logprobs_that_were_recorded_over_several_turns(game: Path) -> None:
+    assert max(column(game, "train/logprob_gap_max")) < 1e-3
+    assert column(game, "train/rollout_ratio_outside") == [0, 0, 0]
+
+
+def test_the_same_seed_gives_the_same_episodes_in_any_number_of_hosts(workspace: Path, game: Path) -> None:
+    flags: Flags = {"config": game / "config.yaml", "run.dir": workspace / "again", "reward.workers": 1}
+    places = {"ckpt.output_dir": workspace / "again/model", "ckpt.path": workspace / "again/checkpoints"}
+    run("train_ppo_ray", {**flags, **places})
+    assert numbers(workspace / "again") == numbers(game)
+
+
+def test_an_agent_that_cannot_be_loaded_is_told_of_before_anything_starts(workspace: Path, tmp_path: Path) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text("class Agent: ...\n")
+    done = run("train_ppo_ray", agent_flags(workspace, tmp_path / "run", file), status=2)
+    assert "has no class AgentExecutor; its classes are: Agent" in done.errors
+    assert "Traceback" not in done.errors

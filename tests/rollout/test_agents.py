@@ -1,0 +1,250 @@
+"""Agents: the documented contract, run in real host processes, against an engine that is written down here.
+
+The engine's answers are a function of the prompt and the seed, so what a sample should be can be said in advance.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf.config.options import ConfigError
+from openrlhf.rollout import agent_pool
+from openrlhf.rollout.agent_pool import AgentPool, AgentSettings
+from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
+from openrlhf.rollout.rewards import ErrorPolicy
+from openrlhf.rollout.sampling import Generation, SamplingParams
+from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory
+from tests.tiny import character_tokenizer
+
+FILES = Path(__file__).parent / "agent_files"
+TOKENIZER = character_tokenizer()
+EOS = 1
+MAX_LEN = 64
+
+
+class Engine:
+    """Digits, as many as it likes, then the end token, unless `max_tokens` come first."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], SamplingParams]] = []
+        self.generate = self
+
+    async def remote(self, tokens: list[int], params: Sequence[SamplingParams]) -> list[Generation]:
+        self.asked += [(tokens, each) for each in params]
+        return [answer(tokens, each) for each in params]
+
+
+def answer(prompt: list[int], params: SamplingParams) -> Generation:
+    generator = random.Random(f"{prompt} {params.seed}")
+    sampled = [*(generator.randrange(4, 14) for _ in range(generator.randrange(1, 8))), EOS]
+    tokens = sampled[: params.max_tokens]
+    finish = "stop" if tokens == sampled else "length"
+    logprobs = [-generator.random() for _ in tokens]
+    return Generation(tokens=tokens, logprobs=logprobs, finish_reason=finish, stop_reason=None, weight_versions=(3,))
+
+
+def spec(**changes: Any) -> SamplingSpec:
+    settings = {"purpose": "train", "n_samples": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    return SamplingSpec(**{**settings, "max_new_tokens": 6, "max_len": MAX_LEN, "seed": 5, **changes})
+
+
+def prompt(text: str = "1+3=", label: Any = "4", index: int = 0) -> Prompt:
+    return Prompt(index=index, text=text, tokens=TOKENIZER(text)["input_ids"], label=label)
+
+
+class Stand:
+    """A generator with agents, and the engine they sample from."""
+
+    def __init__(self, file: str | Path, logs: Path, *, needs_reward: bool = True, **changes: Any) -> None:
+        settings = {"max_length": MAX_LEN, "max_turns": None, "step_timeout": 60.0, "episode_timeout": 120.0}
+        made_of = AgentSettings(path=str(FILES / file), **{**settings, "workers": 1, "memory_gib": 1.0, **changes})
+        self.engine = Engine()
+        self.logs = logs
+        self.generator = RolloutGenerator(
+            [self.engine], TOKENIZER, None, agents=AgentPool(made_of, TOKENIZER, log_dir=logs),
+            needs_reward=needs_reward, on_error=ErrorPolicy(), timeout_s=120,
+        )  # fmt: skip
+
+    def rollout(self, *prompts: Prompt, **changes: Any) -> list[Trajectory]:
+        return self.generator.rollout(prompts, spec(**changes))
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def turns(logs: Path) -> Iterator[Stand]:
+    stand = Stand("turns.py", logs / "turns")
+    yield stand
+    stand.generator.close()
+
+
+@pytest.fixture(scope="module")
+def trouble(logs: Path) -> Iterator[Stand]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent_pool, "GRACE_S", 0.5)
+        stand = Stand("trouble.py", logs / "trouble", step_timeout=1.5)
+        yield stand
+        stand.generator.close()
+
+
+def test_an_environment_of_the_documented_contract_runs_as_it_is(turns: Stand) -> None:
+    first, second = turns.rollout(prompt())
+    assert (first.sample_index, second.sample_index) == (0, 1)
+    assert first.tokens != second.tokens
+    assert first.stop_reason is StopReason.STOP or first.truncated
+    assert first.extra_logs == {"steps": 3.0}
+    assert first.weight_versions == (3,)
+    assert first.reward == sum(TOKENIZER.decode(piece).count("4") for piece in sampled_pieces(first))
+
+
+def sampled_pieces(trajectory: Trajectory) -> list[list[int]]:
+    """The runs of sampled tokens."""
+    pieces: list[list[int]] = []
+    for before, token, sampled in zip(
+        [False, *trajectory.action_mask], trajectory.tokens, trajectory.action_mask, strict=False
+    ):
+        if sampled and not before:
+            pieces.append([])
+        if sampled:
+            pieces[-1].append(token)
+    return pieces
+
+
+def test_masks_and_logprobs_are_exactly_what_the_engine_sampled(turns: Stand) -> None:
+    turns.engine.asked.clear()
+    for trajectory in turns.rollout(*(prompt(f"{i}+3=", index=i) for i in range(8))):
+        position = len(trajectory.prompt.tokens)
+        for turn in range(3):
+            params = SamplingParams(seed=spec().seed_of(trajectory.prompt, trajectory.sample_index, turn), max_tokens=6)
+            expected = answer(trajectory.tokens[:position], params)
+            end = position + len(expected.tokens)
+            assert trajectory.tokens[position:end] == expected.tokens
+            assert trajectory.rollout_logprobs[position:end] == expected.logprobs
+            assert all(trajectory.action_mask[position:end])
+            feedback = TOKENIZER("=5" if turn == 2 else "+0=")["input_ids"]
+            assert trajectory.tokens[end : end + len(feedback)] == feedback
+            assert not any(trajectory.action_mask[end : end + len(feedback)])
+            position = end + len(feedback)
+        assert position == len(trajectory.tokens)
+
+
+def test_turns_that_fill_the_context_end_the_episode_as_truncated(turns: Stand) -> None:
+    for trajectory in turns.rollout(prompt("1+" * 27 + "3="), n_samples=4):
+        assert trajectory.truncated
+        assert len(trajectory.tokens) <= MAX_LEN
+
+
+def test_a_limit_of_turns_ends_the_episode_as_truncated(logs: Path) -> None:
+    stand = Stand("turns.py", logs / "two", max_turns=2)
+    for trajectory in stand.rollout(prompt()):
+        assert trajectory.truncated and trajectory.extra_logs == {"steps": 2.0}
+        assert len(sampled_pieces(trajectory)) == 2
+    stand.generator.close()
+
+
+@pytest.fixture(scope="module")
+def own_loop(logs: Path) -> Iterator[Stand]:
+    stand = Stand("own_loop.py", logs / "own")
+    yield stand
+    stand.generator.close()
+
+
+def test_an_executor_may_have_a_loop_of_its_own(own_loop: Stand) -> None:
+    own_loop.engine.asked.clear()
+    [trajectory] = own_loop.rollout(prompt(label="own"), n_samples=1)
+    [(tokens, params)] = own_loop.engine.asked
+    assert (tokens, params.max_tokens, params.seed) == (trajectory.prompt.tokens, 1, 77)
+    assert trajectory.truncated and trajectory.reward == 1.0
+    assert trajectory.rollout_logprobs[len(tokens) :] == answer(tokens, params).logprobs
+
+
+def test_an_environment_gets_its_arguments_and_is_closed_and_turns_have_rewards_of_their_own(own_loop: Stand) -> None:
+    [trajectory] = own_loop.rollout(prompt(label="shop"), n_samples=1)
+    first, second = (end - 1 for end in ends_of_actions(trajectory))
+    assert trajectory.turn_rewards == ((first, 0.25), (second, 4.0))
+    assert trajectory.reward == trajectory.score == 4.25
+    [told] = own_loop.rollout(prompt(label="closed?"), n_samples=1)
+    assert told.reward == 1.0
+
+
+def ends_of_actions(trajectory: Trajectory) -> list[int]:
+    """Where each run of sampled tokens ends."""
+    mask = [*trajectory.action_mask, False]
+    return [i for i in range(1, len(mask)) if mask[i - 1] and not mask[i]]
+
+
+def test_a_function_step_of_older_releases_is_wrapped(logs: Path) -> None:
+    stand = Stand("old_step.py", logs / "old")
+    for trajectory in stand.rollout(prompt("1=")):
+        first, second = (TOKENIZER.decode(piece).removesuffix("<eos>") for piece in sampled_pieces(trajectory))
+        assert trajectory.reward == len(first) + len(second)
+        assert (trajectory.score, trajectory.extra_logs) == (0.5, {"actions": 1.0})
+    assert "it is wrapped" in (logs / "old/agent-0.log").read_text()
+    stand.generator.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("missing.py", "No such file"),
+        ("old_queue.py", "is written for releases 0.8.7 to 0.9.0"),
+        ("../reward_files/trouble.py", "has no class AgentExecutor"),
+    ],
+)
+def test_a_file_that_is_no_agent_is_refused_with_what_to_do(logs: Path, file: str, words: str) -> None:
+    stand = Stand(file, logs / "refused")
+    with pytest.raises(ConfigError, match=words) as refused:
+        stand.generator.check_agents()
+    assert "--train.agent_func_path" in str(refused.value)
+    stand.generator.close()
+
+
+@pytest.mark.parametrize(
+    ("label", "failure", "words"),
+    [
+        ("raise", Failure.EXCEPTION, "no such square"),
+        ("raise before", Failure.EXCEPTION, "no such square"),
+        ("await for ever", Failure.TIMEOUT, "--rollout.step_timeout 1.5 s between two samples"),
+        ("swallow", Failure.TIMEOUT, "more than 1.5 s"),
+        ("block", Failure.TIMEOUT, 'trouble.py", line 28 in execute'),
+        ("leave", Failure.EXIT, "sys.exit(3)"),
+        ("crash", Failure.EXIT, "it exited with status 7"),
+        ("memory", Failure.MEMORY, "--reward.memory_gib is 1"),
+        ("no dict", Failure.RESULT, "execute returned list, not a dict"),
+        ("nan", Failure.RESULT, "not finite"),
+        ("no reward", Failure.RESULT, "there is no --reward.model_name_or_path"),
+        ("invented", Failure.RESULT, "which the engine did not sample"),
+        ("overlap", Failure.RESULT, "action_ranges must go up"),
+        ("outside", Failure.RESULT, "stay within"),
+        ("none sampled", Failure.RESULT, "at least one"),
+        ("too long a prompt", Failure.EXCEPTION, "a prompt of 500 tokens: 1 to 63 fit"),
+        ("images", Failure.EXCEPTION, "reads text only"),
+    ],
+)
+def test_an_agent_that_goes_wrong_fails_its_own_episode(
+    trouble: Stand, label: str, failure: Failure, words: str
+) -> None:
+    good, bad = trouble.rollout(prompt(index=1, label="fine"), prompt(index=2, label=label), n_samples=1)
+    assert (good.reward, good.error) == (1.0, None)
+    assert bad.failed and bad.reward is None
+    assert bad.failure is failure, bad.error
+    assert bad.error is not None and words in bad.error
+    if label not in ("raise before", "memory", "swallow", "block", "crash"):  # where a sample was had before
+        assert bad.num_actions
+
+
+def test_episodes_in_the_same_host_survive_the_one_that_ends_it(trouble: Stand) -> None:
+    labels = ["pause", "crash", "pause", "fine"]
+    prompts = [prompt(index=i, label=label) for i, label in enumerate(labels)]
+    finished = trouble.rollout(*prompts, n_samples=1, seed=9)
+    again = trouble.rollout(*(p for p in prompts if p.label != "crash"), n_samples=1, seed=9)
+    assert [t.failure for t in finished] == [None, Failure.EXIT, None, None]
+    assert [t.tokens for t in finished if not t.failed] == [t.tokens for t in again]
