@@ -29,12 +29,12 @@ HOMES = {
     "wandb": ["observability.trackers"],
     "tensorboard": ["observability.trackers"],
     "rich": ["observability.*"],
-    "fastapi": ["serving.server"],
-    "uvicorn": ["serving.server"],
+    "fastapi": ["serving.server", "rollout.openai_agents"],
+    "uvicorn": ["serving.server", "rollout.openai_agents"],
 }
 # What a module may load at import besides the standard library and our own modules.
 STANDARD_LIBRARY_ONLY = ["config*", "trajectory", "utils", "cli*"]
-WITHOUT_TORCH = ["rollout.hosts", "rollout.host_process", "rollout.graders", "rollout.rewards"]
+WITHOUT_TORCH = ["rollout.host*", "rollout.agents", "rollout.agent_host", "rollout.graders", "rollout.rewards"]
 MODULES = sorted(package().values(), key=str)
 
 

@@ -67,14 +67,21 @@ def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = False,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> str:
     """The messages through the chat template. Raises ValueError with the template's complaint."""
-    return _render(tokenizer, messages, add_generation_prompt)[0]
+    return _render(tokenizer, messages, add_generation_prompt, tools)[0]
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[str, list[Span]]:
     """The text, and what the template's `{% generation %}` blocks wrote of it, if it has any."""
     template = tokenizer.get_chat_template()
@@ -82,6 +89,7 @@ def _render(
     try:
         rendered: Any = render_jinja_template(
             conversations=[list(messages)],
+            tools=list(tools) if tools else None,
             chat_template=template,
             return_assistant_tokens_mask="endgeneration" in template,
             add_generation_prompt=add_generation_prompt,

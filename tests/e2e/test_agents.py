@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.calculator_task import make_task
 from tests.e2e.commands import Flags, column, numbers, run, samples, write_rows
 from tests.launch import ROOT
 from tests.tiny import save_tiny_model
 
-EXAMPLE = ROOT / "examples/agents/higher_lower.py"
-FILES = ROOT / "tests/rollout/agent_files"
+EXAMPLES = ROOT / "examples/agents"
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # the CPU kernels of vLLM know these
 
 
@@ -57,7 +57,10 @@ def agent_flags(workspace: Path, folder: Path, agent: Path, **changes: Any) -> d
 
 @pytest.fixture(scope="module")
 def game(workspace: Path) -> Path:
-    run("train_ppo_ray", agent_flags(workspace, workspace / "game", EXAMPLE, **{"reward.workers": 2}))
+    run(
+        "train_ppo_ray",
+        agent_flags(workspace, workspace / "game", EXAMPLES / "higher_lower.py", **{"reward.workers": 2}),
+    )
     return workspace / "game"
 
 
@@ -79,6 +82,16 @@ def test_the_same_seed_gives_the_same_episodes_in_any_number_of_hosts(workspace:
     places = {"ckpt.output_dir": workspace / "again/model", "ckpt.path": workspace / "again/checkpoints"}
     run("train_ppo_ray", {**flags, **places})
     assert numbers(workspace / "again") == numbers(game)
+
+
+def test_an_agent_that_knows_only_the_openai_client_trains(workspace: Path) -> None:
+    """The policy is untrained, and calls no tool; that it learns to is for `make verify`."""
+    make_task(workspace, transcripts=1, prompts=12)
+    flags = agent_flags(workspace, workspace / "chat", EXAMPLES / "calculator.py", **{"rollout.max_turns": None})
+    run("train_ppo_ray", {**flags, "reward.workers": 2})
+    assert column(workspace / "chat", "train/failed_episodes") == [0, 0, 0]
+    assert max(column(workspace / "chat", "train/logprob_gap_max")) < 1e-3
+    assert column(workspace / "chat", "train/tool_calls") == [0, 0, 0]
 
 
 def test_an_agent_that_cannot_be_loaded_is_told_of_before_anything_starts(workspace: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.rewards import ErrorPolicy
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory
+from tests.calculator_task import calculator_tokenizer
 from tests.tiny import character_tokenizer
 
 FILES = Path(__file__).parent / "agent_files"
@@ -60,14 +61,14 @@ def prompt(text: str = "1+3=", label: Any = "4", index: int = 0) -> Prompt:
 class Stand:
     """A generator with agents, and the engine they sample from."""
 
-    def __init__(self, file: str | Path, logs: Path, *, needs_reward: bool = True, **changes: Any) -> None:
+    def __init__(self, file: str | Path, logs: Path, *, tokenizer: Any = TOKENIZER, **changes: Any) -> None:
         settings = {"max_length": MAX_LEN, "max_turns": None, "step_timeout": 60.0, "episode_timeout": 120.0}
         made_of = AgentSettings(path=str(FILES / file), **{**settings, "workers": 1, "memory_gib": 1.0, **changes})
         self.engine = Engine()
         self.logs = logs
         self.generator = RolloutGenerator(
-            [self.engine], TOKENIZER, None, agents=AgentPool(made_of, TOKENIZER, log_dir=logs),
-            needs_reward=needs_reward, on_error=ErrorPolicy(), timeout_s=120,
+            [self.engine], tokenizer, None, agents=AgentPool(made_of, tokenizer, log_dir=logs),
+            needs_reward=True, on_error=ErrorPolicy(), timeout_s=120,
         )  # fmt: skip
 
     def rollout(self, *prompts: Prompt, **changes: Any) -> list[Trajectory]:
@@ -248,3 +249,45 @@ def test_episodes_in_the_same_host_survive_the_one_that_ends_it(trouble: Stand) 
     again = trouble.rollout(*(p for p in prompts if p.label != "crash"), n_samples=1, seed=9)
     assert [t.failure for t in finished] == [None, Failure.EXIT, None, None]
     assert [t.tokens for t in finished if not t.failed] == [t.tokens for t in again]
+
+
+@pytest.fixture(scope="module")
+def clients(logs: Path) -> Iterator[Stand]:
+    stand = Stand("openai_client.py", logs / "clients", tokenizer=calculator_tokenizer())
+    yield stand
+    stand.generator.close()
+
+
+def test_an_agent_that_knows_only_an_openai_client_is_recorded_token_by_token(clients: Stand) -> None:
+    clients.engine.asked.clear()
+    for trajectory in clients.rollout(*(prompt(f"{i}+3", "talk", index=i) for i in range(4))):
+        assert (trajectory.reward, trajectory.score, trajectory.extra_logs) == (1.0, 0.5, {"turns": 3.0}), (
+            trajectory.error
+        )
+        first, second, third = sampled_pieces(trajectory)
+        text = calculator_tokenizer().decode(trajectory.tokens)
+        assert text.startswith(f"<|user|>{trajectory.prompt.text}<|end|><|assistant|>")
+        assert text.count("<|user|>+1<|end|><|assistant|>") == 2
+        for piece, calls in zip((first, second, third), of_episode(clients.engine, trajectory), strict=True):
+            tokens, params = calls
+            expected = answer(tokens, params)
+            assert trajectory.tokens[: len(tokens)] == tokens
+            assert trajectory.tokens[len(tokens) : len(tokens) + len(piece)] == piece == expected.tokens
+            assert trajectory.rollout_logprobs[len(tokens) : len(tokens) + len(piece)] == expected.logprobs
+
+
+def of_episode(engine: Engine, trajectory: Trajectory) -> list[tuple[list[int], SamplingParams]]:
+    """The samples that an episode asked for, by their seeds."""
+    seeds = [spec().seed_of(trajectory.prompt, trajectory.sample_index, turn) for turn in range(3)]
+    return [next(asked for asked in engine.asked if asked[1].seed == seed) for seed in seeds]
+
+
+@pytest.mark.parametrize("label", ["stream", "look", "err"])
+def test_the_endpoint_does_what_stock_clients_expect(clients: Stand, label: str) -> None:
+    for trajectory in clients.rollout(prompt("1+3=", label)):
+        assert trajectory.reward is not None and trajectory.reward >= 1, trajectory.error
+
+
+def test_an_agent_that_never_asks_the_policy_has_failed(clients: Stand) -> None:
+    [trajectory] = clients.rollout(prompt("1+3=", "silent"), n_samples=1)
+    assert trajectory.failed and "made no request to its session" in str(trajectory.error)

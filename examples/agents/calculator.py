@@ -1,0 +1,64 @@
+"""An agent with a tool, written against the stock `openai` client only. The policy may ask a calculator before it answers.
+
+    --train.agent_func_path examples/agents/calculator.py --data.label_key answer
+
+The reward is 1 where the last thing said is the answer. Needs `pip install openai`.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from typing import Any
+
+from openai import AsyncOpenAI, BadRequestError
+
+from openrlhf.utils.agent import OpenAIAgentExecutor
+
+TURNS = 4
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+EXPRESSION = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "calculator", "description": "Two numbers.", "parameters": EXPRESSION}}
+]
+
+
+def calculate(arguments: str) -> str:
+    """The tool: `{"expression": "7*8"}` is 56."""
+    try:
+        found = re.fullmatch(r"(\d+)([-+*])(\d+)", json.loads(arguments)["expression"])
+        left, sign, right = found.groups() if found else ("", "", "")
+        return str(SIGNS[sign](int(left), int(right)))
+    except (ValueError, LookupError, TypeError):
+        return "error"
+
+
+class AgentExecutor(OpenAIAgentExecutor):
+    """What --train.agent_func_path looks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.client = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0)
+
+    async def run_agent(self, prompt: str, label: Any, session_id: str) -> dict[str, Any]:
+        """A conversation: the question, calls of the calculator, the answer."""
+        client = self.client.with_options(base_url=self.session_url(session_id))
+        messages: list[Any] = [{"role": "user", "content": prompt}]
+        said, calls = "", 0
+        try:
+            for _ in range(TURNS):
+                answer = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+                message = answer.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                said = message.content or ""
+                if not message.tool_calls:
+                    break
+                for call in message.tool_calls:
+                    result = calculate(call.function.arguments) if call.type == "function" else "error"
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+                    calls += 1
+        except BadRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+        return {"reward": float(said.strip() == str(label)), "extra_logs": {"tool_calls": calls}}

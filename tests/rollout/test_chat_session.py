@@ -1,0 +1,142 @@
+"""A chat is kept as tokens: what the policy said is never rendered or tokenised again, and the rest is exactly the template's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf.rollout.agent_host import CompletionOutput
+from openrlhf.rollout.chat_session import ChatMistake, ChatSession, ContextFull, parse_reply
+from tests.calculator_task import CALL, CALLED, TEMPLATE, calculator_tokenizer
+
+TOKENIZER = calculator_tokenizer()
+TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
+TEXT = st.text("0123456789+", max_size=6)
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def sampled(text: str, *, finish: str = "stop") -> CompletionOutput:
+    tokens = ids(text + ("<|end|>" if finish == "stop" else ""))
+    return CompletionOutput(index=0, text=text, token_ids=tokens, logprobs=None, finish_reason=finish, stop_reason=None)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+@given(st.lists(st.tuples(TEXT, TEXT, st.sampled_from(["stop", "length"])), min_size=1, max_size=4))
+def test_the_tokens_of_a_session_are_the_template_around_what_was_sampled(turns: list[tuple[str, str, str]]) -> None:
+    session = ChatSession(TOKENIZER, 10_000)
+    messages: list[dict[str, Any]] = []
+    expected: list[int] = []
+    for question, said, finish in turns:
+        messages.append(user(question))
+        expected += ids(f"<|user|>{question}<|end|><|assistant|>")
+        prompt = session.prompt_for(messages)
+        assert prompt == expected
+        output = sampled(said, finish=finish)
+        messages.append(session.heard(prompt, output, tools=False).message)
+        assert session.tokens == [*expected, *output.token_ids]
+        assert session.ranges[-1] == (len(expected), len(session.tokens))
+        expected = [*session.tokens, *([] if finish == "stop" else ids("<|end|>"))]
+    assert session.truncated == (turns[-1][2] == "length")
+
+
+def test_what_the_template_would_change_stays_as_it_was_sampled() -> None:
+    """A template that strips what the assistant said, and another that shows none of it before the last turn."""
+    tokenizer = calculator_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] | trim('1') }}")
+    session = ChatSession(tokenizer, 1000)
+    prompt = session.prompt_for([user("2+3")])
+    reply = session.heard(prompt, sampled("11511"), tools=False).message
+    assert reply["content"] == "11511"
+    again = session.prompt_for([user("2+3"), reply, user("4")])
+    assert again == ids("<|user|>2+3<|end|><|assistant|>11511<|end|><|user|>4<|end|><|assistant|>")
+
+
+def test_calls_of_tools_are_read_from_the_text_and_their_results_follow() -> None:
+    session = ChatSession(TOKENIZER, 1000)
+    prompt = session.prompt_for([user("2+3")], TOOLS)
+    reply = session.heard(prompt, sampled(f"{CALL}2+3{CALLED}"), tools=True)
+    [call] = reply.message["tool_calls"]
+    assert (reply.finish_reason, reply.message["content"]) == ("tool_calls", "")
+    assert call["function"] == {"name": "calculator", "arguments": '{"expression": "2+3"}'}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
+    asked = session.prompt_for([user("2+3"), {**reply.message, "refusal": None}, result], TOOLS)
+    assert asked == ids(f"<|user|>2+3<|end|><|assistant|>{CALL}2+3{CALLED}<|end|><|tool|>5<|end|><|assistant|>")
+
+
+@pytest.mark.parametrize("text", ["<tool_call>{no json}</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>", "5"])
+def test_a_call_that_cannot_be_read_is_text(text: str) -> None:
+    assert parse_reply(TOKENIZER, text) == {"role": "assistant", "content": text}
+
+
+def test_several_calls_and_the_text_around_them_are_told_apart() -> None:
+    text = f"ten {CALL}1{CALLED} and\n{CALL}2{CALLED}"
+    message = parse_reply(TOKENIZER, text)
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == [
+        '{"expression": "1"}',
+        '{"expression": "2"}',
+    ]
+    assert message["content"] == "ten  and"
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+
+def test_a_response_template_of_the_tokenizer_is_used() -> None:
+    """It reads the calls otherwise than we would: here they stand between other marks."""
+    tokenizer = calculator_tokenizer()
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|assistant|>",
+        "fields": {
+            "tool_calls": {
+                "open": "call",
+                "close": "end",
+                "repeats": True,
+                "content": "text",
+                "transform": {"type": "function", "function": {"name": "calculator", "arguments": "{content}"}},
+            },
+            "content": {"close": "<|end|>", "content": "text"},
+        },
+    }
+    session = ChatSession(tokenizer, 1000)
+    prompt = session.prompt_for([user("2+3")], TOOLS)
+    reply = session.heard(prompt, sampled("socall2+3end"), tools=True).message
+    assert [call["function"] for call in reply["tool_calls"]] == [{"name": "calculator", "arguments": "2+3"}]
+    assert reply["content"] == "so"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [user("other"), {"role": "assistant", "content": "5"}, user("4")],
+        [user("2+3"), {"role": "assistant", "content": "6"}, user("4")],
+        [user("2+3")],
+        [user("4")],
+    ],
+)
+def test_messages_that_do_not_continue_the_conversation_are_refused(messages: list[dict[str, Any]]) -> None:
+    session = ChatSession(TOKENIZER, 1000)
+    session.heard(session.prompt_for([user("2+3")]), sampled("5"), tools=False)
+    with pytest.raises(ChatMistake, match="do not continue the conversation"):
+        session.prompt_for(messages)
+
+
+def test_a_full_context_is_refused_and_the_session_is_truncated() -> None:
+    session = ChatSession(TOKENIZER, 12)
+    reply = session.heard(session.prompt_for([user("2+3")]), sampled("5"), tools=False).message
+    with pytest.raises(ContextFull, match=r"--data\.max_len 12"):
+        session.prompt_for([user("2+3"), reply, user("4")])
+    assert session.truncated and session.ranges == [(6, 8)]
+
+
+@pytest.mark.parametrize("messages", [None, [], [{"role": "user"}], [{"content": "x"}], 5])
+def test_malformed_messages_are_told_of(messages: Any) -> None:
+    with pytest.raises(ChatMistake, match="messages"):
+        ChatSession(TOKENIZER, 100).prompt_for(messages)
