@@ -10,8 +10,9 @@ import pytest
 from tests.sources import Module, loaded_with, package
 
 LEVELS = {
-    "cli": 6,
-    **dict.fromkeys(("trainers", "utils"), 5),
+    "cli": 7,
+    **dict.fromkeys(("trainers", "utils"), 6),
+    **dict.fromkeys(("agents", "verifiers"), 5),
     **dict.fromkeys(("workers", "rollout", "serving"), 4),
     "checkpoints": 3,
     **dict.fromkeys(("models", "data", "distributed"), 2),
@@ -25,16 +26,16 @@ HOMES = {
     "deepspeed": ["distributed.*"],
     "ray": ["distributed.cluster", "distributed.placement", "distributed.worker_group", "trainers.launch"],
     "datasets": ["data.*"],
-    "math_verify": ["rollout.graders"],
+    "math_verify": ["verifiers.graders"],
     "wandb": ["observability.trackers"],
     "tensorboard": ["observability.trackers"],
     "rich": ["observability.*"],
-    "fastapi": ["serving.server", "rollout.openai_agents"],
-    "uvicorn": ["serving.server", "rollout.openai_agents"],
+    "fastapi": ["serving.server", "agents.openai_endpoint"],
+    "uvicorn": ["serving.server", "agents.openai_endpoint"],
 }
 # What a module may load at import besides the standard library and our own modules.
 STANDARD_LIBRARY_ONLY = ["config*", "trajectory", "utils", "cli*"]
-WITHOUT_TORCH = ["rollout.host*", "rollout.agents", "rollout.agent_host", "rollout.graders", "rollout.rewards"]
+WITHOUT_TORCH = ["rollout.host*", "agents.contract", "agents.host_program", "verifiers.graders", "rollout.rewards"]
 MODULES = sorted(package().values(), key=str)
 
 
@@ -98,6 +99,7 @@ def test_a_module_stays_within_400_lines_and_a_function_within_60() -> None:
 
 
 def test_core_and_package_stay_within_their_sizes() -> None:
-    core = sum(m.lines for m in MODULES if m.room not in ("cli", "observability"))
+    """The core is what a run of one sample per episode passes through; beside it are the tools, agents and verifiers."""
+    core = sum(m.lines for m in MODULES if m.room not in ("cli", "observability", "agents", "serving", "verifiers"))
     assert core < 10_000
-    assert sum(m.lines for m in MODULES) < 12_000
+    assert sum(m.lines for m in MODULES) < 14_000

@@ -39,7 +39,7 @@ class AgentExecutor(OpenAIAgentExecutor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.client = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0)
+        self.client = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none")
 
     async def run_agent(self, prompt: str, label: Any, session_id: str) -> dict[str, Any]:
         """A conversation: the question, calls of the calculator, the answer."""

@@ -6,16 +6,13 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.rollout.agent_pool import AgentPool, Call, Episode, EpisodeError
 from openrlhf.rollout.engine import Generation, SamplingParams
-from openrlhf.rollout.episodes import EpisodeMistake, assemble
-from openrlhf.rollout.host import HostError
 from openrlhf.rollout.rewards import ErrorPolicy, Reward, RewardRequest, RewardResult
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
@@ -86,12 +83,26 @@ def sample_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
+Generate = Callable[[list[int], list[SamplingParams], Prompt], Awaitable[list[Generation]]]
+
+
+class Agents(Protocol):
+    """What plays episodes in place of single samples, with an engine to `generate` with."""
+
+    async def check(self) -> None:
+        """Raise ConfigError where it cannot work."""
+        ...
+
+    async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> list[Trajectory]: ...
+
+    async def close(self) -> None: ...
+
+
 class RolloutGenerator:
     """Draws samples from the engines and has them rewarded. Lives in the controller; user code runs elsewhere.
 
     `engines` are handles of `RolloutEngine` actors. Without `agents` an episode is one sample of the prompt, which `reward`
-    scores; with them it is what the agent makes of it. `needs_reward`: nothing scores later what an agent gave no reward.
-    `timeout_s` bounds one call of `rollout`.
+    scores; with them it is what they make of it. `timeout_s` bounds one call of `rollout`.
     """
 
     def __init__(
@@ -100,17 +111,16 @@ class RolloutGenerator:
         tokenizer: PreTrainedTokenizerBase,
         reward: Reward | None,
         *,
-        agents: AgentPool | None = None,
-        needs_reward: bool = False,
+        agents: Agents | None = None,
         on_error: ErrorPolicy,
         timeout_s: float,
     ) -> None:
         self.engines = list(engines)
         self.tokenizer = tokenizer
-        self.reward, self.agents, self.needs_reward = reward, agents, needs_reward
+        self.reward, self.agents = reward, agents
         self.on_error = on_error
         self.timeout_s = timeout_s
-        self._told: set[str] = set()  # to the user, once
+        self._clipped = False  # a prompt, and the user was told
         self._loop = BackgroundLoop()
         self._in_flight = [0] * len(self.engines)  # samples asked of each engine and not answered yet
 
@@ -147,17 +157,16 @@ class RolloutGenerator:
         return [trajectory for index in sorted(tried) for trajectory in tried[index]]
 
     async def _sample_group(self, prompt: Prompt, spec: SamplingSpec) -> list[Trajectory]:
-        tokens = spec.clip_prompt(prompt.tokens)
-        if len(tokens) < len(prompt.tokens):
-            self._tell_once(
-                "clipped",
-                f"Prompt {prompt.index} has {len(prompt.tokens)} tokens and keeps its last {len(tokens)}, like all that leave "
-                "no room for a response in --data.max_len.",
-            )
         if self.agents:
-            episodes = enumerate(spec.agent_params_for(prompt))
-            return list(await asyncio.gather(*(self._episode(self.agents, prompt, spec, *each) for each in episodes)))
-        generations = await self._generate(tokens, spec.params_for(prompt, len(tokens)))
+            return await self.agents.play(prompt, spec, self._generate)
+        tokens = spec.clip_prompt(prompt.tokens)
+        if len(tokens) < len(prompt.tokens) and not self._clipped:
+            self._clipped = True
+            logger.warning(
+                "Prompt %d has %d tokens and keeps its last %d, like all that leave no room for a response in --data.max_len.",
+                prompt.index, len(prompt.tokens), len(tokens),
+            )  # fmt: skip
+        generations = await self._generate(tokens, spec.params_for(prompt, len(tokens)), prompt)
         requests = [
             RewardRequest(
                 query=self._decode(tokens + generation.tokens),
@@ -175,76 +184,16 @@ class RolloutGenerator:
             for sample, (generation, request, result) in enumerate(zip(generations, requests, results, strict=True))
         ]
 
-    async def _episode(
-        self, agents: AgentPool, prompt: Prompt, spec: SamplingSpec, sample: int, params: SamplingParams
-    ) -> Trajectory:
-        """One episode of the user's agent; a failed one where it raised, took too long, or returned what is none."""
-
-        async def generate(turn: int, tokens: list[int], asked: SamplingParams) -> Generation:
-            seed = spec.seed_of(prompt, sample, turn) if asked.seed == params.seed else asked.seed
-            return (await self._generate(tokens, [replace(asked, seed=seed)]))[0]
-
-        calls: Sequence[Call] = []
-        try:
-            result, calls = await agents.run(
-                Episode(prompt=prompt.text, label=prompt.label, params=params, generate=generate, images=prompt.images)
-            )
-            episode = assemble(result, calls, spec.max_len)
-            if episode.reward.reward is None and self.needs_reward:
-                raise EpisodeMistake("execute returned no reward, and there is no --reward.model_name_or_path")
-        except EpisodeError as error:
-            return self._failed_episode(prompt, sample, error.calls, str(error), error.failure)
-        except HostError as error:
-            return self._failed_episode(prompt, sample, calls, str(error), error.failure)
-        except EpisodeMistake as mistake:
-            return self._failed_episode(prompt, sample, calls, f"the agent's {mistake}", Failure.RESULT)
-        for oddity in episode.oddities:
-            self._tell_once(oddity, f"The agent {oddity}: its log-probabilities there will not be the policy's.")
-        builder, reward = episode.builder, episode.reward
-        return builder.finish(
-            prompt=prompt,
-            sample_index=sample,
-            stop_reason=StopReason.LENGTH if episode.truncated else StopReason.STOP,
-            reward=reward.reward,
-            score=reward.score,
-            extra_logs=reward.extra_logs,
-            turn_rewards=episode.turn_rewards,
-            response_text=self._decode(
-                builder.tokens[builder.action_mask.index(True) :] if any(builder.action_mask) else []
-            ),
-        )
-
-    def _failed_episode(
-        self, prompt: Prompt, sample: int, calls: Sequence[Call], error: str, failure: Failure
-    ) -> Trajectory:
-        """What is shown of an episode that cannot be trained on: as far as its last sample."""
-        builder = TrajectoryBuilder(calls[-1].prompt if calls else prompt.tokens)
-        for call in calls[-1:]:
-            builder.append_action(call.generation.tokens, call.generation.logprobs, call.generation.weight_versions)
-        return builder.finish(
-            prompt=prompt,
-            sample_index=sample,
-            stop_reason=StopReason.FAILED,
-            response_text=self._decode(builder.tokens[len(prompt.tokens) :]),
-            error=error,
-            failure=failure,
-        )
-
     def check_agents(self) -> None:
         """Load the agent's file. Raises ConfigError with the traceback where that fails."""
         if self.agents:
             self._loop.run(self.agents.check(), self.timeout_s)
 
-    def _tell_once(self, subject: str, sentence: str) -> None:
-        if subject not in self._told:
-            self._told.add(subject)
-            logger.warning("%s", sentence)
-
     def _decode(self, tokens: list[int]) -> str:
         """The text that rewards and samples show: special tokens kept."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
 
-    async def _generate(self, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
+    async def _generate(self, tokens: list[int], params: list[SamplingParams], prompt: Prompt) -> list[Generation]:
         least = min(range(len(self.engines)), key=self._in_flight.__getitem__)
         self._in_flight[least] += len(params)
         try:

@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 ARGUMENTS = ("queries", "prompts", "labels")  # what a reward function is called with, in this order
 LARGEST = 3e38  # of a reward: more is infinite in float32
 VERIFIERS = {  # called with a response and its label; code with a limit of seconds, too
-    "math": "openrlhf.rollout.graders:grade_math",
-    "code": "openrlhf.rollout.verifiers:grade_code",
-    "format": "openrlhf.rollout.verifiers:grade_format",
-    "length": "openrlhf.rollout.verifiers:grade_length",
+    "math": "openrlhf.verifiers.graders:grade_math",
+    "code": "openrlhf.verifiers.checks:grade_code",
+    "format": "openrlhf.verifiers.checks:grade_format",
+    "length": "openrlhf.verifiers.checks:grade_length",
 }
 
 
@@ -171,7 +171,7 @@ class VerifierReward:
         """Load the verifier in the hosts. Of a sandbox, say what it cannot do on this machine."""
         await self.pool.check(self.target)
         if self.name == "code":
-            for missing in await self.pool.call("openrlhf.rollout.sandbox:missing_protection", timeout=120):
+            for missing in await self.pool.call("openrlhf.verifiers.sandbox:missing_protection", timeout=120):
                 logger.warning("--reward.verifier code, on this machine: %s.", missing)
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:

@@ -13,6 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from openrlhf.agents.play import AgentEpisodes
+from openrlhf.agents.pool import AgentPool
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
 from openrlhf.config.machine import count_gpus
@@ -25,7 +27,6 @@ from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.models.loading import ModelError
-from openrlhf.rollout.agent_pool import AgentPool
 from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import Device, engine_environment
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
@@ -227,20 +228,23 @@ class Run:
             plugins=[str(Path(path).expanduser().absolute()) for path in config.plugin],
         )
 
-    def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer:
-        config, policy, kl = self.config, groups["actor"], make_kl(self.config)
-        on_error = ErrorPolicy.parse(config.reward.on_error)
+    def _make_generator(self, on_error: ErrorPolicy) -> RolloutGenerator:
         generator = RolloutGenerator(
             self.engines,
             self.data.tokenizer,
             self.reward,
-            agents=make_agents(config, self.data, log_dir=Path(self.log_dir)),
-            needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
+            agents=make_agents(self.config, self.data, log_dir=Path(self.log_dir)),
             on_error=on_error,
-            timeout_s=config.train.step_timeout,
+            timeout_s=self.config.train.step_timeout,
         )
         self.ends.callback(generator.close)
         generator.check_agents()
+        return generator
+
+    def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer:
+        config, policy, kl = self.config, groups["actor"], make_kl(self.config)
+        on_error = ErrorPolicy.parse(config.reward.on_error)
+        generator = self._make_generator(on_error)
         maker = ExperienceMaker(
             policy,
             groups.get("ref"),
@@ -303,16 +307,20 @@ def make_kl(config: PPOConfig) -> KLController:
     return AdaptiveKL(kl.init_coef, kl.target, kl.horizon)
 
 
-def make_agents(config: PPOConfig, data: PromptData, *, log_dir: Path | None = None) -> AgentPool | None:
-    """The hosts of the user's agents, where there are some; their processes start with their first episodes."""
+def make_agents(config: PPOConfig, data: PromptData, *, log_dir: Path | None = None) -> AgentEpisodes | None:
+    """The user's agents, where there are some; their hosts start with their first episodes."""
     made_of = settings.agent_settings(config)
-    return AgentPool(made_of, data.tokenizer, log_dir=log_dir) if made_of else None
+    if made_of is None:
+        return None
+    pool = AgentPool(made_of, data.tokenizer, log_dir=log_dir)
+    scored_later = config.reward.model_name_or_path or config.algo.distill.teacher
+    return AgentEpisodes(pool, data.tokenizer, needs_reward=not scored_later)
 
 
 def check_agents(config: PPOConfig, data: PromptData) -> None:
     """Load the agent's file, before any device is touched. Raises ConfigError."""
 
-    async def check(agents: AgentPool) -> None:
+    async def check(agents: AgentEpisodes) -> None:
         try:
             await agents.check()
         finally:

@@ -9,12 +9,12 @@ from typing import Literal, cast
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from openrlhf.agents.pool import AgentSettings
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from openrlhf.algorithms.corrections import Correction, Level, Mode
 from openrlhf.checkpoints import EngineLayout
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import LoadSpec
-from openrlhf.rollout.agent_pool import AgentSettings
 from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.trainers.experience_maker import CreditSettings

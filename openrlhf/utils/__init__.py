@@ -6,15 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openrlhf.rollout.graders import extract_boxed_answer, grade_answer
-    from openrlhf.rollout.sandbox import run_program
+    from openrlhf.verifiers.graders import extract_boxed_answer, grade_answer
+    from openrlhf.verifiers.sandbox import run_program
 
 __all__ = ["extract_boxed_answer", "grade_answer", "run_program"]
 
 _HOMES = {
-    "extract_boxed_answer": "openrlhf.rollout.graders",
-    "grade_answer": "openrlhf.rollout.graders",
-    "run_program": "openrlhf.rollout.sandbox",
+    "extract_boxed_answer": "openrlhf.verifiers.graders",
+    "grade_answer": "openrlhf.verifiers.graders",
+    "run_program": "openrlhf.verifiers.sandbox",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.rollout.agents import (
+from openrlhf.agents.contract import (
     AgentExecutorBase,
     AgentInstanceBase,
     MultiTurnAgentExecutor,
@@ -13,7 +13,7 @@ from openrlhf.rollout.agents import (
 from openrlhf.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from openrlhf.rollout.openai_agents import OpenAIAgentExecutor
+    from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
 
 __all__ = [
     "AgentExecutorBase",
@@ -28,6 +28,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "OpenAIAgentExecutor":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from openrlhf.rollout.openai_agents import OpenAIAgentExecutor  # loads a web server: where it is asked for
+    from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor  # loads a web server: where it is asked for
 
     return OpenAIAgentExecutor

@@ -21,8 +21,8 @@ from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.observability.glossary import GLOSSARY
 from openrlhf.observability.run_folder import read_lines
-from openrlhf.rollout.graders import grade_math
 from openrlhf.trainers.launch import run_ppo
+from openrlhf.verifiers.graders import grade_math
 from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
 from tests.e2e.processes import Process, descendants, survivors
 from tests.reward_server import reward_server

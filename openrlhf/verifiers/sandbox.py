@@ -31,7 +31,7 @@ PROCESSES, OPEN_FILES = 32, 128
 SPARE_SECONDS = 30  # for the launcher, beyond the program's own deadline
 OK, FAILED, LATE = 0, 100, 101  # how a launcher ends; anything else is a defect of ours
 LAUNCH = (
-    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from openrlhf.rollout.sandbox import launch"
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from openrlhf.verifiers.sandbox import launch"
 )
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",

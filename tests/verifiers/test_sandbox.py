@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.rollout import sandbox
 from openrlhf.rollout.hosts import HostPool
-from openrlhf.rollout.sandbox import Ran, SandboxError, missing_protection, run_program
+from openrlhf.verifiers import sandbox
+from openrlhf.verifiers.sandbox import Ran, SandboxError, missing_protection, run_program
 
 SECONDS = 5.0  # far more than any of these programs needs
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.rollout.sandbox import run_program
+from openrlhf.verifiers.sandbox import run_program
 
 TEST_SECONDS = 10.0  # of CPU time for one test
 SHARE_OF_TIMEOUT = 0.8  # of the call, for all tests of a program; the rest is for starting sandboxes

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from openrlhf.agents import pool
+from openrlhf.agents.play import AgentEpisodes
+from openrlhf.agents.pool import AgentPool, AgentSettings
 from openrlhf.config.options import ConfigError
-from openrlhf.rollout import agent_pool
-from openrlhf.rollout.agent_pool import AgentPool, AgentSettings
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.rewards import ErrorPolicy
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -67,8 +68,9 @@ class Stand:
         self.engine = Engine()
         self.logs = logs
         self.generator = RolloutGenerator(
-            [self.engine], tokenizer, None, agents=AgentPool(made_of, tokenizer, log_dir=logs),
-            needs_reward=True, on_error=ErrorPolicy(), timeout_s=120,
+            [self.engine], tokenizer, None,
+            agents=AgentEpisodes(AgentPool(made_of, tokenizer, log_dir=logs), tokenizer, needs_reward=True),
+            on_error=ErrorPolicy(), timeout_s=120,
         )  # fmt: skip
 
     def rollout(self, *prompts: Prompt, **changes: Any) -> list[Trajectory]:
@@ -90,7 +92,7 @@ def turns(logs: Path) -> Iterator[Stand]:
 @pytest.fixture(scope="module")
 def trouble(logs: Path) -> Iterator[Stand]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent_pool, "GRACE_S", 0.5)
+        patch.setattr(pool, "GRACE_S", 0.5)
         stand = Stand("trouble.py", logs / "trouble", step_timeout=1.5)
         yield stand
         stand.generator.close()

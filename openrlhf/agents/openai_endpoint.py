@@ -24,16 +24,17 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
-from openrlhf.rollout.agents import AgentExecutorBase, Engine
-from openrlhf.rollout.chat_session import ChatMistake, ChatSession, ContextFull, Reply
+from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull, Reply
+from openrlhf.agents.contract import AgentExecutorBase, Engine
 from openrlhf.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.rollout.agent_host import CompletionOutput
+    from openrlhf.agents.host_program import CompletionOutput
 
 MODEL = "policy"  # any other name will do
+KEEP_ALIVE_S = 24 * 3600
 THREADS = 128  # for agents that are no coroutines
 
 
@@ -67,6 +68,7 @@ class _Open:
     engine: Engine
     params: SamplingParams
     turn: asyncio.Lock  # requests of one conversation follow each other
+    answered: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # the last request's messages, and its answer
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):
@@ -142,7 +144,9 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         """Listen at a free port."""
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        server = _Server(uvicorn.Config(self._app(), log_level="warning", access_log=False))
+        # Clients keep connections for later turns: closed under them, a request is lost.
+        settings = uvicorn.Config(self._app(), log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
+        server = _Server(settings)
         self._serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0.01)
@@ -197,14 +201,18 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         return ChatSession(self._tokenizer, 1 << 40).prompt_for(request.messages, request.tools)
 
     async def _answer(self, session: _Open, request: ChatRequest) -> dict[str, Any]:
-        """Sample a reply, and tell it as the API does."""
+        """Sample a reply, and tell it as the API does; a client that repeats a request gets the answer that it missed."""
+        if session.answered and session.answered[0] == request.messages:
+            return session.answered[1]
         prompt = session.chat.prompt_for(request.messages, request.tools)
         limits = [request.max_tokens, request.max_completion_tokens, session.params.max_tokens]
         most = min((limit for limit in limits if limit), default=None)
         params = replace(session.params, max_tokens=most, stop=request.stop or session.params.stop, logprobs=1)
         output = (await session.engine.generate(prompt, params)).outputs[0]
         reply = session.chat.heard(prompt, output, tools=bool(request.tools))
-        return self._completion(prompt, output, reply, logprobs=request.logprobs)
+        answer = self._completion(prompt, output, reply, logprobs=request.logprobs)
+        session.answered = (request.messages, answer)
+        return answer
 
     def _completion(
         self, prompt: list[int], output: CompletionOutput, reply: Reply, *, logprobs: bool

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.rollout.agent_pool import Call
-from openrlhf.rollout.episodes import EpisodeMistake, assemble
+from openrlhf.agents.assembly import EpisodeMistake, assemble
+from openrlhf.agents.pool import Call
 from openrlhf.rollout.sampling import Generation
 
 TOKEN = st.integers(0, 3)  # few, so that one turn looks like another

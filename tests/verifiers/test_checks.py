@@ -11,8 +11,8 @@ import pytest
 
 from openrlhf.rollout.hosts import HostPool
 from openrlhf.rollout.rewards import RewardRequest, RewardResult, VerifierReward
-from openrlhf.rollout.verifiers import grade_code, grade_format, grade_length, program_in, same_output
 from openrlhf.trajectory import Failure
+from openrlhf.verifiers.checks import grade_code, grade_format, grade_length, program_in, same_output
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from openrlhf.rollout.graders import grade_math
+from openrlhf.verifiers.graders import grade_math
 
 ROOT = Path(__file__).parents[2]
 SOLUTIONS = ROOT / os.environ.get("OPENRLHF_TEST_DATA", "../shared/data") / "gsm8k/example_model_solutions.jsonl"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from openrlhf.rollout.agent_pool import Call
+from openrlhf.agents.pool import Call
 from openrlhf.rollout.rewards import RewardResult, read_rewards
 from openrlhf.trajectory import TrajectoryBuilder
 

@@ -45,7 +45,8 @@ class AgentExecutor(OpenAIAgentExecutor):
         assert counted["count"] == len(counted["tokens"])
         assert counted["max_model_len"] == model.model_extra["max_model_len"]
         assert httpx.post(f"{root}/tokenize", json={"prompt": "12"}).json()["count"] == 2
-        client.chat.completions.create(model="any", messages=chat)
+        first, again = (client.chat.completions.create(model="any", messages=chat) for _ in range(2))
+        assert first.choices == again.choices
         return counted["count"]
 
     def err(self, client, prompt, session_id):

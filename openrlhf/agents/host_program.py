@@ -1,6 +1,6 @@
 """The program of an agent host: one executor of the user's, many episodes at once on one event loop.
 
-`AgentHost` starts it as `python -m openrlhf.rollout.agent_host SOCKET LIFELINE MEMORY_BYTES UID`. Requests come pickled, what
+`AgentHost` starts it as `python -m openrlhf.agents.host_program SOCKET LIFELINE MEMORY_BYTES UID`. Requests come pickled, what
 goes out is marshalled, as in `host_process`:
 
     in   start     the user's file, the tokenizer, limits       out  started
@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.rollout.agents import AgentExecutorBase
+from openrlhf.agents.contract import AgentExecutorBase
+from openrlhf.agents.old_steps import executor_of_step
 from openrlhf.rollout.host_process import LENGTH, load_file, main, plain, user_frames
-from openrlhf.rollout.old_agents import executor_of_step
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from openrlhf.rollout.graders import extract_boxed_answer, grade_answer, grade_math, gsm8k_answer
+from openrlhf.verifiers.graders import extract_boxed_answer, grade_answer, grade_math, gsm8k_answer
 
 
 @pytest.mark.parametrize(

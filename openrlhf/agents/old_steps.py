@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from openrlhf.rollout.agents import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
+from openrlhf.agents.contract import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
 
 
 def executor_of_step(step: Callable[..., Awaitable[Any]]) -> AgentExecutorBase:

@@ -23,7 +23,7 @@ from openrlhf.trajectory import Failure
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.rollout.agent_host import RequestOutput
+    from openrlhf.agents.host_program import RequestOutput
 
 
 class Engine(Protocol):

@@ -97,7 +97,7 @@ class AgentHost(HostProcess):
     """One host process with the user's executor. Belongs to one event loop."""
 
     def __init__(self, settings: AgentSettings, tokenizer: bytes, log: Path | None) -> None:
-        super().__init__("openrlhf.rollout.agent_host", int(settings.memory_gib * 2**30), log)
+        super().__init__("openrlhf.agents.host_program", int(settings.memory_gib * 2**30), log)
         self.settings, self.tokenizer = settings, tokenizer
         self.running: dict[int, _Running] = {}
         self.episodes = 0  # given to this host, those that wait for its start too

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.agents.host_program import CompletionOutput
 from openrlhf.data.templates import STAND_IN, Message, render, to_messages
-from openrlhf.rollout.agent_host import CompletionOutput
 
 HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
