@@ -199,7 +199,7 @@ def test_a_function_step_of_older_releases_is_wrapped(logs: Path) -> None:
     [
         ("missing.py", "No such file"),
         ("old_queue.py", "is written for releases 0.8.7 to 0.9.0"),
-        ("../reward_files/trouble.py", "has no class AgentExecutor"),
+        ("../../rollout/reward_files/trouble.py", "has no class AgentExecutor"),
     ],
 )
 def test_a_file_that_is_no_agent_is_refused_with_what_to_do(logs: Path, file: str, words: str) -> None:
