@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import RayActorError
 
 from openrlhf.agents.play import AgentEpisodes
@@ -27,14 +26,15 @@ from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.models.loading import ModelError
-from openrlhf.rollout.engine import EngineError, RolloutEngine
-from openrlhf.rollout.engine_settings import Device, engine_environment
+from openrlhf.rollout.engine import EngineError
+from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
 from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, RewardErrors
 from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trainers.ppo import PPOTrainer
+from openrlhf.trainers.processes import EngineGroup, start_hosts
 from openrlhf.trainers.prompt_data import PromptData, load_prompts
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.recorder import Recorder
@@ -82,7 +82,7 @@ def run_ppo(config: PPOConfig) -> None:
         try:
             run.trainer.fit()
         except (RayActorError, EngineError) as error:
-            raise RolloutError(f"an engine failed: {error}. Logs: {', '.join(run.engine_logs)}") from error
+            raise RolloutError(f"an engine failed: {error}. Logs: {', '.join(run.engines.logs)}") from error
 
 
 def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
@@ -134,7 +134,6 @@ class Run:
         self.run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
         self.recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
         self.log_dir = str(self.recorder.folder.logs.absolute())
-        self.engines: list[Any] = []
         self.hosts: list[HostHandles] = []
         self.ends = ExitStack()  # what has to end with the run; the last that was made ends first
         self.checkpoints, self.checkpoint = checkpoints, checkpoint
@@ -143,14 +142,17 @@ class Run:
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
             self.reward = self.ends.enter_context(reward_of(self.config.reward, log_dir=Path(self.log_dir)))
-            self.ends.callback(self._end_processes)
             if self.reward:
                 asyncio.run(self.reward.check())
-            starting = self._start_engines()
-            groups = self._start_workers()
-            gather(
-                starting, timeout_s=self.config.train.setup_timeout, doing="start the engines", logs=self.engine_logs
+            self.engines = EngineGroup(
+                self.plan.group_of("vllm"),
+                settings.engine_settings(self.config, self.kind, self.data.tokenizer),
+                log_dir=self.log_dir,
+                timeout_s=self.config.train.setup_timeout,
             )
+            self.ends.callback(self.engines.close)
+            groups = self._start_workers()
+            self.engines.wait()
             self.trainer = self._make_trainer(groups)
             if self.checkpoint:
                 self.trainer.resume(self.checkpoint)
@@ -160,38 +162,13 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.ends.close()
 
-    def _end_processes(self) -> None:
-        for engine in self.engines:
-            ray.kill(engine)
-        for group in self.hosts:
-            group.close()
-
-    @property
-    def engine_logs(self) -> list[str]:
-        """Where each engine's output goes."""
-        return [f"{self.log_dir}/vllm-{index}.log" for index in range(self.plan.group_of("vllm").slots)]
-
-    def _start_engines(self) -> list[Any]:
-        """Engine actors on their slots; references of their starts, which take a while."""
-        config, group = self.config, self.plan.group_of("vllm")
-        reserved = placement.reserve(group, on_gpus=self.plan.on_gpus, timeout_s=config.train.setup_timeout)
-        made_of = settings.engine_settings(config, self.kind, self.data.tokenizer)
-        engine = ray.remote(RolloutEngine)
-        self.engines = [
-            engine.options(
-                **placement.actor_options(reserved, index, on_gpus=self.plan.on_gpus),
-                max_concurrency=4096,
-                runtime_env={"env_vars": engine_environment(made_of.device)},
-            ).remote(made_of, index, log)
-            for index, log in enumerate(self.engine_logs)
-        ]
-        return [engine.start.remote() for engine in self.engines]
-
     def _start_workers(self) -> dict[str, WorkerGroup]:
         """Processes for every host group, and the models of all roles in them; by role."""
         for group in self.plan.groups:
             if group.name != "vllm":
-                self.hosts.append(self._start_hosts(group))
+                hosts = start_hosts(self.config, group, on_gpus=self.plan.on_gpus, log_dir=self.log_dir)
+                self.ends.callback(hosts.close)
+                self.hosts.append(hosts)
         steps = settings.optimizer_steps(self.config, len(self.data.train))
         moving = settings.optimizer_steps(self.config, len(self.data.train), after=settings.freezing_steps(self.config))
         frozen = partial(settings.reference_settings, self.config)
@@ -212,25 +189,9 @@ class Run:
         gather(created, timeout_s=self.config.train.setup_timeout, doing="load the models", logs=logs)
         return groups
 
-    def _start_hosts(self, group: placement.HostGroup) -> HostHandles:
-        config = self.config
-        return HostHandles(
-            group,
-            on_gpus=self.plan.on_gpus,
-            threads=max(1, (os.cpu_count() or 1) // group.slots_per_node),
-            log_dir=self.log_dir,
-            timeout_s=config.train.setup_timeout,
-            settings={
-                "engine": config.ds,
-                "seed": config.train.seed,
-                "full_determinism": config.train.full_determinism_enable,
-            },
-            plugins=[str(Path(path).expanduser().absolute()) for path in config.plugin],
-        )
-
     def _make_generator(self, on_error: ErrorPolicy) -> RolloutGenerator:
         generator = RolloutGenerator(
-            self.engines,
+            self.engines.actors,
             self.data.tokenizer,
             self.reward,
             agents=make_agents(self.config, self.data, log_dir=Path(self.log_dir)),
@@ -272,8 +233,8 @@ class Run:
         )
         weights = WeightPublisher(
             policy,
-            self.engines,
-            engine_logs=self.engine_logs,
+            self.engines.actors,
+            engine_logs=self.engines.logs,
             transport="nccl" if self.kind == "cuda" else "gloo",
             timeout_s=config.train.publish_timeout,
         )
