@@ -1,11 +1,11 @@
-"""Rewards from HTTP servers: where a request goes, when it is tried again, and what its failure says."""
+"""HTTP servers that are asked for rewards: where a request goes, when it is tried again, and what its failure says."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ class ServerError(RuntimeError):
 @dataclass
 class _Server:
     url: str
+    kind: str
     in_flight: int = 0
     failures: int = 0  # since it last answered
     rests_until: float = 0.0  # time of the event loop
@@ -42,25 +43,34 @@ class _Server:
         now = asyncio.get_running_loop().time()
         if now >= self.rests_until:  # requests that were under way together count as one failure
             if self.failures == 0:
-                logger.warning("reward server %s: %s", self.url, problem)
+                logger.warning(f"{self.kind} %s: %s", self.url, problem)
             self.failures = min(self.failures + 1, 10)
             self.rests_until = now + min(0.5 * 2**self.failures, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
-        return ServerError(f"reward server {self.url}: {problem}")
+        return ServerError(f"{self.kind} {self.url}: {problem}")
 
 
-class HTTPReward:
-    """Servers that answer POST {"query": [...], "prompts": [...], "labels": [...]} as `read_rewards` says.
+class HTTPServers:
+    """Servers that answer a JSON object with another, each as well as the next.
 
-    Lists are of length 1, or with `batch` (--reward.batch) of all requests at once. `timeout`
-    (seconds) bounds one attempt, `retries` says how many may follow a failed one. An attempt goes to
-    the server with the fewest requests under way; one that failed rests, longer each time, while
-    another is there.
+    `timeout` (seconds) bounds one attempt, `retries` says how many may follow a failed one. An attempt goes to the server
+    with the fewest requests under way; one that failed rests, longer each time, while another is there. `kind` is what
+    messages call a server, `flag` where its URL comes from.
     """
 
-    def __init__(self, urls: Sequence[str], *, timeout: float, retries: int, batch: bool = False) -> None:
-        self.servers = [_Server(url) for url in urls]
-        self.timeout, self.retries, self.batch = timeout, retries, batch
-        self._client: httpx.AsyncClient | None = None  # of the loop that `score` runs in
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        timeout: float,
+        retries: int,
+        kind: str = "reward server",
+        flag: str = "--reward.remote_url",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.servers = [_Server(url, kind) for url in urls]
+        self.timeout, self.retries = timeout, retries
+        self.kind, self.flag, self.headers = kind, flag, dict(headers or {})
+        self._client: httpx.AsyncClient | None = None  # of the loop that `ask` runs in
         self._turns = asyncio.Semaphore(IN_FLIGHT)
 
     async def check(self) -> None:
@@ -68,44 +78,23 @@ class HTTPReward:
         async with httpx.AsyncClient() as client:
             problems = await asyncio.gather(*(_await_server(client, s.url) for s in self.servers))
         if problems := [problem for problem in problems if problem]:
-            raise ConfigError(
-                "\n".join(
-                    f"--reward.remote_url: {problem}. Start the reward server, or mend host and port."
-                    for problem in problems
-                )
-            )
+            mend = f"Start the {self.kind}, or mend host and port."
+            raise ConfigError("\n".join(f"{self.flag}: {problem}. {mend}" for problem in problems))
 
-    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """One result per request, in order."""
-        calls = [list(requests)] if self.batch else [[request] for request in requests]
-        results = await asyncio.gather(*(self._call(call) for call in calls if call))
-        return [result for call in results for result in call]
-
-    async def _call(self, requests: list[RewardRequest]) -> list[RewardResult]:
-        body = {
-            "query": [request.query for request in requests],
-            "prompts": [request.prompt for request in requests],
-            "labels": [request.label for request in requests],
-        }
-        try:
-            return read_rewards(await self._ask(body), len(requests))
-        except ServerError as error:
-            attempts = f"(attempt {self.retries + 1} of {self.retries + 1})"
-            return [RewardResult(error=f"{error} {attempts}", failure=Failure.SERVER)] * len(requests)
-        except (TypeError, ValueError, OverflowError) as error:  # no JSON, there or here, or not what was asked for
-            return [RewardResult(error=f"reward server: {error}", failure=Failure.RESULT)] * len(requests)
-
-    async def _ask(self, body: dict[str, list[Any]]) -> Any:
-        """The first answer in `retries` + 1 attempts. Raises ServerError after the last."""
+    async def ask(self, body: Mapping[str, Any]) -> Any:
+        """The first answer in `retries` + 1 attempts. Raises ServerError after the last, ValueError or TypeError for no JSON."""
         tried: list[str] = []
         for _ in range(self.retries):
             try:
                 return await self._attempt(body, tried)
             except ServerError:
                 await asyncio.sleep(self._shortest_rest())
-        return await self._attempt(body, tried)
+        try:
+            return await self._attempt(body, tried)
+        except ServerError as error:
+            raise ServerError(f"{error} (attempt {self.retries + 1} of {self.retries + 1})") from error
 
-    async def _attempt(self, body: dict[str, list[Any]], tried: list[str]) -> Any:
+    async def _attempt(self, body: Mapping[str, Any], tried: list[str]) -> Any:
         """What one server says, rather one not yet `tried`. Raises ServerError, or ValueError where asking again is no use."""
         async with self._turns:
             server = min(self.servers, key=lambda each: (tried.count(each.url), self._rest(each), each.in_flight))
@@ -123,10 +112,10 @@ class HTTPReward:
         except ValueError as error:
             raise ValueError(f"{server.url} sent no JSON: {response.text[:200]!r}") from error
 
-    async def _post(self, server: _Server, body: dict[str, list[Any]]) -> httpx.Response:
+    async def _post(self, server: _Server, body: Mapping[str, Any]) -> httpx.Response:
         if self._client is None:
             limits = httpx.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
-            self._client = httpx.AsyncClient(timeout=None, follow_redirects=True, limits=limits)
+            self._client = httpx.AsyncClient(timeout=None, follow_redirects=True, limits=limits, headers=self.headers)
         try:
             async with asyncio.timeout(self.timeout):
                 response = await self._client.post(server.url, json=body)
@@ -145,6 +134,36 @@ class HTTPReward:
 
     def _shortest_rest(self) -> float:
         return min(map(self._rest, self.servers))
+
+
+class HTTPReward(HTTPServers):
+    """Servers that answer POST {"query": [...], "prompts": [...], "labels": [...]} as `read_rewards` says.
+
+    Lists are of length 1, or with `batch` (--reward.batch) of all requests at once.
+    """
+
+    def __init__(self, urls: Sequence[str], *, timeout: float, retries: int, batch: bool = False) -> None:
+        super().__init__(urls, timeout=timeout, retries=retries)
+        self.batch = batch
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        """One result per request, in order."""
+        calls = [list(requests)] if self.batch else [[request] for request in requests]
+        results = await asyncio.gather(*(self._call(call) for call in calls if call))
+        return [result for call in results for result in call]
+
+    async def _call(self, requests: list[RewardRequest]) -> list[RewardResult]:
+        body = {
+            "query": [request.query for request in requests],
+            "prompts": [request.prompt for request in requests],
+            "labels": [request.label for request in requests],
+        }
+        try:
+            return read_rewards(await self.ask(body), len(requests))
+        except ServerError as error:
+            return [RewardResult(error=str(error), failure=Failure.SERVER)] * len(requests)
+        except (TypeError, ValueError, OverflowError) as error:  # no JSON, there or here, or not what was asked for
+            return [RewardResult(error=f"reward server: {error}", failure=Failure.RESULT)] * len(requests)
 
 
 async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
