@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.errors import DataError, check_columns, kind, row_error, text_of
 from openrlhf.data.layouts import PairLayout, recognise
+from openrlhf.data.prompts import DATASOURCE
 from openrlhf.data.rows import Columns, as_rows, kept, map_rows, number_rows
 from openrlhf.data.templates import (
     Encoded,
@@ -33,6 +34,7 @@ FEATURES = Features(
         "rejected": List(Value("int32")),
         "prompt_length": Value("int32"),
         "margin": Value("float64"),
+        "datasource": Value("string"),
         "dropped": Value("string"),  # the reason, or "" for a pair that is kept
         "cut": Value("bool"),
     }
@@ -47,6 +49,7 @@ class PairRow:
 
     `prompt_length`: tokens that both begin with and that are not judged; 0 where no prompt was asked
     for. `margin`: by how much the first is better, in units of the reward; 0 where nothing is said.
+    `datasource` names evaluation metrics.
 
     Example, the prompt "Q: " and the answers "yes" and "no" (ids made up), prompt_length 2:
 
@@ -58,6 +61,7 @@ class PairRow:
     rejected: list[int]
     prompt_length: int = 0
     margin: float = 0.0
+    datasource: str = "default"
 
 
 class PreferenceDataset(torch.utils.data.Dataset[PairRow]):
@@ -108,7 +112,7 @@ class PreferenceDataset(torch.utils.data.Dataset[PairRow]):
             needs_prompt=needs_prompt,
         )
         used = list(layout.columns) if layout else [name for name in flags.values() if name]
-        used += [MARGIN] if MARGIN in dataset.column_names else []
+        used += [name for name in (MARGIN, DATASOURCE) if name in dataset.column_names]
         rows = map_rows(number_rows(dataset), used, encoder, FEATURES, "Tokenizing")
         reasons = list(rows["dropped"])
         self.summary = kept(Counter(reasons), "pairs")
@@ -118,7 +122,7 @@ class PreferenceDataset(torch.utils.data.Dataset[PairRow]):
         if not usable:
             advice = "Look at --data.chosen_key, --data.rejected_key and --data.max_len."
             raise DataError(f"No pair is left to train on: {self.summary} {advice}")
-        columns = ["chosen", "rejected", "prompt_length", "margin"]
+        columns = ["chosen", "rejected", "prompt_length", "margin", "datasource"]
         self._rows = rows.select(usable).select_columns(columns)
 
     def __len__(self) -> int:
@@ -217,6 +221,7 @@ class _Encoder:
             "rejected": rejected,
             "prompt_length": prompt_length,
             "margin": margin,
+            "datasource": str(row.get(DATASOURCE) or "default"),
             "dropped": "",
             "cut": any(len(known.tokens) > self.max_len for known in pair),
         }
@@ -227,7 +232,7 @@ class _Encoder:
 
 
 def _drop(reason: str) -> dict[str, Any]:
-    nothing = {"chosen": [], "rejected": [], "prompt_length": 0, "margin": 0.0}
+    nothing = {"chosen": [], "rejected": [], "prompt_length": 0, "margin": 0.0, "datasource": ""}
     return nothing | {"dropped": reason, "cut": False}
 
 
