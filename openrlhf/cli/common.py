@@ -12,6 +12,7 @@ from tempfile import TemporaryFile
 from typing import NoReturn, TypeVar
 
 from openrlhf.config import options
+from openrlhf.config.flags import flags_in
 from openrlhf.config.machine import count_gpus
 from openrlhf.config.options import ConfigError, parse_config
 
@@ -73,13 +74,10 @@ def train_offline(config: options.Root, task: str) -> None:
 SUPPORTED = {"vllm": ("0.32", "0.33"), "torch": ("2.11", "2.14")}  # from, below
 
 
-def check_folders(config: options.Root) -> None:
+def check_folders(config: options.Command) -> None:
     """End the process with status 2 where a folder the run writes to at its end cannot be written: weeks may lie between."""
-    folders = {
-        "--ckpt.output_dir": config.ckpt.output_dir,
-        "--ckpt.path": config.ckpt.path,
-        "--run.dir": config.run.dir,
-    }
+    written = ("ckpt.output_dir", "ckpt.path", "run.dir")
+    folders: dict[str, str] = {flag.name: value for flag, value in flags_in(config) if flag.path in written}
     for flag, folder in folders.items():
         there = Path(folder).expanduser().absolute()
         while not there.exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.config import choices, machine, rules
@@ -12,6 +11,7 @@ from openrlhf.config.rules import Given, Replaced, Sentences
 
 if TYPE_CHECKING:
     from openrlhf.config.ppo import PPOConfig
+    from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
 
 def group_sizes(config: PPOConfig, given: Given) -> dict[str, int]:
@@ -62,20 +62,25 @@ def correction_preset(config: PPOConfig) -> dict[str, Any]:
 def rollout_values(config: PPOConfig) -> dict[str, Any]:
     """What follows for engines, sampling and micro-batches, by path."""
     train, rollout, vllm, ds = config.train, config.rollout, config.vllm, config.ds
-    seeded = "off" if machine.count_gpus() else "on"  # on GPUs it costs time and is not exact
     tokens = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
-    follows = vllm.dtype == "auto" and ds.param_dtype != "fp16"  # which a rule refuses
     shared = rollout.n_samples_per_prompt > 1 or train.agent_func_path is not None
-    cached = (vllm.enable_prefix_caching or shared) and not vllm.disable_prefix_caching
-    return {
-        "rollout.vllm_generate_batch_size": rollout.vllm_generate_batch_size or rollout.batch_size,
+    return engine_values(vllm, rollout, ds.param_dtype, shared=shared) | {
         "rollout.max_tokens_per_gpu": rollout.max_tokens_per_gpu or tokens,
-        "rollout.seeded": seeded if rollout.seeded == "auto" else rollout.seeded,
-        "vllm.max_engines": vllm.max_engines or vllm.num_engines,
-        "vllm.dtype": ds.param_dtype if follows else vllm.dtype,
-        "vllm.enable_prefix_caching": cached,
         "vllm.enable_sleep": vllm.enable_sleep and train.colocate_all,
         "ds.packing_samples": (ds.packing_samples or train.dynamic_batch_enable or ds.ring_attn_size > 1),
+    }
+
+
+def engine_values(vllm: VLLMConfig, rollout: RolloutConfig, param_dtype: str, *, shared: bool) -> dict[str, Any]:
+    """What follows for engines wherever there are any; `shared`: samples share prefixes."""
+    seeded = "off" if machine.count_gpus() else "on"  # on GPUs it costs time and is not exact
+    follows = vllm.dtype == "auto" and param_dtype != "fp16"  # which a rule refuses
+    return {
+        "rollout.vllm_generate_batch_size": rollout.vllm_generate_batch_size or rollout.batch_size,
+        "rollout.seeded": seeded if rollout.seeded == "auto" else rollout.seeded,
+        "vllm.max_engines": vllm.max_engines or vllm.num_engines,
+        "vllm.dtype": param_dtype if follows else vllm.dtype,
+        "vllm.enable_prefix_caching": (vllm.enable_prefix_caching or shared) and not vllm.disable_prefix_caching,
     }
 
 
@@ -169,13 +174,8 @@ def reward_mistakes(config: PPOConfig) -> Sentences:
          "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
          "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."),
         *rules.rule_mistakes(reward, config.data.label_key),
-        (agent and not (agent.endswith(".py") and Path(agent).expanduser().is_file()),
-         "<train.agent_func_path> is not a .py file on this machine."),
-        (reward.weights and len(reward.weights) != parts,
-         f"<reward.weights> has {len(reward.weights or ())} numbers for {parts} rewards: one for each of "
-         "--reward.model_name_or_path, then one for --reward.remote_url or --reward.verifier."),
-        (reward.on_error not in ("fail", "drop") and not rules.is_number(reward.on_error),
-         f"--reward.on_error takes fail, drop or a number, not {reward.on_error!r}."),
+        *rules.agent_mistakes(agent),
+        *rules.sum_mistakes(reward, parts),
     ]
 
 
@@ -216,21 +216,28 @@ def algorithm_mistakes(config: PPOConfig) -> Sentences:
     ]
 
 
+def engine_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) -> Sentences:
+    """Engines are there, and a prompt has room in them."""
+    return [
+        (vllm.num_engines < 1, f"--vllm.num_engines is {vllm.num_engines}, but only engines "
+         "generate (generation by Transformers is gone): use 1 or more."),
+        (rollout.max_new_tokens and rollout.max_new_tokens >= max_len,
+         "<rollout.max_new_tokens> leaves no room for a prompt in <data.max_len>, which counts "
+         "both. Raise data.max_len or lower it."),
+    ]
+
+
 def rollout_mistakes(config: PPOConfig) -> Sentences:
-    """Engines are there, and a sample has room and log-probabilities, and is trained on."""
+    """Engines can work, and a sample has log-probabilities, and is trained on."""
     vllm, rollout, data, train = config.vllm, config.rollout, config.data, config.train
     drawn, batch = rollout.vllm_generate_batch_size, rollout.batch_size
     longest, overlong = rollout.max_new_tokens or data.max_len, config.reward.overlong_buffer_len
     return [
-        (vllm.num_engines < 1, f"--vllm.num_engines is {vllm.num_engines}, but only engines "
-         "generate (generation by Transformers is gone): use 1 or more."),
+        *engine_mistakes(vllm, rollout, data.max_len),
         (vllm.max_engines < vllm.num_engines, "<vllm.max_engines> is below <vllm.num_engines>."),
         (rollout.temperature == 0,
          "<rollout.temperature> is greedy, and log-probabilities at it do not exist. Use a value "
          "above 0; evaluation may be greedy: --eval.temperature 0."),
-        (rollout.max_new_tokens and rollout.max_new_tokens >= data.max_len,
-         "<rollout.max_new_tokens> leaves no room for a prompt in <data.max_len>, which counts "
-         "both. Raise data.max_len or lower it."),
         (overlong and overlong > longest,
          f"<reward.overlong_buffer_len> is more than the longest response, {longest} tokens "
          "(--rollout.max_new_tokens, else --data.max_len)."),

@@ -99,12 +99,14 @@ class RewardConfig(RuleConfig, title="Rewards."):
         """The reward models."""
         return [part.strip() for part in (self.model_name_or_path or "").split(",") if part.strip()]
 
-class PromptConfig(Section, title="Prompts."):
+class PromptColumns(Section, title="Columns of prompts."):
+    input_key: str = option("input", "Column with the prompt, text or chat.")
+    label_key: str | None = option(None, "Column handed to the reward function as label.")
+
+class PromptConfig(PromptColumns, title="Prompts."):
     prompt_dataset: str = required("Prompts: files, folders, hub names, by comma.", holds="dataset")
     prompt_probs: str | None = option(None, "Shares, by comma; unset: one after the other.")
     prompt_split: str = option("train", "Split of each dataset.")
-    input_key: str = option("input", "Column with the prompt, text or chat.")
-    label_key: str | None = option(None, "Column handed to the reward function as label.")
 
 class RolePlacement(Section, title="Ray resources of one role."):
     resources: Mapping[str, Any] = option({}, "Resources, labels of its bundles.", metavar="JSON")

@@ -17,8 +17,8 @@ from openrlhf.config.flags import amend, bound_violations, flags_in, spelled_out
 from openrlhf.config.unsupported import refusals
 
 if TYPE_CHECKING:
-    from openrlhf.config.rollout import RuleConfig
-    from openrlhf.config.shared import Command, LoadingConfig, OptimizerConfig, Root
+    from openrlhf.config.rollout import RewardConfig, RuleConfig
+    from openrlhf.config.shared import Command, LoadingConfig, OptimizerConfig, RecordedCommand, Root
 
 Given = frozenset[str]  # the paths the user gave, by flag or file
 Replaced = Mapping[str, Any]  # by path: values the user gave, or defaults, that are others now
@@ -42,8 +42,8 @@ def violations(config: Command) -> list[str]:
     return [*found, *spelled_out(config, config.mistakes())]
 
 
-def run_values(config: Root, command: str) -> dict[str, Any]:
-    """What follows in every training command, by path."""
+def run_values(config: RecordedCommand, command: str) -> dict[str, Any]:
+    """What follows in every command with a run folder, by path."""
     template = config.data.input_template
     name = config.run_name_prefix + time.strftime("%m%dT%H:%M")
     return {
@@ -80,15 +80,21 @@ def attention_notices(ds: LoadingConfig, replaced: Replaced, given: Given) -> Se
     ]
 
 
-def run_notices(config: Root, replaced: Replaced, given: Given) -> Sentences:
-    """What the user of any training command may have to know."""
-    ckpt = config.ckpt
-    template, no_data = replaced.get("data.input_template"), not config.eval.dataset
+def template_notices(config: RecordedCommand, replaced: Replaced) -> Sentences:
+    """Templates that are not what they seem to be."""
+    template = replaced.get("data.input_template")
     return [
         (template is not None,
          f"--data.input_template {template!r} has no {{}} for the prompt and is not used."),
         ("\\n" in (config.data.input_template or ""), "--data.input_template has a backslash and "
          "an n, not a line break; in bash a line break is written $'\\n'."),
+    ]
+
+
+def run_notices(config: Root, given: Given) -> Sentences:
+    """What the user of any training command may have to know."""
+    ckpt, no_data = config.ckpt, not config.eval.dataset
+    return [
         (no_data and config.eval.steps >= 0 and config.evaluates_given_data_only, "--eval.steps has no effect without --eval.dataset."),
         ("ckpt.best_metric_key" in given and no_data and config.evaluates_given_data_only and ckpt.best_metric_key != "none",
          "--ckpt.best_metric_key has no effect without --eval.dataset."),
@@ -151,6 +157,23 @@ def rule_mistakes(reward: RuleConfig, label_key: str | None) -> Sentences:
          f"--reward.remote_url {file} does not exist on this machine."),
         (verifier not in (None, "format") and not label_key,
          "<reward.verifier> checks responses against labels: name their column with --data.label_key."),
+    ]
+
+
+def agent_mistakes(path: str | None) -> Sentences:
+    """An agent's file is there."""
+    here = not path or (path.endswith(".py") and Path(path).expanduser().is_file())
+    return [(not here, "<train.agent_func_path> is not a .py file on this machine.")]
+
+
+def sum_mistakes(reward: RewardConfig, parts: int) -> Sentences:
+    """Each of so many rewards has one weight, and failed ones a policy."""
+    return [
+        (reward.weights and len(reward.weights) != parts,
+         f"<reward.weights> has {len(reward.weights or ())} numbers for {parts} rewards: one for each of "
+         "--reward.model_name_or_path, then one for --reward.remote_url or --reward.verifier."),
+        (reward.on_error not in ("fail", "drop") and not is_number(reward.on_error),
+         f"--reward.on_error takes fail, drop or a number, not {reward.on_error!r}."),
     ]
 
 

@@ -184,29 +184,37 @@ class Command(Section, title="What every command has."):
         return [*rules.sources_exist(self), *rules.attention_can_run(self.ds)]
 
 
-# fmt: off
-class Root(Command, title="What every training command has."):
-    trains: ClassVar[bool] = True
+class RecordedCommand(Command, title="What every command with a run folder has."):
     run_name_prefix: ClassVar[str] = ""
-    evaluates_given_data_only: ClassVar[bool] = True
 
     data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    eval: EvalConfig = EvalConfig()
     ds: EngineConfig = EngineConfig()
-    ckpt: CheckpointConfig = CheckpointConfig()
     logger: LoggerConfig = LoggerConfig()
     run: RunConfig = RunConfig()
-    local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
 
-    # fmt: on
     def common_values(self, given: Given, command: str) -> dict[str, Any]:
-        """What follows in every training command once its own values are derived, by path."""
+        """What follows in every command with a run folder once its own values are derived, by path."""
         return {**super().common_values(given, command), **rules.run_values(self, command)}
 
     def notices(self, replaced: Replaced, given: Given) -> Sentences:
         """What the user may have to know of this resolved configuration."""
-        return [*super().notices(replaced, given), *rules.run_notices(self, replaced, given)]
+        return [*super().notices(replaced, given), *rules.template_notices(self, replaced)]
+
+
+# fmt: off
+class Root(RecordedCommand, title="What every training command has."):
+    trains: ClassVar[bool] = True
+    evaluates_given_data_only: ClassVar[bool] = True
+
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    ckpt: CheckpointConfig = CheckpointConfig()
+    local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
+
+    # fmt: on
+    def notices(self, replaced: Replaced, given: Given) -> Sentences:
+        """What the user may have to know of this resolved configuration."""
+        return [*super().notices(replaced, given), *rules.run_notices(self, given)]
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""

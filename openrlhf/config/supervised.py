@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from openrlhf.config import machine, rules, shared
-from openrlhf.config.flags import option
+from openrlhf.config.flags import Section, option
 from openrlhf.config.rules import Given, Replaced, Sentences
 
 
@@ -87,10 +87,14 @@ class SFTConfig(SupervisedConfig, title="Supervised fine-tuning."):
         ]
 
 
-class PreferenceDataConfig(shared.OfflineDataConfig):
+class PairColumns(Section, title="Columns of pairs."):
     prompt_key: str | None = option(None, "Column with the prompt of both; unset: it is in them.")
     chosen_key: str = option("chosen", "Column with the preferred answer or conversation.")
     rejected_key: str = option("rejected", "Column with the other one.")
+
+
+class PreferenceDataConfig(PairColumns, shared.OfflineDataConfig, title="Tokenizer and data."):
+    pass
 
 
 class RMModelConfig(shared.ModelConfig):

@@ -101,6 +101,12 @@ class RolloutEngine:
         await self._tag_tokens(0)
 
     @_plain_errors
+    async def stop(self) -> None:
+        """End vLLM's processes and wait for that: the device's memory is free then."""
+        self._llm.shutdown()
+        self._started = None
+
+    @_plain_errors
     async def generate(self, prompt_tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         """One sample of the prompt for each of `params`, in their order. Waits out a pause."""
         samples = [asyncio.create_task(self._sample(prompt_tokens, each)) for each in params]

@@ -75,17 +75,8 @@ class ExperienceMaker:
         self.recompute_old, self.timeout_s = recompute_old, timeout_s
 
     def scored(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The finished episodes with the sum of all their rewards: those of reward models, and the rule's they came with."""
-        finished = [t for t in trajectories if not t.failed]
-        scores: list[list[float]] = [[] for _ in finished]
-        if self.reward and finished:
-            batch = Experience.from_trajectories(finished)
-            scores = (
-                _Pending(batch, self.reward, RewardWorker.rewards, per_sample=True).collect(self.timeout_s).tolist()
-            )
-        by_models = iter(scores)
-        weights = self.settings.reward_weights
-        return [t if t.failed else combined(t, next(by_models), weights) for t in trajectories]
+        """The episodes, the finished ones with the sum of all their rewards."""
+        return with_rewards(trajectories, self.reward, self.settings.reward_weights, timeout_s=self.timeout_s)
 
     def annotate(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """Add log π_old, log π_ref, log π_teacher and V where something needs them: launched side by side, gathered.
@@ -196,6 +187,19 @@ class ExperienceMaker:
             assert experience.old_logprobs is not None and experience.ref_logprobs is not None
             metrics |= kl_metrics(kl, experience.old_logprobs - experience.ref_logprobs, mask)
         return metrics
+
+
+def with_rewards(
+    trajectories: Sequence[Trajectory], models: WorkerGroup | None, weights: Sequence[float], *, timeout_s: float
+) -> list[Trajectory]:
+    """The episodes, the finished ones with the sum of all their rewards: those of reward models, and the rule's they came with."""
+    finished = [t for t in trajectories if not t.failed]
+    scores: list[list[float]] = [[] for _ in finished]
+    if models and finished:
+        batch = Experience.from_trajectories(finished)
+        scores = _Pending(batch, models, RewardWorker.rewards, per_sample=True).collect(timeout_s).tolist()
+    by_models = iter(scores)
+    return [t if t.failed else combined(t, next(by_models), weights) for t in trajectories]
 
 
 def combined(trajectory: Trajectory, by_models: Sequence[float], weights: Sequence[float]) -> Trajectory:

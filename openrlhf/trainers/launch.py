@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayActorError
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.agents.pool import AgentPool
@@ -19,14 +19,15 @@ from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
 from openrlhf.config.machine import count_gpus
 from openrlhf.config.options import ConfigError
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig, RefConfig, RewardConfig
+from openrlhf.config.rollout import RuleConfig
 from openrlhf.data.errors import DataError
+from openrlhf.data.prompts import PromptDataset
 from openrlhf.distributed import placement
 from openrlhf.distributed.buckets import PublicationError
 from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.models.loading import ModelError
-from openrlhf.rollout.engine import EngineError
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
 from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, RewardErrors
@@ -61,7 +62,7 @@ USER_ERRORS = (
 
 def run_ppo(config: PPOConfig) -> None:
     """Train as the flags say, from a Ray that is there or one of our own."""
-    check_reward(config)
+    check_reward(config.reward)
     checkpoints = CheckpointManager(
         config.ckpt.path,
         parts=[] if config.ckpt.disable_ds else list(settings.engine_layouts(config)),
@@ -70,7 +71,7 @@ def run_ppo(config: PPOConfig) -> None:
     )
     checkpoint = checkpoints.latest() if config.ckpt.load_enable else None
     data = load_prompts(config)
-    check_agents(config, data)
+    check_agents(config, data.tokenizer)
     if checkpoint:
         check_resumable(checkpoint, config, data)
     kind: Device = "cuda" if count_gpus() else "cpu"
@@ -78,11 +79,8 @@ def run_ppo(config: PPOConfig) -> None:
     if config.dry_run:
         show_plan(config, data, plan)
         return
-    with ray_cluster(plan), Run(config, data, plan, kind, checkpoints, checkpoint) as run:
-        try:
-            run.trainer.fit()
-        except (RayActorError, EngineError) as error:
-            raise RolloutError(f"an engine failed: {error}. Logs: {', '.join(run.engines.logs)}") from error
+    with ray_cluster(plan), Run(config, data, plan, kind, checkpoints, checkpoint) as run, run.engines.naming_logs():
+        run.trainer.fit()
 
 
 def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
@@ -113,7 +111,12 @@ def show_plan(config: PPOConfig, data: PromptData, plan: placement.Placement) ->
     steps = -(-len(data.train) // config.rollout.batch_size) * config.train.num_episodes
     most = "at most " if config.algo.dynamic_filtering_enable else ""
     print(f"{len(data.train)} prompts, {most}{steps} steps of {config.rollout.batch_size} prompts")
-    for row in (data.train[i] for i in range(min(3, len(data.train)))):
+    show_prompts(data.train)
+
+
+def show_prompts(prompts: PromptDataset) -> None:
+    """Print the first ones."""
+    for row in (prompts[i] for i in range(min(3, len(prompts)))):
         print(f"prompt {row.text!r} ({len(row.tokens)} tokens), label {row.label!r}")
 
 
@@ -146,7 +149,9 @@ class Run:
                 asyncio.run(self.reward.check())
             self.engines = EngineGroup(
                 self.plan.group_of("vllm"),
-                settings.engine_settings(self.config, self.kind, self.data.tokenizer),
+                settings.engine_settings(
+                    self.config, self.config.actor.model_name_or_path, self.kind, self.data.tokenizer
+                ),
                 log_dir=self.log_dir,
                 timeout_s=self.config.train.setup_timeout,
             )
@@ -190,13 +195,19 @@ class Run:
         return groups
 
     def _make_generator(self, on_error: ErrorPolicy) -> RolloutGenerator:
+        engines, config = self.engines.actors, self.config
         generator = RolloutGenerator(
-            self.engines.actors,
+            engines,
             self.data.tokenizer,
             self.reward,
-            agents=make_agents(self.config, self.data, log_dir=Path(self.log_dir)),
+            agents=make_agents(
+                config,
+                self.data.tokenizer,
+                needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
+                log_dir=Path(self.log_dir),
+            ),
             on_error=on_error,
-            timeout_s=self.config.train.step_timeout,
+            timeout_s=config.train.step_timeout,
         )
         self.ends.callback(generator.close)
         generator.check_agents()
@@ -215,7 +226,7 @@ class Run:
             settings.credit_settings(config),
             kl,
             recompute_old=settings.needs_old_logprobs(config),
-            timeout_s=config.train.step_timeout,
+            timeout_s=timeout_s,
         )
         errors = ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error)
         low, high = config.algo.dynamic_filtering_range
@@ -233,7 +244,7 @@ class Run:
         )
         weights = WeightPublisher(
             policy,
-            self.engines.actors,
+            engines,
             engine_logs=self.engines.logs,
             transport="nccl" if self.kind == "cuda" else "gloo",
             timeout_s=config.train.publish_timeout,
@@ -268,17 +279,22 @@ def make_kl(config: PPOConfig) -> KLController:
     return AdaptiveKL(kl.init_coef, kl.target, kl.horizon)
 
 
-def make_agents(config: PPOConfig, data: PromptData, *, log_dir: Path | None = None) -> AgentEpisodes | None:
+def make_agents(
+    config: settings.Sampling,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    needs_reward: bool = True,
+    log_dir: Path | None = None,
+) -> AgentEpisodes | None:
     """The user's agents, where there are some; their hosts start with their first episodes."""
     made_of = settings.agent_settings(config)
     if made_of is None:
         return None
-    pool = AgentPool(made_of, data.tokenizer, log_dir=log_dir)
-    scored_later = config.reward.model_name_or_path or config.algo.distill.teacher
-    return AgentEpisodes(pool, data.tokenizer, needs_reward=not scored_later)
+    pool = AgentPool(made_of, tokenizer, log_dir=log_dir)
+    return AgentEpisodes(pool, tokenizer, needs_reward=needs_reward)
 
 
-def check_agents(config: PPOConfig, data: PromptData) -> None:
+def check_agents(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase) -> None:
     """Load the agent's file, before any device is touched. Raises ConfigError."""
 
     async def check(agents: AgentEpisodes) -> None:
@@ -287,14 +303,14 @@ def check_agents(config: PPOConfig, data: PromptData) -> None:
         finally:
             await agents.close()
 
-    if agents := make_agents(config, data):
+    if agents := make_agents(config, tokenizer):
         asyncio.run(check(agents))
 
 
-def check_reward(config: PPOConfig) -> None:
+def check_reward(rule: RuleConfig) -> None:
     """Load the reward function, or reach the servers, before anything else. Raises ConfigError."""
-    if config.reward.remote_url:
-        with reward_of(config.reward, workers=1) as reward:
+    if rule.remote_url:
+        with reward_of(rule, workers=1) as reward:
             assert reward is not None
             asyncio.run(reward.check())
 

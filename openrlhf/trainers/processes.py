@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
-from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.placement import HostGroup, actor_options, reserve
 from openrlhf.distributed.worker_group import HostHandles, gather
-from openrlhf.rollout.engine import RolloutEngine
+from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
+from openrlhf.rollout.generator import RolloutError
+from openrlhf.trainers.settings import Sampling
 
 
 class EngineGroup:
@@ -38,6 +42,19 @@ class EngineGroup:
         """Return when all of them serve. Raises EngineError or WorkerError."""
         gather(self._starting, timeout_s=self.timeout_s, doing="start the engines", logs=self.logs)
 
+    @contextmanager
+    def naming_logs(self) -> Iterator[None]:
+        """Within it, an engine's failure is a RolloutError that names the logs."""
+        try:
+            yield
+        except (RayActorError, EngineError) as error:
+            raise RolloutError(f"an engine failed: {error}. Logs: {', '.join(self.logs)}") from error
+
+    def stop(self) -> None:
+        """Free the devices' memory, for others that come now."""
+        stopping = [actor.stop.remote() for actor in self.actors]
+        gather(stopping, timeout_s=self.timeout_s, doing="end the engines", logs=self.logs)
+
     def close(self) -> None:
         """End the processes and give their slots back."""
         for actor in self.actors:
@@ -45,7 +62,7 @@ class EngineGroup:
         ray.util.remove_placement_group(self._reserved)
 
 
-def start_hosts(config: PPOConfig, group: HostGroup, *, on_gpus: bool, log_dir: str) -> HostHandles:
+def start_hosts(config: Sampling, group: HostGroup, *, on_gpus: bool, log_dir: str) -> HostHandles:
     """The processes of `group`, connected with each other, without a model yet."""
     return HostHandles(
         group,

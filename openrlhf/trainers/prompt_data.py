@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -40,29 +41,38 @@ def load_prompts(config: PPOConfig) -> PromptData:
     )
     for path in filter(None, [config.actor.model_name_or_path, config.algo.distill.teacher]):
         check_is_causal(settings.load_spec(config, path))
-    for path in config.reward.models:
-        check_is_scalar(settings.load_spec(config, path))
-        check_vocabulary(config, path, tokenizer, flag="--reward.model_name_or_path")
+    policy = f"--actor.model_name_or_path {config.actor.model_name_or_path}"
+    check_reward_models(config, tokenizer, policy=policy)
     if config.algo.distill.teacher:
-        check_vocabulary(config, config.algo.distill.teacher, tokenizer, flag="--algo.distill.teacher")
-
-    def prompts(spec: str, *, split: str, probs: str | None) -> PromptDataset:
-        rows = load_datasets(spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed)
-        return PromptDataset(
-            rows,
-            tokenizer,
-            input_key=data.input_key,
-            label_key=data.label_key,
-            input_template=data.input_template,
-            apply_chat_template=data.apply_chat_template,
-            image_key=data.image_key,
-        )
-
+        check_vocabulary(config, config.algo.distill.teacher, tokenizer, flag="--algo.distill.teacher", policy=policy)
+    prompts = partial(read_prompts, config, tokenizer, image_key=data.image_key)
     return PromptData(
         tokenizer=tokenizer,
         train=prompts(data.prompt_dataset, split=data.prompt_split, probs=data.prompt_probs),
-        eval=prompts(config.eval.dataset, split=config.eval.split, probs=None) if config.eval.dataset else None,
+        eval=prompts(config.eval.dataset, split=config.eval.split) if config.eval.dataset else None,
         pretraining=load_pretraining_text(config, tokenizer) if config.algo.ptx.dataset else None,
+    )
+
+
+def read_prompts(
+    config: settings.Sampling,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: str,
+    *,
+    split: str,
+    probs: str | None = None,
+    image_key: str = "images",
+) -> PromptDataset:
+    """The prompts of a dataset, as the columns and templates of --data.* say. Raises DataError."""
+    data = config.data
+    return PromptDataset(
+        load_datasets(spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed),
+        tokenizer,
+        input_key=data.input_key,
+        label_key=data.label_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        image_key=image_key,
     )
 
 
@@ -77,14 +87,25 @@ def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase)
     return PretrainingMix(text, batch_size=config.train.batch_size, seed=config.train.seed)
 
 
-def check_vocabulary(config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, *, flag: str) -> None:
-    """Raise DataError where a model means other tokens by the policy's numbers: it is given those, not a text."""
+def check_reward_models(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, *, policy: str) -> None:
+    """Raise ModelError or DataError where one of them is none, or reads other tokens than the policy writes."""
+    for path in config.reward.models:
+        check_is_scalar(settings.load_spec(config, path))
+        check_vocabulary(config, path, tokenizer, flag="--reward.model_name_or_path", policy=policy)
+
+
+def check_vocabulary(
+    config: settings.Sampling, path: str, tokenizer: PreTrainedTokenizerBase, *, flag: str, policy: str
+) -> None:
+    """Raise DataError where a model means other tokens by the policy's numbers: it is given those, not a text.
+
+    `policy` is the flag that names the policy, with its value.
+    """
     theirs = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code, flag=flag).get_vocab()
     ours = tokenizer.get_vocab()
     if differing := [token for token, number in ours.items() if theirs.get(token) != number]:
         raise DataError(
-            f"{flag} {path} has another vocabulary than --actor.model_name_or_path "
-            f"{config.actor.model_name_or_path}: {len(differing)} of {len(ours)} tokens have another number or none there, "
+            f"{flag} {path} has another vocabulary than {policy}: {len(differing)} of {len(ours)} tokens have another number or none there, "
             f"among them {differing[0]!r}. Use a model with the policy's tokenizer"
             + (", or serve this one and name its URL with --reward.remote_url." if "reward" in flag else ".")
         )

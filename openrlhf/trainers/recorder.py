@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from openrlhf.checkpoints import RunState
 from openrlhf.config.options import dump_yaml
-from openrlhf.config.shared import Root
+from openrlhf.config.shared import RecordedCommand
 from openrlhf.observability.display import Display
 from openrlhf.observability.report import report_run
 from openrlhf.observability.run_folder import RunFolder, SampleRow
@@ -22,7 +22,7 @@ class Recorder:
     `resumed`: the state a resumed run continues from; its folder is continued, cut back to that step.
     """
 
-    def __init__(self, config: Root, *, resumed: RunState | None = None) -> None:
+    def __init__(self, config: RecordedCommand, *, resumed: RunState | None = None) -> None:
         run, logger = config.run, config.logger
         self.display = Display(quiet=run.quiet, json=run.json)
         if resumed:
@@ -43,15 +43,18 @@ class Recorder:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """The numbers of a training step."""
         if step % self.logging_steps == 0:
-            self.folder.log_metrics(step, values)
-            self.trackers.log(step, values)
+            self.log(step, values)
             self.display.step(step, values)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """The numbers of an evaluation of the weights after `step`."""
+        self.log(step, values)
+        self.display.evaluation(step, values)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers that are shown elsewhere."""
         self.folder.log_metrics(step, values)
         self.trackers.log(step, values)
-        self.display.evaluation(step, values)
 
     def samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Some episodes of a step, some of the filtered ones, and the failed ones with their errors."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.supervised_losses import PAIRWISE_LOSSES
-from openrlhf.config.supervised import RMConfig
+from openrlhf.config.evaluation import EvaluatedDataConfig
+from openrlhf.config.supervised import PreferenceDataConfig, RMConfig
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.loading import Table
 from openrlhf.experience import Pairs, offsets_of
@@ -38,17 +39,7 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
         """Chosen and rejected answers."""
-        data = self.config.data
-        return PreferenceDataset(
-            dataset,
-            tokenizer,
-            max_len=data.max_len,
-            prompt_key=data.prompt_key,
-            chosen_key=data.chosen_key,
-            rejected_key=data.rejected_key,
-            input_template=data.input_template,
-            apply_chat_template=data.apply_chat_template,
-        )
+        return read_pairs(dataset, tokenizer, self.config.data)
 
     def measured_rows(self, train_rows: Rows) -> Rows:
         """Mean and deviation of the rewards are wanted in any case."""
@@ -119,6 +110,22 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
         """Keep mean and deviation with the model: --reward.normalize_enable of RL reads them from its configuration."""
         assert isinstance(model, ScalarModel)
         model.set_scale(numbers["eval/reward_mean"], numbers["eval/reward_std"])
+
+
+def read_pairs(
+    dataset: Table, tokenizer: PreTrainedTokenizerBase, data: PreferenceDataConfig | EvaluatedDataConfig
+) -> PreferenceDataset:
+    """The pairs of a dataset, as the columns and templates of --data.* say. Raises DataError."""
+    return PreferenceDataset(
+        dataset,
+        tokenizer,
+        max_len=data.max_len,
+        prompt_key=data.prompt_key,
+        chosen_key=data.chosen_key,
+        rejected_key=data.rejected_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+    )
 
 
 @dataclass(frozen=True)

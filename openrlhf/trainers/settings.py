@@ -13,6 +13,7 @@ from openrlhf.agents.pool import AgentSettings
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from openrlhf.algorithms.corrections import Correction, Level, Mode
 from openrlhf.checkpoints import EngineLayout
+from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import LoadSpec
 from openrlhf.rollout.engine_settings import Device, EngineSettings
@@ -25,6 +26,7 @@ from openrlhf.workers.frozen import ReferenceSettings, RewardModelSettings
 from openrlhf.workers.policy import Objective, PolicySettings
 
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+Sampling = PPOConfig | EvaluationConfig  # commands with engines and reward models
 TORCH_NAMES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -72,16 +74,23 @@ def freezing_steps(config: PPOConfig) -> int:
     return config.critic.freezing_steps if has_critic(config) else 0
 
 
-def load_spec(config: PPOConfig, path: str) -> LoadSpec:
+def load_spec(config: Sampling, path: str) -> LoadSpec:
     """How weights are loaded. The policy's attention, precision and packing are everybody's."""
     return LoadSpec(
         path=located(path),
         param_dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
         packing=config.ds.packing_samples,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def trained_spec(config: PPOConfig, path: str) -> LoadSpec:
+    """The same for a model that is trained."""
+    return replace(
+        load_spec(config, path),
         gradient_checkpointing=config.actor.gradient_checkpointing_enable,
         reentrant=config.actor.gradient_checkpointing_reentrant,
-        trust_remote_code=config.model.trust_remote_code,
     )
 
 
@@ -90,9 +99,10 @@ def located(path: str) -> str:
     return os.path.abspath(path) if os.path.exists(path) else path
 
 
-def forward_limits(config: PPOConfig) -> MicroBatchLimits:
+def forward_limits(config: Sampling) -> MicroBatchLimits:
     """Micro-batches of forwards without gradient."""
-    tokens = config.rollout.max_tokens_per_gpu if config.train.dynamic_batch_enable else None
+    by_tokens = isinstance(config, EvaluationConfig) or config.train.dynamic_batch_enable
+    tokens = config.rollout.max_tokens_per_gpu if by_tokens else None
     return MicroBatchLimits(size=config.rollout.micro_batch_size, max_tokens=tokens)
 
 
@@ -107,7 +117,7 @@ def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySet
     actor, algo = config.actor, config.algo
     clip_low, clip_high = actor.eps_clip_low_high
     return PolicySettings(
-        load=load_spec(config, actor.model_name_or_path),
+        load=trained_spec(config, actor.model_name_or_path),
         optimizer=actor,
         objective=Objective(
             policy_loss=actor.policy_loss_type,
@@ -149,7 +159,7 @@ def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSet
     path = config.critic.model_name_or_path
     assert path is not None  # derived where the estimator has a critic
     return CriticSettings(
-        load=load_spec(config, path),
+        load=trained_spec(config, path),
         optimizer=config.critic,
         forward=forward_limits(config),
         train=train_limits(config),
@@ -165,7 +175,7 @@ def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSet
     )
 
 
-def reward_settings(config: PPOConfig) -> RewardModelSettings:
+def reward_settings(config: Sampling) -> RewardModelSettings:
     """What the reward workers need to know."""
     return RewardModelSettings(
         models=tuple(load_spec(config, path) for path in config.reward.models),
@@ -203,10 +213,10 @@ def credit_settings(config: PPOConfig) -> CreditSettings:
     )
 
 
-def engine_settings(config: PPOConfig, kind: Device, tokenizer: PreTrainedTokenizerBase) -> EngineSettings:
-    """What the engines are made of."""
+def engine_settings(config: Sampling, path: str, kind: Device, tokenizer: PreTrainedTokenizerBase) -> EngineSettings:
+    """What the engines of a model are made of."""
     return EngineSettings(
-        model=located(config.actor.model_name_or_path),
+        model=located(path),
         dtype=TORCH_NAMES[config.vllm.dtype],
         max_model_len=config.data.max_len,
         seed=config.train.seed,
@@ -223,7 +233,7 @@ def engine_settings(config: PPOConfig, kind: Device, tokenizer: PreTrainedTokeni
     )
 
 
-def agent_settings(config: PPOConfig) -> AgentSettings | None:
+def agent_settings(config: Sampling) -> AgentSettings | None:
     """What the agents are, where there are some."""
     if not config.train.agent_func_path:
         return None
@@ -238,7 +248,7 @@ def agent_settings(config: PPOConfig) -> AgentSettings | None:
     )
 
 
-def train_sampling(config: PPOConfig) -> SamplingSpec:
+def train_sampling(config: Sampling) -> SamplingSpec:
     """How training samples are drawn."""
     return SamplingSpec(
         purpose="train",
@@ -254,7 +264,7 @@ def train_sampling(config: PPOConfig) -> SamplingSpec:
     )
 
 
-def eval_sampling(config: PPOConfig) -> SamplingSpec:
+def eval_sampling(config: Sampling) -> SamplingSpec:
     """How evaluation samples are drawn: as in training but for temperature and number."""
     return replace(
         train_sampling(config),

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import ServeConfig
 from openrlhf.config.supervised import RMConfig, SFTConfig
 
 TRAINING: dict[str, type[Any]] = {"train_sft": SFTConfig, "train_rm": RMConfig, "train_ppo_ray": PPOConfig}
-ROOTS: dict[str, type[Any]] = TRAINING | {"serve_rm": ServeConfig}
+ROOTS: dict[str, type[Any]] = TRAINING | {"serve_rm": ServeConfig, "eval": EvaluationConfig}
 SMALLEST: dict[str, str] = {
     "train_sft": "--model.model_name_or_path m --data.dataset d --data.output_key answer",
     "train_rm": "--model.model_name_or_path m --data.dataset d",
     "train_ppo_ray": "--actor.model_name_or_path m --data.prompt_dataset d "
     "--algo.advantage.estimator reinforce --data.label_key l --reward.verifier math",
     "serve_rm": "--reward.model_name_or_path m",
+    "eval": "--model.model_name_or_path m --eval.dataset d --data.label_key l --reward.verifier math",
 }
 
 

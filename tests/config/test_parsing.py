@@ -13,7 +13,7 @@ from openrlhf.config.flags import amend
 from openrlhf.config.options import ConfigError, parse_config, read_flags
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
-from tests.config.commands import ROOTS, SMALLEST, parse, ppo, sft, violations
+from tests.config.commands import ROOTS, SMALLEST, TRAINING, parse, ppo, sft, violations
 
 
 def test_values_arrive_at_the_path_of_their_flag() -> None:
@@ -172,9 +172,9 @@ def test_help_shows_every_section_and_loads_no_heavy_library(command: str) -> No
     done = run_driver(command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     shown = (
-        ["--data.max_len INT", "(2048)"]
-        if command == "serve_rm"
-        else ["--train.batch_size INT", "(128)", "LoRA adapters"]
+        ["--train.batch_size INT", "(128)", "LoRA adapters"]
+        if command in TRAINING
+        else ["--data.max_len INT", "(2048)"]
     )
     for text in (*shown, "--ds.param_dtype {bf16,fp16,fp32}", "--config"):
         assert text in done.stdout

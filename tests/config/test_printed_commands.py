@@ -76,7 +76,7 @@ def test_a_printed_command_that_is_not_there_yet_ends_in_one_line_that_says_whic
     assert done.returncode == 2
     assert (
         done.stderr
-        == "error: there is no command train_dpo yet; known are train_sft, train_rm, train_ppo_ray, reward_test, serve_rm.\n"
+        == "error: there is no command train_dpo yet; known are train_sft, train_rm, train_ppo_ray, eval, reward_test, serve_rm.\n"
     )
 
 

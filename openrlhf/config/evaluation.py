@@ -1,0 +1,159 @@
+"""Root of `eval`: what is evaluated, on which prompts or pairs, and who judges."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+from openrlhf.config import machine, ppo_rules, rules, shared
+from openrlhf.config.flags import Section, option, required
+from openrlhf.config.ppo import RLEvalConfig
+from openrlhf.config.rollout import PromptColumns, RewardConfig, RolloutConfig, VLLMConfig
+from openrlhf.config.rules import Given, Replaced, Sentences
+from openrlhf.config.supervised import PairColumns, RMEngineConfig
+
+TASKS = ("pass_k", "rm_accuracy", "win_rate")
+# Flags and sections without effect, in every task and in one.
+NEVER = """
+    eval.steps eval.patience eval.at_start data.dataloader_num_workers logger.logging_steps
+    rollout.n_samples_per_prompt rollout.temperature rollout.dump_dir rollout.replay_dir rollout.only rollout.remote_engines
+    reward.clip_range reward.overlong_buffer_len reward.overlong_penalty_factor reward.stop_properly_penalty_coef
+    reward.process_model reward.offload vllm.max_restarts vllm.enable_sleep vllm.sync_backend vllm.sync_with_ray
+    ds.zpg ds.adam_offload ds.nvme_path ds.use_universal_ckpt ds.grad_accum_dtype ds.overlap_comm ds.lora
+"""
+WITHOUT_EFFECT = {
+    "pass_k": "against judge data.prompt_key data.chosen_key data.rejected_key",
+    "rm_accuracy": "model.model_name_or_path against judge vllm rollout.batch_size rollout.max_new_tokens rollout.stop "
+    "rollout.top_p rollout.top_k reward.remote_url reward.verifier train.agent_func_path data.input_key data.label_key eval.temperature "
+    "eval.n_samples_per_prompt",
+    "win_rate": "data.prompt_key data.chosen_key data.rejected_key",
+}
+
+
+# fmt: off
+class EvaluatedModelConfig(shared.ModelSourceConfig, title="The model to evaluate."):
+    model_name_or_path: str | None = option(None, "Folder or hub name of a language model.", holds="model")
+
+class AgainstConfig(Section, title="What the model's answers are compared with."):
+    model_name_or_path: str | None = option(None, "Folder or hub name of the other model.", holds="model")
+    answer_key: str | None = option(None, "Column with the other answers, instead of a model.")
+
+class JudgeConfig(Section, title="A language model that compares answers."):
+    url: str | None = option(None, "OpenAI-compatible server, as http://host:8000/v1; OPENAI_API_KEY is its key.")
+    model: str | None = option(None, "Name of the model there.")
+    max_tokens: int = option(512, "Tokens of a judgement.", ge=1)
+
+class EvaluationSetConfig(RLEvalConfig, title="Prompts or pairs, and how answers are sampled."):
+    dataset: str = required("Files, folders or hub names, by comma.", holds="dataset")
+
+class EvaluatedDataConfig(PairColumns, PromptColumns, shared.DataConfig, title="Tokenizer and columns."):
+    pass
+
+class ProcessConfig(Section, title="Seed, agents, deadlines."):
+    seed: int = option(42, "Seed of sampling.")
+    full_determinism_enable: bool = option(False, "Deterministic kernels; slower.")
+    agent_func_path: str | None = option(None, "A .py file with class AgentExecutor.")
+    setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
+    step_timeout: float = option(3600.0, "Seconds for rollout.batch_size prompts.", gt=0)
+
+class EvaluationConfig(shared.RecordedCommand, title="Evaluation of a checkpoint by itself."):
+    run_name_prefix: ClassVar[str] = "eval_"
+
+    task: str = option(
+        "pass_k", "pass@k per data source; how often reward models prefer the chosen answer of a pair; or how often "
+        "the model's answers win against others.", choices=TASKS)
+    model: EvaluatedModelConfig = EvaluatedModelConfig()
+    eval: EvaluationSetConfig = EvaluationSetConfig()
+    data: EvaluatedDataConfig = EvaluatedDataConfig()
+    reward: RewardConfig = RewardConfig()
+    against: AgainstConfig = AgainstConfig()
+    judge: JudgeConfig = JudgeConfig()
+    vllm: VLLMConfig = VLLMConfig()
+    rollout: RolloutConfig = RolloutConfig(micro_batch_size=8)
+    train: ProcessConfig = ProcessConfig()
+    ds: RMEngineConfig = RMEngineConfig()
+
+    @property
+    def samples_answers(self) -> bool:
+        """Whether engines are needed."""
+        return self.task != "rm_accuracy"
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether a function, server, verifier or agent rewards."""
+        return bool(self.reward.remote_url or self.reward.verifier or self.train.agent_func_path)
+
+    # fmt: on
+    def derived_values(self, given: Given) -> dict[str, Any]:
+        """What follows from the flags, by path."""
+        shared_prompts = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
+        values = ppo_rules.engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=shared_prompts)
+        if "reward.num_gpus_per_node" not in given and not machine.count_gpus():
+            values["reward.num_gpus_per_node"] = 1
+        return values | {"reward.workers": self.reward.workers or os.cpu_count() or 1}
+
+    def notices(self, replaced: Replaced, given: Given) -> Sentences:
+        """What the user may have to know of this resolved configuration."""
+        useless = [*NEVER.split(), *WITHOUT_EFFECT[self.task].split()]
+        unused = sorted(f"--{path}" for path in given for part in useless if f"{path}.".startswith(f"{part}."))
+        return [
+            (unused, f"{', '.join(unused)}: no effect here with <task>."),
+            ("reward.num_gpus_per_node" in replaced and self.reward.models,
+             "No GPU on this machine: --reward.num_gpus_per_node is 1."),
+            ("reward.retries" in given and not self.reward.urls and not self.judge.url,
+             "--reward.retries has no effect: only servers are asked again."),
+            *super().notices(replaced, given),
+        ]  # fmt: skip
+
+    def mistakes(self) -> Sentences:
+        """What may be wrong with this resolved configuration."""
+        task_mistakes = {"pass_k": self._pass_k, "rm_accuracy": self._rm_accuracy, "win_rate": self._win_rate}
+        parts = len(self.reward.models) + (self.has_rule and self.samples_answers)
+        return [
+            *super().mistakes(),
+            *task_mistakes[self.task](),
+            *rules.sum_mistakes(self.reward, parts),
+        ]
+
+    # fmt: off
+    def _pass_k(self) -> Sentences:
+        return [
+            *self._sampling(),
+            (not (self.has_rule or self.reward.models),
+             "Nothing rewards the answers: give --reward.remote_url (a .py file or a URL), --reward.verifier, "
+             "--reward.model_name_or_path or --train.agent_func_path."),
+        ]
+
+    def _rm_accuracy(self) -> Sentences:
+        return [(not self.reward.models, "<task> judges reward models: give --reward.model_name_or_path.")]
+
+    def _win_rate(self) -> Sentences:
+        against, judge = self.against, self.judge
+        rewarded = self.has_rule or self.reward.models
+        return [
+            *self._sampling(),
+            (bool(against.model_name_or_path) == bool(against.answer_key),
+             "<task> compares with the answers of one other: give --against.model_name_or_path, or the column of those "
+             "in the dataset with --against.answer_key."),
+            (bool(rewarded) == bool(judge.url),
+             "<task> has one way to tell which answer is better: give --judge.url, or one or more of --reward.remote_url, "
+             "--reward.verifier and --reward.model_name_or_path."),
+            (self.train.agent_func_path and against.answer_key,
+             "<against.answer_key> has no agent that could reward it: compare with --against.model_name_or_path, or leave "
+             "out --train.agent_func_path."),
+            (judge.url and not judge.url.startswith(("http://", "https://")), "<judge.url> is no http(s) URL."),
+            (judge.url and not judge.model, "<judge.url> may have several models: name one with --judge.model."),
+            (judge.url and rules.is_number(self.reward.on_error),
+             "<reward.on_error> is no verdict of <judge.url>: use fail or drop."),
+        ]
+
+    def _sampling(self) -> Sentences:
+        return [
+            (not self.model.model_name_or_path, "--model.model_name_or_path must be given with <task>."),
+            *rules.rule_mistakes(self.reward, self.data.label_key),
+            *rules.agent_mistakes(self.train.agent_func_path),
+            (self.train.agent_func_path and (self.reward.remote_url or self.reward.verifier),
+             "The agent of <train.agent_func_path> rewards: leave out --reward.remote_url and --reward.verifier."),
+            *ppo_rules.engine_mistakes(self.vllm, self.rollout, self.data.max_len),
+            (self.vllm.dtype == "auto", "<ds.param_dtype> is no type of an engine's: give --vllm.dtype bf16 or fp32."),
+        ]

@@ -1,0 +1,77 @@
+"""Flags of `eval`: what each task needs, and what has no effect in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.config.evaluation import NEVER, WITHOUT_EFFECT, EvaluationConfig
+from openrlhf.config.flags import flags_of
+from openrlhf.config.options import ConfigError, parse_config
+
+MODEL, RULE = "--model.model_name_or_path m", "--reward.remote_url http://h"
+
+
+def evaluation(line: str) -> EvaluationConfig:
+    return parse_config(EvaluationConfig, ["--eval.dataset", "d", *line.split()], command="eval")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (RULE, "--model.model_name_or_path must be given with --task pass_k"),
+        (MODEL, "Nothing rewards the answers"),
+        (f"{MODEL} --reward.verifier math", "--reward.verifier math checks responses against labels"),
+        (f"{MODEL} {RULE} --ds.param_dtype fp16", "--ds.param_dtype fp16 is no type of an engine's"),
+        (f"{MODEL} {RULE} --data.max_len 8 --rollout.max_new_tokens 8", "leaves no room for a prompt"),
+        (f"{MODEL} {RULE} --reward.weights 1 2", "--reward.weights 1 2 has 2 numbers for 1 rewards"),
+        (f"{MODEL} {RULE} --reward.on_error never", "--reward.on_error takes fail, drop or a number"),
+        (f"{MODEL} {RULE} --vllm.num_engines 0", "--vllm.num_engines is 0"),
+        ("--task rm_accuracy", "--task rm_accuracy judges reward models: give --reward.model_name_or_path"),
+        (f"--task win_rate {MODEL} {RULE}", "give --against.model_name_or_path"),
+        (f"--task win_rate {MODEL} {RULE} --against.model_name_or_path b --against.answer_key c", "answers of one other"),
+        (f"--task win_rate {MODEL} --against.answer_key c", "one way to tell which answer is better"),
+        (f"--task win_rate {MODEL} {RULE} --against.answer_key c --judge.url http://j --judge.model m", "one way to tell"),
+        (f"--task win_rate {MODEL} --against.answer_key c --judge.url http://j", "name one with --judge.model"),
+        (f"--task win_rate {MODEL} --against.answer_key c --judge.url j --judge.model m", "--judge.url j is no http"),
+        (f"--task win_rate {MODEL} --against.answer_key c --judge.url http://j --judge.model m --reward.on_error 0", "is no verdict"),
+    ],
+)  # fmt: skip
+def test_what_a_task_needs_is_asked_for_by_name(line: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        evaluation(line)
+    assert len(caught.value.violations) == 1
+    assert said in caught.value.violations[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{MODEL} {RULE}",
+        f"{MODEL} --reward.model_name_or_path a,b --reward.weights 1 2",
+        "--task rm_accuracy --reward.model_name_or_path r",
+        f"--task win_rate {MODEL} --against.model_name_or_path b --reward.model_name_or_path r",
+        f"--task win_rate {MODEL} --against.answer_key c --judge.url http://j --judge.model m --reward.on_error drop",
+    ],
+)
+def test_a_task_with_what_it_needs_is_accepted(line: str) -> None:
+    evaluation(line)
+
+
+def test_flags_without_effect_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluation(f"{MODEL} {RULE} --eval.steps 3 --judge.model j --rollout.temperature 0.5")
+    assert (
+        "--eval.steps, --judge.model, --rollout.temperature: no effect here with --task pass_k."
+        in capsys.readouterr().err
+    )
+
+
+def test_the_tables_of_flags_without_effect_name_flags_or_sections() -> None:
+    paths = [f"{path}." for path in flags_of(EvaluationConfig)]
+    for part in " ".join([NEVER, *WITHOUT_EFFECT.values()]).split():
+        assert any(path.startswith(f"{part}.") for path in paths), part
+
+
+def test_engines_and_reward_models_get_what_follows_for_them() -> None:
+    config = evaluation(f"{MODEL} {RULE} --ds.param_dtype fp32")
+    assert (config.vllm.dtype, config.vllm.enable_prefix_caching) == ("fp32", True)
+    assert config.run.dir.startswith("./runs/eval-")
