@@ -16,6 +16,7 @@ VERBS = {
     "sft": ("train_sft", "supervised fine-tuning"),
     "rm": ("train_rm", "reward model from preference pairs"),
     "ppo": ("train_ppo_ray", "reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO"),
+    "eval": ("eval", "evaluation of a checkpoint: pass@k, accuracy of a reward model, win rate"),
     "reward": ("reward_test", "`reward test`: try a reward on a dataset, before any training"),
     "serve-rm": ("serve_rm", "HTTP server of a reward model"),
 }

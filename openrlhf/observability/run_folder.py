@@ -69,6 +69,15 @@ class SampleRow:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComparedRow(SampleRow):
+    """A line about two answers: `response` and `reward` are of the model under evaluation, and 1.0 of `win` says that it won."""
+
+    against: str = ""
+    against_reward: float | None = None
+    win: float | None = None
+
+
 class RunFolder:
     """Writes the files of a run. Belongs to one process; others are given the path."""
 

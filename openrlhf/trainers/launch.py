@@ -226,7 +226,7 @@ class Run:
             settings.credit_settings(config),
             kl,
             recompute_old=settings.needs_old_logprobs(config),
-            timeout_s=timeout_s,
+            timeout_s=config.train.step_timeout,
         )
         errors = ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error)
         low, high = config.algo.dynamic_filtering_range
@@ -244,7 +244,7 @@ class Run:
         )
         weights = WeightPublisher(
             policy,
-            engines,
+            self.engines.actors,
             engine_logs=self.engines.logs,
             transport="nccl" if self.kind == "cuda" else "gloo",
             timeout_s=config.train.publish_timeout,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
+from typing import TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -12,6 +13,8 @@ from openrlhf.data.prompts import PromptDataset, PromptRow
 from openrlhf.rollout.generator import Rejects, RolloutGenerator, SamplingSpec
 from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trajectory import Prompt, Trajectory
+
+T = TypeVar("T")
 
 
 class SyncSource:
@@ -118,15 +121,35 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[st
         "eval/eval_num_samples": float(len(trajectories)),
         "eval/eval_failed_episodes": float(len(trajectories) - len(finished)),
     }
-    by_source: dict[str, list[Trajectory]] = {}
-    for trajectory in finished:
-        by_source.setdefault(trajectory.prompt.datasource, []).append(trajectory)
-    for source, members in sorted(by_source.items()):
+    for source, members in of_sources(finished, lambda t: t).items():
         metrics |= _source_metrics(f"eval/eval_{source}", members, k=k)
     if finished:
         metrics["eval/eval_response_length_mean"] = _mean([t.num_actions for t in finished])
         metrics["eval/eval_truncated_rate"] = _mean([t.truncated for t in finished])
     return metrics
+
+
+def of_sources(items: Iterable[T], episode: Callable[[T], Trajectory]) -> dict[str, list[T]]:
+    """The items of each data source, which is that of their episode."""
+    sources: dict[str, list[T]] = {}
+    for item in items:
+        sources.setdefault(episode(item).prompt.datasource, []).append(item)
+    return dict(sorted(sources.items()))
+
+
+def source_columns(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
+    """What a table shows of the episodes of a data source."""
+    finished = [t for t in trajectories if not t.failed]
+    numbers = _source_metrics("", finished, k=k)
+    return {
+        "prompts": len({t.prompt.index for t in trajectories}),
+        "pass@1": numbers["_pass1"],
+        f"pass@{k}": numbers[f"_pass{k}"],
+        "reward": numbers["_reward_mean"],
+        "tokens": numbers["_response_length_mean"],
+        "truncated": numbers["_truncated_rate"],
+        "failed": len(trajectories) - len(finished),
+    }
 
 
 def _source_metrics(prefix: str, members: Sequence[Trajectory], *, k: int) -> dict[str, float]:

@@ -17,10 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.checkpoints import CheckpointError
+from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.observability.glossary import GLOSSARY
 from openrlhf.observability.run_folder import read_lines
+from openrlhf.trainers.evaluation import run_evaluation
 from openrlhf.trainers.launch import run_ppo
 from openrlhf.verifiers.graders import grade_math
 from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
@@ -288,6 +290,29 @@ def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_s
         *("actor-0.log", "actor-1.log", "ref-0.log", "ref-1.log")
     }
     check_same(folder, whole)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_openrlhf_eval_gives_the_numbers_that_training_logged_of_the_same_weights(whole: Path, workspace: Path) -> None:
+    shared = (
+        "data.label_key",
+        "data.max_len",
+        "reward.remote_url",
+        "rollout.max_new_tokens",
+        "rollout.batch_size",
+        "ds.param_dtype",
+    )
+    flags = {
+        name: value for name, value in grpo_flags(workspace, workspace / "evaluated").items() if name in shared
+    } | {
+        "model.model_name_or_path": workspace / "model",
+        "eval.dataset": workspace / "held_out.jsonl",
+        "eval.temperature": 1.0,
+        "eval.n_samples_per_prompt": 2,
+        "run.dir": workspace / "evaluated",
+    }
+    run_evaluation(parse_config(EvaluationConfig, as_arguments(flags), command="eval"))
+    assert numbers(workspace / "evaluated") == [row for row in numbers(whole) if row["step"] == 0]
 
 
 @pytest.mark.usefixtures("cluster")

@@ -1,0 +1,26 @@
+"""`python -m openrlhf.cli.eval`: a checkpoint by itself: pass@k, a reward model's accuracy, or the win rate against another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.cli.common import check_folders, check_versions, flags_or_exit, plain_ends, prepare_process
+from openrlhf.config.evaluation import EvaluationConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the flags and evaluate."""
+    prepare_process()
+    config = flags_or_exit(EvaluationConfig, argv, command="eval")
+    check_versions()
+    check_folders(config)
+    # After the flags: --help and mistakes answer without loading torch.
+    from openrlhf.trainers.evaluation import run_evaluation
+    from openrlhf.trainers.launch import USER_ERRORS
+
+    with plain_ends(*USER_ERRORS):
+        run_evaluation(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""`openrlhf eval`: a checkpoint by itself. pass@k per data source, the accuracy of reward models, the win rate against others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.machine import count_gpus
+from openrlhf.data.errors import check_columns, text_of
+from openrlhf.data.loading import Table, load_datasets
+from openrlhf.data.prompts import PromptDataset
+from openrlhf.data.rows import number_rows
+from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.distributed.cluster import ray_cluster
+from openrlhf.distributed.placement import HostGroup, Placement
+from openrlhf.distributed.worker_group import WorkerGroup, gather
+from openrlhf.models.loading import check_is_causal
+from openrlhf.observability.display import DisplayMode
+from openrlhf.observability.run_folder import SampleRow
+from openrlhf.observability.source_table import print_sources
+from openrlhf.rollout.engine_settings import Device
+from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
+from openrlhf.rollout.judge import Judge
+from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy
+from openrlhf.rollout.sampling import Generation, SamplingParams
+from openrlhf.trainers import settings
+from openrlhf.trainers.comparing import (
+    Comparison,
+    accuracy_columns,
+    accuracy_metrics,
+    by_reward,
+    check_errors,
+    pair_up,
+    row_of,
+    win_columns,
+    win_metrics,
+)
+from openrlhf.trainers.experience_maker import with_rewards
+from openrlhf.trainers.launch import check_reward, show_prompts
+from openrlhf.trainers.processes import EngineGroup, start_hosts
+from openrlhf.trainers.prompt_data import check_reward_models, read_prompts
+from openrlhf.trainers.recorder import Recorder
+from openrlhf.trainers.reward import read_pairs
+from openrlhf.trainers.reward_rule import reward_of
+from openrlhf.trainers.sources import evaluate, evaluation_metrics, of_sources, source_columns
+from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
+from openrlhf.workers.frozen import RewardWorker
+
+T = TypeVar("T")
+
+
+def run_evaluation(config: EvaluationConfig) -> None:
+    """Evaluate as the flags say, from a Ray that is there or one of our own. Raises RewardErrors where too much failed."""
+    if config.samples_answers:
+        check_reward(config.reward)
+    {"pass_k": run_pass_k, "rm_accuracy": run_rm_accuracy, "win_rate": run_win_rate}[config.task](config)
+
+
+def run_pass_k(config: EvaluationConfig) -> None:
+    """Sample answers to every prompt, reward them, and report pass@1 and pass@k per data source."""
+    model, k = read_candidate(config, "model"), config.eval.n_samples_per_prompt
+    if config.dry_run:
+        return show_prompts(model.prompts)
+    with Evaluation(config) as evaluation:
+        answers = evaluation.rewarded(evaluation.answers(model, "vllm"))
+        evaluation.recorder.folder.log_samples(SampleRow.of(0, answer) for answer in answers)
+        evaluation.report(evaluation_metrics(answers, k=k), rows_of(answers, lambda t: t, partial(source_columns, k=k)))
+        ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=evaluation.on_error).check(answers)
+
+
+def run_rm_accuracy(config: EvaluationConfig) -> None:
+    """Reward both texts of every pair, and report how often the chosen one gets more."""
+    tokenizer = get_tokenizer(
+        config.reward.models[0],
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+        flag="--reward.model_name_or_path",
+    )
+    check_reward_models(config, tokenizer, policy=f"the first, {config.reward.models[0]}")
+    rows = read_pairs(read_rows(config), tokenizer, config.data)
+    if config.dry_run:
+        return print(f"{rows.summary}\nfirst chosen text: {tokenizer.decode(rows[0].chosen)!r}")
+    with Evaluation(config) as evaluation:
+        evaluation.recorder.display.note(rows.summary)
+        chosen = [given_text(tokenizer, n, rows[n].datasource, rows[n].chosen) for n in range(len(rows))]
+        rejected = [given_text(tokenizer, n, rows[n].datasource, rows[n].rejected) for n in range(len(rows))]
+        pairs = evaluation.compared(chosen, rejected)
+        evaluation.report_pairs(pairs, accuracy_metrics(pairs), accuracy_columns)
+
+
+def run_win_rate(config: EvaluationConfig) -> None:
+    """Sample answers of the model and of another, or read the others, and report how often the model's are better."""
+    model = other = read_candidate(config, "model")
+    written: list[list[int]] | None = None
+    if config.against.answer_key:
+        written = read_answers(config, model.tokenizer, config.against.answer_key)
+    else:
+        other = read_candidate(config, "against")
+    judge = make_judge(config)
+    if judge:
+        asyncio.run(judge.check())
+    if config.dry_run:
+        return show_prompts(model.prompts)
+    with Evaluation(config) as evaluation:
+        ours = evaluation.answers(model, "vllm")
+        theirs = evaluation.answers(other, "against") if written is None else evaluation.written(model, written)
+        if judge:
+            pairs = asyncio.run(judged(judge, pair_up(ours, theirs), (model.tokenizer, other.tokenizer)))
+        else:
+            pairs = evaluation.compared(ours, theirs)
+        evaluation.report_pairs(pairs, win_metrics(pairs), win_columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A model that answers, and the prompts as its tokenizer and chat template render them."""
+
+    path: str
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptDataset
+
+
+def read_candidate(config: EvaluationConfig, section: Literal["model", "against"]) -> Candidate:
+    """Check a model's folder, and those of the reward models that will read its tokens. Raises ModelError or DataError."""
+    path = config.model.model_name_or_path if section == "model" else config.against.model_name_or_path
+    assert path is not None  # a rule
+    flag = f"--{section}.model_name_or_path"
+    tokenizer = get_tokenizer(
+        path,
+        padding_side="left",
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+        flag=flag,
+    )
+    check_is_causal(settings.load_spec(config, path))
+    check_reward_models(config, tokenizer, policy=f"{flag} {path}")
+    prompts = read_prompts(config, tokenizer, config.eval.dataset, split=config.eval.split)
+    return Candidate(path=path, tokenizer=tokenizer, prompts=prompts)
+
+
+def read_rows(config: EvaluationConfig) -> Table:
+    """The rows of --eval.dataset."""
+    evaluation, most = config.eval, config.data.max_samples
+    return load_datasets(evaluation.dataset, split=evaluation.split, max_samples=most, seed=config.train.seed)
+
+
+def read_answers(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, column: str) -> list[list[int]]:
+    """The answers in a column as tokens, each with its end. Raises DataError."""
+    rows = number_rows(read_rows(config))
+    check_columns(rows.column_names, {"--against.answer_key": column})
+    texts = [text_of(row, column) for row in rows if isinstance(row, dict)]
+    end = cast(int, tokenizer.eos_token_id)
+    return [[*tokens, end] for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def make_judge(config: EvaluationConfig) -> Judge | None:
+    """The judge that the flags name."""
+    judge, reward = config.judge, config.reward
+    if not judge.url or not judge.model:
+        return None
+    return Judge(
+        judge.url,
+        judge.model,
+        max_tokens=judge.max_tokens,
+        timeout=reward.timeout,
+        retries=reward.retries,
+        key=os.environ.get("OPENAI_API_KEY"),
+    )
+
+
+class Evaluation:
+    """What lives as long as an evaluation: run folder and Ray. Engines, hosts and reward models come and go, one after the other."""
+
+    def __init__(self, config: EvaluationConfig) -> None:
+        self.config = config
+        self.kind: Device = "cuda" if count_gpus() else "cpu"
+        self.on_error = ErrorPolicy.parse(config.reward.on_error)
+
+    def __enter__(self) -> Evaluation:
+        with ExitStack() as ends:
+            self.recorder = Recorder(self.config)
+            ends.callback(self.recorder.close)
+            self.log_dir = str(self.recorder.folder.logs.absolute())
+            ends.enter_context(ray_cluster(largest_phase(self.config, on_gpus=self.kind == "cuda")))
+            self._ends = ends.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
+
+    def answers(self, model: Candidate, name: str) -> list[Trajectory]:
+        """Every prompt's samples, rewarded by the rule where there is one. Starts engines for it, and ends them."""
+        config = self.config
+        spec = settings.eval_sampling(config)
+        self.recorder.display.note(f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each.")
+        group = HostGroup(name=name, roles=(name,), nodes=1, slots_per_node=config.vllm.num_engines)
+        made_of = settings.engine_settings(config, model.path, self.kind, model.tokenizer)
+        started = EngineGroup(group, made_of, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
+        with closing(started) as engines, engines.naming_logs():
+            engines.wait()
+            answers = self._sample(model, engines.actors, spec)
+            engines.stop()
+        return answers
+
+    def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:
+        """Answers that are there already, one to each prompt, rewarded like sampled ones."""
+        spec = replace(settings.eval_sampling(self.config), n_samples=1)
+        return self._sample(model, [WrittenAnswers(spec, model.prompts, answers)], spec)
+
+    def _sample(self, model: Candidate, engines: Sequence[Any], spec: SamplingSpec) -> list[Trajectory]:
+        config = self.config
+        with (
+            reward_of(config.reward, log_dir=Path(self.log_dir)) as rule,
+            closing(
+                RolloutGenerator(
+                    engines, model.tokenizer, rule, on_error=self.on_error, timeout_s=config.train.step_timeout
+                )
+            ) as generator,
+        ):
+            return evaluate(model.prompts, generator, spec, wave=config.rollout.batch_size)
+
+    def rewarded(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
+        """The answers with the rewards of the reward models added. Starts these for it, and ends them."""
+        config = self.config
+        if not config.reward.models:
+            return list(answers)
+        hosts = start_hosts(config, reward_hosts(config), on_gpus=self.kind == "cuda", log_dir=self.log_dir)
+        with closing(hosts):
+            models = WorkerGroup(hosts, "reward")
+            created = models.create(RewardWorker, settings.reward_settings(config))
+            gather(created, timeout_s=config.train.setup_timeout, doing="load the models", logs=models.logs)
+            weights = config.reward.weights or ()
+            return with_rewards(answers, models, weights, timeout_s=config.train.step_timeout)
+
+    def compared(self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
+        """The pairs, the answer with the larger reward the better one."""
+        scored = self.rewarded([*ours, *theirs])
+        return [replace(pair, win=by_reward(pair)) for pair in pair_up(scored[: len(ours)], scored[len(ours) :])]
+
+    def report(self, metrics: Mapping[str, float], rows: Mapping[str, Mapping[str, float]]) -> None:
+        """Log the numbers, and print them by data source."""
+        if self.recorder.display.mode is DisplayMode.JSON:
+            self.recorder.evaluation(0, metrics)
+        else:
+            self.recorder.log(0, metrics)
+            print_sources(rows, console=self.recorder.display.console)
+
+    def report_pairs(
+        self, pairs: Sequence[Comparison], metrics: Mapping[str, float], columns: Callable[..., Mapping[str, float]]
+    ) -> None:
+        """The same of pairs, and write them down. Raises RewardErrors where too many could not be judged."""
+        self.recorder.folder.log_samples(map(row_of, pairs))
+        self.report(metrics, rows_of(pairs, lambda pair: pair.ours, columns))
+        check_errors(pairs, max_error_rate=self.config.reward.max_error_rate, counts=self.on_error.counts)
+
+
+def rows_of(
+    items: Sequence[T], episode: Callable[[T], Trajectory], columns: Callable[[Sequence[T]], Mapping[str, float]]
+) -> dict[str, Mapping[str, float]]:
+    """A row of `columns` per data source, and where there are several one of everything."""
+    rows = {source: columns(members) for source, members in of_sources(items, episode).items()}
+    return rows if len(rows) == 1 else rows | {"all": columns(items)}
+
+
+def largest_phase(config: EvaluationConfig, *, on_gpus: bool) -> Placement:
+    """The processes that are there at a time: engines, or reward models."""
+    engines = HostGroup(name="vllm", roles=("vllm",), nodes=1, slots_per_node=config.vllm.num_engines)
+    phases = [engines] * config.samples_answers + [reward_hosts(config)] * bool(config.reward.models)
+    return Placement(groups=(max(phases, key=lambda group: group.slots),), on_gpus=on_gpus)
+
+
+def reward_hosts(config: EvaluationConfig) -> HostGroup:
+    """The processes of the reward models."""
+    nodes, slots = config.reward.num_nodes, config.reward.num_gpus_per_node
+    return HostGroup(name="reward", roles=("reward",), nodes=nodes, slots_per_node=slots)
+
+
+class WrittenAnswers:
+    """Stands where the generator expects an engine, and answers each prompt with what was written for it."""
+
+    def __init__(self, spec: SamplingSpec, prompts: PromptDataset, answers: Sequence[list[int]]) -> None:
+        self.generate = self  # called as a Ray actor's method: engine.generate.remote(…)
+        self._answers: dict[tuple[int, ...], deque[list[int]]] = {}
+        for number, answer in enumerate(answers):
+            asked = tuple(spec.clip_prompt(prompts[number].tokens))
+            self._answers.setdefault(asked, deque()).append(answer)
+
+    async def remote(self, prompt_tokens: list[int], params: Sequence[SamplingParams]) -> list[Generation]:
+        """The next answer to this prompt."""
+        tokens = self._answers[tuple(prompt_tokens)].popleft()
+        return [Generation(tokens=tokens, logprobs=[0.0] * len(tokens), finish_reason="stop", stop_reason=None, weight_versions=())]  # fmt: skip
+
+
+def given_text(tokenizer: PreTrainedTokenizerBase, number: int, source: str, tokens: list[int]) -> Trajectory:
+    """A whole text of pair `number` as an episode, for a reward model to judge."""
+    prompt = Prompt(index=number, text="", tokens=[], datasource=source)
+    text = str(tokenizer.decode(tokens))
+    return TrajectoryBuilder(tokens).finish(
+        prompt=prompt, sample_index=0, stop_reason=StopReason.STOP, response_text=text
+    )
+
+
+async def judged(
+    judge: Judge, pairs: Sequence[Comparison], readers: Sequence[PreTrainedTokenizerBase]
+) -> list[Comparison]:
+    """The pairs with the judge's verdicts, where both answers are there. `readers` decode our tokens and theirs."""
+
+    async def verdict(pair: Comparison) -> Comparison:
+        if pair.error:
+            return pair
+        ours, theirs = readers
+        message = readable(ours, pair.ours.prompt.tokens)
+        answers = readable(ours, sampled(pair.ours)), readable(theirs, sampled(pair.theirs))
+        found = await judge.compare(message, *answers)
+        return replace(pair, win=found.win, error=found.error, failure=found.failure)
+
+    return list(await asyncio.gather(*map(verdict, pairs)))
+
+
+def readable(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Text as a person reads it, without special tokens."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def sampled(answer: Trajectory) -> list[int]:
+    """The tokens of the answer alone."""
+    return [token for token, acted in zip(answer.tokens, answer.action_mask, strict=True) if acted]

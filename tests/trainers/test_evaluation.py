@@ -1,0 +1,103 @@
+"""What `openrlhf eval` does besides sampling: answers that are there already, and reading what the flags name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.options import parse_config
+from openrlhf.data.errors import DataError
+from openrlhf.data.prompts import PromptDataset
+from openrlhf.models.loading import ModelError
+from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
+from openrlhf.rollout.rewards import ErrorPolicy, RewardRequest, RewardResult
+from openrlhf.trainers.evaluation import WrittenAnswers, given_text, read_answers, readable, run_evaluation, sampled
+from openrlhf.trainers.sources import evaluate
+from tests.tiny import character_tokenizer, save_tiny_model
+
+SPEC = SamplingSpec(
+    purpose="eval", n_samples=1, temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=8, seed=0
+)
+
+
+class Length:
+    """Rewards with the length of the response; fails on one that has an x."""
+
+    async def check(self) -> None: ...
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        texts = [request.response_text for request in requests]
+        return [RewardResult(error="an x") if "x" in text else RewardResult(reward=len(text)) for text in texts]
+
+
+def test_written_answers_meet_their_prompts_and_are_rewarded_like_sampled_ones() -> None:
+    """Two prompts are the same, one is longer than there is room for, one answer cannot be rewarded."""
+    tokenizer = character_tokenizer()
+    texts = {"a=": "b", "12345678": "cc", "c=": "x"}
+    asked = ["a=", "12345678", "a=", "c="]
+    prompts = PromptDataset(Dataset.from_dict({"input": asked}), tokenizer, input_key="input")
+    answers = [tokenizer(texts[text])["input_ids"] for text in asked]
+    answers[2] = tokenizer("bbb")["input_ids"]
+    engine = WrittenAnswers(SPEC, prompts, answers)
+    with closing(RolloutGenerator([engine], tokenizer, Length(), on_error=ErrorPolicy(), timeout_s=60)) as generator:
+        episodes = evaluate(prompts, generator, SPEC, wave=3)
+    assert [episode.response_text for episode in episodes] == ["b", "cc", "bbb", "x"]
+    assert [episode.reward for episode in episodes] == [1.0, 2.0, 3.0, None]
+    assert [episode.failed for episode in episodes] == [False, False, False, True]
+
+
+def test_a_judge_reads_the_answer_alone_without_special_tokens() -> None:
+    tokenizer = character_tokenizer()
+    text = given_text(tokenizer, 3, "x", tokenizer("2+2=4<eos>")["input_ids"])
+    assert (text.prompt.index, text.prompt.datasource, text.response_text) == (3, "x", "2+2=4<eos>")
+    assert sampled(text) == []  # a reward model reads it, nobody sampled it
+    assert readable(tokenizer, text.tokens) == "2+2=4"
+
+
+# ---- mistakes, before any process is started
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input": "1+1=", "output": "2"}) + "\n")
+    return save_tiny_model(tmp_path / "model")
+
+
+def config_of(model: str, line: str) -> EvaluationConfig:
+    rows = Path(model).parent / "rows.jsonl"
+    return parse_config(
+        EvaluationConfig, ["--eval.dataset", str(rows), *line.format(model=model).split()], command="eval"
+    )
+
+
+def test_a_column_of_answers_ends_each_with_end_of_text(model: str) -> None:
+    config = config_of(model, "--task rm_accuracy --reward.model_name_or_path {model}")
+    tokenizer = character_tokenizer()
+    assert read_answers(config, tokenizer, "output") == [tokenizer("2<eos>")["input_ids"]]
+    with pytest.raises(DataError, match=r"no column 'gone', which --against\.answer_key names"):
+        read_answers(config, tokenizer, "gone")
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "said"),
+    [
+        ("--task rm_accuracy --reward.model_name_or_path {model}", ModelError, "is a language model"),
+        ("--model.model_name_or_path {model} --reward.verifier length --data.label_key gone", DataError, "'gone'"),
+        ("--model.model_name_or_path {model} --reward.verifier format --data.input_key gone", DataError, "'gone'"),
+    ],
+)
+def test_wrong_models_and_columns_are_told(model: str, line: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        run_evaluation(config_of(model, line))
+
+
+def test_a_dry_run_shows_the_prompts_and_starts_nothing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--model.model_name_or_path {model} --reward.verifier length --data.label_key output --dry_run"
+    run_evaluation(config_of(model, line))
+    assert "prompt '1+1=' (4 tokens), label '2'" in capsys.readouterr().out
