@@ -58,6 +58,25 @@ def test_its_commands_are_accepted_on_their_machines(
     assert parse_config(ROOTS[command], words, command=command).check() == []
 
 
+EVALUATIONS = re.findall(r"^openrlhf eval ((?:.*\\\n)*.*)$", (ROOT / "docs/evaluation.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", EVALUATIONS)
+def test_the_commands_of_the_page_on_evaluation_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
+) -> None:
+    words = shlex.split(line.replace("\\\n", " "))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for made_by_an_earlier_command in (word for word in words if word.startswith("runs/")):
+        (tmp_path / made_by_an_earlier_command).mkdir(parents=True, exist_ok=True)
+    assert parse_config(ROOTS["eval"], words, command="eval").check() == []
+
+
+def test_that_page_has_a_command_for_each_task() -> None:
+    assert len(EVALUATIONS) == 3
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text()
