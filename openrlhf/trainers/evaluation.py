@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.machine import count_gpus
 from openrlhf.data.errors import check_columns, text_of
@@ -46,7 +47,7 @@ from openrlhf.trainers.comparing import (
     win_metrics,
 )
 from openrlhf.trainers.experience_maker import with_rewards
-from openrlhf.trainers.launch import check_reward, show_prompts
+from openrlhf.trainers.launch import check_agents, check_reward, make_agents, show_prompts
 from openrlhf.trainers.processes import EngineGroup, start_hosts
 from openrlhf.trainers.prompt_data import check_reward_models, read_prompts
 from openrlhf.trainers.recorder import Recorder
@@ -143,6 +144,7 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
         flag=flag,
     )
     check_is_causal(settings.load_spec(config, path))
+    check_agents(config, tokenizer)
     check_reward_models(config, tokenizer, policy=f"{flag} {path}")
     prompts = read_prompts(config, tokenizer, config.eval.dataset, split=config.eval.split)
     return Candidate(path=path, tokenizer=tokenizer, prompts=prompts)
@@ -208,7 +210,9 @@ class Evaluation:
         started = EngineGroup(group, made_of, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
         with closing(started) as engines, engines.naming_logs():
             engines.wait()
-            answers = self._sample(model, engines.actors, spec)
+            scored_later = config.reward.models or config.judge.url
+            agents = make_agents(config, model.tokenizer, needs_reward=not scored_later, log_dir=Path(self.log_dir))
+            answers = self._sample(model, engines.actors, spec, agents)
             engines.stop()
         return answers
 
@@ -217,13 +221,20 @@ class Evaluation:
         spec = replace(settings.eval_sampling(self.config), n_samples=1)
         return self._sample(model, [WrittenAnswers(spec, model.prompts, answers)], spec)
 
-    def _sample(self, model: Candidate, engines: Sequence[Any], spec: SamplingSpec) -> list[Trajectory]:
+    def _sample(
+        self, model: Candidate, engines: Sequence[Any], spec: SamplingSpec, agents: AgentEpisodes | None = None
+    ) -> list[Trajectory]:
         config = self.config
         with (
             reward_of(config.reward, log_dir=Path(self.log_dir)) as rule,
             closing(
                 RolloutGenerator(
-                    engines, model.tokenizer, rule, on_error=self.on_error, timeout_s=config.train.step_timeout
+                    engines,
+                    model.tokenizer,
+                    rule,
+                    agents=agents,
+                    on_error=self.on_error,
+                    timeout_s=config.train.step_timeout,
                 )
             ) as generator,
         ):

@@ -195,14 +195,14 @@ class Run:
         return groups
 
     def _make_generator(self, on_error: ErrorPolicy) -> RolloutGenerator:
-        engines, config = self.engines.actors, self.config
+        config, tokenizer = self.config, self.data.tokenizer
         generator = RolloutGenerator(
-            engines,
-            self.data.tokenizer,
+            self.engines.actors,
+            tokenizer,
             self.reward,
             agents=make_agents(
                 config,
-                self.data.tokenizer,
+                tokenizer,
                 needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
                 log_dir=Path(self.log_dir),
             ),

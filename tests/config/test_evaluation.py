@@ -26,6 +26,9 @@ def evaluation(line: str) -> EvaluationConfig:
         (f"{MODEL} {RULE} --reward.weights 1 2", "--reward.weights 1 2 has 2 numbers for 1 rewards"),
         (f"{MODEL} {RULE} --reward.on_error never", "--reward.on_error takes fail, drop or a number"),
         (f"{MODEL} {RULE} --vllm.num_engines 0", "--vllm.num_engines is 0"),
+        (f"{MODEL} --train.agent_func_path gone.py", "--train.agent_func_path gone.py is not a .py file"),
+        (f"{MODEL} {RULE} --train.agent_func_path {__file__}", "rewards: leave out --reward.remote_url"),
+        (f"--task win_rate {MODEL} --train.agent_func_path {__file__} --against.answer_key c", "has no agent that could"),
         ("--task rm_accuracy", "--task rm_accuracy judges reward models: give --reward.model_name_or_path"),
         (f"--task win_rate {MODEL} {RULE}", "give --against.model_name_or_path"),
         (f"--task win_rate {MODEL} {RULE} --against.model_name_or_path b --against.answer_key c", "answers of one other"),
@@ -47,6 +50,7 @@ def test_what_a_task_needs_is_asked_for_by_name(line: str, said: str) -> None:
     "line",
     [
         f"{MODEL} {RULE}",
+        f"{MODEL} --train.agent_func_path {__file__}",
         f"{MODEL} --reward.model_name_or_path a,b --reward.weights 1 2",
         "--task rm_accuracy --reward.model_name_or_path r",
         f"--task win_rate {MODEL} --against.model_name_or_path b --reward.model_name_or_path r",
