@@ -46,7 +46,7 @@ class AgentEpisodes:
 
         async def sampled(turn: int, tokens: list[int], asked: SamplingParams) -> Generation:
             seed = spec.seed_of(prompt, sample, turn) if asked.seed == params.seed else asked.seed
-            return (await generate(tokens, [replace(asked, seed=seed)], prompt))[0]
+            return (await generate(prompt, spec, tokens, [replace(asked, seed=seed)]))[0]
 
         calls: Sequence[Call] = []
         try:

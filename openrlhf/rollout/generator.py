@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.rollout.engine import Generation, SamplingParams
 from openrlhf.rollout.rewards import ErrorPolicy, Reward, RewardRequest, RewardResult
+from openrlhf.rollout.routing import Router
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ def sample_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
-Generate = Callable[[list[int], list[SamplingParams], Prompt], Awaitable[list[Generation]]]
+Generate = Callable[[Prompt, SamplingSpec, list[int], list[SamplingParams]], Awaitable[list[Generation]]]
 
 
 class Agents(Protocol):
@@ -122,7 +123,7 @@ class RolloutGenerator:
         self.timeout_s = timeout_s
         self._clipped = False  # a prompt, and the user was told
         self._loop = BackgroundLoop()
-        self._in_flight = [0] * len(self.engines)  # samples asked of each engine and not answered yet
+        self._router = Router(len(self.engines))
 
     def rollout(
         self,
@@ -166,7 +167,7 @@ class RolloutGenerator:
                 "Prompt %d has %d tokens and keeps its last %d, like all that leave no room for a response in --data.max_len.",
                 prompt.index, len(prompt.tokens), len(tokens),
             )  # fmt: skip
-        generations = await self._generate(tokens, spec.params_for(prompt, len(tokens)), prompt)
+        generations = await self._generate(prompt, spec, tokens, spec.params_for(prompt, len(tokens)))
         requests = [
             RewardRequest(
                 query=self._decode(tokens + generation.tokens),
@@ -193,13 +194,15 @@ class RolloutGenerator:
         """The text that rewards and samples show: special tokens kept."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
 
-    async def _generate(self, tokens: list[int], params: list[SamplingParams], prompt: Prompt) -> list[Generation]:
-        least = min(range(len(self.engines)), key=self._in_flight.__getitem__)
-        self._in_flight[least] += len(params)
+    async def _generate(
+        self, prompt: Prompt, spec: SamplingSpec, tokens: list[int], params: list[SamplingParams]
+    ) -> list[Generation]:
+        key = (spec.purpose, prompt.index)
+        engine = self._router.pick(key, len(params))
         try:
-            return await self.engines[least].generate.remote(tokens, params)
+            return await self.engines[engine].generate.remote(tokens, params)
         finally:
-            self._in_flight[least] -= len(params)
+            self._router.done(key, engine, len(params))
 
     def _trajectory(
         self,
