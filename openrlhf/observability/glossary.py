@@ -131,6 +131,8 @@ declare(
         "train/acc": "Pairs ranked rightly.",
         "train/acc_mean": "`train/acc` over the micro-batches of the step.",
         "rollout/truncated_rate": "Episodes kept for training that ran out of tokens.",
+        "timing/prefill_cached": "Prompt tokens of all samples that were in an engine's prefix cache: (n − 1) ÷ n where n samples share a prefill.",
+        "timing/tail_share": "Time of generation in which less than a tenth as many samples were running as at the most.",
         "eval/acc_mean": "Evaluation pairs ranked rightly.",
         "eval/eval_{datasource}_acc_mean": "The same, of one data source.",
         "eval/win_rate": "Pairs in which the model's answer is the better one, ties one half: the mean over prompts.",

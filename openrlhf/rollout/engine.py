@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -119,7 +120,7 @@ class RolloutEngine:
     async def _sample(self, prompt_tokens: list[int], params: SamplingParams) -> Generation:
         from vllm.inputs.engine import tokens_input
 
-        request = f"{self.index}-{next(self._requests)}"
+        request, asked = f"{self.index}-{next(self._requests)}", time.perf_counter()
         stream = self._llm.generate(tokens_input(prompt_tokens), self._vllm_params(params), request)
         [answer] = [answer async for answer in stream]  # FINAL_ONLY: there is one
         [output] = answer.outputs
@@ -134,6 +135,8 @@ class RolloutEngine:
             stop_reason=output.stop_reason if named else None,
             weight_versions=tuple(dict.fromkeys(int(span.version) for span in output.weight_versions)),
             text=output.text if params.stop else None,
+            cached_tokens=answer.num_cached_tokens or 0,
+            seconds=time.perf_counter() - asked,
         )
 
     def _vllm_params(self, params: SamplingParams) -> Any:

@@ -6,13 +6,16 @@ import asyncio
 import hashlib
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.observability.metrics import Metric
 from openrlhf.rollout.engine import Generation, SamplingParams
+from openrlhf.rollout.measures import SampleCost, generation_metrics
 from openrlhf.rollout.rewards import ErrorPolicy, Reward, RewardRequest, RewardResult
 from openrlhf.rollout.routing import Router
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
@@ -124,6 +127,7 @@ class RolloutGenerator:
         self._clipped = False  # a prompt, and the user was told
         self._loop = BackgroundLoop()
         self._router = Router(len(self.engines))
+        self._costs: list[SampleCost] = []  # of training samples, since `metrics` was last asked
 
     def rollout(
         self,
@@ -197,12 +201,23 @@ class RolloutGenerator:
     async def _generate(
         self, prompt: Prompt, spec: SamplingSpec, tokens: list[int], params: list[SamplingParams]
     ) -> list[Generation]:
-        key = (spec.purpose, prompt.index)
+        key, asked = (spec.purpose, prompt.index), time.perf_counter()
         engine = self._router.pick(key, len(params))
         try:
-            return await self.engines[engine].generate.remote(tokens, params)
+            generations = await self.engines[engine].generate.remote(tokens, params)
         finally:
             self._router.done(key, engine, len(params))
+        if spec.purpose == "train":
+            self._costs += [
+                SampleCost(asked=asked, seconds=g.seconds, prompt_tokens=len(tokens), cached_tokens=g.cached_tokens)
+                for g in generations
+            ]
+        return generations
+
+    def metrics(self) -> dict[str, Metric]:
+        """What the training samples drawn since the last call cost."""
+        costs, self._costs = self._costs, []
+        return generation_metrics(costs)
 
     def _trajectory(
         self,

@@ -41,3 +41,5 @@ class Generation:
     stop_reason: int | str | None
     weight_versions: tuple[int, ...]  # those that sampled its tokens, oldest first
     text: str | None = None  # only where stop strings were asked for
+    cached_tokens: int = 0  # of the prompt: found in the engine's prefix cache, and not computed
+    seconds: float = 0.0  # from the request to the last token, waiting included

@@ -129,7 +129,7 @@ class PPOTrainer:
         self.recorder.samples(self.step + 1, trajectories)
         self.errors.check(trajectories)
         kept = trainable(trajectories, needs_groups=self.settings.needs_groups)
-        metrics = rollout_metrics(trajectories, kept)
+        metrics = rollout_metrics(trajectories, kept) | self.source.metrics()
         if self.source.keep:
             metrics["train/dynamic_filtering_pass_rate"] = pass_rate(trajectories)
         return Experience.from_trajectories(kept), metrics

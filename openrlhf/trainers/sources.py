@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.prompts import PromptDataset, PromptRow
+from openrlhf.observability.metrics import Metric
 from openrlhf.rollout.generator import Rejects, RolloutGenerator, SamplingSpec
 from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trajectory import Prompt, Trajectory
@@ -85,6 +86,10 @@ class SyncSource:
         return DataLoader(
             self.prompts, batch_size=self.batch_size, sampler=sampler, collate_fn=list, num_workers=self.num_workers
         )
+
+    def metrics(self) -> dict[str, Metric]:
+        """What generating the last step cost."""
+        return self.generator.metrics()
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         for prompts in self.draw():

@@ -142,6 +142,9 @@ class Prompts:
             self.consumed += 1
             yield [episode(score=1.0)]
 
+    def metrics(self) -> dict[str, Metric]:
+        return {}
+
 
 class OnPolicy(PPOTrainer):
     """The loop of RL; an update is a count."""

@@ -110,6 +110,9 @@ class Steps:
         self.steps = steps
         self.exhausted = False
 
+    def metrics(self) -> dict[str, Metric]:
+        return {}
+
     def __iter__(self) -> Iterator[list[Trajectory]]:
         for number, step in enumerate(self.steps, 1):
             self.exhausted = number == len(self.steps)
