@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.config import choices, machine, rules
+from openrlhf.config.engine_args import engine_args_mistakes
 from openrlhf.config.flags import value_at
 from openrlhf.config.rules import Given, Replaced, Sentences
 
@@ -307,4 +308,4 @@ def device_mistakes(config: PPOConfig) -> Sentences:
     ]
 
 
-RULES = (reward_mistakes, algorithm_mistakes, rollout_mistakes, batch_mistakes, device_mistakes)
+RULES = (reward_mistakes, algorithm_mistakes, rollout_mistakes, engine_args_mistakes, batch_mistakes, device_mistakes)

@@ -32,7 +32,7 @@ class EngineSettings:
     end_token_ids: tuple[int, ...] = ()  # the tokenizer's; generation_config.json's are known
     trust_remote_code: bool = False
     logprobs_mode: str = "processed_logprobs"
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further arguments of vLLM's
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of vLLM's; win over those made from the rest
 
 
 def engine_environment(device: Device) -> dict[str, str]:
@@ -84,6 +84,4 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
             # CPU generators cannot, and the engine dies
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
-    if taken := sorted(settings.extra.keys() & arguments.keys()):
-        raise ValueError(f"--vllm.engine_args may not set {taken}: they follow from other flags")
     return arguments | dict(settings.extra)

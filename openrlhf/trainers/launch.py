@@ -28,6 +28,7 @@ from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.models.loading import ModelError
+from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
 from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, RewardErrors
@@ -62,6 +63,8 @@ USER_ERRORS = (
 
 def run_ppo(config: PPOConfig) -> None:
     """Train as the flags say, from a Ray that is there or one of our own."""
+    kind: Device = "cuda" if count_gpus() else "cpu"
+    check_engine_args(config.vllm.engine_args, kind)
     check_reward(config.reward)
     checkpoints = CheckpointManager(
         config.ckpt.path,
@@ -74,7 +77,6 @@ def run_ppo(config: PPOConfig) -> None:
     check_agents(config, data.tokenizer)
     if checkpoint:
         check_resumable(checkpoint, config, data)
-    kind: Device = "cuda" if count_gpus() else "cpu"
     plan = plan_placement(config, kind)
     if config.dry_run:
         show_plan(config, data, plan)

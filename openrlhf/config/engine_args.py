@@ -1,0 +1,99 @@
+"""Which arguments of vLLM's may be given with `--vllm.engine_args`: all but those listed here, with a flag or a reason.
+
+Whether vLLM knows the others, and their types, is asked of vLLM itself: `rollout/engine_check.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from openrlhf.config import machine
+from openrlhf.config.rules import Sentences
+
+if TYPE_CHECKING:
+    from openrlhf.config.ppo import PPOConfig
+
+# What has a flag of ours, or follows from it.
+FLAGS = {
+    **dict.fromkeys(("model", "model_weights", "tokenizer", "served_model_name", "hf_config_path"), "actor.model_name_or_path"),
+    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), "actor.model_name_or_path with a folder"),
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "vllm.dtype",
+    "quantization": "vllm.quantization",
+    "quantization_config": "vllm.quantization",
+    "max_model_len": "data.max_len",
+    "seed": "train.seed",
+    "skip_tokenizer_init": "rollout.stop",
+    **dict.fromkeys(("generation_config", "override_generation_config"), "rollout.temperature, .top_p, .top_k and .stop_token_ids"),
+    "tensor_parallel_size": "vllm.tensor_parallel_size",
+    "pipeline_parallel_size": "vllm.pipeline_parallel_size",
+    "distributed_executor_backend": "vllm.tensor_parallel_size",
+    "enable_prefix_caching": "vllm.enable_prefix_caching or --vllm.disable_prefix_caching",
+    "gpu_memory_utilization": "vllm.gpu_memory_utilization",
+    "enforce_eager": "vllm.enforce_eager",
+    "enable_sleep_mode": "vllm.enable_sleep",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"), "ds.lora.rank"),
+    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), "vllm.engine_args with speculative_config"),
+}  # fmt: skip
+MODEL = "the trainer's model would be another"
+DRAWN = "samples would be drawn from another distribution than their log-probabilities say"
+PUBLISHED = "new weights could not be published"
+STALE = "a cache beside the engine may keep keys and values of older weights"
+DEVICES = "--vllm.num_engines and .tensor_parallel_size say which devices an engine has"
+# What would bend log-probabilities, publication or placement.
+REASONS = {
+    **dict.fromkeys(("hf_overrides", "model_class_overrides", "config_format", "disable_sliding_window"), MODEL),
+    **dict.fromkeys(("runner", "convert", "pooler_config", "diffusion_config"), "it generates no tokens"),
+    **dict.fromkeys(("logits_processors", "watermark_config"), DRAWN),
+    "logprobs_mode": "the trainer needs the log-probabilities of what was sampled from: processed_logprobs",
+    "kv_cache_dtype": "keys and values in 8 bits give other log-probabilities than the trainer's",
+    "load_format": "other formats are quantised, or no files that --actor.model_name_or_path can name",
+    **dict.fromkeys(("worker_cls", "worker_extension_cls", "weight_transfer_config", "enable_eplb"), PUBLISHED),
+    **dict.fromkeys(("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size",
+                     "offload_num_in_group", "offload_prefetch_step", "offload_params"), f"{PUBLISHED} to weights in CPU memory"),
+    **dict.fromkeys(("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config"), STALE),
+    **dict.fromkeys(("data_parallel_size", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
+                     "data_parallel_address", "data_parallel_rpc_port", "data_parallel_hybrid_lb", "data_parallel_external_lb",
+                     "data_parallel_multi_port_external_lb", "data_parallel_backend", "prefill_context_parallel_size",
+                     "decode_context_parallel_size", "nnodes", "node_rank", "master_addr", "master_port", "device_ids",
+                     "enable_elastic_ep"), DEVICES),
+}  # fmt: skip
+LOOKED_UP = ("ngram", "ngram_gpu")  # methods of drafting that need no second model
+
+
+def drafting(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The `speculative_config` among arguments of vLLM's, its names as vLLM reads them; empty where there is none."""
+    given = extra.get("speculative_config")
+    named = cast(dict[str, Any], given) if isinstance(given, dict) else {}
+    return {name.replace("-", "_"): value for name, value in named.items()}
+
+
+# fmt: off
+def engine_args_mistakes(config: PPOConfig) -> Sentences:
+    """`--vllm.engine_args` leaves alone what has a flag, and what log-probabilities, seeds and publication rest on."""
+    extra, longest = config.vllm.engine_args, config.data.max_len
+    owned = [f"{name} (use --{FLAGS[name]})" for name in extra if name in FLAGS]
+    refused = [f"{name}, because {REASONS[name]}" for name in extra if name in REASONS]
+    drafts = drafting(extra)
+    seeded = config.rollout.seeded == "on"
+    rewinds = seeded and not machine.count_gpus()  # a sample's generator, where a prompt is prefilled in parts
+    budget = extra.get("max_num_batched_tokens")
+    return [
+        (owned, f"--vllm.engine_args sets what has a flag of its own: {', '.join(owned)}."),
+        (refused, f"--vllm.engine_args may not set {'; nor '.join(refused)}."),
+        (drafts and drafts.get("method") not in LOOKED_UP,
+         f"--vllm.engine_args speculative_config has the method {drafts.get('method')!r}: the weights of a draft model "
+         f"would be neither trained nor published. Look drafts up: {' or '.join(LOOKED_UP)}."),
+        (drafts.get("rejection_sample_method") == "synthetic",
+         "--vllm.engine_args speculative_config: with rejection_sample_method synthetic " + DRAWN + ". Leave it out."),
+        (seeded and drafts.get("num_speculative_tokens_per_batch_size"),
+         "--vllm.engine_args speculative_config: with num_speculative_tokens_per_batch_size a sample depends on what else "
+         "is in the batch, and not only on its seed. Use num_speculative_tokens, or --rollout.seeded off."),
+        (rewinds and extra.get("enable_chunked_prefill"),
+         "--vllm.engine_args enable_chunked_prefill: where vLLM prefills a seeded sample in parts it rewinds the sample's "
+         "random generator, which a CPU's cannot, and the engine dies. Leave it out, or use --rollout.seeded off."),
+        (rewinds and isinstance(budget, int) and budget < longest,
+         f"--vllm.engine_args max_num_batched_tokens {budget} is less than one prompt may have, <data.max_len>, and seeded "
+         "samples on a CPU are prefilled whole. Raise it, or use --rollout.seeded off."),
+    ]
