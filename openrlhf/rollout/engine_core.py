@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import pickle
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import cloudpickle
+from torch import Tensor
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -26,6 +28,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.metadata import SamplingMetadata
 
 
 def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
@@ -38,6 +42,8 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
             f"vLLM's CPU attention has kernels for heads of {known}, and those of {arguments.model} have {head_size} "
             "entries. Use a model with one of these sizes (hidden size ÷ attention heads)."
         )
+    if config.speculative_config:
+        mend_rejection_sampler()
     inputs, outputs = get_open_zmq_ipc_path(), get_open_zmq_ipc_path()
     thread = _CoreThread(config, EngineZmqAddresses(inputs=[inputs], outputs=[outputs]))
     thread.start()
@@ -55,6 +61,25 @@ def register_architectures(model: str) -> None:
     for name in names:
         if (known := ModelRegistry.models.get(name)) is not None:
             ModelRegistry.register_model(name, known.load_model_cls())
+
+
+def mend_rejection_sampler() -> None:
+    """Let drafts be judged at their sample's temperature, top-k and top-p.
+
+    On a CPU without Triton, vLLM writes these into a copy that it drops, and divides by what is in memory there: log-probabilities
+    are NaN and seeds mean nothing. And top-k fails in a step without drafts.
+    """
+    constrain = rejection_sampler.apply_sampling_constraints
+
+    def expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+        expanded = x.repeat_interleave(cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)))
+        return expanded.masked_fill(expanded == replace_from, replace_to)
+
+    def constrain_drafts(logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
+        return constrain(logits, cu_num_draft_tokens, sampling_metadata) if len(logits) else logits
+
+    rejection_sampler.expand_batch_to_tokens = expand
+    rejection_sampler.apply_sampling_constraints = constrain_drafts
 
 
 class _Core(EngineCoreProc):
@@ -95,6 +120,7 @@ class _CoreThread(threading.Thread):
         except BaseException as error:
             self.error = error
             if self._core is not None:
+                traceback.print_exc()  # vLLM's EngineDeadError points to it, and nobody else prints it
                 self._core._send_engine_dead()
         finally:
             self.ready.set()

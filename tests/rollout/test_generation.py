@@ -1,0 +1,148 @@
+"""Generation on the true stack: the generator, engines of vLLM on the CPU, and Transformers to recompute what they say.
+
+Two engines are the same but for their index; a third speculates, and a fourth prefills prompts in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from openrlhf.observability.metrics import values
+from openrlhf.rollout.engine import EngineSettings, RolloutEngine, engine_environment
+from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
+from openrlhf.rollout.rewards import ErrorPolicy
+from openrlhf.trajectory import Prompt, Trajectory
+from tests.tiny import character_tokenizer, save_tiny_model
+
+pytestmark = pytest.mark.timeout(180)
+MAX_LEN, BLOCK = 320, 32
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "twin": {},
+    "speculating": {"enable_prefix_caching": False, "extra": {"speculative_config": LOOKUP}},
+    "in parts": {"seeded": False, "extra": {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}},
+}
+SPEC = SamplingSpec(
+    purpose="train", n_samples=8, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16, max_len=MAX_LEN, seed=3
+)
+# Six blocks and a bit, all different.
+PROMPTS = [Prompt(index=i, text="", tokens=[4 + (j * (i + 3) + j // 7) % 44 for j in range(200)]) for i in range(4)]
+# What an n-gram finds its continuation in.
+REFRAINS = [Prompt(index=i, text="", tokens=[4 + i, 9, 14 + i, 20] * 12) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory) -> Iterator[dict[str, Any]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    folder = save_tiny_model(
+        tmp_path_factory.mktemp("model"), "qwen2-untied", hidden_size=128, intermediate_size=160, initializer_range=0.08
+    )
+    common = {"model": folder, "dtype": "float32", "max_model_len": MAX_LEN, "kv_cache_bytes": 2**25}
+    actor = ray.remote(RolloutEngine).options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
+    handles = {
+        kind: actor.remote(EngineSettings(**common | {"enable_prefix_caching": True} | changes), index)
+        for index, (kind, changes) in enumerate(KINDS.items())
+    }
+    ray.get([handle.start.remote() for handle in handles.values()], timeout=150)
+    yield handles | {"model": AutoModelForCausalLM.from_pretrained(folder).eval()}
+    ray.shutdown()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def rollout(engines) -> Iterator[Callable[..., tuple[list[Trajectory], dict[str, float]]]]:
+    """Samples from the named engines, and what they cost."""
+    generators: list[RolloutGenerator] = []
+
+    def draw(kinds: str, prompts: Sequence[Prompt], spec: SamplingSpec = SPEC):
+        handles = [engines[kind] for kind in kinds.split(", ")]
+        generators.append(RolloutGenerator(handles, character_tokenizer(), None, on_error=ErrorPolicy(), timeout_s=120))
+        return generators[-1].rollout(prompts, spec), values(generators[-1].metrics())
+
+    yield draw
+    for generator in generators:
+        generator.close()
+
+
+@torch.no_grad()
+def differences(model: PreTrainedModel, samples: Sequence[Trajectory], keep: int | None = None) -> torch.Tensor:
+    """|log π of the engine − log π of `model`| of every sampled token; of the `keep` likeliest tokens, renormalised."""
+    found = []
+    for sample in samples:
+        logits = model(torch.tensor([sample.tokens])).logits[0, :-1]
+        if keep:
+            logits = logits.masked_fill(logits < logits.topk(keep).values[:, -1:], -torch.inf)
+        ours = logits.log_softmax(-1).gather(1, torch.tensor(sample.tokens[1:])[:, None]).squeeze(1)
+        theirs = torch.tensor(sample.rollout_logprobs[1:])
+        found.append((ours - theirs)[torch.tensor(sample.action_mask[1:])].abs())
+    return torch.cat(found)
+
+
+def tokens(samples: Sequence[Trajectory]) -> list[list[int]]:
+    return [sample.tokens for sample in samples]
+
+
+def test_the_samples_of_a_prompt_share_its_prefill(rollout, engines) -> None:
+    samples, cost = rollout("plain", [replace(p, tokens=p.tokens[::-1]) for p in PROMPTS])
+    # One sample computes the prompt; each of the other seven the 8 tokens after its six whole blocks.
+    assert cost["timing/prefill_cached"] == pytest.approx(7 * 6 * BLOCK / (8 * 200))
+    assert differences(engines["model"], samples).max() < 1e-4
+
+
+def test_without_a_prefix_cache_every_sample_computes_the_prompt(rollout) -> None:
+    _, cost = rollout("speculating", PROMPTS)
+    assert cost["timing/prefill_cached"] == 0
+
+
+def test_a_seed_gives_the_same_samples_on_any_engine_on_several_and_in_any_order(rollout) -> None:
+    alone, _ = rollout("plain", PROMPTS)
+    assert tokens(rollout("twin", PROMPTS)[0]) == tokens(alone)
+    assert tokens(rollout("plain, twin", PROMPTS)[0]) == tokens(alone)
+    assert tokens(rollout("twin, plain", PROMPTS[::-1])[0]) == tokens(alone)
+    one_by_one = [sample for prompt in PROMPTS for sample in rollout("twin", [prompt])[0]]
+    assert tokens(one_by_one) == tokens(alone)
+    assert len(set(map(tuple, tokens(alone)))) == len(alone)
+    assert tokens(rollout("plain", PROMPTS, replace(SPEC, seed=4))[0]) != tokens(alone)
+
+
+@pytest.mark.parametrize("kind", ["plain", "speculating"])
+def test_with_top_k_log_probabilities_are_those_of_the_tokens_kept(rollout, engines, kind) -> None:
+    samples, _ = rollout(kind, REFRAINS, replace(SPEC, top_k=5))
+    off = differences(engines["model"], samples, keep=5)
+    assert off.max() < 1e-4 and off.mean() < 1e-5
+    assert differences(engines["model"], samples).mean() > 0.1  # of all tokens they are others
+
+
+def test_drafts_from_n_grams_leave_the_log_probabilities_as_they_are(rollout, engines) -> None:
+    spec = replace(SPEC, max_new_tokens=64)
+    samples, _ = rollout("speculating", REFRAINS, spec)
+    off = differences(engines["model"], samples)
+    assert off.max() < 1e-4 and off.mean() < 1e-5
+    assert tokens(samples) != tokens(rollout("plain", REFRAINS, spec)[0])  # drafts were judged, with draws of their own
+
+
+def test_drafts_from_n_grams_leave_a_seed_its_samples(rollout) -> None:
+    together, _ = rollout("speculating", REFRAINS)
+    alone = [sample for prompt in REFRAINS[::-1] for sample in rollout("speculating", [prompt])[0]]
+    assert sorted(tokens(alone)) == sorted(tokens(together))
+
+
+def test_greedy_samples_are_the_same_with_and_without_drafts(rollout) -> None:
+    greedy = replace(SPEC, purpose="eval", temperature=0.0, n_samples=1, max_new_tokens=64)
+    assert tokens(rollout("speculating", REFRAINS, greedy)[0]) == tokens(rollout("plain", REFRAINS, greedy)[0])
+
+
+def test_a_prompt_prefilled_in_parts_leaves_the_log_probabilities_as_they_are(rollout, engines) -> None:
+    samples, _ = rollout("in parts", PROMPTS, replace(SPEC, seed=None))
+    off = differences(engines["model"], samples)
+    assert off.max() < 1e-4 and off.mean() < 1e-5
