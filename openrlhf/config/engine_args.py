@@ -59,6 +59,12 @@ REASONS = {
                      "decode_context_parallel_size", "nnodes", "node_rank", "master_addr", "master_port", "device_ids",
                      "enable_elastic_ep"), DEVICES),
 }  # fmt: skip
+ROUNDED = (
+    "fp8",
+    "fp8_per_tensor",
+    "fp8_per_channel",
+    "fp8_per_block",
+)  # quantisations that vLLM makes of new weights itself
 LOOKED_UP = ("ngram", "ngram_gpu")  # methods of drafting that need no second model
 
 
@@ -79,7 +85,14 @@ def engine_args_mistakes(config: PPOConfig) -> Sentences:
     seeded = config.rollout.seeded == "on"
     rewinds = seeded and not machine.count_gpus()  # a sample's generator, where a prompt is prefilled in parts
     budget = extra.get("max_num_batched_tokens")
+    roundings = ROUNDED if machine.count_gpus() else ("fp8_per_channel",)  # the others' kernels are not in CPU builds
+    quantization = config.vllm.quantization
     return [
+        (quantization and quantization not in roundings,
+         "<vllm.quantization> cannot be made of the weights that a run publishes, or not on this machine: use "
+         f"{' or '.join(roundings)}."),
+        (quantization and config.vllm.dtype == "fp32",
+         "<vllm.quantization> rounds weights of 16 bits, and <vllm.dtype> is what it gets: use --vllm.dtype bf16."),
         (owned, f"--vllm.engine_args sets what has a flag of its own: {', '.join(owned)}."),
         (refused, f"--vllm.engine_args may not set {'; nor '.join(refused)}."),
         (drafts and drafts.get("method") not in LOOKED_UP,

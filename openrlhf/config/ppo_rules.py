@@ -135,6 +135,9 @@ def algorithm_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Se
         (kl.init_coef and not kl.use_loss and kl.estimator not in in_reward,
          "<algo.kl.estimator> is meant for --algo.kl.use_loss: in the rewards use "
          f"{' or '.join(in_reward)}."),
+        (config.vllm.quantization and config.algo.correction.level is None,
+         "With <vllm.quantization> samples come from rounded weights, not quite the policy's: "
+         "--algo.advantage.is_correction_enable corrects the loss for it."),
         ("algo.advantage.is_correction_type" in given and not config.algo.advantage.is_correction_enable,
          "--algo.advantage.is_correction_type has no effect without --algo.advantage.is_correction_enable."),
         (kl.stop_update and config.samples * config.train.max_epochs <= config.train.batch_size,

@@ -12,7 +12,7 @@ LEAVE_OUT = """
     ds.experts_implementation actor.freeze_visual_encoder
     train.async_enable train.partial_rollout_enable
     ref.offload reward.offload vllm.max_restarts
-    vllm.quantization vllm.sync_with_ray vllm.enable_sleep rollout.replay_dir rollout.only
+    vllm.sync_with_ray vllm.enable_sleep rollout.replay_dir rollout.only
     rollout.remote_engines placement
 """
 FUNCTION = "use --reward.remote_url (a .py file or a server), or --reward.verifier"

@@ -25,6 +25,7 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     enable_prefix_caching: bool = False
     enforce_eager: bool = True
+    quantization: str | None = None  # made of the weights as they come, at every publication
     gpu_memory_utilization: float = 0.9  # fraction of the device
     kv_cache_bytes: int | None = None  # None: what gpu_memory_utilization leaves; on a CPU 1 GiB
     seeded: bool = True  # samples may carry seeds
@@ -67,6 +68,7 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "enable_prefix_caching": settings.enable_prefix_caching,
         "enforce_eager": settings.enforce_eager,
+        "quantization": settings.quantization,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "trust_remote_code": settings.trust_remote_code,

@@ -224,6 +224,7 @@ def engine_settings(config: Sampling, path: str, kind: Device, tokenizer: PreTra
         tensor_parallel_size=config.vllm.tensor_parallel_size,
         enable_prefix_caching=config.vllm.enable_prefix_caching,
         enforce_eager=config.vllm.enforce_eager or kind == "cpu",
+        quantization=config.vllm.quantization,
         gpu_memory_utilization=config.vllm.gpu_memory_utilization,
         seeded=config.rollout.seeded == "on",
         stop_strings=bool(config.rollout.stop or config.train.agent_func_path),

@@ -318,6 +318,12 @@ def test_the_plan_of_an_iteration_is_printed(capsys: pytest.CaptureFixture[str])
     assert "64 prompts x 4 = 256 samples, 4 optimizer step(s) of 128 on 1 rank(s)" in capsys.readouterr().err
 
 
+def test_rounded_weights_come_with_a_notice_where_the_loss_is_not_corrected_for_them() -> None:
+    assert "samples come from rounded weights" in resolved(rl(vllm__quantization="fp8_per_channel"))[1]
+    corrected = rl(vllm__quantization="fp8_per_channel", algo__advantage__is_correction_enable=True)
+    assert "rounded weights" not in resolved(corrected)[1]
+
+
 def test_a_server_that_others_can_reach_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
     parse("serve_rm", "--host 0.0.0.0")
     assert "--host 0.0.0.0: whoever reaches that address can ask this server" in capsys.readouterr().err

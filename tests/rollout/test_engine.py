@@ -229,8 +229,8 @@ def launch(model: PreTrainedModel, folder: Path, index: int = 0, **settings) -> 
     model.save_pretrained(folder)
     environment = {"env_vars": engine_environment("cpu") | {"HF_HUB_OFFLINE": "1"}}
     actor = ray.remote(FaultyEngine).options(num_cpus=0, runtime_env=environment)
-    common = {"model": str(folder), "dtype": "float32", "max_model_len": MAX_LEN}
-    made_of = EngineSettings(**common, kv_cache_bytes=2**25, enable_prefix_caching=True, **settings)
+    common = {"model": str(folder), "dtype": "float32", "max_model_len": MAX_LEN, "enable_prefix_caching": True}
+    made_of = EngineSettings(**common | {"kv_cache_bytes": 2**25} | settings)
     return Stand(engine=actor.remote(made_of, index), model=model, sender=WeightSender())
 
 
@@ -399,6 +399,22 @@ class TestPublication:
         assert ray.wait([waiting], timeout=0.5)[0] == []
         tied.call("resume")
         assert len(ray.get(waiting, timeout=TIMEOUT_S)) == 1
+
+    def test_rounded_weights_are_rounded_anew_at_every_publication(self, ray_session, tmp_path):
+        first = build_model(tied=False)
+        second = noisy_copy(first, [name for name, _ in first.named_parameters()], 0.05)
+        stand = launch(first, tmp_path, dtype="bfloat16", quantization="fp8_per_channel")
+        stand.call("start")
+        stand.join()
+        loaded = stand.sample()
+        stand.model = second
+        stand.publish()
+        changed = stand.sample()
+        assert differences(second, changed).mean() < differences(first, changed).mean() / 3
+        stand.model = first
+        stand.publish()
+        assert [(g.tokens, g.logprobs) for _, g in stand.sample()] == [(g.tokens, g.logprobs) for _, g in loaded]
+        ray.kill(stand.engine)
 
 
 class TestFailedPublication:
