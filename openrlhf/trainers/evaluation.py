@@ -29,6 +29,7 @@ from openrlhf.models.loading import check_is_causal
 from openrlhf.observability.display import DisplayMode
 from openrlhf.observability.run_folder import SampleRow
 from openrlhf.observability.source_table import print_sources
+from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.judge import Judge
@@ -62,6 +63,7 @@ T = TypeVar("T")
 
 def run_evaluation(config: EvaluationConfig) -> None:
     """Evaluate as the flags say, from a Ray that is there or one of our own. Raises RewardErrors where too much failed."""
+    check_engine_args(config.vllm.engine_args, "cuda" if count_gpus() else "cpu")
     if config.samples_answers:
         check_reward(config.reward)
     {"pass_k": run_pass_k, "rm_accuracy": run_rm_accuracy, "win_rate": run_win_rate}[config.task](config)
