@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_versions()
     check_folders(config)
     # After the flags: --help and mistakes answer without loading torch.
-    from openrlhf.trainers.evaluation import run_evaluation
+    from openrlhf.evaluation.runs import run_evaluation
     from openrlhf.trainers.launch import USER_ERRORS
 
     with plain_ends(*USER_ERRORS):

@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = flags_or_exit(RewardTestConfig, words[1:] if words[:1] == ["test"] else words, command="reward_test")
     prepare_process()
     # After the flags: --help and mistakes answer without loading the datasets library.
-    from openrlhf.trainers.reward_test import USER_ERRORS, try_reward
+    from openrlhf.evaluation.reward_test import USER_ERRORS, try_reward
 
     with plain_ends(*USER_ERRORS):
         raise SystemExit(try_reward(config))

@@ -20,9 +20,9 @@ from openrlhf.checkpoints import CheckpointError
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.evaluation.runs import run_evaluation
 from openrlhf.observability.glossary import GLOSSARY
 from openrlhf.observability.run_folder import read_lines
-from openrlhf.trainers.evaluation import run_evaluation
 from openrlhf.trainers.launch import run_ppo
 from openrlhf.verifiers.graders import grade_math
 from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, run, samples, steps_logged, write_rows

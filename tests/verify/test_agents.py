@@ -77,9 +77,7 @@ def test_rewards_teach_an_agent_to_use_its_tool(tmp_path: Path, seed: int) -> No
     numbers = [before, after, sum(calls[:3]) / 3, sum(calls[-3:]) / 3]
     ROWS.append([str(seed), *(f"{x:.3f}" for x in numbers), f"{gap:.1e}", f"{time.monotonic() - start:.0f}"])
     note = "Sums of two numbers; the policy has seen the calculator used in half of its transcripts, and guesses in the others."
-    write_result(
-        "agents", "An agent with a tool", "pytest -m verify tests/verify/test_agents.py", COLUMNS, ROWS, note
-    )
+    write_result("agents", "An agent with a tool", "pytest -m verify tests/verify/test_agents.py", COLUMNS, ROWS, note)
     assert after - before >= 0.2
     assert calls[-1] > calls[0]
     assert gap < 1e-3

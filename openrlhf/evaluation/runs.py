@@ -25,18 +25,7 @@ from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.placement import HostGroup, Placement
 from openrlhf.distributed.worker_group import WorkerGroup, gather
-from openrlhf.models.loading import check_is_causal
-from openrlhf.observability.display import DisplayMode
-from openrlhf.observability.run_folder import SampleRow
-from openrlhf.observability.source_table import print_sources
-from openrlhf.rollout.engine_check import check_engine_args
-from openrlhf.rollout.engine_settings import Device
-from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
-from openrlhf.rollout.judge import Judge
-from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy
-from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.trainers import settings
-from openrlhf.trainers.comparing import (
+from openrlhf.evaluation.comparing import (
     Comparison,
     accuracy_columns,
     accuracy_metrics,
@@ -47,6 +36,17 @@ from openrlhf.trainers.comparing import (
     win_columns,
     win_metrics,
 )
+from openrlhf.evaluation.judge import Judge
+from openrlhf.models.loading import check_is_causal
+from openrlhf.observability.display import DisplayMode
+from openrlhf.observability.run_folder import SampleRow
+from openrlhf.observability.source_table import print_sources
+from openrlhf.rollout.engine_check import check_engine_args
+from openrlhf.rollout.engine_settings import Device
+from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
+from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy
+from openrlhf.rollout.sampling import Generation, SamplingParams
+from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import with_rewards
 from openrlhf.trainers.launch import check_agents, check_reward, make_agents, show_prompts
 from openrlhf.trainers.processes import EngineGroup, start_hosts

@@ -14,10 +14,10 @@ from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import parse_config
 from openrlhf.data.errors import DataError
 from openrlhf.data.prompts import PromptDataset
+from openrlhf.evaluation.runs import WrittenAnswers, given_text, read_answers, readable, run_evaluation, sampled
 from openrlhf.models.loading import ModelError
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.rewards import ErrorPolicy, RewardRequest, RewardResult
-from openrlhf.trainers.evaluation import WrittenAnswers, given_text, read_answers, readable, run_evaluation, sampled
 from openrlhf.trainers.sources import evaluate
 from tests.tiny import character_tokenizer, save_tiny_model
 

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from openrlhf.observability.glossary import find_spec
-from openrlhf.rollout.rewards import RewardErrors
-from openrlhf.trainers.comparing import (
+from openrlhf.evaluation.comparing import (
     Comparison,
     accuracy_columns,
     accuracy_metrics,
@@ -21,6 +19,8 @@ from openrlhf.trainers.comparing import (
     win_metrics,
     win_rate,
 )
+from openrlhf.observability.glossary import find_spec
+from openrlhf.rollout.rewards import RewardErrors
 from tests.trainers.episodes import episode, failed
 
 

@@ -1,0 +1,1 @@
+"""Commands that train nothing: a checkpoint evaluated, models compared, a reward tried on a dataset."""
