@@ -29,11 +29,11 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by a file that holds `text`; a kill leaves the old one or the new one."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace `path` by a file that holds `content`; a kill leaves the old one or the new one."""
     new = path.with_name(f"{path.name}.new")
-    with open(new, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(new, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     move(new, path)

@@ -124,9 +124,9 @@ class RunFolder:
         self._samples.close()
 
 
-def set_aside(path: Path) -> None:
+def set_aside(path: Path, names: Iterable[str] = ENTRIES) -> None:
     """Move the files of an earlier run in `path` to the next free `earlier/<n>/`."""
-    left = [path / name for name in ENTRIES if (path / name).exists()]
+    left = [path / name for name in names if (path / name).exists()]
     if not left:
         return
     taken = [int(old.name) for old in path.glob("earlier/*") if old.name.isdigit()]

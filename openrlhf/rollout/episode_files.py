@@ -1,0 +1,141 @@
+"""Episodes on disk, as they were generated and rewarded: what --rollout.dump_dir writes and --rollout.replay_dir reads.
+
+    step-000007.jsonl.gz    the episodes of step 7, in prompt order
+    eval-000006.jsonl.gz    those of the evaluation of the weights after step 6
+    earlier/<n>/            what an earlier run left in the folder
+
+The first line of a file tells about it: {"format": 1, "kind": "step", "step": 7, "episodes": 64, "run": {…}}. Each of the
+others is a `Trajectory`, its fields under their names. Numbers come back to the last digit; so does a label that JSON can
+express, any other (bytes, dates, images) is written as its text.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from openrlhf.checkpoints.files import write_atomically
+from openrlhf.data.errors import DataError
+from openrlhf.observability.run_folder import set_aside
+from openrlhf.trajectory import Trajectory
+
+FORMAT = 1
+FILE = re.compile(r"(step|eval)-(\d+)\.jsonl\.gz")
+DAMAGE = (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError)
+Kind = Literal["step", "eval"]
+
+
+class EpisodeFolder:
+    """The files of a run. A file is written whole or not at all. Reading raises DataError, naming file and line."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser().absolute()
+
+    def file(self, kind: Kind, step: int) -> Path:
+        """Where the episodes of a step, or of an evaluation, are."""
+        return self.path / f"{kind}-{step:06}.jsonl.gz"
+
+    def steps(self) -> list[int]:
+        """The training steps that are there, in order."""
+        return sorted(step for kind, step in self._found().values() if kind == "step")
+
+    @property
+    def last_step(self) -> int:
+        """The last of them; 0 where there is none."""
+        return max(self.steps(), default=0)
+
+    def _found(self) -> dict[str, tuple[str, int]]:
+        names = [path.name for path in self.path.glob("*.jsonl.gz")]
+        return {name: (match[1], int(match[2])) for name in names if (match := FILE.fullmatch(name))}
+
+    def begin(self, *, after: int) -> None:
+        """Make the folder ready for a run that stands after step `after` (-1: nothing has been done): later files are set aside."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        set_aside(self.path, [name for name, (_, step) in self._found().items() if step > after])
+
+    def write(self, kind: Kind, step: int, episodes: Sequence[Trajectory], *, run: Mapping[str, Any]) -> None:
+        """Replace a file. `run`: what has to be the same in a run that replays it."""
+        header = {"format": FORMAT, "kind": kind, "step": step, "episodes": len(episodes), "run": run}
+        text = b"".join(map(_line, [header, *episodes]))
+        write_atomically(self.file(kind, step), gzip.compress(text, compresslevel=1, mtime=0))
+
+    def header(self, kind: Kind, step: int) -> dict[str, Any]:
+        """Of the first line of a file: the number of `episodes`, and `run`, what `write` was given."""
+        path = self.file(kind, step)
+        try:
+            with gzip.open(path) as file:
+                return _known(json.loads(file.readline()))
+        except DAMAGE as error:
+            raise _damaged(path, 1, error) from error
+
+    def read(self, kind: Kind, step: int) -> list[Trajectory]:
+        """The episodes of a file."""
+        path, episodes = self.file(kind, step), list[Trajectory]()
+        promised = self.header(kind, step)["episodes"]
+        try:
+            with gzip.open(path) as file:
+                next(file)
+                for line in file:
+                    episodes.append(revived(Trajectory, json.loads(line)))
+            if len(episodes) != promised:
+                raise ValueError(f"the file ends after {len(episodes)} of {promised} episodes")
+        except DAMAGE as error:
+            raise _damaged(path, len(episodes) + 2, error) from error
+        return episodes
+
+
+def _known(header: dict[str, Any]) -> dict[str, Any]:
+    if header["format"] != FORMAT:
+        raise ValueError(f"its format is {header['format']}, this version of the program knows {FORMAT}")
+    return {name: header[name] for name in ("episodes", "run")}
+
+
+def _damaged(path: Path, line: int, error: Exception) -> DataError:
+    return DataError(
+        f"{path}, line {line}, cannot be read: {type(error).__name__}: {error}. Copy the file again from where it was "
+        "written, or have a run write it anew with --rollout.dump_dir."
+    )
+
+
+def _line(row: object) -> bytes:
+    try:
+        return json.dumps(row, default=_as_json, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot express
+        return json.dumps(row, default=_as_json).encode() + b"\n"
+
+
+def _as_json(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+def revived(kind: Any, value: Any) -> Any:
+    """What JSON made of a value of the annotation `kind`, as it was: data classes, enumerations and tuples again."""
+    if get_origin(kind) is UnionType:  # X | None
+        [kind] = [part for part in get_args(kind) if part is not NoneType]
+    if value is None:
+        return None
+    if is_dataclass(kind):
+        make: Any = kind
+        hints = _hints(make)
+        return make(**{name: revived(hints.get(name), part) for name, part in value.items()})
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    if get_origin(kind) is tuple:
+        return tuple(revived(get_args(kind)[0], part) for part in value)
+    return value
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
