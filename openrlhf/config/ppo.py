@@ -172,6 +172,7 @@ class PPOConfig(shared.Root, title="Reinforcement learning."):
         return [
             *ppo_rules.device_notices(self, replaced, given),
             *ppo_rules.algorithm_notices(self, replaced, given),
+            *ppo_rules.half_notices(self, given),
             *super().notices(replaced, given),
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.config import choices, machine, rules
@@ -49,6 +50,7 @@ def learning_values(config: PPOConfig, given: Given) -> dict[str, Any]:
         "reward.workers": reward.workers or os.cpu_count() or 1,
         "algo.advantage.gamma": 1.0 if config.estimator.forces_gamma_one else gamma,
         "train.max_staleness": train.max_staleness or train.async_queue_size,
+        "ckpt.load_enable": config.ckpt.load_enable and not config.rollout.only,
     }
 
 
@@ -89,8 +91,9 @@ def engine_values(vllm: VLLMConfig, rollout: RolloutConfig, param_dtype: str, *,
 def device_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Sentences:
     """Where processes run, what they share, and how samples become optimizer steps."""
     train, rollout, leaf = config.train, config.rollout, "num_gpus_per_node"
-    used = {"actor": True, "ref": config.algo.kl.init_coef > 0,
-            "critic": config.estimator.needs_critic, "reward": config.reward.model_name_or_path}
+    trains = not rollout.only
+    used = {"actor": trains, "ref": trains and config.algo.kl.init_coef > 0,
+            "critic": trains and config.estimator.needs_critic, "reward": config.reward.model_name_or_path}
     unset = [f"--{r}.{leaf}" for r in used if used[r] and f"{r}.{leaf}" not in given]
     dynamic = train.dynamic_batch_enable
     cause = "train.dynamic_batch_enable" if dynamic else "ds.ring_attn_size"
@@ -105,7 +108,7 @@ def device_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Sente
          "--vllm.disable_prefix_caching wins over --vllm.enable_prefix_caching."),
         (train.colocate_all and train.async_enable, "With --train.async_enable, "
          "--train.colocate_all joins trained models only; engines have devices of their own."),
-        (True, f"Each iteration: {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
+        (trains, f"Each iteration: {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
          f"{config.samples} samples, {steps} optimizer step(s) of {train.batch_size} on "
          f"{config.actor_ranks} rank(s), micro-batches of {micro}."),
     ]
@@ -162,6 +165,35 @@ def algorithm_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Se
     ]
 
 
+OF_TRAINING = ("actor.", "critic.", "ref.", "algo.", "train.", "eval.", "ckpt.")
+WITHOUT_TRAINING = (  # what is used of these all the same, the last two by reward models
+    "actor.model_name_or_path", "algo.advantage.estimator", "algo.dynamic_filtering", "train.seed", "train.num_episodes",
+    "train.setup_timeout", "train.step_timeout", "train.full_determinism_enable",
+    "train.agent_func_path", "train.dynamic_batch_enable", "train.max_tokens_per_gpu",
+)
+OF_ENGINES = (
+    "vllm.", "eval.", "train.agent_func_path", "rollout.max_turns", "rollout.step_timeout", "rollout.episode_timeout",
+    "rollout.dump_dir", "rollout.top_", "rollout.stop", "rollout.seeded", "reward.remote_url",
+    "reward.verifier", "reward.batch", "reward.timeout", "reward.retries", "reward.workers", "reward.memory_gib",
+)
+
+
+def half_notices(config: PPOConfig, given: Given) -> Sentences:
+    """Flags of the other half, where a run only generates or only trains."""
+    rollout = config.rollout
+
+    def unused(half: tuple[str, ...], used: tuple[str, ...] = ()) -> str:
+        flags = [f"--{path}" for path in sorted(given) if path.startswith(half) and not path.startswith(used)]
+        more = [f"{len(flags) - 8} more"] if len(flags) > 8 else []
+        return f" No effect: {', '.join([*flags[:8], *more])}." if flags else ""
+
+    return [
+        (rollout.only, "--rollout.only trains, evaluates and saves nothing." + unused(OF_TRAINING, WITHOUT_TRAINING)),
+        (rollout.replay_dir, "A replay starts no engine and calls no reward function or agent; nothing is evaluated, which would "
+         "take engines." + unused(OF_ENGINES)),
+    ]
+
+
 def rewards(config: PPOConfig) -> bool:
     """Whether something scores the samples."""
     reward = config.reward
@@ -174,7 +206,7 @@ def reward_mistakes(config: PPOConfig) -> Sentences:
     reward, agent = config.reward, config.train.agent_func_path
     parts = len(reward.models) + bool(reward.remote_url or reward.verifier or agent)
     return [
-        (not rewards(config) and not config.algo.distill.teacher,
+        (not rewards(config) and not config.algo.distill.teacher and not config.rollout.replay_dir,
          "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
          "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."),
         *rules.rule_mistakes(reward, config.data.label_key),
@@ -238,6 +270,10 @@ def rollout_mistakes(config: PPOConfig) -> Sentences:
     longest, overlong = rollout.max_new_tokens or data.max_len, config.reward.overlong_buffer_len
     return [
         *engine_mistakes(vllm, rollout, data.max_len),
+        (rollout.only and rollout.replay_dir,
+         "--rollout.only generates and <rollout.replay_dir> trains from what was generated: give one of them."),
+        (rollout.replay_dir and not Path(rollout.replay_dir).expanduser().is_dir(),
+         "<rollout.replay_dir> is no folder on this machine: write one with --rollout.dump_dir."),
         (vllm.max_engines < vllm.num_engines, "<vllm.max_engines> is below <vllm.num_engines>."),
         (rollout.temperature == 0,
          "<rollout.temperature> is greedy, and log-probabilities at it do not exist. Use a value "
@@ -268,7 +304,9 @@ def batch_mistakes(config: PPOConfig) -> Sentences:
     group, enough = config.ds.group_size, config.samples >= train.batch_size
     ranks = max(1, config.actor_ranks // group)
     budgets = {"train": train.max_tokens_per_gpu, "rollout": rollout.max_tokens_per_gpu or 0}
-    return [
+    prompts = rules.probabilities_fit(config, "data.prompt_dataset", "data.prompt_probs")
+    return prompts if rollout.only else [
+        *prompts,
         (not enough,
          f"{product} are fewer than one --train.batch_size of {train.batch_size}: lower it."),
         (enough and config.samples % max(1, train.batch_size),
@@ -281,7 +319,6 @@ def batch_mistakes(config: PPOConfig) -> Sentences:
         *((dynamic and budgets[name] * group < config.data.max_len,
            f"<{name}.max_tokens_per_gpu> is less than one sample of <data.max_len> tokens: raise "
            "it or lower data.max_len.") for name in budgets),
-        *rules.probabilities_fit(config, "data.prompt_dataset", "data.prompt_probs"),
         *rules.probabilities_fit(config, "algo.ptx.dataset", "algo.ptx.probs"),
     ]
 

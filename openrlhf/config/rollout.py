@@ -43,9 +43,9 @@ class RolloutConfig(Section, title="Sampling."):
     max_turns: int | None = option(None, "Turns of an episode with an agent.", ge=1)
     step_timeout: float = option(600.0, "Seconds for one step of an agent.", gt=0)
     episode_timeout: float = option(3600.0, "Seconds for a whole episode.", gt=0)
-    dump_dir: str | None = option(None, "Write every episode into this folder.")
-    replay_dir: str | None = option(None, "Train from episodes written earlier.")
-    only: bool = option(False, "Generate, and do not train.")
+    dump_dir: str | None = option(None, "Write every episode into this folder, a file per step.")
+    replay_dir: str | None = option(None, "Train from episodes written there, without engines.")
+    only: bool = option(False, "Generate and reward, and do not train.")
     remote_engines: tuple[str, ...] = option((), "OpenAI-like servers, for agents.", metavar="URL")
 
 class RuleConfig(Section, title="Rewards by function, server or verifier."):

@@ -12,8 +12,7 @@ LEAVE_OUT = """
     ds.experts_implementation actor.freeze_visual_encoder
     train.async_enable train.partial_rollout_enable
     ref.offload reward.offload vllm.max_restarts
-    vllm.sync_with_ray vllm.enable_sleep rollout.replay_dir rollout.only
-    rollout.remote_engines placement
+    vllm.sync_with_ray vllm.enable_sleep rollout.remote_engines placement
 """
 FUNCTION = "use --reward.remote_url (a .py file or a server), or --reward.verifier"
 MORE_GPUS = "use --ds.zero_stage 3 on more GPUs"
@@ -38,7 +37,6 @@ NOT_YET: dict[str, str] = {
     "train.max_restarts": "start again with --ckpt.load_enable",
     "vllm.tensor_parallel_size": MORE_ENGINES,
     "vllm.pipeline_parallel_size": MORE_ENGINES,
-    "rollout.dump_dir": "episodes are in samples.jsonl of --run.dir",
 }
 # The same for some values only: refused where the function of the resolved root says so.
 FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (

@@ -85,7 +85,8 @@ def plan(
         nodes, slots = counts[roles[0]]
         groups.append(HostGroup(name="+".join(roles), roles=roles, nodes=nodes, slots_per_node=slots))
         placed.update(roles)
-    groups.append(HostGroup(name="vllm", roles=("vllm",), nodes=1, slots_per_node=engines))
+    if engines:
+        groups.append(HostGroup(name="vllm", roles=("vllm",), nodes=1, slots_per_node=engines))
     return Placement(groups=tuple(groups), on_gpus=on_gpus)
 
 

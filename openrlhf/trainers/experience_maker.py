@@ -41,7 +41,6 @@ class CreditSettings:
     kl_estimator: str
     kl_in_reward: bool
     distill_coef: float  # of the teacher, where there is one
-    reward_weights: tuple[float, ...]  # of the reward models, then of the rule; empty: 1 each
     reward_clip: tuple[float, float]
     overlong_buffer: float | None  # tokens
     overlong_factor: float
@@ -61,7 +60,6 @@ class ExperienceMaker:
         policy: WorkerGroup,
         reference: WorkerGroup | None,
         critic: WorkerGroup | None,
-        reward: WorkerGroup | None,
         teacher: WorkerGroup | None,
         settings: CreditSettings,
         kl: KLController,
@@ -69,14 +67,10 @@ class ExperienceMaker:
         recompute_old: bool,
         timeout_s: float,
     ) -> None:
-        self.policy, self.reference, self.critic = policy, reference, critic
-        self.reward, self.teacher = reward, teacher
+        self.policy, self.reference = policy, reference
+        self.critic, self.teacher = critic, teacher
         self.settings, self.kl = settings, kl
         self.recompute_old, self.timeout_s = recompute_old, timeout_s
-
-    def scored(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The episodes, the finished ones with the sum of all their rewards."""
-        return with_rewards(trajectories, self.reward, self.settings.reward_weights, timeout_s=self.timeout_s)
 
     def annotate(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """Add log π_old, log π_ref, log π_teacher and V where something needs them: launched side by side, gathered.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,22 @@ from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGr
 from openrlhf.models.loading import ModelError
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
+from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
-from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, RewardErrors
+from openrlhf.rollout.recorded import DumpingGenerator, Generator, ReplayGenerator
+from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, Reward, RewardErrors
 from openrlhf.trainers import settings
-from openrlhf.trainers.experience_maker import ExperienceMaker
+from openrlhf.trainers.experience_maker import ExperienceMaker, with_rewards
 from openrlhf.trainers.filtering import DynamicFilter
-from openrlhf.trainers.ppo import PPOTrainer
+from openrlhf.trainers.ppo import Evaluate, PPOTrainer
 from openrlhf.trainers.processes import EngineGroup, start_hosts
 from openrlhf.trainers.prompt_data import PromptData, load_prompts
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.recorder import Recorder
+from openrlhf.trainers.replay import identity, replay_folder
 from openrlhf.trainers.reward_rule import reward_of
-from openrlhf.trainers.sources import SyncSource, evaluate
+from openrlhf.trainers.rollout_only import RolloutOnly
+from openrlhf.trainers.sources import Scored, SyncSource, evaluate
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
 from openrlhf.workers.policy import PolicyWorker
@@ -64,8 +68,10 @@ USER_ERRORS = (
 def run_ppo(config: PPOConfig) -> None:
     """Train as the flags say, from a Ray that is there or one of our own."""
     kind: Device = "cuda" if count_gpus() else "cpu"
-    check_engine_args(config.vllm.engine_args, kind)
-    check_reward(config.reward)
+    generates = not config.rollout.replay_dir
+    if generates:
+        check_engine_args(config.vllm.engine_args, kind)
+        check_reward(config.reward)
     checkpoints = CheckpointManager(
         config.ckpt.path,
         parts=[] if config.ckpt.disable_ds else list(settings.engine_layouts(config)),
@@ -74,14 +80,17 @@ def run_ppo(config: PPOConfig) -> None:
     )
     checkpoint = checkpoints.latest() if config.ckpt.load_enable else None
     data = load_prompts(config)
-    check_agents(config, data.tokenizer)
+    if generates:
+        check_agents(config, data.tokenizer)
     if checkpoint:
         check_resumable(checkpoint, config, data)
+    done, consumed = (checkpoint.state.step, checkpoint.state.consumed) if checkpoint else (0, 0)
+    replay = replay_folder(config, data, done=done, consumed=consumed)
     plan = plan_placement(config, kind)
     if config.dry_run:
         show_plan(config, data, plan)
         return
-    with ray_cluster(plan), Run(config, data, plan, kind, checkpoints, checkpoint) as run, run.engines.naming_logs():
+    with ray_cluster(plan), Run(config, data, plan, kind, checkpoints, checkpoint, replay) as run, run.naming_logs():
         run.trainer.fit()
 
 
@@ -100,8 +109,12 @@ def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
     together = [("actor", "ref", "teacher")] if config.train.colocate_actor_ref else []
     together += [("critic", "reward")] if config.train.colocate_critic_reward else []
     return placement.plan(
-        {name: (role.num_nodes, role.num_gpus_per_node) for name, role in roles.items()},
-        engines=config.vllm.num_engines,
+        {
+            name: (role.num_nodes, role.num_gpus_per_node)
+            for name, role in roles.items()
+            if name == "reward" or not config.rollout.only
+        },
+        engines=0 if config.rollout.replay_dir else config.vllm.num_engines,
         on_gpus=kind == "cuda",
         colocated=together,
     )
@@ -133,6 +146,7 @@ class Run:
         kind: Device,
         checkpoints: CheckpointManager,
         checkpoint: Checkpoint | None,
+        replay: EpisodeFolder | None,
     ) -> None:
         self.config, self.data, self.plan = config, data, plan
         self.kind: Device = kind
@@ -141,33 +155,42 @@ class Run:
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.hosts: list[HostHandles] = []
         self.ends = ExitStack()  # what has to end with the run; the last that was made ends first
-        self.checkpoints, self.checkpoint = checkpoints, checkpoint
+        self.checkpoints, self.checkpoint, self.replay = checkpoints, checkpoint, replay
+        self.engines: EngineGroup | None = None
+        self.reward: Reward | None = None
+        self.trainer: PPOTrainer | RolloutOnly
 
     def __enter__(self) -> Run:
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
-            self.reward = self.ends.enter_context(reward_of(self.config.reward, log_dir=Path(self.log_dir)))
-            if self.reward:
-                asyncio.run(self.reward.check())
-            self.engines = EngineGroup(
-                self.plan.group_of("vllm"),
-                settings.engine_settings(
-                    self.config, self.config.actor.model_name_or_path, self.kind, self.data.tokenizer
-                ),
-                log_dir=self.log_dir,
-                timeout_s=self.config.train.setup_timeout,
-            )
-            self.ends.callback(self.engines.close)
+            if not self.replay:
+                self.reward = self.ends.enter_context(reward_of(self.config.reward, log_dir=Path(self.log_dir)))
+                if self.reward:
+                    asyncio.run(self.reward.check())
+                self.engines = EngineGroup(
+                    self.plan.group_of("vllm"),
+                    settings.engine_settings(
+                        self.config, self.config.actor.model_name_or_path, self.kind, self.data.tokenizer
+                    ),
+                    log_dir=self.log_dir,
+                    timeout_s=self.config.train.setup_timeout,
+                )
+                self.ends.callback(self.engines.close)
             groups = self._start_workers()
-            self.engines.wait()
+            if self.engines:
+                self.engines.wait()
             self.trainer = self._make_trainer(groups)
-            if self.checkpoint:
+            if self.checkpoint and isinstance(self.trainer, PPOTrainer):
                 self.trainer.resume(self.checkpoint)
             self.ends = self.ends.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.ends.close()
+
+    def naming_logs(self) -> AbstractContextManager[None]:
+        """Within it, an engine's failure is a RolloutError that names the logs."""
+        return self.engines.naming_logs() if self.engines else nullcontext()
 
     def _start_workers(self) -> dict[str, WorkerGroup]:
         """Processes for every host group, and the models of all roles in them; by role."""
@@ -196,58 +219,31 @@ class Run:
         gather(created, timeout_s=self.config.train.setup_timeout, doing="load the models", logs=logs)
         return groups
 
-    def _make_generator(self, on_error: ErrorPolicy) -> RolloutGenerator:
-        config, tokenizer = self.config, self.data.tokenizer
-        generator = RolloutGenerator(
-            self.engines.actors,
-            tokenizer,
-            self.reward,
-            agents=make_agents(
-                config,
-                tokenizer,
-                needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
-                log_dir=Path(self.log_dir),
-            ),
-            on_error=on_error,
-            timeout_s=config.train.step_timeout,
-        )
-        self.ends.callback(generator.close)
-        generator.check_agents()
-        return generator
-
-    def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer:
-        config, policy, kl = self.config, groups["actor"], make_kl(self.config)
+    def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
+        config = self.config
         on_error = ErrorPolicy.parse(config.reward.on_error)
+        errors = ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error)
+        models, weights = groups.get("reward"), config.reward.weights or ()
+        scored = partial(with_rewards, models=models, weights=weights, timeout_s=config.train.step_timeout)
         generator = self._make_generator(on_error)
+        source = self._make_source(generator, scored, errors)
+        if config.rollout.only:
+            return RolloutOnly(source, self.recorder, errors, needs_groups=settings.needs_groups(config))
+        policy, kl = groups["actor"], make_kl(config)
         maker = ExperienceMaker(
             policy,
             groups.get("ref"),
             groups.get("critic"),
-            groups.get("reward"),
             groups.get("teacher"),
             settings.credit_settings(config),
             kl,
             recompute_old=settings.needs_old_logprobs(config),
             timeout_s=config.train.step_timeout,
         )
-        errors = ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error)
-        low, high = config.algo.dynamic_filtering_range
-        keep = DynamicFilter(low=low, high=high, errors=errors) if config.algo.dynamic_filtering_enable else None
-        source = SyncSource(
-            self.data.train,
-            generator,
-            settings.train_sampling(config),
-            maker.scored,
-            batch_size=config.rollout.batch_size,
-            episodes=config.train.num_episodes,
-            seed=config.train.seed,
-            num_workers=config.data.dataloader_num_workers,
-            keep=keep,
-        )
-        weights = WeightPublisher(
+        publisher = WeightPublisher(
             policy,
-            self.engines.actors,
-            engine_logs=self.engines.logs,
+            self.engines.actors if self.engines else [],
+            engine_logs=self.engines.logs if self.engines else [],
             transport="nccl" if self.kind == "cuda" else "gloo",
             timeout_s=config.train.publish_timeout,
         )
@@ -256,14 +252,10 @@ class Run:
             maker,
             policy,
             groups.get("critic"),
-            weights,
+            publisher,
             kl=kl,
             errors=errors,
-            evaluate=partial(
-                evaluate, self.data.eval, generator, settings.eval_sampling(config), wave=config.rollout.batch_size
-            )
-            if self.data.eval is not None
-            else None,
+            evaluate=self._make_evaluation(generator, scored),
             pretraining=self.data.pretraining,
             checkpoints=self.checkpoints,
             ckpt=config.ckpt,
@@ -271,6 +263,63 @@ class Run:
             recorder=self.recorder,
             settings=settings.loop_settings(config, self.run_dir),
         )
+
+    def _make_generator(self, on_error: ErrorPolicy) -> Generator:
+        """The engines and the reward; where --rollout.dump_dir writes down what they give, or it was written down, that."""
+        config = self.config
+        if self.replay:
+            return ReplayGenerator(self.replay, self._steps_made)
+        assert self.engines
+        generator = RolloutGenerator(
+            self.engines.actors,
+            self.data.tokenizer,
+            self.reward,
+            agents=make_agents(
+                config,
+                self.data.tokenizer,
+                needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
+                log_dir=Path(self.log_dir),
+            ),
+            on_error=on_error,
+            timeout_s=config.train.step_timeout,
+        )
+        self.ends.callback(generator.close)
+        generator.check_agents()
+        if not config.rollout.dump_dir:
+            return generator
+        folder = EpisodeFolder(config.rollout.dump_dir)
+        folder.begin(after=self.checkpoint.state.step if self.checkpoint else -1)
+        return DumpingGenerator(generator, folder, self._steps_made, run=identity(config, self.data))
+
+    def _make_source(self, generator: Generator, scored: Scored, errors: ErrorBudget) -> SyncSource:
+        config = self.config
+        low, high = config.algo.dynamic_filtering_range
+        source = SyncSource(
+            self.data.train,
+            generator,
+            settings.train_sampling(config),
+            scored,
+            batch_size=config.rollout.batch_size,
+            episodes=config.train.num_episodes,
+            seed=config.train.seed,
+            num_workers=config.data.dataloader_num_workers,
+            keep=DynamicFilter(low=low, high=high, errors=errors) if config.algo.dynamic_filtering_enable else None,
+            ended=lambda: self.replay is not None and self.trainer.step >= self.replay.last_step,
+        )
+        if self.replay and self.replay.last_step < source.total_steps:
+            self.recorder.display.note(
+                f"--rollout.replay_dir ends with step {self.replay.last_step}, of {source.total_steps} that the prompts may make."
+            )
+        return source
+
+    def _make_evaluation(self, generator: Generator, scored: Scored) -> Evaluate | None:
+        prompts, spec, wave = self.data.eval, settings.eval_sampling(self.config), self.config.rollout.batch_size
+        if prompts is None or self.replay:
+            return None
+        return lambda: scored(evaluate(prompts, generator, spec, wave=wave))
+
+    def _steps_made(self) -> int:
+        return self.trainer.step
 
 
 def make_kl(config: PPOConfig) -> KLController:

@@ -120,7 +120,7 @@ class PPOTrainer:
         if self.settings.eval_steps > 0 and self.best.evaluated_at < self.step:  # nothing came of the last prompts
             self.run_evaluation()
         if self.source.exhausted and self.step < self.source.total_steps:
-            self.recorder.display.note(f"The prompts are used up after step {self.step}.")
+            self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.")
         self.return_to_best()
         self.export_final(Path(self.ckpt.output_dir).expanduser().absolute())
 
@@ -222,7 +222,7 @@ class PPOTrainer:
         if self.evaluate is None:
             return
         with self.clock("evaluation"):
-            trajectories = self.maker.scored(self.evaluate())
+            trajectories = self.evaluate()
         metrics = evaluation_metrics(trajectories, k=self.settings.eval_samples)
         timing = {"timing/evaluation": self.timing.pop("timing/evaluation").value}
         self.recorder.evaluation(self.step, metrics | timing)

@@ -12,7 +12,10 @@ from openrlhf.workers.policy import PolicyWorker
 
 
 class WeightPublisher:
-    """Policy rank 0 and all engine workers in one group. An engine serves a version only once its receipt is verified."""
+    """Policy rank 0 and all engine workers in one group. An engine serves a version only once its receipt is verified.
+
+    Without engines, as in a replay, there is nothing to publish.
+    """
 
     def __init__(
         self,
@@ -61,6 +64,8 @@ class WeightPublisher:
 
     def publish(self, version: int) -> None:
         """Send the policy's weights as `version`. Raises PublicationError, naming what differs, and then no engine serves it."""
+        if not self.engines:
+            return
         if not self.connected:
             self.connect()
         [manifest] = self._gather(

@@ -203,7 +203,6 @@ def credit_settings(config: PPOConfig) -> CreditSettings:
         kl_estimator=kl.estimator,
         kl_in_reward=kl.init_coef > 0 and not kl.use_loss,
         distill_coef=config.algo.distill.coef,
-        reward_weights=reward.weights or (),
         reward_clip=reward.clip_range,
         overlong_buffer=reward.overlong_buffer_len,
         overlong_factor=reward.overlong_penalty_factor,
@@ -282,7 +281,7 @@ def loop_settings(config: PPOConfig, run_dir: str) -> LoopSettings:
         epochs=config.train.max_epochs,
         updates_per_step=updates_of(config, config.rollout.batch_size),
         seed=config.train.seed,
-        needs_groups=ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].per_group,
+        needs_groups=needs_groups(config),
         eval_steps=config.eval.steps,
         eval_at_start=config.eval.at_start,
         eval_samples=config.eval.n_samples_per_prompt,
@@ -308,6 +307,11 @@ def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
         )
         for part, role in roles.items()
     }
+
+
+def needs_groups(config: PPOConfig) -> bool:
+    """Whether the estimator compares samples of a prompt."""
+    return ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].per_group
 
 
 def has_critic(config: PPOConfig) -> bool:

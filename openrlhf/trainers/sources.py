@@ -11,38 +11,41 @@ from torch.utils.data import DataLoader
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.prompts import PromptDataset, PromptRow
 from openrlhf.observability.metrics import Metric
-from openrlhf.rollout.generator import Rejects, RolloutGenerator, SamplingSpec
+from openrlhf.rollout.generator import Rejects, SamplingSpec
+from openrlhf.rollout.recorded import Generator
 from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trajectory import Prompt, Trajectory
 
+Scored = Callable[[Sequence[Trajectory]], list[Trajectory]]  # with what reward models say
 T = TypeVar("T")
 
 
 class SyncSource:
     """Generates with the newest weights, when asked: π_old is the policy of the last publication.
 
-    `scored` adds what reward models say. `batch_size`: prompts per step, those that `keep` rejects not counted; `episodes`:
-    passes over the prompts; the last batch of a pass may be short.
+    `batch_size`: prompts per step, those that `keep` rejects not counted; `episodes`:
+    passes over the prompts; the last batch of a pass may be short; the generator may have `ended` before.
     `consumed`: prompts that the run has drawn, counted over all passes; a resumed run starts there.
     """
 
     def __init__(
         self,
         prompts: PromptDataset,
-        generator: RolloutGenerator,
+        generator: Generator,
         spec: SamplingSpec,
-        scored: Callable[[Sequence[Trajectory]], list[Trajectory]],
+        scored: Scored,
         *,
         batch_size: int,
         episodes: int,
         seed: int,
         num_workers: int = 0,
         keep: DynamicFilter | None = None,
+        ended: Callable[[], bool] = lambda: False,
     ) -> None:
         self.prompts, self.generator, self.spec = prompts, generator, spec
         self.scored, self.keep = scored, keep
         self.batch_size, self.episodes, self.seed = batch_size, episodes, seed
-        self.num_workers = num_workers
+        self.num_workers, self.ended = num_workers, ended
         self.consumed = 0
 
     @property
@@ -67,8 +70,8 @@ class SyncSource:
 
     @property
     def exhausted(self) -> bool:
-        """Whether every prompt of every pass has been drawn."""
-        return self.episode >= self.episodes
+        """Whether every prompt of every pass has been drawn, or nothing comes for those that are left."""
+        return self.episode >= self.episodes or self.ended()
 
     def draw(self) -> Iterator[Iterator[Prompt]]:
         """The prompts of each pass, from where the run stands."""
@@ -106,7 +109,7 @@ class SyncSource:
         return self.scored(self.generator.rollout(prompts, self.spec, groups=groups, rejects=rejects))
 
 
-def evaluate(prompts: PromptDataset, generator: RolloutGenerator, spec: SamplingSpec, *, wave: int) -> list[Trajectory]:
+def evaluate(prompts: PromptDataset, generator: Generator, spec: SamplingSpec, *, wave: int) -> list[Trajectory]:
     """Episodes of every evaluation prompt, generated in waves of `wave` prompts."""
     trajectories: list[Trajectory] = []
     for first in range(0, len(prompts), wave):

@@ -228,6 +228,32 @@ def test_reinforce_does_discount() -> None:
     assert ppo("--algo.advantage.gamma 0.9").algo.advantage.gamma == 0.9
 
 
+def test_a_run_that_trains_nothing_names_the_flags_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+    unused = "--actor.adam.lr 1 --algo.kl.init_coef 0.1 --ckpt.load_enable --eval.dataset e --train.batch_size 8"
+    config = ppo(f"--rollout.only {unused} --rollout.batch_size 3 --train.seed 1 --algo.dynamic_filtering_range 0 1")
+    said = capsys.readouterr().err
+    assert (
+        "No effect: --actor.adam.lr, --algo.kl.init_coef, --ckpt.load_enable, --eval.dataset, --train.batch_size."
+        in said
+    )
+    assert "optimizer step" not in said and "No GPU" not in said
+    assert not config.ckpt.load_enable
+    ppo(
+        "--rollout.only "
+        + unused
+        + " --actor.entropy_coef 0 --actor.eps_clip 0.1 --critic.value_clip 1 --ref.num_nodes 1"
+    )
+    assert "--actor.adam.lr, --actor.entropy_coef," in (said := capsys.readouterr().err) and ", 1 more." in said
+
+
+def test_a_replay_needs_no_reward_and_names_the_flags_of_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    ppo("--rollout.replay_dir . --vllm.num_engines 2 --eval.dataset e --rollout.dump_dir d --reward.clip_range -1 1")
+    said = capsys.readouterr().err
+    assert "No effect: --eval.dataset, --reward.verifier, --rollout.dump_dir, --vllm.num_engines." in said
+    without = rl(rollout__replay_dir=".", algo__advantage__estimator="reinforce")
+    assert not [text for text in resolved(without)[0].check() if "rewards the samples" in text]
+
+
 def test_counts_follow_the_flag_they_default_to() -> None:
     config = ppo("--rollout.batch_size 256 --vllm.num_engines 2")
     assert config.rollout.vllm_generate_batch_size == 256

@@ -72,6 +72,8 @@ BROKEN: list[tuple[str, str, str]] = [
     *[(command, f"--{model}.aux_loss_coef 0.01 --{model}.gradient_checkpointing_enable "
        f"--{model}.gradient_checkpointing_reentrant", f"--{model}.aux_loss_coef 0.01 would not reach the routers")
       for command, model in ((RL, "actor"), (SFT, "model"))],
+    (RL, "--rollout.only --rollout.replay_dir .", "--rollout.only generates and --rollout.replay_dir . trains from what"),
+    (RL, "--rollout.replay_dir gone", "--rollout.replay_dir gone is no folder on this machine: write one with"),
     (RL, "--algo.kl.target 0.1 --algo.kl.init_coef 0", "--algo.kl.target adapts"),
     (RL, "--rollout.batch_size 4", "4 samples are fewer than one --train.batch_size of 128"),
     (RL, f"{GROUPS} --rollout.batch_size 100 --train.batch_size 64",

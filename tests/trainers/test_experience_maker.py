@@ -24,7 +24,6 @@ SETTINGS = CreditSettings(
     kl_estimator="k1",
     kl_in_reward=True,
     distill_coef=0.5,
-    reward_weights=(),
     reward_clip=(-10.0, 10.0),
     overlong_buffer=None,
     overlong_factor=1.0,
@@ -61,7 +60,6 @@ def batch(rewards: list[float], **changes: Any) -> Experience:
 def credited(experience: Experience, *, kl_coef: float = 0.1, **changes: Any) -> tuple[Experience, dict[str, float]]:
     maker = ExperienceMaker(
         NoWorkers(),  # pyright: ignore[reportArgumentType]
-        None,
         None,
         None,
         None,

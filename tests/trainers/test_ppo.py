@@ -144,9 +144,6 @@ class Nothing:
 
     def publish(self, version: int) -> None: ...
 
-    def scored(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        return trajectories
-
     def annotate(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         return experience, {}
 
@@ -185,16 +182,16 @@ FILTERED = [thrown_away(episode(1, sample, score=1.0)) for sample in range(2)]
 
 
 def test_the_last_evaluation_comes_after_the_last_prompt_though_the_run_has_fewer_steps() -> None:
-    end = ["evaluation 2", "The prompts are used up after step 2.", "export"]
+    end = ["evaluation 2", "Nothing is left to learn from after step 2.", "export"]
     assert events([KEPT + FILTERED, KEPT], eval_steps=10) == ["step 1, 50%", "step 2, 100%", *end]
 
 
 def test_an_episode_whose_rest_is_all_filtered_makes_no_step_and_the_last_evaluation_is_made_all_the_same() -> None:
-    end = ["evaluation 2", "The prompts are used up after step 2.", "export"]
+    end = ["evaluation 2", "Nothing is left to learn from after step 2.", "export"]
     assert events([KEPT, FILTERED, KEPT, FILTERED], eval_steps=10) == ["step 1, 100%", "step 2, 100%", *end]
 
 
 def test_weights_that_have_been_evaluated_are_not_evaluated_again() -> None:
-    end = ["The prompts are used up after step 1.", "export"]
+    end = ["Nothing is left to learn from after step 1.", "export"]
     assert events([KEPT, FILTERED], eval_steps=1) == ["step 1, 100%", "evaluation 1", *end]
     assert "evaluation" not in "".join(events([KEPT, FILTERED], eval_steps=-1))

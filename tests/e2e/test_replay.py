@@ -1,0 +1,221 @@
+"""The two halves of a run on the true stack: one that writes its episodes, replays of it without engines, one that only generates."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from openrlhf.config.options import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.errors import DataError
+from openrlhf.rollout.episode_files import EpisodeFolder
+from openrlhf.trainers.launch import run_ppo
+from tests.e2e.commands import as_arguments, column, numbers, samples, write_rows
+from tests.e2e.test_grpo import BATCH, HEADS, REWARDS, SAMPLES, grpo_flags, places, words
+from tests.tiny import character_tokenizer, save_tiny_model, tiny_config
+
+PROMPTS = 24
+CALLED = 'open(__file__ + ".called", "w").close()\ndef reward_func(queries, prompts, labels): raise AssertionError\n'
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A policy, a reward model, prompts and a Ray."""
+    folder = tmp_path_factory.mktemp("replay")
+    save_tiny_model(folder / "policy", **HEADS)
+    torch.manual_seed(3)
+    AutoModelForSequenceClassification.from_config(tiny_config("qwen2-tied", num_labels=1)).save_pretrained(
+        folder / "rm"
+    )
+    character_tokenizer().save_pretrained(folder / "rm")
+    write_rows(folder / "prompts.jsonl", words(PROMPTS, seed=1))
+    write_rows(folder / "held_out.jsonl", words(5, seed=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+        yield folder
+        ray.shutdown()
+
+
+def train(flags: dict[str, Any]) -> None:
+    run_ppo(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
+
+
+def flags_of(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Dynamic filtering, two rewards of which one fails at times, two optimizer steps per batch, evaluations, checkpoints."""
+    return grpo_flags(
+        workspace,
+        folder,
+        **{
+            "actor.model_name_or_path": workspace / "policy",
+            "reward.model_name_or_path": workspace / "rm",
+            "reward.remote_url": REWARDS / "trouble.py",
+            "reward.max_error_rate": 0.9,
+            "train.batch_size": BATCH * SAMPLES // 2,
+            "algo.dynamic_filtering_enable": True,
+            "algo.dynamic_filtering_range": [-5, 0.5],
+            "eval.dataset": workspace / "held_out.jsonl",
+            "eval.steps": 2,
+            "eval.n_samples_per_prompt": 1,
+            "ckpt.save_steps": 2,
+            **changes,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def written(workspace: Path) -> Path:
+    """The run that writes its episodes."""
+    folder = workspace / "written"
+    train(flags_of(workspace, folder, **{"rollout.dump_dir": folder / "episodes"}))
+    return folder
+
+
+def replay(written: Path, folder: Path, **changes: Any) -> None:
+    """The run once more, from its configuration and its episodes, with a reward function that must not be called."""
+    reward = folder.with_suffix(".py")
+    reward.write_text(CALLED)
+    same = {"config": written / "config.yaml", **places(folder), "reward.remote_url": reward}
+    train({**same, "rollout.replay_dir": written / "episodes", **changes})
+    assert not Path(f"{reward}.called").exists()
+    assert not list((folder / "logs").glob("vllm*"))
+
+
+def of_training(folder: Path) -> list[dict[str, Any]]:
+    """What the steps logged, without evaluations."""
+    return [row for row in numbers(folder) if "eval/eval_num_samples" not in row]
+
+
+def test_every_episode_is_written_before_anything_is_done_with_it(written: Path) -> None:
+    episodes = EpisodeFolder(written / "episodes")
+    steps = episodes.steps()
+    assert steps == [row["step"] for row in of_training(written)] and len(steps) > 2
+    every = [t for step in steps for t in episodes.read("step", step)]
+    assert sorted({t.prompt.index for t in every}) == list(range(PROMPTS))
+    assert len(every) == PROMPTS * SAMPLES
+    assert all(
+        t.num_actions and t.weight_versions == (step - 1,) for step in steps for t in episodes.read("step", step)
+    )
+    assert {t.failed for t in every} == {True, False}
+    assert min(column(written, "train/dynamic_filtering_pass_rate")) < 100
+    shown = {(row["prompt_index"], row["sample_index"]): row["response"] for row in samples(written)}
+    assert shown.items() <= {(t.prompt.index, t.sample_index): t.response_text for t in every}.items()
+    evaluated = sorted(path.name for path in (written / "episodes").glob("eval*"))
+    assert evaluated == [f"eval-{step:06}.jsonl.gz" for step in sorted({*steps[1::2], steps[-1]})]
+    assert len(episodes.read("eval", steps[1])) == 5
+
+
+def test_a_replay_logs_the_numbers_of_the_run_without_engines_or_rewards(
+    written: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the last digit. First of a folder with two steps, after which it ends; then resumed with all of them."""
+    folder, part = workspace / "replayed", workspace / "part"
+    shutil.copytree(written / "episodes", part, ignore=lambda _, names: [n for n in names if n > "step-000003"])
+    replay(written, folder, **{"rollout.replay_dir": part})
+    assert "--rollout.replay_dir ends with step 2, of 6 that" in capsys.readouterr().out
+    assert numbers(folder) == of_training(written)[:2]
+    replay(written, folder, **{"run.dir": None, "ckpt.load_enable": True, "eval.steps": 3})
+    assert numbers(folder) == of_training(written)
+    assert samples(folder) == samples(written)
+    weights, unbroken = (path / "model" / "model.safetensors" for path in (folder, written))
+    assert weights.read_bytes() == unbroken.read_bytes()
+
+
+def test_a_resumed_run_writes_its_steps_anew(written: Path, workspace: Path) -> None:
+    """To the same bytes, on a CPU; what was there of them is set aside."""
+    folder = workspace / "continued"
+    shutil.copytree(written, folder)
+    steps = EpisodeFolder(folder / "episodes").steps()
+    for name in [*folder.glob("checkpoints/*step[3-9]*"), *folder.glob("checkpoints/best*")]:
+        name.unlink() if name.is_file() else shutil.rmtree(name)
+    train(
+        {
+            "config": written / "config.yaml",
+            **places(folder),
+            "run.dir": None,
+            "rollout.dump_dir": folder / "episodes",
+            "ckpt.load_enable": True,
+        }
+    )
+    assert len(list((folder / "episodes").glob("earlier/1/step*"))) == len(steps) - 2
+    for path in (written / "episodes").glob("*.gz"):
+        assert (folder / "episodes" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rollout.replay_dir": "empty"}, ["has no episodes", "--rollout.dump_dir"]),
+        ({"rollout.batch_size": 8, "rollout.vllm_generate_batch_size": 8}, ["--rollout.batch_size: 4 there, 8 here"]),
+        ({"rollout.n_samples_per_prompt": 8}, ["--rollout.n_samples_per_prompt: 4 there, 8 here"]),
+        ({"data.max_samples": 20}, ["prompts of --data.prompt_dataset: 24 there, 20 here"]),
+        ({"data.input_template": "Q{}"}, ["step-000001.jsonl.gz: prompt 0 is", "template"]),
+        ({"algo.dynamic_filtering_range": [0, 0.5]}, ["--algo.dynamic_filtering_range: [-5.0, 0.5] there, [0.0, 0.5] here"]),
+        ({"rollout.replay_dir": "hole"}, ["but not step 2"]),
+        ({"rollout.replay_dir": "damaged"}, ["step-000001.jsonl.gz, line 2, cannot be read"]),
+    ],
+    ids=["empty", "batch size", "samples", "fewer prompts", "template", "filter", "hole", "damage"],
+)  # fmt: skip
+def test_episodes_that_are_not_of_this_run_are_told_at_the_start(
+    written: Path, workspace: Path, changes: dict[str, Any], said: list[str]
+) -> None:
+    for name in ("empty", "hole", "damaged"):
+        shutil.copytree(written / "episodes", workspace / name, dirs_exist_ok=True)
+    shutil.rmtree(workspace / "empty")
+    (workspace / "empty").mkdir()
+    (workspace / "hole" / "step-000002.jsonl.gz").unlink(missing_ok=True)
+    with gzip.open(workspace / "damaged" / "step-000001.jsonl.gz") as file:
+        head = file.readline()
+    (workspace / "damaged" / "step-000001.jsonl.gz").write_bytes(gzip.compress(head + b"{\n"))
+    if "rollout.replay_dir" in changes:
+        changes = {"rollout.replay_dir": workspace / changes["rollout.replay_dir"]}
+    with pytest.raises(DataError) as caught:
+        replay(written, workspace / "never", dry_run=True, **changes)
+    assert all(word in str(caught.value) for word in said), caught.value
+    assert not (workspace / "never").exists()
+
+
+def test_a_dry_run_of_a_replay_has_no_engines_in_its_plan(
+    written: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay(written, workspace / "dry", dry_run=True)
+    printed = capsys.readouterr().out
+    assert "actor+ref: 1 × 1" in printed and "vllm" not in printed
+
+
+def test_only_generating_makes_the_steps_with_the_weights_of_the_folder_and_no_workers(
+    written: Path, workspace: Path
+) -> None:
+    """Its first step is the one that the training run made; it trains nothing, so it can be trained from."""
+    folder = workspace / "generated"
+    train(flags_of(workspace, folder, **{"rollout.only": True, "rollout.dump_dir": folder / "episodes"}))
+    first, theirs = (EpisodeFolder(path / "episodes").read("step", 1) for path in (folder, written))
+    assert first == theirs
+    episodes = EpisodeFolder(folder / "episodes")
+    every = [t for step in episodes.steps() for t in episodes.read("step", step)]
+    assert {t.weight_versions for t in every} == {(0,)} and len(every) == PROMPTS * SAMPLES
+    same = (
+        "rollout/reward_mean",
+        "rollout/num_samples",
+        "train/score",
+        "train/reward_model_1",
+        "train/failed_episodes",
+    )
+    for name in (*same, "train/dynamic_filtering_pass_rate"):
+        assert column(folder, name)[0] == column(written, name)[0], name
+    assert [row["step"] for row in numbers(folder)] == episodes.steps()
+    assert {path.name.partition("-")[0] for path in (folder / "logs").glob("*-?.log")} == {"host", "reward", "vllm"}
+    assert samples(folder) and (folder / "report.html").exists()
+    assert not (folder / "model").exists() and not (folder / "checkpoints").exists()
+    trained = workspace / "trained"
+    train(flags_of(workspace, trained, **{"rollout.replay_dir": folder / "episodes"}))
+    assert of_training(trained)[0] == of_training(written)[0]
+    assert len(of_training(trained)) == len(episodes.steps())
