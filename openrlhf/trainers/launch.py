@@ -28,11 +28,11 @@ from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.models.loading import ModelError
+from openrlhf.recording.episode_files import EpisodeFolder
+from openrlhf.recording.generators import DumpingGenerator, Generator, ReplayGenerator
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
-from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
-from openrlhf.rollout.recorded import DumpingGenerator, Generator, ReplayGenerator
 from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, Reward, RewardErrors
 from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import ExperienceMaker, with_rewards

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import DataError
-from openrlhf.rollout.episode_files import EpisodeFolder
-from openrlhf.rollout.recorded import ReplayGenerator
+from openrlhf.recording.episode_files import EpisodeFolder
+from openrlhf.recording.generators import ReplayGenerator
 from openrlhf.trainers import settings
 from openrlhf.trainers.prompt_data import PromptData
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from openrlhf.data.errors import DataError
-from openrlhf.rollout.episode_files import EpisodeFolder
+from openrlhf.recording.episode_files import EpisodeFolder
 from openrlhf.trajectory import Failure, Prompt, Trajectory
 from tests.trainers.episodes import episode, failed
 

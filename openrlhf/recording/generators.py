@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from openrlhf.data.errors import DataError
 from openrlhf.observability.metrics import Metric
-from openrlhf.rollout.episode_files import EpisodeFolder, Kind
+from openrlhf.recording.episode_files import EpisodeFolder, Kind
 from openrlhf.rollout.generator import Rejects, SamplingSpec
 from openrlhf.trajectory import Prompt, Trajectory
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from openrlhf.data.errors import DataError
 from openrlhf.data.prompts import PromptRow
 from openrlhf.observability.metrics import Metric
-from openrlhf.rollout.episode_files import EpisodeFolder
+from openrlhf.recording.episode_files import EpisodeFolder
+from openrlhf.recording.generators import DumpingGenerator, Generator, ReplayGenerator
 from openrlhf.rollout.generator import Rejects, SamplingSpec
-from openrlhf.rollout.recorded import DumpingGenerator, Generator, ReplayGenerator
 from openrlhf.rollout.rewards import ErrorBudget
 from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trainers.sources import SyncSource, evaluate
 from openrlhf.trajectory import Prompt, Trajectory
-from tests.rollout.test_episode_files import IN_ONE_FOLDER
+from tests.recording.test_episode_files import IN_ONE_FOLDER
 from tests.trainers.episodes import episode
 
 SPEC = SamplingSpec(
