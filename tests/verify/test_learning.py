@@ -98,4 +98,5 @@ def test_held_out_problems_are_solved_more_often(name: str, seed: int, folder: P
     record(run)
     write_pages()
     assert after - before >= LIFT
-    assert run.last - run.first >= LIFT
+    if "--algo.dynamic_filtering_enable" not in method:  # which leaves out prompts that are solved always
+        assert run.last - run.first >= LIFT
