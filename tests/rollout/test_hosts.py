@@ -254,7 +254,7 @@ def test_a_fork_bomb_that_leaves_its_session_is_bounded_and_nothing_is_left_of_i
         assert call(pool, "echo", "fine") == [["fine"], {}]
     forked = [int(pid) for pid in pids.read_text().split()]
     assert 10 < len(forked) <= PROCESSES
-    assert not any(map(running, forked))
+    assert becomes_true(lambda: not any(map(running, forked)))  # a busy machine takes a while to end what was killed
 
 
 def test_no_call_has_more_processes_than_the_limit():
