@@ -51,7 +51,7 @@ def assemble(result: Mapping[str, Any], calls: Sequence[Call], max_length: int) 
         builder=builder,
         reward=rewards.result,
         truncated=bool(result.get("truncated")) or len(tokens) > max_length,
-        turn_rewards=tuple(turn for turn in turns if turn[0] < max_length),
+        turn_rewards=tuple(turns),
         oddities=oddities,
     )
 

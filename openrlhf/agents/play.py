@@ -17,6 +17,7 @@ from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
 logger = logging.getLogger(__name__)
+FINISHED = {"stop", "length", "abort"}  # ends of samples that an agent may go on from
 
 
 class AgentEpisodes:
@@ -45,7 +46,7 @@ class AgentEpisodes:
         """One episode; a failed one where the agent raised, took too long, or returned what is none."""
 
         async def sampled(turn: int, tokens: list[int], asked: SamplingParams) -> Generation:
-            seed = spec.seed_of(prompt, sample, turn) if asked.seed == params.seed else asked.seed
+            seed = spec.seed_of(prompt, sample, turn) if asked.seed in (None, params.seed) else asked.seed
             return (await generate(prompt, spec, tokens, [replace(asked, seed=seed)]))[0]
 
         calls: Sequence[Call] = []
@@ -53,6 +54,9 @@ class AgentEpisodes:
             result, calls = await self.pool.run(
                 Episode(prompt=prompt.text, label=prompt.label, params=params, generate=sampled, images=prompt.images)
             )
+            if bad := {call.generation.finish_reason for call in calls} - FINISHED:
+                error = f"the engine ended a sample: {', '.join(bad)}"
+                return self._failed(prompt, sample, calls, error, Failure.ENGINE)
             episode = assemble(result, calls, spec.max_len)
             if episode.reward.reward is None and self.needs_reward:
                 raise EpisodeMistake("execute returned no reward, and there is no --reward.model_name_or_path")

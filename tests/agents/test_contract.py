@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,22 @@ def test_an_agent_that_goes_wrong_fails_its_own_episode(
     assert bad.error is not None and words in bad.error
     if label not in ("raise before", "memory", "swallow", "block", "crash"):  # where a sample was had before
         assert bad.num_actions
+
+
+def test_a_sample_with_parameters_of_the_agents_own_has_a_seed_too(trouble: Stand) -> None:
+    trouble.engine.asked.clear()
+    asked = prompt(label="own parameters")
+    trouble.rollout(asked, n_samples=1)
+    assert [params.seed for _, params in trouble.engine.asked] == [spec().seed_of(asked, 0, turn) for turn in (0, 1)]
+
+
+def test_a_sample_that_the_engine_ended_fails_its_episode(trouble: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "answer", lambda *asked: replace(answer_well(*asked), finish_reason="error"))
+    [trajectory] = trouble.rollout(prompt(label="fine"), n_samples=1)
+    assert trajectory.failure is Failure.ENGINE and trajectory.error == "the engine ended a sample: error"
+
+
+answer_well = answer
 
 
 def test_episodes_in_the_same_host_survive_the_one_that_ends_it(trouble: Stand) -> None:

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from openrlhf.utils.agent import SingleTurnAgentExecutor
+from openrlhf.utils.agent import SamplingParams, SingleTurnAgentExecutor
 
 
 class AgentExecutor(SingleTurnAgentExecutor):
@@ -51,6 +51,8 @@ class AgentExecutor(SingleTurnAgentExecutor):
             result["action_ranges"] = []
         elif label == "too long a prompt":
             await llm_engine.generate([5] * 500, sampling_params)
+        elif label == "own parameters":
+            await llm_engine.generate([5], SamplingParams(max_tokens=3))
         elif label == "images":
             await llm_engine.generate([5], sampling_params, multi_modal_data={"image": []})
         return result
