@@ -151,7 +151,7 @@ class EvaluationConfig(shared.RecordedCommand, title="Evaluation of a checkpoint
         return [
             (not self.model.model_name_or_path, "--model.model_name_or_path must be given with <task>."),
             *rules.rule_mistakes(self.reward, self.data.label_key),
-            *rules.agent_mistakes(self.train.agent_func_path),
+            *rules.agent_mistakes(self.train.agent_func_path, self.reward),
             (self.train.agent_func_path and (self.reward.remote_url or self.reward.verifier),
              "The agent of <train.agent_func_path> rewards: leave out --reward.remote_url and --reward.verifier."),
             *ppo_rules.engine_mistakes(self.vllm, self.rollout, self.data.max_len),

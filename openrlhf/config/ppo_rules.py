@@ -210,7 +210,7 @@ def reward_mistakes(config: PPOConfig) -> Sentences:
          "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
          "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."),
         *rules.rule_mistakes(reward, config.data.label_key),
-        *rules.agent_mistakes(agent),
+        *rules.agent_mistakes(agent, reward),
         *rules.sum_mistakes(reward, parts),
     ]
 

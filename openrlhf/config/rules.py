@@ -160,10 +160,14 @@ def rule_mistakes(reward: RuleConfig, label_key: str | None) -> Sentences:
     ]
 
 
-def agent_mistakes(path: str | None) -> Sentences:
-    """An agent's file is there."""
+def agent_mistakes(path: str | None, reward: RewardConfig) -> Sentences:
+    """An agent's file is there, and its failed episodes get no number."""
     here = not path or (path.endswith(".py") and Path(path).expanduser().is_file())
-    return [(not here, "<train.agent_func_path> is not a .py file on this machine.")]
+    return [
+        (not here, "<train.agent_func_path> is not a .py file on this machine."),
+        (path and is_number(reward.on_error),
+         "<reward.on_error> cannot reward an episode that an agent did not finish: use fail or drop."),
+    ]
 
 
 def sum_mistakes(reward: RewardConfig, parts: int) -> Sentences:

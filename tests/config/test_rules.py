@@ -43,6 +43,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--reward.remote_url localhost:5000", "localhost:5000 is neither"),
     (RL, "--reward.remote_url gone.py,http://h", "mixes a .py file with others"),
     (RL, "--train.agent_func_path gone.py", "--train.agent_func_path gone.py is not"),
+    (RL, f"--train.agent_func_path {__file__} --reward.on_error 0", "that an agent did not finish: use fail or drop"),
     (RL, "--reward.model_name_or_path a,b --reward.verifier math --reward.weights 1 1",
      "--reward.weights 1 1 has 2 numbers for 3 rewards"),
     (RL, "--reward.verifier code --data.label_key=", "--reward.verifier code checks responses against labels"),
