@@ -21,12 +21,14 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.agents.contract import AgentExecutorBase
+from openrlhf.agents.contract import AgentExecutorBase, RewardFailure
 from openrlhf.agents.old_steps import executor_of_step
+from openrlhf.rollout.host import MAX_REPLY_BYTES
 from openrlhf.rollout.host_process import LENGTH, load_file, main, plain, user_frames
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CLASS = "AgentExecutor"
+THREADS = 128  # for episodes that wait in `asyncio.to_thread`, of which the default has a handful
 OLD_QUEUE = (
     "is written for releases 0.8.7 to 0.9.0. Let its class take no arguments, let its method be\n"
     "    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None)\n"
@@ -147,6 +150,7 @@ class Host:
 
     async def serve(self) -> None:
         """Answer requests until the other end is gone."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
         reader, self._writer = await asyncio.open_connection(sock=self._channel)
         handlers = {
             "start": self._start,
@@ -163,6 +167,8 @@ class Host:
         if os.getpid() != self._process:  # user code forked, and the copy came here too
             os._exit(0)
         data = marshal.dumps(message)
+        if len(data) > MAX_REPLY_BYTES:
+            raise ValueError(f"returned {len(data):,} bytes, more than the {MAX_REPLY_BYTES:,} a host may send")
         self._writer.write(LENGTH.pack(len(data)) + data)
 
     def _start(self, path: str, tokenizer: bytes, max_length: int, max_turns: int | None) -> None:
@@ -199,13 +205,12 @@ class Host:
             wanted = {name: plain(value) for name, value in result.items() if name in RESULT}
             self._send(kind="done", episode=episode, result=wanted)
         except BaseException as error:
-            if isinstance(error, MemoryError):
+            if isinstance(error, RewardFailure):
+                failure = error.failure or failure
+            elif isinstance(error, MemoryError):
                 failure = Failure.MEMORY
-            elif isinstance(error, asyncio.CancelledError):
-                failure = Failure.TIMEOUT
-            elif not isinstance(error, Exception):
+            elif not isinstance(error, Exception | asyncio.CancelledError):
                 failure = Failure.EXIT
-            failure = getattr(error, "failure", None) or failure
             broken = failure in (Failure.MEMORY, Failure.EXIT)
             self._send(kind="done", episode=episode, error=_told(error), failure=str(failure), broken=broken)
         finally:

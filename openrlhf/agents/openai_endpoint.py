@@ -14,7 +14,6 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 MODEL = "policy"  # any other name will do
 KEEP_ALIVE_S = 24 * 3600
-THREADS = 128  # for agents that are no coroutines
 
 
 class ChatRequest(BaseModel):
@@ -82,7 +80,6 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     def __init__(self) -> None:
         self._sessions: dict[str, _Open] = {}
         self._starting: asyncio.Task[None] | None = None
-        self._threads = ThreadPoolExecutor(THREADS, "agent")
         self._tokenizer: PreTrainedTokenizerBase
         self._max_length = 0
 
@@ -137,8 +134,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     async def _run(self, prompt: str, label: Any, session_id: str) -> Any:
         if inspect.iscoroutinefunction(self.run_agent):
             return await self.run_agent(prompt, label, session_id)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.run_agent, prompt, label, session_id)
+        return await asyncio.to_thread(self.run_agent, prompt, label, session_id)
 
     async def _start(self) -> None:
         """Listen at a free port."""
