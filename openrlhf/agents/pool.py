@@ -3,6 +3,7 @@
 An episode that takes too long is cancelled; where that does not help, because its code blocks the host's event loop, the host
 is killed. Of the others in a killed host, those that waited for the engine begin again elsewhere. Those whose own code was
 running begin again too, each alone in a host of its own: the one that was to blame ends that host as well, and has failed.
+A host where an episode took too long is replaced once it has no others: threads that the episode left may still hang there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from openrlhf.config.options import ConfigError
 from openrlhf.rollout.engine import EngineError
@@ -24,6 +25,7 @@ from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure
 
 EPISODES = 128  # of a host at a time; more wait outside, where no deadline runs
+LOSSES = 4  # of its hosts, after which an episode is suspected too that only waited for the engine
 GRACE_S = 5.0  # for a cancelled episode to end
 Generate = Callable[
     [int, list[int], SamplingParams], Awaitable[Generation]
@@ -79,7 +81,12 @@ class _Lost(HostError):
         self.suspect = suspect
 
 
-@dataclass(kw_only=True)
+class _Deadline(NamedTuple):
+    seconds: float
+    words: str  # what is wrong once it has passed
+
+
+@dataclass(eq=False, kw_only=True)
 class _Running:
     """An episode in a host."""
 
@@ -90,7 +97,7 @@ class _Running:
     calls: list[Call] = field(default_factory=list)
     samples: set[asyncio.Task[None]] = field(default_factory=set)  # asked for, not answered yet
     clock: asyncio.TimerHandle | None = None  # of the agent's own work
-    late: str | None = None  # which deadline it missed
+    late: _Deadline | None = None  # missed
 
 
 class AgentHost(HostProcess):
@@ -103,9 +110,13 @@ class AgentHost(HostProcess):
         self.episodes = 0  # given to this host, those that wait for its start too
         self._numbers = 0
         self._ready: asyncio.Task[None] | None = None
+        self._worn = False  # an episode was late here
+        self._closed = False
 
     async def ready(self) -> None:
         """Start the process, or wait until it has started. Raises HostLoadError where the user's file is at fault."""
+        if self._closed:
+            raise HostError("the hosts of agents were closed")
         if self._ready is None or (self._ready.done() and (self._ready.cancelled() or self._ready.exception())):
             self._ready = asyncio.get_running_loop().create_task(self._begin())
         await asyncio.shield(self._ready)
@@ -126,7 +137,7 @@ class AgentHost(HostProcess):
             expired = isinstance(error, TimeoutError)
             lost = await self.loss(f"loading {settings.path}", settings.load_timeout, log_start, expired=expired)
             self.stop()
-            raise HostLoadError(str(lost), lost.failure) from None
+            raise (HostLoadError(str(lost), lost.failure) if expired else _Lost(lost, suspect=False)) from None
         if reply["error"] is not None:
             self.stop()
             raise HostLoadError(f"{settings.path} cannot be loaded:\n{reply['error']}")
@@ -140,6 +151,9 @@ class AgentHost(HostProcess):
             return await self._run(episode)
         finally:
             self.episodes -= 1
+            if self._worn and not self.episodes:
+                self._worn = False
+                self.cut()
 
     async def _run(self, episode: Episode) -> tuple[dict[str, Any], list[Call]]:
         loop = asyncio.get_running_loop()
@@ -147,9 +161,8 @@ class AgentHost(HostProcess):
         running = _Running(number=self._numbers, episode=episode, done=loop.create_future())
         self.running[running.number] = running
         limit = self.settings.episode_timeout
-        end = loop.call_later(
-            limit, self._cancel, running, f"the episode took more than --rollout.episode_timeout {limit:g} s"
-        )
+        late = _Deadline(limit, f"the episode took more than --rollout.episode_timeout {limit:g} s")
+        end = loop.call_later(limit, self._cancel, running, late)
         try:
             self._write(
                 kind="episode", episode=running.number, prompt=episode.prompt, label=episode.label,
@@ -167,14 +180,16 @@ class AgentHost(HostProcess):
             running.clock.cancel()
         for sample in running.samples:
             sample.cancel()
+        if running.done.cancelled():  # given up here, and the host does not know
+            self._write(kind="cancel", episode=running.number)
 
     def _wind(self, running: _Running) -> None:
         """Start the clock of the agent's own work."""
         limit = self.settings.step_timeout
-        late = f"the agent took more than --rollout.step_timeout {limit:g} s between two samples"
+        late = _Deadline(limit, f"the agent took more than --rollout.step_timeout {limit:g} s between two samples")
         running.clock = asyncio.get_running_loop().call_later(limit, self._cancel, running, late)
 
-    def _cancel(self, running: _Running, late: str) -> None:
+    def _cancel(self, running: _Running, late: _Deadline) -> None:
         """Ask the host to end an episode; kill the host where it does not."""
         if running.late is None and not running.done.done():
             running.late = late
@@ -184,7 +199,11 @@ class AgentHost(HostProcess):
     def _insist(self, running: _Running) -> None:
         if not running.done.done():
             self.dump()
-            asyncio.get_running_loop().call_later(DUMP_SECONDS, self.cut)
+            asyncio.get_running_loop().call_later(DUMP_SECONDS, self._end, running)
+
+    def _end(self, running: _Running) -> None:
+        if not running.done.done():  # otherwise its host is gone already, and this is another
+            self.cut()
 
     async def _listen(self) -> None:
         """Take what the host says, until it is gone."""
@@ -200,11 +219,12 @@ class AgentHost(HostProcess):
                 else:
                     culprit_known = self._finish(running, **message)
         left = [running for running in self.running.values() if not running.done.done()]
-        suspects = [] if culprit_known else [running for running in left if not running.samples]
-        activity, limit = f"an episode of {self.settings.path}", self.settings.step_timeout
-        error = await self.loss(activity, limit, log_start, expired=any(running.late for running in suspects))
+        suspects = [] if culprit_known else [running for running in left if running.late or not running.samples]
+        late = next((running.late for running in suspects if running.late), None)
+        activity, limit = f"an episode of {self.settings.path}", late.seconds if late else 0.0
+        error = await self.loss(activity, limit, log_start, expired=late is not None)
         self.stop()
-        self._ready = None
+        self._ready, self._worn = None, False
         for running in list(self.running.values()):  # those that came meanwhile too
             if not running.done.done():
                 alone = suspects == [running]
@@ -221,10 +241,11 @@ class AgentHost(HostProcess):
         broken: bool = False,
     ) -> bool:
         """An episode is over; whether its host should not be used again."""
+        self._worn |= running.late is not None
         if result is not None:
             running.done.set_result(result)
         else:
-            words = f"{running.late}, and was ended here" if running.late else "the agent raised"
+            words = f"{running.late.words}, and was ended here" if running.late else "the agent raised"
             memory = f"(--reward.memory_gib is {self.settings.memory_gib:g}.)" if failure == Failure.MEMORY else ""
             reason = HostError(f"{words}:\n{error}{memory}", Failure.TIMEOUT if running.late else Failure(failure))
             running.done.set_exception(EpisodeError(reason, running.calls))
@@ -245,6 +266,7 @@ class AgentHost(HostProcess):
             except Exception as failed:  # the engine is gone: not the agent's affair
                 if not running.done.done():
                     running.done.set_exception(failed)
+                    self._write(kind="cancel", episode=running.number)
                 return
             running.samples.discard(task)
             if not running.samples and not running.done.done():
@@ -272,9 +294,12 @@ class AgentHost(HostProcess):
 
     async def close(self) -> None:
         """Kill the process, if there is one; its episodes end with an error."""
+        self._closed = True
         if self._ready is None:
             return
         with suppress(HostError):
+            if not self._ready.done():
+                self.cut()
             await self._ready
             self.cut()
             await self._listener
@@ -308,17 +333,15 @@ class AgentPool:
     async def run(self, episode: Episode) -> tuple[dict[str, Any], list[Call]]:
         """What the executor returned for an episode, and the samples it had. Raises EpisodeError."""
         async with self._places:
-            while True:
+            for _ in range(LOSSES):
                 host = min(self._hosts, key=lambda host: host.episodes)
                 try:
                     return await host.run(episode)
                 except _Lost as lost:
                     if lost.suspect:
-                        return await self._run_alone(episode)
-
-    async def _run_alone(self, episode: Episode) -> tuple[dict[str, Any], list[Call]]:
-        async with self._quarantine:
-            return await self._alone.run(episode)
+                        break
+            async with self._quarantine:
+                return await self._alone.run(episode)
 
     async def close(self) -> None:
         """Kill every host."""

@@ -1,7 +1,7 @@
 """One host: a killable process for the user's code, the socket to it, and what its end looked like.
 
 Of a host that hangs, exits, crashes or fills its memory, and of all that it started, nothing is left. `hosts` has those that
-run one call at a time, `agent_hosts` those that run many episodes at once.
+run one call at a time, `agents.pool` those that run many episodes at once.
 """
 
 from __future__ import annotations

@@ -1,0 +1,54 @@
+"""An agent whose label says how it is hard to end, or hard to live with."""
+
+import asyncio
+import os
+import threading
+import time
+
+from openrlhf.utils.agent import AgentExecutorBase
+
+TOGETHER = threading.Barrier(40)
+
+
+class OddError(ValueError):
+    failure = "of some device"
+
+
+class AgentExecutor(AgentExecutorBase):
+    cancelled = 0
+
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+        match label:
+            case "odd error":
+                raise OddError("no such square")
+            case "cancels itself":
+                task = asyncio.create_task(asyncio.sleep(1000))
+                task.cancel()
+                await task
+            case "asks again":
+                while True:
+                    try:
+                        await llm_engine.generate([5], sampling_params)
+                    except BaseException:
+                        continue
+            case "crashes while it asks":
+                asyncio.get_running_loop().call_later(0.1, os._exit, 7)
+            case "block":
+                await llm_engine.generate([5, 6], sampling_params)
+                time.sleep(1000)
+            case "hung thread":
+                await asyncio.to_thread(time.sleep, 1000)
+            case "forty threads":
+                await asyncio.to_thread(TOGETHER.wait, 30)
+            case "huge":
+                return {"observation_tokens": [5], "extra_logs": {"x": "x" * (1 << 28)}}
+        try:
+            output = (await llm_engine.generate([5, 6], sampling_params)).outputs[0]
+        except asyncio.CancelledError:
+            type(self).cancelled += 1
+            raise
+        return {
+            "observation_tokens": [5, 6, *output.token_ids],
+            "action_ranges": [[2, 2 + len(output.token_ids)]],
+            "extra_logs": {"pid": os.getpid(), "cancelled": type(self).cancelled},
+        }
