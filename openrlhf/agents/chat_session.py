@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.agents.host_program import CompletionOutput
+from openrlhf.agents.answers import CompletionOutput
 from openrlhf.data.templates import STAND_IN, Message, render, to_messages
 
 HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)

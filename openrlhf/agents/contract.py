@@ -23,7 +23,7 @@ from openrlhf.trajectory import Failure
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.agents.host_program import RequestOutput
+    from openrlhf.agents.answers import RequestOutput
 
 
 class Engine(Protocol):
@@ -266,6 +266,8 @@ class RewardFailure(RuntimeError):
 
 def reward_here(sources: list[str]) -> Callable[[RewardRequest], Awaitable[RewardResult]]:
     """A reward called in this process: the file's `reward_func` in a thread, or HTTP servers."""
+    if not any(sources):
+        raise TypeError("remote_rm_url is empty: name a .py file or servers, or leave it out")
     if sources[0].endswith(".py"):
         function = load_function(f"{Path(sources[0]).resolve()}:reward_func")
 

@@ -22,10 +22,11 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput
 from openrlhf.agents.contract import AgentExecutorBase, RewardFailure
 from openrlhf.agents.old_steps import executor_of_step
 from openrlhf.rollout.host import MAX_REPLY_BYTES
@@ -44,40 +45,6 @@ OLD_QUEUE = (
     "and return the dict that it puts on self.result_queue; or derive from MultiTurnAgentExecutor and call\n"
     "    super().__init__(YourAgentInstance)"
 )
-
-
-class EngineRefusal(ValueError):
-    """The engine does not serve such a request."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Logprob:
-    """Of one sampled token, in nats."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompletionOutput:
-    """One sample, in vLLM's attribute names. `text` is without what ended it; `token_ids` have that."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str
-    stop_reason: int | str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestOutput:
-    """What `Engine.generate` returns."""
-
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool = True
 
 
 class EngineProxy:
@@ -221,7 +188,7 @@ class Host:
         call = next(self._numbers)
         self._answers[call] = answer = asyncio.get_running_loop().create_future()
         try:
-            self._send(kind="generate", episode=episode, call=call, prompt=prompt, params=asdict(params))
+            self._send(kind="generate", episode=episode, call=call, prompt=prompt, params=plain(asdict(params)))
             return await answer
         finally:
             del self._answers[call]

@@ -23,14 +23,13 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
+from openrlhf.agents.answers import CompletionOutput, EngineRefusal
 from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull, Reply
 from openrlhf.agents.contract import AgentExecutorBase, Engine
 from openrlhf.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from openrlhf.agents.host_program import CompletionOutput
 
 MODEL = "policy"  # any other name will do
 KEEP_ALIVE_S = 24 * 3600
@@ -204,7 +203,10 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         limits = [request.max_tokens, request.max_completion_tokens, session.params.max_tokens]
         most = min((limit for limit in limits if limit), default=None)
         params = replace(session.params, max_tokens=most, stop=request.stop or session.params.stop, logprobs=1)
-        output = (await session.engine.generate(prompt, params)).outputs[0]
+        try:
+            output = (await session.engine.generate(prompt, params)).outputs[0]
+        except EngineRefusal as refusal:
+            raise ChatMistake(str(refusal)) from refusal
         reply = session.chat.heard(prompt, output, tools=bool(request.tools))
         answer = self._completion(prompt, output, reply, logprobs=request.logprobs)
         session.answered = (request.messages, answer)

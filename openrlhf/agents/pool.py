@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from openrlhf.config.options import ConfigError
-from openrlhf.rollout.engine import EngineError
+from openrlhf.rollout.engine import RequestRefused
 from openrlhf.rollout.host import DUMP_SECONDS, MAX_REPLY_BYTES, HostError, HostLoadError, HostProcess, frame
 from openrlhf.rollout.host_process import LENGTH
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -261,7 +261,7 @@ class AgentHost(HostProcess):
             try:
                 generation = await running.episode.generate(number, prompt, SamplingParams(**params))
                 running.calls.append(Call(prompt=prompt, generation=generation))
-            except EngineError as refused:
+            except RequestRefused as refused:
                 error = str(refused)
             except Exception as failed:  # the engine is gone: not the agent's affair
                 if not running.done.done():

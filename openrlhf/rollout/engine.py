@@ -40,6 +40,10 @@ class EngineError(RuntimeError):
     """A call to an engine failed."""
 
 
+class RequestRefused(EngineError):
+    """The engine is well, and does not serve this request."""
+
+
 def _plain_errors(
     method: Callable[Concatenate[RolloutEngine, P], Awaitable[R]],
 ) -> Callable[Concatenate[RolloutEngine, P], Awaitable[R]]:
@@ -52,7 +56,8 @@ def _plain_errors(
         except (EngineError, PublicationError):
             raise
         except Exception as error:
-            raise EngineError(f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}") from None
+            kind = RequestRefused if isinstance(error, ValueError | TypeError) else EngineError
+            raise kind(f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}") from None
 
     return guarded
 
@@ -144,9 +149,9 @@ class RolloutEngine:
         from vllm.sampling_params import RequestOutputKind
 
         if params.stop and not self.settings.stop_strings:
-            raise EngineError(f"stop strings {params.stop!r} need an engine with a tokenizer: stop_strings=True")
+            raise RequestRefused(f"stop strings {params.stop!r} need an engine with a tokenizer: stop_strings=True")
         if params.seed is not None and self.settings.device == "cpu" and not self.settings.seeded:
-            raise EngineError(f"seed {params.seed} needs an engine for seeded samples on a CPU: --rollout.seeded")
+            raise RequestRefused(f"seed {params.seed} needs an engine for seeded samples on a CPU: --rollout.seeded")
         ends = [] if params.ignore_eos else list(self.settings.end_token_ids)
         return VLLMSamplingParams(
             **asdict(params) | {"logprobs": 0, "stop_token_ids": [*(params.stop_token_ids or ()), *ends]},

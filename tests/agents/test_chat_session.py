@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf.agents.answers import CompletionOutput
 from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull, parse_reply
-from openrlhf.agents.host_program import CompletionOutput
 from tests.calculator_task import CALL, CALLED, TEMPLATE, calculator_tokenizer
 
 TOKENIZER = calculator_tokenizer()

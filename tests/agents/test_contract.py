@@ -17,6 +17,7 @@ from openrlhf.agents import pool
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.agents.pool import AgentPool, AgentSettings
 from openrlhf.config.options import ConfigError
+from openrlhf.rollout.engine import EngineError, RequestRefused
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.rewards import ErrorPolicy
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -310,3 +311,36 @@ def test_the_endpoint_does_what_stock_clients_expect(clients: Stand, label: str)
 def test_an_agent_that_never_asks_the_policy_has_failed(clients: Stand) -> None:
     [trajectory] = clients.rollout(prompt("1+3=", "silent"), n_samples=1)
     assert trajectory.failed and "made no request to its session" in str(trajectory.error)
+
+
+class FailingEngine(Engine):
+    """Raises what it is told to instead of answering."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    async def remote(self, tokens: list[int], params: Sequence[SamplingParams]) -> list[Generation]:
+        raise self.error
+
+
+def test_a_request_that_the_engine_refuses_is_the_agents_affair_and_a_dead_engine_is_not(trouble: Stand) -> None:
+    engines = trouble.generator.engines
+    try:
+        trouble.generator.engines = [FailingEngine(RequestRefused("no such token"))]
+        [refused] = trouble.rollout(prompt(label="fine"), n_samples=1)
+        assert refused.failure is Failure.EXCEPTION and "no such token" in str(refused.error)
+        trouble.generator.engines = [FailingEngine(EngineError("it is dead"))]
+        with pytest.raises(EngineError, match="it is dead"):
+            trouble.rollout(prompt(label="fine"), n_samples=1)
+    finally:
+        trouble.generator.engines = engines
+    [again] = trouble.rollout(prompt(label="fine"), n_samples=1)
+    assert again.reward == 1.0
+
+
+def test_refusals_can_be_caught_and_numbers_of_other_libraries_are_numbers(own_loop: Stand) -> None:
+    own_loop.engine.asked.clear()
+    [trajectory] = own_loop.rollout(prompt(label="own"), n_samples=1)
+    [(_, params)] = own_loop.engine.asked
+    assert (type(params.temperature), params.temperature, trajectory.reward) == (float, 0.5, 1.0)

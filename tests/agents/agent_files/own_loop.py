@@ -2,6 +2,9 @@
 
 import copy
 
+import numpy as np
+
+from openrlhf.agents.answers import EngineRefusal
 from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
 
 CLOSED = []
@@ -37,6 +40,11 @@ class AgentExecutor(AgentExecutorBase):
         params = copy.deepcopy(arguments["sampling_params"])
         params.max_tokens = 1
         params.seed = 77
+        params.temperature = np.float32(0.5)
+        try:
+            await arguments["llm_engine"].generate([], params)
+        except EngineRefusal as refusal:
+            assert "a prompt of 0 tokens" in str(refusal)
         answer = await arguments["llm_engine"].generate(prompt_token_ids=tokens, sampling_params=params)
         output = answer.outputs[0]
         chosen = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]

@@ -1,0 +1,39 @@
+"""What the engine answers to an agent, in vLLM's attribute names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class EngineRefusal(ValueError):
+    """The engine does not serve such a request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logprob:
+    """Of one sampled token, in nats."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOutput:
+    """One sample, in vLLM's attribute names. `text` is without what ended it; `token_ids` have that."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """What `Engine.generate` returns."""
+
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
