@@ -29,7 +29,7 @@ class Failure(StrEnum):
     MEMORY = "memory"  # user code asked for more than it may have
     KILLED = "killed"  # a signal ended its process
     RESULT = "result"  # what came back is no reward
-    SERVER = "server"  # a reward server did not answer
+    SERVER = "server"  # a reward server, or a remote engine, did not answer
     ENGINE = "engine"  # the engine gave up on the sample
 
 

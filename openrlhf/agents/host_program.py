@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput
-from openrlhf.agents.contract import AgentExecutorBase, RewardFailure
+from openrlhf.agents.contract import AgentExecutorBase
 from openrlhf.agents.old_steps import executor_of_step
 from openrlhf.rollout.host import MAX_REPLY_BYTES
-from openrlhf.rollout.host_process import LENGTH, load_file, main, plain, user_frames
+from openrlhf.rollout.host_process import LENGTH, failure_of, load_file, main, plain, user_frames
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure
 
@@ -172,12 +172,7 @@ class Host:
             wanted = {name: plain(value) for name, value in result.items() if name in RESULT}
             self._send(kind="done", episode=episode, result=wanted)
         except BaseException as error:
-            if isinstance(error, RewardFailure):
-                failure = error.failure or failure
-            elif isinstance(error, MemoryError):
-                failure = Failure.MEMORY
-            elif not isinstance(error, Exception | asyncio.CancelledError):
-                failure = Failure.EXIT
+            failure = failure_of(error, failure)
             broken = failure in (Failure.MEMORY, Failure.EXIT)
             self._send(kind="done", episode=episode, error=_told(error), failure=str(failure), broken=broken)
         finally:

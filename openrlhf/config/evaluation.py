@@ -16,7 +16,7 @@ TASKS = ("pass_k", "rm_accuracy", "win_rate")
 # Flags and sections without effect, in every task and in one.
 NEVER = """
     eval.steps eval.patience eval.at_start data.dataloader_num_workers logger.logging_steps
-    rollout.n_samples_per_prompt rollout.temperature rollout.dump_dir rollout.replay_dir rollout.only rollout.remote_engines
+    rollout.n_samples_per_prompt rollout.temperature rollout.dump_dir rollout.replay_dir rollout.only
     reward.clip_range reward.overlong_buffer_len reward.overlong_penalty_factor reward.stop_properly_penalty_coef
     reward.process_model reward.offload vllm.max_restarts vllm.enable_sleep vllm.sync_backend vllm.sync_with_ray
     ds.zpg ds.adam_offload ds.nvme_path ds.use_universal_ckpt ds.grad_accum_dtype ds.overlap_comm ds.lora
@@ -24,7 +24,7 @@ NEVER = """
 WITHOUT_EFFECT = {
     "pass_k": "against judge data.prompt_key data.chosen_key data.rejected_key",
     "rm_accuracy": "model.model_name_or_path against judge vllm rollout.batch_size rollout.max_new_tokens rollout.stop "
-    "rollout.top_p rollout.top_k reward.remote_url reward.verifier train.agent_func_path data.input_key data.label_key eval.temperature "
+    "rollout.top_p rollout.top_k rollout.remote_engines reward.remote_url reward.verifier train.agent_func_path data.input_key data.label_key eval.temperature "
     "eval.n_samples_per_prompt",
     "win_rate": "data.prompt_key data.chosen_key data.rejected_key",
 }
@@ -96,11 +96,13 @@ class EvaluationConfig(shared.RecordedCommand, title="Evaluation of a checkpoint
         """What the user may have to know of this resolved configuration."""
         useless = [*NEVER.split(), *WITHOUT_EFFECT[self.task].split()]
         unused = sorted(f"--{path}" for path in given for part in useless if f"{path}.".startswith(f"{part}."))
+        code = self.train.agent_func_path or self.reward.function_path
         return [
+            *rules.remote_engine_notices(self.rollout, used=code or not self.samples_answers),
             (unused, f"{', '.join(unused)}: no effect here with <task>."),
             ("reward.num_gpus_per_node" in replaced and self.reward.models,
              "No GPU on this machine: --reward.num_gpus_per_node is 1."),
-            ("reward.retries" in given and not self.reward.urls and not self.judge.url,
+            ("reward.retries" in given and not (self.reward.urls or self.judge.url or self.rollout.remote_engines),
              "--reward.retries has no effect: only servers are asked again."),
             *super().notices(replaced, given),
         ]  # fmt: skip
@@ -152,6 +154,7 @@ class EvaluationConfig(shared.RecordedCommand, title="Evaluation of a checkpoint
             (not self.model.model_name_or_path, "--model.model_name_or_path must be given with <task>."),
             *rules.rule_mistakes(self.reward, self.data.label_key),
             *rules.agent_mistakes(self.train.agent_func_path, self.reward),
+            *rules.remote_engine_mistakes(self.rollout),
             (self.train.agent_func_path and (self.reward.remote_url or self.reward.verifier),
              "The agent of <train.agent_func_path> rewards: leave out --reward.remote_url and --reward.verifier."),
             *ppo_rules.engine_mistakes(self.vllm, self.rollout, self.data.max_len),

@@ -156,8 +156,10 @@ def algorithm_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Se
          "--critic.freezing_steps has no effect: <algo.advantage.estimator> has no critic."),
         ("algo.dynamic_filtering_range" in given and not config.algo.dynamic_filtering_enable,
          "--algo.dynamic_filtering_range has no effect without --algo.dynamic_filtering_enable."),
-        ("reward.retries" in given and not config.reward.urls,
-         "--reward.retries has no effect: only reward servers are asked again."),
+        ("reward.retries" in given and not (config.reward.urls or config.rollout.remote_engines),
+         "--reward.retries has no effect: only servers are asked again."),
+        *rules.remote_engine_notices(
+            config.rollout, used=config.train.agent_func_path or config.reward.function_path),
         (evaluation.dataset and evaluation.steps <= 0 and not evaluation.at_start,
          "--eval.dataset is never used: set --eval.steps or --eval.at_start."),
         ("train.ema_beta" in given and not config.train.enable_ema,
@@ -270,6 +272,7 @@ def rollout_mistakes(config: PPOConfig) -> Sentences:
     longest, overlong = rollout.max_new_tokens or data.max_len, config.reward.overlong_buffer_len
     return [
         *engine_mistakes(vllm, rollout, data.max_len),
+        *rules.remote_engine_mistakes(rollout),
         (rollout.only and rollout.replay_dir,
          "--rollout.only generates and <rollout.replay_dir> trains from what was generated: give one of them."),
         (rollout.replay_dir and not Path(rollout.replay_dir).expanduser().is_dir(),

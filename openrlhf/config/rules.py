@@ -11,13 +11,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from openrlhf.config import machine
 from openrlhf.config.flags import amend, bound_violations, flags_in, spelled_out, value_at
 from openrlhf.config.unsupported import refusals
 
 if TYPE_CHECKING:
-    from openrlhf.config.rollout import RewardConfig, RuleConfig
+    from openrlhf.config.rollout import RewardConfig, RolloutConfig, RuleConfig
     from openrlhf.config.shared import Command, LoadingConfig, OptimizerConfig, RecordedCommand, Root
 
 Given = frozenset[str]  # the paths the user gave, by flag or file
@@ -168,6 +169,32 @@ def agent_mistakes(path: str | None, reward: RewardConfig) -> Sentences:
         (path and is_number(reward.on_error),
          "<reward.on_error> cannot reward an episode that an agent did not finish: use fail or drop."),
     ]
+
+
+def remote_engine_mistakes(rollout: RolloutConfig) -> Sentences:
+    """Each remote engine has a name of its own, and a URL with a host."""
+    names = [name for name, _ in rollout.named_engines]
+    wrong = [url for _, url in rollout.named_engines if not has_host(url)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    return [
+        (wrong, f"--rollout.remote_engines {' '.join(wrong)} is no http(s) URL: write NAME=http://host:port/v1."),
+        (twice, f"<rollout.remote_engines> has the name {', '.join(twice)} twice: give each its own."),
+    ]
+
+
+def remote_engine_notices(rollout: RolloutConfig, *, used: object) -> Sentences:
+    """Something can ask the remote engines."""
+    return [(rollout.remote_engines and not used, "--rollout.remote_engines has no effect: agents (--train.agent_func_path) and "
+             "reward functions (--reward.remote_url FILE.py) use them.")]
+
+
+def has_host(url: str) -> bool:
+    """Whether a text is an http(s) URL of some host."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number
+        return False
 
 
 def sum_mistakes(reward: RewardConfig, parts: int) -> Sentences:

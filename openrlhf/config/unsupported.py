@@ -12,7 +12,7 @@ LEAVE_OUT = """
     ds.experts_implementation actor.freeze_visual_encoder
     train.async_enable train.partial_rollout_enable
     ref.offload reward.offload vllm.max_restarts
-    vllm.sync_with_ray vllm.enable_sleep rollout.remote_engines placement
+    vllm.sync_with_ray vllm.enable_sleep placement
 """
 FUNCTION = "use --reward.remote_url (a .py file or a server), or --reward.verifier"
 MORE_GPUS = "use --ds.zero_stage 3 on more GPUs"

@@ -48,7 +48,7 @@ from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import with_rewards
-from openrlhf.trainers.launch import check_agents, check_reward, make_agents, show_prompts
+from openrlhf.trainers.launch import check_agents, check_reward, make_agents, offer_remote_engines, show_prompts
 from openrlhf.trainers.processes import EngineGroup, start_hosts
 from openrlhf.trainers.prompt_data import check_reward_models, read_prompts
 from openrlhf.trainers.recorder import Recorder
@@ -65,6 +65,7 @@ def run_evaluation(config: EvaluationConfig) -> None:
     """Evaluate as the flags say, from a Ray that is there or one of our own. Raises RewardErrors where too much failed."""
     check_engine_args(config.vllm.engine_args, "cuda" if count_gpus() else "cpu")
     if config.samples_answers:
+        offer_remote_engines(config)
         check_reward(config.reward)
     {"pass_k": run_pass_k, "rm_accuracy": run_rm_accuracy, "win_rate": run_win_rate}[config.task](config)
 

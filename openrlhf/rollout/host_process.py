@@ -120,10 +120,7 @@ class Server:
             return marshal.dumps({"value": plain(result)})
         except BaseException as error:
             text = "".join(traceback.format_exception(type(error), error, user_frames(error, __file__)))
-            if isinstance(error, MemoryError):
-                failure = Failure.MEMORY
-            elif not isinstance(error, Exception):
-                failure = Failure.EXIT
+            failure = failure_of(error, failure)
             broken = failure in (Failure.MEMORY, Failure.EXIT)
             return marshal.dumps({"error": text, "failure": str(failure), "broken": broken})
 
@@ -137,6 +134,16 @@ class Server:
             return await result
 
         return self.loop.run_until_complete(outcome())
+
+
+def failure_of(error: BaseException, otherwise: Failure) -> Failure:
+    """What an exception of user code counts as; errors of ours that pass through it say so themselves."""
+    own = getattr(error, "failure", None)
+    if isinstance(own, Failure):
+        return own
+    if isinstance(error, MemoryError):
+        return Failure.MEMORY
+    return otherwise if isinstance(error, Exception | asyncio.CancelledError) else Failure.EXIT
 
 
 def user_frames(error: BaseException, ours: str) -> Any:

@@ -26,6 +26,8 @@ RETRIED = {408, 425, 429, *range(500, 600)}  # statuses that another attempt may
 class ServerError(RuntimeError):
     """A server did not answer, or answered that it cannot now: worth another attempt."""
 
+    failure = Failure.SERVER  # what it counts as where user code lets it through
+
 
 @dataclass
 class _Server:
@@ -50,7 +52,7 @@ class _Server:
 
 
 class HTTPServers:
-    """Servers that answer a JSON object with another, each as well as the next.
+    """Servers that answer with JSON, each as well as the next.
 
     `timeout` (seconds) bounds one attempt, `retries` says how many may follow a failed one. An attempt goes to the server
     with the fewest requests under way; one that failed rests, longer each time, while another is there. `kind` is what
@@ -81,44 +83,48 @@ class HTTPServers:
             mend = f"Start the {self.kind}, or mend host and port."
             raise ConfigError("\n".join(f"{self.flag}: {problem}. {mend}" for problem in problems))
 
-    async def ask(self, body: Mapping[str, Any]) -> Any:
-        """The first answer in `retries` + 1 attempts. Raises ServerError after the last, ValueError or TypeError for no JSON."""
+    async def ask(self, body: Mapping[str, Any] | None, path: str = "") -> Any:
+        """The first answer in `retries` + 1 attempts to POST `body`, or without one to GET, at the URL with `path` behind it.
+
+        Raises ServerError after the last, ValueError or TypeError for no JSON.
+        """
         tried: list[str] = []
         for _ in range(self.retries):
             try:
-                return await self._attempt(body, tried)
+                return await self._attempt(body, path, tried)
             except ServerError:
                 await asyncio.sleep(self._shortest_rest())
         try:
-            return await self._attempt(body, tried)
+            return await self._attempt(body, path, tried)
         except ServerError as error:
             raise ServerError(f"{error} (attempt {self.retries + 1} of {self.retries + 1})") from error
 
-    async def _attempt(self, body: Mapping[str, Any], tried: list[str]) -> Any:
+    async def _attempt(self, body: Mapping[str, Any] | None, path: str, tried: list[str]) -> Any:
         """What one server says, rather one not yet `tried`. Raises ServerError, or ValueError where asking again is no use."""
         async with self._turns:
             server = min(self.servers, key=lambda each: (tried.count(each.url), self._rest(each), each.in_flight))
             tried.append(server.url)
             server.in_flight += 1
             try:
-                response = await self._post(server, body)
+                response = await self._send(server, body, path)
             finally:
                 server.in_flight -= 1
         server.answered()
         if response.is_error:
-            raise ValueError(f"{server.url} answered {_refusal(response)}")
+            raise ValueError(f"{server.url}{path} answered {_refusal(response)}")
         try:
             return response.json()
         except ValueError as error:
-            raise ValueError(f"{server.url} sent no JSON: {response.text[:200]!r}") from error
+            raise ValueError(f"{server.url}{path} sent no JSON: {response.text[:200]!r}") from error
 
-    async def _post(self, server: _Server, body: Mapping[str, Any]) -> httpx.Response:
+    async def _send(self, server: _Server, body: Mapping[str, Any] | None, path: str) -> httpx.Response:
         if self._client is None:
             limits = httpx.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
             self._client = httpx.AsyncClient(timeout=None, follow_redirects=True, limits=limits, headers=self.headers)
         try:
             async with asyncio.timeout(self.timeout):
-                response = await self._client.post(server.url, json=body)
+                method = "GET" if body is None else "POST"
+                response = await self._client.request(method, server.url + path, json=body)
         except TimeoutError as error:
             late = f"no answer within {self.timeout:g} s (--reward.timeout)"
             raise server.failed(late) from error

@@ -33,6 +33,7 @@ from openrlhf.recording.generators import DumpingGenerator, Generator, ReplayGen
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
+from openrlhf.rollout.remote_engines import offer_engines
 from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, Reward, RewardErrors
 from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import ExperienceMaker, with_rewards
@@ -71,6 +72,7 @@ def run_ppo(config: PPOConfig) -> None:
     generates = not config.rollout.replay_dir
     if generates:
         check_engine_args(config.vllm.engine_args, kind)
+        offer_remote_engines(config)
         check_reward(config.reward)
     checkpoints = CheckpointManager(
         config.ckpt.path,
@@ -356,6 +358,12 @@ def check_agents(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase) 
 
     if agents := make_agents(config, tokenizer):
         asyncio.run(check(agents))
+
+
+def offer_remote_engines(config: settings.Sampling) -> None:
+    """Let agents and reward functions know the servers they may ask by name, once these answer. Raises ConfigError."""
+    reward = config.reward
+    offer_engines(dict(config.rollout.named_engines), timeout=reward.timeout, retries=reward.retries)
 
 
 def check_reward(rule: RuleConfig) -> None:

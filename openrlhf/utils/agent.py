@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.contract import (
@@ -14,6 +15,8 @@ from openrlhf.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
+    from openrlhf.rollout.http_rewards import ServerError
+    from openrlhf.rollout.remote_engines import remote_engine
 
 __all__ = [
     "AgentExecutorBase",
@@ -21,13 +24,19 @@ __all__ = [
     "MultiTurnAgentExecutor",
     "OpenAIAgentExecutor",
     "SamplingParams",
+    "ServerError",
     "SingleTurnAgentExecutor",
+    "remote_engine",
 ]
+
+_HOMES = {  # of names that load a web server or client: where they are asked for
+    "OpenAIAgentExecutor": "openrlhf.agents.openai_endpoint",
+    "ServerError": "openrlhf.rollout.http_rewards",
+    "remote_engine": "openrlhf.rollout.remote_engines",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "OpenAIAgentExecutor":
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor  # loads a web server: where it is asked for
-
-    return OpenAIAgentExecutor
+    return getattr(importlib.import_module(_HOMES[name]), name)

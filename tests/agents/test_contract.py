@@ -17,18 +17,21 @@ from openrlhf.agents import pool
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.agents.pool import AgentPool, AgentSettings
 from openrlhf.config.options import ConfigError
+from openrlhf.rollout import remote_engines
 from openrlhf.rollout.engine import EngineError, RequestRefused
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.rewards import ErrorPolicy
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory
 from tests.calculator_task import calculator_tokenizer
+from tests.openai_server import openai_server
 from tests.tiny import character_tokenizer
 
 FILES = Path(__file__).parent / "agent_files"
 TOKENIZER = character_tokenizer()
 EOS = 1
 MAX_LEN = 64
+GOOD = [{"role": "user", "content": "good"}]
 
 
 class Engine:
@@ -344,3 +347,18 @@ def test_refusals_can_be_caught_and_numbers_of_other_libraries_are_numbers(own_l
     [trajectory] = own_loop.rollout(prompt(label="own"), n_samples=1)
     [(_, params)] = own_loop.engine.asked
     assert (type(params.temperature), params.temperature, trajectory.reward) == (float, 0.5, 1.0)
+
+
+def test_an_agent_asks_a_remote_engine_and_its_failures_are_the_servers(
+    logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(remote_engines.VARIABLE, "")
+    with openai_server() as server:
+        remote_engines.offer_engines({"helper": server.url}, timeout=0.5, retries=1)
+        stand = Stand("asks.py", logs / "asks")
+        models = ["loud", "broken", "slow", "wrong_json"]
+        episodes = stand.rollout(*(prompt(label=model, index=i) for i, model in enumerate(models)), n_samples=1)
+        stand.generator.close()
+    assert [episode.reward for episode in episodes] == [1.0, None, None, None]
+    assert [episode.failure for episode in episodes] == [None, *[Failure.SERVER] * 3]
+    assert ("/v1/chat/completions", {"model": "loud", "messages": GOOD, "temperature": 0}) in server.asked

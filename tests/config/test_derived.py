@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,6 +171,19 @@ def test_an_unused_eps_clip_is_pointed_out(capsys: pytest.CaptureFixture[str]) -
 def test_a_filtering_range_without_filtering_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
     ppo("--algo.dynamic_filtering_range 0.1 0.9")
     assert "--algo.dynamic_filtering_range has no effect" in capsys.readouterr().err
+
+
+def test_remote_engines_that_nothing_asks_are_pointed_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    engines = "--rollout.remote_engines http://h:8000/v1 judge=https://h/v1 --reward.retries 2"
+    config = ppo(f"{engines} --reward.remote_url reward.py")
+    assert config.rollout.named_engines == [("0", "http://h:8000/v1"), ("judge", "https://h/v1")]
+    assert "has no effect" not in capsys.readouterr().err
+    ppo(engines)
+    assert "--rollout.remote_engines has no effect: agents" in capsys.readouterr().err
 
 
 def test_a_decay_without_an_average_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:

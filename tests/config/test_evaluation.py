@@ -27,6 +27,7 @@ def evaluation(line: str) -> EvaluationConfig:
         (f"{MODEL} {RULE} --reward.on_error never", "--reward.on_error takes fail, drop or a number"),
         (f"{MODEL} {RULE} --vllm.num_engines 0", "--vllm.num_engines is 0"),
         (f"{MODEL} --train.agent_func_path gone.py", "--train.agent_func_path gone.py is not a .py file"),
+        (f"{MODEL} {RULE} --rollout.remote_engines h:80", "--rollout.remote_engines h:80 is no http(s) URL"),
         (f"{MODEL} {RULE} --train.agent_func_path {__file__}", "rewards: leave out --reward.remote_url"),
         (f"--task win_rate {MODEL} --train.agent_func_path {__file__} --against.answer_key c", "has no agent that could"),
         ("--task rm_accuracy", "--task rm_accuracy judges reward models: give --reward.model_name_or_path"),

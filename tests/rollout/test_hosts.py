@@ -112,6 +112,7 @@ def test_tensors_and_arrays_come_back_as_plain_numbers(tmp_path: Path):
 @pytest.mark.parametrize(
     ("function", "kind", "failure", "text"),
     [
+        ("fail_with_a_failure_of_its_own", HostError, "exception", "ValueError: no way"),
         ("fail", HostError, "exception", r"in fail\n.*raise ValueError\(\"no way\"\)(\n|.)*ValueError: no way"),
         ("leave", HostError, "exit", "SystemExit: that is all"),
         ("fill_memory", HostError, "memory", r"MemoryError\n.*--reward.memory_gib is 1"),

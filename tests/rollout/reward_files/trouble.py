@@ -94,6 +94,12 @@ def fail():
     raise ValueError("no way")
 
 
+def fail_with_a_failure_of_its_own():
+    error = ValueError("no way")
+    error.failure = "odd"
+    raise error
+
+
 def opaque():
     return {"rewards": [object()]}
 

@@ -1,0 +1,15 @@
+"""An environment whose reward a remote engine decides; the label is the model's name there."""
+
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor, remote_engine
+
+
+class AgentInstance(AgentInstanceBase):
+    async def step(self, states, **kwargs):
+        engine = remote_engine("helper", states["label"])
+        said = await engine.chat([{"role": "user", "content": "good"}], temperature=0)
+        return {"rewards": float(said == "GOOD"), "environment_feedback": "", "done": True}
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)

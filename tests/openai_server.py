@@ -1,0 +1,88 @@
+"""An OpenAI-compatible server of the tests, whose models behave as their names say."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class OpenAIServer(ThreadingHTTPServer):
+    """Keeps what it was asked, in `asked` as path and body, and the keys it was shown; `url` is what clients take.
+
+    It says the last message in capitals, and continues a prompt with its length. `models` are those it lists.
+    """
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[tuple[str, dict[str, Any] | None]] = []
+        self.keys: set[str | None] = set()
+        self.models: list[dict[str, Any]] = [{"id": "loud"}]
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+@contextmanager
+def openai_server() -> Iterator[OpenAIServer]:
+    server = OpenAIServer()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: OpenAIServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_HEAD(self) -> None:
+        self._answer(405, {})
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, None))
+        self._answer(200, {"data": self.server.models}) if self.path == "/v1/models" else self._answer(404, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body))
+        self.server.keys.add(self.headers["Authorization"])
+        match body["model"]:
+            case "broken":
+                self._answer(500, {"error": "out of memory"})
+            case "busy_once" if len(self.server.asked) == 1:
+                self._answer(503, {"error": "loading"})
+            case "slow":
+                time.sleep(30)
+            case "unknown":
+                self._answer(404, {"error": "no such model"})
+            case "no_json":
+                self._answer(200, "<html>")
+            case "wrong_json":
+                self._answer(200, {"choices": []})
+            case "silent":
+                self._answer(200, {"choices": [{"message": {"content": None}, "text": None}]})
+            case _ if self.path == "/v1/chat/completions":
+                text = body["messages"][-1]["content"].upper()
+                self._answer(200, {"choices": [{"message": {"role": "assistant", "content": text}}]})
+            case _ if self.path == "/v1/completions":
+                self._answer(200, {"choices": [{"text": str(len(body["prompt"]))}]})
+            case _:
+                self._answer(404, {"error": self.path})
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = (body if isinstance(body, str) else json.dumps(body)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
