@@ -197,6 +197,7 @@ class Experience(Ragged):
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Experience:
         """Flatten finished episodes; the group of a sample is its prompt's running number."""
         flat_logprobs = [x for t in trajectories for x in t.rollout_logprobs]
+        judged = [t.teacher_logprobs for t in trajectories] or [None]
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
         return cls(
             tokens=torch.tensor([x for t in trajectories for x in t.tokens], dtype=torch.long),
@@ -207,6 +208,7 @@ class Experience(Ragged):
             rewards=torch.tensor(rewards, dtype=torch.float32),
             truncated=torch.tensor([t.truncated for t in trajectories], dtype=torch.bool),
             turn_rewards=_turn_rewards(trajectories) if any(t.turn_rewards for t in trajectories) else None,
+            teacher_logprobs=None if None in judged else torch.tensor([x for t in judged if t for x in t]),
         )
 
     @property

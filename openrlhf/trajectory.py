@@ -73,6 +73,7 @@ class Trajectory:
     error: str | None = None
     failure: Failure | None = None  # the kind of that error
     turn_rewards: tuple[tuple[int, float], ...] = ()  # shares of the reward: position of a turn's last token, amount
+    teacher_logprobs: list[float] | None = None  # of a remote teacher, of every token but the first; nats
     filtered: bool = False  # dynamic filtering replaced its prompt: shown, never trained on
 
     def __post_init__(self) -> None:

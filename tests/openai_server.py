@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 class OpenAIServer(ThreadingHTTPServer):
     """Keeps what it was asked, in `asked` as path and body, and the keys it was shown; `url` is what clients take.
 
-    It says the last message in capitals, and continues a prompt with its length. `models` are those it lists.
+    It says the last message in capitals, and continues a prompt with its length. `models` are those it lists. It finds token 7
+    as likely as exp(-0.7), and takes it for what `texts` makes of 7.
     """
 
     daemon_threads = True
@@ -25,6 +26,7 @@ class OpenAIServer(ThreadingHTTPServer):
         self.asked: list[tuple[str, dict[str, Any] | None]] = []
         self.keys: set[str | None] = set()
         self.models: list[dict[str, Any]] = [{"id": "loud"}]
+        self.texts: Callable[[int], str | None] = str
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
 
@@ -72,9 +74,15 @@ class _Handler(BaseHTTPRequestHandler):
                 text = body["messages"][-1]["content"].upper()
                 self._answer(200, {"choices": [{"message": {"role": "assistant", "content": text}}]})
             case _ if self.path == "/v1/completions":
-                self._answer(200, {"choices": [{"text": str(len(body["prompt"]))}]})
+                answer: dict[str, Any] = {"text": str(len(body["prompt"]))}
+                if "prompt_logprobs" in body:
+                    answer["prompt_logprobs"] = [None, *map(self._judged, body["prompt"][1:])]
+                self._answer(200, {"choices": [answer]})
             case _:
                 self._answer(404, {"error": self.path})
+
+    def _judged(self, token: int) -> dict[str, Any]:
+        return {str(token): {"logprob": -token / 10, "rank": 1, "decoded_token": self.server.texts(token)}}
 
     def _answer(self, status: int, body: Any) -> None:
         data = (body if isinstance(body, str) else json.dumps(body)).encode()

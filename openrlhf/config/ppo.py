@@ -72,7 +72,8 @@ class LossConfig(Section, title="The policy loss of a window."):
         "unset with gspo: sequence.", choices=("token", "sequence", "constant"))
 
 class DistillConfig(Section, title="On-policy distillation."):
-    teacher: str | None = option(None, "Folder or hub name of the teacher.", holds="model")
+    teacher: str | None = option(
+        None, "Folder or hub name of the teacher, or the name of one of rollout.remote_engines.", holds="model")
     coef: float = option(1.0, "Weight of the teacher.", ge=0)
 
 class PtxConfig(Section, title="Pretraining text mixed into the updates."):
@@ -161,6 +162,17 @@ class PPOConfig(shared.Root, title="Reinforcement learning."):
     def estimator(self) -> choices.Estimator:
         """What the advantage estimator asks for."""
         return choices.ESTIMATORS[self.algo.advantage.estimator]
+
+    @property
+    def remote_teacher(self) -> str | None:
+        """The teacher's name, where it is one of the remote engines."""
+        teacher = self.algo.distill.teacher
+        return teacher if teacher in dict(self.rollout.named_engines) else None
+
+    @property
+    def local_teacher(self) -> str | None:
+        """The teacher's folder or hub name, where it is loaded here."""
+        return None if self.remote_teacher else self.algo.distill.teacher
 
     def derived_values(self, given: Given) -> dict[str, Any]:
         """What follows from the flags of RL, by path."""

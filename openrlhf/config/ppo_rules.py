@@ -159,7 +159,7 @@ def algorithm_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Se
         ("reward.retries" in given and not (config.reward.urls or config.rollout.remote_engines),
          "--reward.retries has no effect: only servers are asked again."),
         *rules.remote_engine_notices(
-            config.rollout, used=config.train.agent_func_path or config.reward.function_path),
+            config.rollout, used=config.train.agent_func_path or config.reward.function_path or config.remote_teacher),
         (evaluation.dataset and evaluation.steps <= 0 and not evaluation.at_start,
          "--eval.dataset is never used: set --eval.steps or --eval.at_start."),
         ("train.ema_beta" in given and not config.train.enable_ema,
@@ -243,6 +243,9 @@ def algorithm_mistakes(config: PPOConfig) -> Sentences:
          "<actor.dual_clip> has no meaning with --actor.policy_loss_type cispo, which bounds every weight: leave it out."),
         (algo.distill.teacher and not algo.distill.coef,
          "<algo.distill.coef> makes --algo.distill.teacher useless: raise it, or leave both out."),
+        (config.remote_teacher and config.rollout.temperature != 1,
+         "<rollout.temperature> is another than that of the server of <algo.distill.teacher>, which knows log-probabilities "
+         "at 1 only: use 1, or a teacher that is loaded here: --algo.distill.teacher PATH."),
         (algo.ptx.dataset and not algo.ptx.coef,
          "<algo.ptx.coef> makes --algo.ptx.dataset useless: raise it, or leave both out."),
         (algo.kl.stop_run and not algo.kl.init_coef,

@@ -184,8 +184,8 @@ def remote_engine_mistakes(rollout: RolloutConfig) -> Sentences:
 
 def remote_engine_notices(rollout: RolloutConfig, *, used: object) -> Sentences:
     """Something can ask the remote engines."""
-    return [(rollout.remote_engines and not used, "--rollout.remote_engines has no effect: agents (--train.agent_func_path) and "
-             "reward functions (--reward.remote_url FILE.py) use them.")]
+    return [(rollout.remote_engines and not used, "--rollout.remote_engines has no effect: agents (--train.agent_func_path), "
+             "reward functions (--reward.remote_url FILE.py) and --algo.distill.teacher use them.")]
 
 
 def has_host(url: str) -> bool:

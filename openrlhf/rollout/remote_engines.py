@@ -40,19 +40,19 @@ class RemoteEngine:
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
         """The text of the reply to a conversation."""
-        return await asyncio.wrap_future(_elsewhere(self._chat(messages, parameters)))
+        return await asyncio.wrap_future(in_background(self._chat(messages, parameters)))
 
     async def completion(self, prompt: str | Sequence[int], **parameters: Any) -> str:
         """The text that follows a prompt, given as text or as tokens."""
-        return await asyncio.wrap_future(_elsewhere(self._completion(prompt, parameters)))
+        return await asyncio.wrap_future(in_background(self._completion(prompt, parameters)))
 
     def chat_sync(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
         """`chat`, waited for."""
-        return _elsewhere(self._chat(messages, parameters)).result()
+        return in_background(self._chat(messages, parameters)).result()
 
     def completion_sync(self, prompt: str | Sequence[int], **parameters: Any) -> str:
         """`completion`, waited for."""
-        return _elsewhere(self._completion(prompt, parameters)).result()
+        return in_background(self._completion(prompt, parameters)).result()
 
     async def _chat(self, messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]) -> str:
         answered = await self.ask("/chat/completions", {"messages": list(messages), **parameters})
@@ -66,10 +66,14 @@ class RemoteEngine:
         """What the server answers to `body`, with a model's name in it. Raises ServerError."""
         if "model" not in body:
             if self._model is None:
-                listed = await self._answer(None, "/models")
-                self._model = self.read(listed, "data", 0, "id", kind=str)
+                self._model = self.read(await self._answer(None, "/models"), "data", 0, "id", kind=str)
             body = {"model": self._model, **body}
         return await self._answer(body, path)
+
+    async def room(self) -> int | None:
+        """Tokens that a request and its answer may have together; None where the server does not tell, as vLLM's do."""
+        listed = self.read(await self._answer(None, "/models"), "data", 0, kind=dict)
+        return listed.get("max_model_len")
 
     async def _answer(self, body: Mapping[str, Any] | None, path: str) -> Any:
         try:
@@ -127,5 +131,6 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _elsewhere(asked: Coroutine[Any, Any, T]) -> Future[T]:
+def in_background(asked: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run something that asks engines in that loop."""
     return asyncio.run_coroutine_threadsafe(asked, _loop(os.getpid()))

@@ -23,6 +23,7 @@ from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.experience import Experience, Layout
 from openrlhf.observability.metrics import Last, Mean, Metric
 from openrlhf.rollout.rewards import LARGEST
+from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.update_plan import share
 from openrlhf.trajectory import Failure, StopReason, Trajectory
 from openrlhf.workers.critic import CriticWorker
@@ -66,11 +67,16 @@ class ExperienceMaker:
         *,
         recompute_old: bool,
         timeout_s: float,
+        remote_teacher: RemoteTeacher | None = None,
     ) -> None:
         self.policy, self.reference = policy, reference
-        self.critic, self.teacher = critic, teacher
+        self.critic, self.teacher, self.remote_teacher = critic, teacher, remote_teacher
         self.settings, self.kl = settings, kl
         self.recompute_old, self.timeout_s = recompute_old, timeout_s
+
+    def taught(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """The episodes, those to be trained on with what a remote teacher says of them, where there is one."""
+        return self.remote_teacher.taught(trajectories) if self.remote_teacher else trajectories
 
     def annotate(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """Add log π_old, log π_ref, log π_teacher and V where something needs them: launched side by side, gathered.

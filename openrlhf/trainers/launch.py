@@ -43,6 +43,7 @@ from openrlhf.trainers.processes import EngineGroup, start_hosts
 from openrlhf.trainers.prompt_data import PromptData, load_prompts
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.recorder import Recorder
+from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.replay import identity, replay_folder
 from openrlhf.trainers.reward_rule import reward_of
 from openrlhf.trainers.rollout_only import RolloutOnly
@@ -70,9 +71,10 @@ def run_ppo(config: PPOConfig) -> None:
     """Train as the flags say, from a Ray that is there or one of our own."""
     kind: Device = "cuda" if count_gpus() else "cpu"
     generates = not config.rollout.replay_dir
+    if generates or config.remote_teacher:
+        offer_remote_engines(config)
     if generates:
         check_engine_args(config.vllm.engine_args, kind)
-        offer_remote_engines(config)
         check_reward(config.reward)
     checkpoints = CheckpointManager(
         config.ckpt.path,
@@ -84,6 +86,8 @@ def run_ppo(config: PPOConfig) -> None:
     data = load_prompts(config)
     if generates:
         check_agents(config, data.tokenizer)
+    if teacher := make_remote_teacher(config):
+        teacher.check(data.tokenizer, max_len=config.data.max_len)
     if checkpoint:
         check_resumable(checkpoint, config, data)
     done, consumed = (checkpoint.state.step, checkpoint.state.consumed) if checkpoint else (0, 0)
@@ -106,7 +110,7 @@ def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
         roles["critic"] = config.critic
     if config.reward.model_name_or_path:
         roles["reward"] = config.reward
-    if config.algo.distill.teacher:
+    if config.local_teacher:
         roles["teacher"] = config.ref
     together = [("actor", "ref", "teacher")] if config.train.colocate_actor_ref else []
     together += [("critic", "reward")] if config.train.colocate_critic_reward else []
@@ -207,7 +211,7 @@ class Run:
         workers: dict[str, tuple[type, Callable[[], Any]]] = {
             "actor": (PolicyWorker, partial(settings.policy_settings, self.config, self.kind, moving)),
             "ref": (ReferenceWorker, partial(frozen, self.config.actor.model_name_or_path)),
-            "teacher": (ReferenceWorker, partial(frozen, self.config.algo.distill.teacher or "")),
+            "teacher": (ReferenceWorker, partial(frozen, self.config.local_teacher or "")),
             "critic": (CriticWorker, partial(settings.critic_settings, self.config, self.kind, steps)),
             "reward": (RewardWorker, partial(settings.reward_settings, self.config)),
         }
@@ -241,6 +245,7 @@ class Run:
             kl,
             recompute_old=settings.needs_old_logprobs(config),
             timeout_s=config.train.step_timeout,
+            remote_teacher=make_remote_teacher(config),
         )
         publisher = WeightPublisher(
             policy,
@@ -330,6 +335,11 @@ def make_kl(config: PPOConfig) -> KLController:
     if kl.target is None:
         return FixedKL(kl.init_coef)
     return AdaptiveKL(kl.init_coef, kl.target, kl.horizon)
+
+
+def make_remote_teacher(config: PPOConfig) -> RemoteTeacher | None:
+    """The teacher behind a server, where --algo.distill.teacher names one."""
+    return RemoteTeacher(config.remote_teacher) if config.remote_teacher else None
 
 
 def make_agents(

@@ -126,6 +126,7 @@ class PPOTrainer:
 
     def collect(self, trajectories: Sequence[Trajectory]) -> tuple[Experience, dict[str, Metric]]:
         """Drop what failed or was filtered, count it, and flatten the rest. Raises RewardErrors when too much has failed."""
+        trajectories = self.maker.taught(trajectories)
         self.recorder.samples(self.step + 1, trajectories)
         self.errors.check(trajectories)
         kept = trainable(trajectories, needs_groups=self.settings.needs_groups)

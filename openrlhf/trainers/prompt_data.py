@@ -39,12 +39,12 @@ def load_prompts(config: PPOConfig) -> PromptData:
         trust_remote_code=config.model.trust_remote_code,
         flag="--actor.model_name_or_path",
     )
-    for path in filter(None, [config.actor.model_name_or_path, config.algo.distill.teacher]):
+    for path in filter(None, [config.actor.model_name_or_path, config.local_teacher]):
         check_is_causal(settings.load_spec(config, path))
     policy = f"--actor.model_name_or_path {config.actor.model_name_or_path}"
     check_reward_models(config, tokenizer, policy=policy)
-    if config.algo.distill.teacher:
-        check_vocabulary(config, config.algo.distill.teacher, tokenizer, flag="--algo.distill.teacher", policy=policy)
+    if config.local_teacher:
+        check_vocabulary(config, config.local_teacher, tokenizer, flag="--algo.distill.teacher", policy=policy)
     prompts = partial(read_prompts, config, tokenizer, image_key=data.image_key)
     return PromptData(
         tokenizer=tokenizer,

@@ -179,6 +179,7 @@ def test_remote_engines_that_nothing_asks_are_pointed_out(
     (tmp_path / "reward.py").write_text("")
     monkeypatch.chdir(tmp_path)
     engines = "--rollout.remote_engines http://h:8000/v1 judge=https://h/v1 --reward.retries 2"
+    assert ppo(f"{engines} --algo.distill.teacher judge").remote_teacher == "judge"
     config = ppo(f"{engines} --reward.remote_url reward.py")
     assert config.rollout.named_engines == [("0", "http://h:8000/v1"), ("judge", "https://h/v1")]
     assert "has no effect" not in capsys.readouterr().err

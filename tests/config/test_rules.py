@@ -67,6 +67,8 @@ BROKEN: list[tuple[str, str, str]] = [
      "means the preset --algo.advantage.is_correction_type tis"),
     (RL, "--actor.policy_loss_type cispo --actor.dual_clip 3", "--actor.dual_clip 3 has no meaning"),
     (RL, "--algo.distill.teacher t --algo.distill.coef 0", "--algo.distill.coef 0 makes --algo.distill.teacher"),
+    (RL, "--algo.distill.teacher wise --rollout.remote_engines wise=http://h/v1 --rollout.temperature 0.7",
+     "--rollout.temperature 0.7 is another than that of the server of --algo.distill.teacher wise"),
     (RL, "--algo.ptx.dataset d --algo.ptx.coef 0", "--algo.ptx.coef 0 makes --algo.ptx.dataset useless"),
     (RL, "--algo.kl.stop_run 0.1 --algo.kl.init_coef 0", "--algo.kl.stop_run 0.1 watches the KL"),
     (RL, "--rollout.temperature 0", "--rollout.temperature 0 is greedy"),

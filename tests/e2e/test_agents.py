@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 from tests.calculator_task import make_task
 from tests.e2e.commands import Flags, column, numbers, run, samples, write_rows
 from tests.launch import ROOT
-from tests.tiny import save_tiny_model
+from tests.openai_server import openai_server
+from tests.tiny import character_tokenizer, save_tiny_model
 
-EXAMPLES = ROOT / "examples/agents"
+EXAMPLES, AGENTS = ROOT / "examples/agents", ROOT / "tests/agents/agent_files"
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # the CPU kernels of vLLM know these
 
 
@@ -92,6 +94,24 @@ def test_an_agent_that_knows_only_the_openai_client_trains(workspace: Path) -> N
     assert column(workspace / "chat", "train/failed_episodes") == [0, 0, 0]
     assert max(column(workspace / "chat", "train/logprob_gap_max")) < 1e-3
     assert column(workspace / "chat", "train/tool_calls") == [0, 0, 0]
+
+
+def test_a_judge_and_a_teacher_behind_servers_and_what_they_fail_at_is_dropped(workspace: Path, tmp_path: Path) -> None:
+    prompts = [{"input": "be good: ", "answer": "broken" if i % 4 == 0 else "loud"} for i in range(8)]
+    changes: dict[str, Any] = {
+        "data.prompt_dataset": write_rows(tmp_path / "prompts.jsonl", prompts),
+        "algo.distill.teacher": "wise",
+        "reward.on_error": "drop",
+        "reward.retries": 0,
+    }
+    with openai_server() as server:
+        server.texts = lambda token: character_tokenizer().decode([token])
+        changes["rollout.remote_engines"] = [f"helper={server.url}", f"wise={server.url}"]
+        run("train_ppo_ray", agent_flags(workspace, tmp_path / "run", AGENTS / "asks.py", **changes))
+    rows = samples(tmp_path / "run")
+    assert sorted((row["reward"] or 0, row["failure"] or "") for row in rows) == [(0, "server")] * 8 + [(1, "")] * 24
+    assert all(math.isfinite(gap) and gap for gap in column(tmp_path / "run", "train/teacher_kl"))
+    assert not list((tmp_path / "run/logs").glob("*teacher*"))
 
 
 def test_an_agent_that_cannot_be_loaded_is_told_of_before_anything_starts(workspace: Path, tmp_path: Path) -> None:

@@ -144,6 +144,9 @@ class Nothing:
 
     def publish(self, version: int) -> None: ...
 
+    def taught(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        return trajectories
+
     def annotate(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         return experience, {}
 

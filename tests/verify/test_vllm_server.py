@@ -17,9 +17,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from openrlhf.config.options import ConfigError
 from openrlhf.distributed.devices import free_port
+from openrlhf.rollout.remote_engines import VARIABLE, offer_engines, remote_engine
+from openrlhf.trainers.remote_teacher import RemoteTeacher
 from tests.e2e.commands import run, write_rows
 from tests.tiny import save_tiny_model
+from tests.trainers.episodes import episode
 
 pytestmark = pytest.mark.verify
 HEADS: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -85,3 +89,25 @@ def test_an_exported_model_gives_the_same_greedy_tokens_behind_a_stock_server(ki
             asked = {"model": str(tmp_path / "export"), "prompt": tokens, "temperature": 0, "max_tokens": NEW_TOKENS}
             answer = httpx.post(f"{url}/v1/completions", json=asked | {"return_token_ids": True}, timeout=120).json()
             assert answer["choices"][0]["token_ids"] == expected[len(tokens) :].tolist(), question
+
+
+def test_a_remote_teacher_behind_a_stock_server_says_what_transformers_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path / "model", **HEADS)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    hf: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    monkeypatch.setenv(VARIABLE, "")
+    with vllm_server(tmp_path / "model", tmp_path / "server.log") as url:
+        offer_engines({"wise": f"{url}/v1"}, timeout=120, retries=0)
+        teacher = RemoteTeacher("wise")
+        teacher.check(tokenizer, max_len=63)
+        with pytest.raises(ConfigError, match="takes 64 tokens"):
+            teacher.check(tokenizer, max_len=64)
+        (taught,) = teacher.taught([episode(actions=62)])
+        assert isinstance(remote_engine("wise").completion_sync("ab=", max_tokens=3), str)
+    with torch.no_grad():
+        logprobs = hf(torch.tensor([taught.tokens])).logits[0].log_softmax(-1)
+    expected = [logprobs[t - 1, token].item() for t, token in enumerate(taught.tokens)][1:]
+    assert taught.teacher_logprobs is not None
+    assert taught.teacher_logprobs[1:] == pytest.approx(expected, abs=1e-4)

@@ -1,0 +1,94 @@
+"""A teacher behind a vLLM server, which says how likely it finds each token that the policy sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.options import ConfigError
+from openrlhf.data.errors import DataError
+from openrlhf.rollout.http_rewards import ServerError
+from openrlhf.rollout.remote_engines import in_background, remote_engine
+from openrlhf.trajectory import StopReason, Trajectory
+
+logger = logging.getLogger(__name__)
+
+PROBED = 64  # tokens of the vocabulary, spread over it, whose texts are compared
+UNREADABLE = "\ufffd"  # part of a character
+
+
+class RemoteTeacher:
+    """The remote engine of that name. It needs vLLM's `prompt_logprobs`, which are taken at temperature 1."""
+
+    def __init__(self, name: str) -> None:
+        self.flag, self.engine = f"--algo.distill.teacher {name}", remote_engine(name)
+
+    def taught(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The episodes, those to be trained on with log π_teacher; one whose teacher does not answer has failed."""
+
+        async def all_taught() -> list[Trajectory]:
+            return await asyncio.gather(*map(self._taught, trajectories))
+
+        return in_background(all_taught()).result()
+
+    async def _taught(self, trajectory: Trajectory) -> Trajectory:
+        if trajectory.failed or trajectory.filtered:
+            return trajectory
+        try:
+            return replace(trajectory, teacher_logprobs=await self._logprobs(trajectory.tokens))
+        except ServerError as error:
+            problem = f"{self.flag}: {error}"
+            return replace(
+                trajectory, stop_reason=StopReason.FAILED, reward=None, score=None, error=problem, failure=error.failure
+            )
+
+    async def _logprobs(self, tokens: Sequence[int]) -> list[float]:
+        judged = await self._judged(tokens)
+        logprobs = [self.engine.read(entry, "logprob", kind=float) for entry in judged]
+        if not all(map(math.isfinite, logprobs)):
+            raise ServerError(f"log-probabilities that are not finite: {logprobs}")
+        return [0.0, *logprobs]
+
+    async def _judged(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
+        """What the server says of every token but the first."""
+        wanted = {"prompt": list(tokens), "prompt_logprobs": 0, "max_tokens": 1}
+        answered = await self.engine.ask("/completions", wanted)
+        listed = self.engine.read(answered, "choices", 0, "prompt_logprobs", kind=list)
+        return [self.engine.read(listed, t, str(tokens[t]), kind=dict) for t in range(1, len(tokens))]
+
+    def check(self, tokenizer: PreTrainedTokenizerBase, *, max_len: int) -> None:
+        """Raise ConfigError where it cannot judge episodes of `max_len` tokens, DataError where it reads other tokens.
+
+        A server tells of its vocabulary only the texts of the tokens it is sent: some are compared, not all.
+        """
+        try:
+            room = in_background(self.engine.room()).result()
+            spread = sorted({i * (len(tokenizer) - 1) // (PROBED - 1) for i in range(PROBED)})
+            probe = spread[:: -(-len(spread) // max_len)]
+            judged = in_background(self._judged(probe)).result()
+        except ServerError as error:
+            raise ConfigError(
+                f"{self.flag} cannot teach; it has to be a vLLM server with the policy's vocabulary: {error}"
+            ) from error
+        if room is not None and room <= max_len:
+            raise ConfigError(
+                f"{self.flag} takes {room} tokens, one of them its own, fewer than --data.max_len {max_len}: start it with more."
+            )
+        for token, entry in zip(probe[1:], judged, strict=True):
+            ours, theirs = tokenizer.decode([token]), entry.get("decoded_token")
+            if theirs is None:
+                logger.warning(
+                    "%s does not tell its tokens' texts: make sure that its vocabulary is the policy's.", self.flag
+                )
+                return
+            if theirs not in (ours, tokenizer.convert_ids_to_tokens(token)) and UNREADABLE not in ours + theirs:
+                raise DataError(
+                    f"{self.flag} has another vocabulary than the policy: token {token} is {theirs!r} there and {ours!r} "
+                    "here. Serve a model with the policy's tokenizer."
+                )
