@@ -354,7 +354,7 @@ def test_an_agent_asks_a_remote_engine_and_its_failures_are_the_servers(
 ) -> None:
     monkeypatch.setenv(remote_engines.VARIABLE, "")
     with openai_server() as server:
-        remote_engines.offer_engines({"helper": server.url}, timeout=0.5, retries=1)
+        remote_engines.offer_engines({"helper": server.url}, timeout=2, retries=1)
         stand = Stand("asks.py", logs / "asks")
         models = ["loud", "broken", "slow", "wrong_json"]
         episodes = stand.rollout(*(prompt(label=model, index=i) for i, model in enumerate(models)), n_samples=1)
