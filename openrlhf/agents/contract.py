@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from openrlhf.remote.http_rewards import HTTPReward
 from openrlhf.rollout.host_process import load_function, plain
-from openrlhf.rollout.http_rewards import HTTPReward
 from openrlhf.rollout.rewards import RewardRequest, RewardResult, read_rewards
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trajectory import Failure
@@ -43,6 +43,7 @@ class AgentExecutorBase(ABC):
     """
 
     max_turns: int | None = None
+    needs_chat_template = False
 
     @abstractmethod
     async def execute(
@@ -117,12 +118,14 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         """One episode in an environment of its own, which is closed at the end whatever happens."""
         agent = await _new(self.agent_instance_cls, self.env_kwargs)
         try:
-            begun = await agent.reset({"observation": prompt, "label": label})
+            begun = await _awaited(agent.reset({"observation": prompt, "label": label}))
+            if not isinstance(begun, Mapping) or not isinstance(begun.get("observation"), str):
+                raise ContractMistake(f"{_named(agent)}.reset returned {begun!r}, not a dict with the text observation")
             text: str = begun["observation"]
             episode = _Episode(_first_tokens(text, hf_tokenizer, max_length, sampling_params.max_tokens), text)
             await self._take_turns(agent, episode, label, sampling_params, max_length, hf_tokenizer, llm_engine)
         finally:
-            await agent.close()
+            await _awaited(agent.close())
         rewards = {"turn_rewards": episode.rewards} if self.turn_rewards else {}
         return {
             "prompt": prompt,
@@ -162,8 +165,8 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 "sampling_params": copy.copy(params),
                 "turn": turn,
             }
-            answer = await agent.step(states)
-            feedback = str(answer.get("environment_feedback") or "")
+            answer = _checked(agent, await _awaited(agent.step(states)))
+            feedback: str = answer.get("environment_feedback") or ""
             episode.observe(answer, feedback, tokenizer(feedback, add_special_tokens=False)["input_ids"])
             if answer["done"]:
                 episode.truncated = output.finish_reason == "length"
@@ -284,6 +287,40 @@ def reward_here(sources: list[str]) -> Callable[[RewardRequest], Awaitable[Rewar
         return (await servers.score([request]))[0]
 
     return ask
+
+
+class ContractMistake(ValueError):
+    """An environment returned what it must not; the message says what, and what is expected."""
+
+    failure = Failure.RESULT
+
+
+def _checked(agent: AgentInstanceBase, answer: Any) -> Mapping[str, Any]:
+    """What `step` returned. Raises ContractMistake where that is no answer."""
+    step, wanted = f"{_named(agent)}.step", "a dict with rewards, environment_feedback and done"
+    if not isinstance(answer, Mapping):
+        raise ContractMistake(f"{step} returned {answer!r}; it must return {wanted}")
+    if missing := [name for name in ("rewards", "done") if answer.get(name) is None]:
+        raise ContractMistake(f"{step} returned no {' and no '.join(missing)}; it must return {wanted}")
+    if not isinstance(answer.get("environment_feedback"), str | None):
+        raise ContractMistake(
+            f"{step} returned environment_feedback {answer['environment_feedback']!r}, which is no text"
+        )
+    for name in ("rewards", "scores"):
+        try:
+            _number(answer.get(name, 0.0) if answer.get(name) is not None else 0.0)
+        except (TypeError, ValueError, RuntimeError):
+            raise ContractMistake(f"{step} returned {name} {answer[name]!r}, which is not one number") from None
+    return answer
+
+
+def _named(agent: AgentInstanceBase) -> str:
+    return type(agent).__name__
+
+
+async def _awaited(value: Any) -> Any:
+    """A method's result, whether or not it is `async def`."""
+    return await value if inspect.isawaitable(value) else value
 
 
 async def _new(kind: type[AgentInstanceBase], arguments: Mapping[str, Any]) -> AgentInstanceBase:

@@ -100,7 +100,11 @@ def own_params(params: Any) -> SamplingParams:
         names = [n for n in getattr(params, "__struct_fields__", vars(params)) if not n.startswith("_")]
         if other := [n for n in names if n not in ours | ignored and getattr(params, n) != getattr(default, n, None)]:
             raise EngineRefusal(f"sampling parameters {other} are not passed on; those that are: {sorted(ours)}")
-    return SamplingParams(**{name: getattr(params, name) for name in ours if hasattr(params, name)})
+    own = SamplingParams(**{name: getattr(params, name) for name in ours if hasattr(params, name)})
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        if not hasattr(getattr(own, name), "__float__"):
+            raise EngineRefusal(f"sampling_params.{name} is {getattr(own, name)!r}, which is no number")
+    return own
 
 
 class Host:
@@ -142,6 +146,11 @@ class Host:
         try:
             self.tokenizer = _unpickled_tokenizer(tokenizer)
             self.executor = load_executor(Path(path))
+            if self.executor.needs_chat_template and not self.tokenizer.chat_template:
+                raise TypeError(
+                    f"{path} speaks to the policy in messages, but {self.tokenizer.name_or_path} has no chat template: "
+                    "put one, as chat_template.jinja, into the model's folder"
+                )
             self.max_length = max_length
             if max_turns is not None:
                 self.executor.max_turns = max_turns
@@ -165,7 +174,8 @@ class Host:
                 "llm_engine": EngineProxy(self, episode, params),
                 "images": images,
             }
-            result = await self.executor.execute(**_accepted(self.executor.execute, arguments))
+            result: Any = self.executor.execute(**_accepted(self.executor.execute, arguments))
+            result = await result if inspect.isawaitable(result) else result
             failure = Failure.RESULT
             if not isinstance(result, Mapping):
                 raise TypeError(f"execute returned {type(result).__qualname__}, not a dict")
@@ -219,8 +229,13 @@ def load_executor(path: Path) -> AgentExecutorBase:
         print(f"[notice] {path} has the form of releases up to 0.8.6, a function step: it is wrapped.", file=sys.stderr)
         return executor_of_step(module.step)
     if kind is None:
-        names = ", ".join(name for name, value in vars(module).items() if inspect.isclass(value)) or "none"
-        raise AttributeError(f"{path} has no class {CLASS}; its classes are: {names}")
+        own = [n for n, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
+        raise AttributeError(
+            f"{path} has no class {CLASS}; its classes are: {', '.join(own) or 'none'}. Around an AgentInstanceBase, write\n"
+            "    class AgentExecutor(MultiTurnAgentExecutor):\n"
+            "        def __init__(self):\n"
+            "            super().__init__(YourAgentInstance)"
+        )
     if not (inspect.isclass(kind) and issubclass(kind, AgentExecutorBase)):
         raise TypeError(f"{path}: {CLASS} must be a subclass of openrlhf.utils.agent.AgentExecutorBase")
     execute = inspect.signature(kind.execute).parameters
@@ -245,7 +260,7 @@ def _accepted(execute: Callable[..., Any], arguments: dict[str, Any]) -> dict[st
 
 def _told(error: BaseException) -> str:
     """The traceback, of the user's code only."""
-    return "".join(traceback.format_exception(type(error), error, user_frames(error, __file__)))
+    return "".join(traceback.format_exception(type(error), error, user_frames(error)))
 
 
 def serve(channel: socket.socket) -> None:

@@ -75,6 +75,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     """
 
     base_url: str
+    needs_chat_template = True
 
     def __init__(self) -> None:
         self._sessions: dict[str, _Open] = {}

@@ -278,7 +278,7 @@ class AgentHost(HostProcess):
         running.samples.add(task)
 
     def _write(self, **message: Any) -> None:
-        with suppress(OSError):  # of a host that is gone, the listener tells
+        if not self._writer.is_closing():  # of a host that is gone, the listener tells
             self._writer.write(frame(**message))
 
     async def _message(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.rollout.http_rewards import HTTPServers, ServerError
+from openrlhf.remote.http_rewards import HTTPServers, ServerError
 from openrlhf.trajectory import Failure
 
 QUESTION = """\

@@ -17,7 +17,7 @@ from openrlhf.data.loading import load_datasets
 from openrlhf.data.rows import number_rows
 from openrlhf.data.templates import fill_template, to_messages
 from openrlhf.observability.score_table import ScoredRow, print_scores
-from openrlhf.rollout.http_rewards import IN_FLIGHT
+from openrlhf.remote.http_rewards import IN_FLIGHT
 from openrlhf.rollout.rewards import Reward, RewardRequest, RewardResult
 from openrlhf.trainers.reward_rule import reward_of
 

@@ -37,7 +37,7 @@ from openrlhf.evaluation.comparing import (
     win_metrics,
 )
 from openrlhf.evaluation.judge import Judge
-from openrlhf.models.loading import check_is_causal
+from openrlhf.models.loading import check_is_causal, check_positions
 from openrlhf.observability.display import DisplayMode
 from openrlhf.observability.run_folder import SampleRow
 from openrlhf.observability.source_table import print_sources
@@ -147,6 +147,7 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
         flag=flag,
     )
     check_is_causal(settings.load_spec(config, path))
+    check_positions(settings.load_spec(config, path), config.data.max_len)
     check_agents(config, tokenizer)
     check_reward_models(config, tokenizer, policy=f"{flag} {path}")
     prompts = read_prompts(config, tokenizer, config.eval.dataset, split=config.eval.split)

@@ -59,6 +59,16 @@ def check_is_causal(spec: LoadSpec) -> None:
             )
 
 
+def check_positions(spec: LoadSpec, max_len: int) -> None:
+    """Raise ModelError where --data.max_len is more tokens than the model has positions for, and nothing stretches them."""
+    with naming_the_flag(spec):
+        config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    positions = getattr(config, "max_position_embeddings", None) or max_len
+    if max_len > positions and rope.get("rope_type", "default") == "default":
+        raise ModelError(f"--data.max_len is {max_len}, but {spec.path} has {positions} positions: lower it.")
+
+
 def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
     """What `from_pretrained` is told about any model."""
     packed = spec.packing and spec.attention == "sdpa"

@@ -34,6 +34,7 @@ from openrlhf.rollout import confinement
 from openrlhf.trajectory import Failure
 
 PROCESSES = 512  # and threads, of a host and what it starts: a fork bomb ends here
+OURS = (str(Path(__file__).parents[1]), "<frozen importlib")
 LENGTH = struct.Struct("!Q")  # a request or reply is its length in bytes, then itself
 DUMP_SIGNAL = signal.SIGUSR1  # makes a host write the stack of its main thread to stderr
 
@@ -119,7 +120,7 @@ class Server:
             failure = Failure.RESULT
             return marshal.dumps({"value": plain(result)})
         except BaseException as error:
-            text = "".join(traceback.format_exception(type(error), error, user_frames(error, __file__)))
+            text = "".join(traceback.format_exception(type(error), error, user_frames(error)))
             failure = failure_of(error, failure)
             broken = failure in (Failure.MEMORY, Failure.EXIT)
             return marshal.dumps({"error": text, "failure": str(failure), "broken": broken})
@@ -146,10 +147,10 @@ def failure_of(error: BaseException, otherwise: Failure) -> Failure:
     return otherwise if isinstance(error, Exception | asyncio.CancelledError) else Failure.EXIT
 
 
-def user_frames(error: BaseException, ours: str) -> Any:
-    """The traceback without the frames of our own file that came first; none where it is that file that complains, in words."""
+def user_frames(error: BaseException) -> Any:
+    """The traceback without the frames of ours, and of Python's imports, that came first; none where we complain, in words."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == ours:
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OURS):
         frames = frames.tb_next
     return frames
 

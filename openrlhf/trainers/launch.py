@@ -30,10 +30,10 @@ from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGr
 from openrlhf.models.loading import ModelError
 from openrlhf.recording.episode_files import EpisodeFolder
 from openrlhf.recording.generators import DumpingGenerator, Generator, ReplayGenerator
+from openrlhf.remote.engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
-from openrlhf.rollout.remote_engines import offer_engines
 from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, Reward, RewardErrors
 from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import ExperienceMaker, with_rewards

@@ -13,7 +13,7 @@ from openrlhf.data.loading import load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.models.loading import check_is_causal
+from openrlhf.models.loading import check_is_causal, check_positions
 from openrlhf.models.scalar import check_is_scalar
 from openrlhf.trainers import settings
 from openrlhf.trainers.pretraining_mix import PretrainingMix
@@ -41,6 +41,7 @@ def load_prompts(config: PPOConfig) -> PromptData:
     )
     for path in filter(None, [config.actor.model_name_or_path, config.local_teacher]):
         check_is_causal(settings.load_spec(config, path))
+        check_positions(settings.load_spec(config, path), data.max_len)
     policy = f"--actor.model_name_or_path {config.actor.model_name_or_path}"
     check_reward_models(config, tokenizer, policy=policy)
     if config.local_teacher:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from openrlhf.config.rollout import RuleConfig
+from openrlhf.remote.http_rewards import HTTPReward
 from openrlhf.rollout.hosts import HostPool
-from openrlhf.rollout.http_rewards import HTTPReward
 from openrlhf.rollout.rewards import FunctionReward, Reward, VerifierReward
 
 

@@ -6,18 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openrlhf.rollout.http_rewards import ServerError
-    from openrlhf.rollout.remote_engines import remote_engine
+    from openrlhf.remote.engines import remote_engine
+    from openrlhf.remote.http_rewards import ServerError
     from openrlhf.verifiers.graders import extract_boxed_answer, grade_answer
     from openrlhf.verifiers.sandbox import run_program
 
 __all__ = ["ServerError", "extract_boxed_answer", "grade_answer", "remote_engine", "run_program"]
 
 _HOMES = {
-    "ServerError": "openrlhf.rollout.http_rewards",
+    "ServerError": "openrlhf.remote.http_rewards",
     "extract_boxed_answer": "openrlhf.verifiers.graders",
     "grade_answer": "openrlhf.verifiers.graders",
-    "remote_engine": "openrlhf.rollout.remote_engines",
+    "remote_engine": "openrlhf.remote.engines",
     "run_program": "openrlhf.verifiers.sandbox",
 }
 

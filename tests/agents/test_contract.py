@@ -17,7 +17,7 @@ from openrlhf.agents import pool
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.agents.pool import AgentPool, AgentSettings
 from openrlhf.config.options import ConfigError
-from openrlhf.rollout import remote_engines
+from openrlhf.remote import engines as remote_engines
 from openrlhf.rollout.engine import EngineError, RequestRefused
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.rewards import ErrorPolicy
@@ -204,7 +204,8 @@ def test_a_function_step_of_older_releases_is_wrapped(logs: Path) -> None:
     [
         ("missing.py", "No such file"),
         ("old_queue.py", "is written for releases 0.8.7 to 0.9.0"),
-        ("../../rollout/reward_files/trouble.py", "has no class AgentExecutor"),
+        ("../../rollout/reward_files/trouble.py", "has no class AgentExecutor; its classes are: none. Around an"),
+        ("openai_client.py", "put one, as chat_template.jinja, into the model's folder"),
     ],
 )
 def test_a_file_that_is_no_agent_is_refused_with_what_to_do(logs: Path, file: str, words: str) -> None:
@@ -362,3 +363,39 @@ def test_an_agent_asks_a_remote_engine_and_its_failures_are_the_servers(
     assert [episode.reward for episode in episodes] == [1.0, None, None, None]
     assert [episode.failure for episode in episodes] == [None, *[Failure.SERVER] * 3]
     assert ("/v1/chat/completions", {"model": "loud", "messages": GOOD, "temperature": 0}) in server.asked
+
+
+@pytest.fixture(scope="module")
+def mistakes(logs: Path) -> Iterator[Stand]:
+    stand = Stand("mistakes.py", logs / "mistakes")
+    yield stand
+    stand.generator.close()
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        ("no observation", "Game.reset returned None, not a dict with the text observation"),
+        ("none", "Game.step returned None; it must return a dict with rewards, environment_feedback and done"),
+        ("no rewards", "Game.step returned no rewards; it must"),
+        ("no done", "Game.step returned no done; it must"),
+        ("two rewards", "Game.step returned rewards [1.0, 2.0], which is not one number"),
+        ("list", "Game.step returned environment_feedback ['no', 3], which is no text"),
+    ],
+)
+def test_what_an_environment_must_not_return_is_told_without_our_frames(
+    mistakes: Stand, label: str, words: str
+) -> None:
+    [failed] = mistakes.rollout(prompt(label=label), n_samples=1)
+    assert failed.failure is Failure.RESULT
+    assert words in str(failed.error) and "Traceback" not in str(failed.error)
+
+
+def test_methods_of_an_environment_need_not_be_coroutines(mistakes: Stand) -> None:
+    [trajectory] = mistakes.rollout(prompt(label="well"), n_samples=1)
+    assert trajectory.reward == 1.0
+
+
+def test_sampling_parameters_that_are_no_numbers_are_named(mistakes: Stand) -> None:
+    [failed] = mistakes.rollout(prompt(label="hot"), n_samples=1)
+    assert "sampling_params.temperature is 'hot', which is no number" in str(failed.error)

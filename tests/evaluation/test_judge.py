@@ -11,7 +11,7 @@ import pytest
 from openrlhf.config.options import ConfigError
 from openrlhf.distributed.devices import free_port
 from openrlhf.evaluation.judge import Judge, Verdict, read_verdict
-from openrlhf.rollout import http_rewards
+from openrlhf.remote import http_rewards
 from openrlhf.trajectory import Failure
 from tests.judge_server import JudgeServer, answers_in, judge_server
 

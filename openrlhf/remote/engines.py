@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Any, TypeVar
 
-from openrlhf.rollout.http_rewards import HTTPServers, ServerError
+from openrlhf.remote.http_rewards import HTTPServers, ServerError
 
 FLAG = "--rollout.remote_engines"
 VARIABLE = "OPENRLHF_REMOTE_ENGINES"

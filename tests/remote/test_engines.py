@@ -11,15 +11,15 @@ import pytest
 
 from openrlhf.config.options import ConfigError
 from openrlhf.distributed.devices import free_port
-from openrlhf.rollout import http_rewards
+from openrlhf.remote import http_rewards
+from openrlhf.remote.engines import VARIABLE, offer_engines, remote_engine
+from openrlhf.remote.http_rewards import ServerError
 from openrlhf.rollout.hosts import HostPool
-from openrlhf.rollout.http_rewards import ServerError
-from openrlhf.rollout.remote_engines import VARIABLE, offer_engines, remote_engine
 from openrlhf.rollout.rewards import FunctionReward, RewardRequest, RewardResult
 from openrlhf.trajectory import Failure
 from tests.openai_server import OpenAIServer, openai_server
 
-FUNCTIONS = Path(__file__).parent / "reward_files/asks.py"
+FUNCTIONS = Path(__file__).parents[1] / "rollout/reward_files/asks.py"
 HELLO = [{"role": "user", "content": "hello"}]
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from openrlhf.config.options import ConfigError
 from openrlhf.distributed.devices import free_port
-from openrlhf.rollout import http_rewards
-from openrlhf.rollout.http_rewards import HTTPReward
+from openrlhf.remote import http_rewards
+from openrlhf.remote.http_rewards import HTTPReward
 from openrlhf.rollout.rewards import RewardRequest, RewardResult
 from tests.reward_server import RewardServer, reward_server
 
