@@ -77,7 +77,8 @@ SUPPORTED = {"vllm": ("0.32", "0.33"), "torch": ("2.11", "2.14")}  # from, below
 def check_folders(config: options.Command) -> None:
     """End the process with status 2 where a folder the run writes to at its end cannot be written: weeks may lie between."""
     written = ("ckpt.output_dir", "ckpt.path", "run.dir", "rollout.dump_dir")
-    folders: dict[str, str] = {flag.name: value for flag, value in flags_in(config) if flag.path in written and value}
+    values = {flag.path: value for flag, value in flags_in(config)}
+    folders: dict[str, str] = {f"--{path}": values[path] for path in written if values.get(path)}
     for flag, folder in folders.items():
         there = Path(folder).expanduser().absolute()
         while not there.exists():
