@@ -88,8 +88,10 @@ def test_the_same_seed_gives_the_same_episodes_in_any_number_of_hosts(workspace:
 
 def test_an_agent_that_knows_only_the_openai_client_trains(workspace: Path) -> None:
     """The policy is untrained, and calls no tool; that it learns to is for `make verify`."""
-    make_task(workspace, transcripts=1, prompts=12)
-    flags = agent_flags(workspace, workspace / "chat", EXAMPLES / "calculator.py", **{"rollout.max_turns": None})
+    task = workspace / "sums"
+    task.mkdir()
+    make_task(task, transcripts=1, prompts=12)
+    flags = agent_flags(task, workspace / "chat", EXAMPLES / "calculator.py", **{"rollout.max_turns": None})
     run("train_ppo_ray", {**flags, "reward.workers": 2})
     assert column(workspace / "chat", "train/failed_episodes") == [0, 0, 0]
     assert max(column(workspace / "chat", "train/logprob_gap_max")) < 1e-3

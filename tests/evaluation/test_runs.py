@@ -66,7 +66,7 @@ def test_a_judge_reads_the_answer_alone_without_special_tokens() -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input": "1+1=", "output": "2"}) + "\n")
-    return save_tiny_model(tmp_path / "model")
+    return save_tiny_model(tmp_path / "model", max_position_embeddings=4096)
 
 
 def config_of(model: str, line: str) -> EvaluationConfig:
