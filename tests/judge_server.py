@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.http_double import DoubleServer, JSONHandler, serving
 
-class JudgeServer(ThreadingHTTPServer):
+
+class JudgeServer(DoubleServer):
     """Keeps what it was asked, in `bodies`, and the keys it was shown; `url` is what --judge.url takes."""
 
-    daemon_threads = True
-    request_queue_size = 256
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        self.url = f"{self.root}/v1"
 
 
 @contextmanager
 def judge_server() -> Iterator[JudgeServer]:
-    server = JudgeServer()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(JudgeServer()) as server:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def answers_in(asked: str) -> tuple[str, str]:
@@ -42,15 +33,15 @@ def answers_in(asked: str) -> tuple[str, str]:
     return a[1], b[1]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JSONHandler):
     server: JudgeServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_HEAD(self) -> None:
-        self._answer(405, {})
+        self.answer(405, {})
 
     def do_POST(self) -> None:
         assert self.path == "/v1/chat/completions"
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         self.server.bodies.append(body)
         self.server.keys.add(self.headers["Authorization"])
         a, b = answers_in(body["messages"][0]["content"])
@@ -67,26 +58,15 @@ class _Handler(BaseHTTPRequestHandler):
             case "undecided":
                 self._say("Both A and B are fine.")
             case "busy_once" if len(self.server.bodies) <= 1:
-                self._answer(503, {"error": "loading"})
+                self.answer(503, {"error": "loading"})
             case "broken":
-                self._answer(500, {"error": "out of memory"})
+                self.answer(500, {"error": "out of memory"})
             case "unknown":
-                self._answer(404, {"error": "no such model"})
+                self.answer(404, {"error": "no such model"})
             case "silent":
-                self._answer(200, {"choices": []})
+                self.answer(200, {"choices": []})
             case _:
                 self._say(better)
 
     def _say(self, text: str) -> None:
-        self._answer(200, {"choices": [{"message": {"role": "assistant", "content": text}}]})
-
-    def _answer(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+        self.answer(200, {"choices": [{"message": {"role": "assistant", "content": text}}]})

@@ -2,95 +2,75 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.http_double import DoubleServer, JSONHandler, serving
 
-class OpenAIServer(ThreadingHTTPServer):
+
+class OpenAIServer(DoubleServer):
     """Keeps what it was asked, in `asked` as path and body, and the keys it was shown; `url` is what clients take.
 
     It says the last message in capitals, and continues a prompt with its length. `models` are those it lists. It finds token 7
     as likely as exp(-0.7), and takes it for what `texts` makes of 7.
     """
 
-    daemon_threads = True
-    request_queue_size = 256
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.asked: list[tuple[str, dict[str, Any] | None]] = []
         self.keys: set[str | None] = set()
         self.models: list[dict[str, Any]] = [{"id": "loud"}]
         self.texts: Callable[[int], str | None] = str
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        self.url = f"{self.root}/v1"
 
 
 @contextmanager
 def openai_server() -> Iterator[OpenAIServer]:
-    server = OpenAIServer()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(OpenAIServer()) as server:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JSONHandler):
     server: OpenAIServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_HEAD(self) -> None:
-        self._answer(405, {})
+        self.answer(405, {})
 
     def do_GET(self) -> None:
         self.server.asked.append((self.path, None))
-        self._answer(200, {"data": self.server.models}) if self.path == "/v1/models" else self._answer(404, {})
+        self.answer(200, {"data": self.server.models}) if self.path == "/v1/models" else self.answer(404, {})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         self.server.asked.append((self.path, body))
         self.server.keys.add(self.headers["Authorization"])
         match body["model"]:
             case "broken":
-                self._answer(500, {"error": "out of memory"})
+                self.answer(500, {"error": "out of memory"})
             case "busy_once" if len(self.server.asked) == 1:
-                self._answer(503, {"error": "loading"})
+                self.answer(503, {"error": "loading"})
             case "slow":
                 time.sleep(30)
             case "unknown":
-                self._answer(404, {"error": "no such model"})
+                self.answer(404, {"error": "no such model"})
             case "no_json":
-                self._answer(200, "<html>")
+                self.answer(200, "<html>")
             case "wrong_json":
-                self._answer(200, {"choices": []})
+                self.answer(200, {"choices": []})
             case "silent":
-                self._answer(200, {"choices": [{"message": {"content": None}, "text": None}]})
+                self.answer(200, {"choices": [{"message": {"content": None}, "text": None}]})
             case _ if self.path == "/v1/chat/completions":
                 text = body["messages"][-1]["content"].upper()
-                self._answer(200, {"choices": [{"message": {"role": "assistant", "content": text}}]})
+                self.answer(200, {"choices": [{"message": {"role": "assistant", "content": text}}]})
             case _ if self.path == "/v1/completions":
                 answer: dict[str, Any] = {"text": str(len(body["prompt"]))}
                 if "prompt_logprobs" in body:
                     answer["prompt_logprobs"] = [None, *map(self._judged, body["prompt"][1:])]
-                self._answer(200, {"choices": [answer]})
+                self.answer(200, {"choices": [answer]})
             case _:
-                self._answer(404, {"error": self.path})
+                self.answer(404, {"error": self.path})
 
     def _judged(self, token: int) -> dict[str, Any]:
         return {str(token): {"logprob": -token / 10, "rank": 1, "decoded_token": self.server.texts(token)}}
-
-    def _answer(self, status: int, body: Any) -> None:
-        data = (body if isinstance(body, str) else json.dumps(body)).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass

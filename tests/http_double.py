@@ -1,0 +1,52 @@
+"""What the HTTP servers of the tests have in common."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, TypeVar
+
+Server = TypeVar("Server", bound="DoubleServer")
+
+
+class DoubleServer(ThreadingHTTPServer):
+    """A server at a free port; `root` is its address without a path."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, handler: type[JSONHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.root = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    """Within it, the server answers."""
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class JSONHandler(BaseHTTPRequestHandler):
+    """Reads and writes JSON; a text is sent as it is."""
+
+    def body(self) -> Any:
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def answer(self, status: int, body: Any) -> None:
+        data = (body if isinstance(body, str) else json.dumps(body)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
