@@ -117,10 +117,7 @@ def remote_engine(
 @cache
 def _servers(url: str, timeout: float, retries: int, key: str | None, process: int) -> HTTPServers:
     """One per server, and per process: a fork does not have the threads of its parent."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return HTTPServers(
-        [url.rstrip("/")], timeout=timeout, retries=retries, kind="remote engine", flag=FLAG, headers=headers
-    )
+    return HTTPServers([url.rstrip("/")], timeout=timeout, retries=retries, kind="remote engine", flag=FLAG, key=key)
 
 
 @cache

@@ -56,7 +56,7 @@ class HTTPServers:
 
     `timeout` (seconds) bounds one attempt, `retries` says how many may follow a failed one. An attempt goes to the server
     with the fewest requests under way; one that failed rests, longer each time, while another is there. `kind` is what
-    messages call a server, `flag` where its URL comes from.
+    messages call a server, `flag` where its URL comes from, `key` what goes with every request.
     """
 
     def __init__(
@@ -67,11 +67,12 @@ class HTTPServers:
         retries: int,
         kind: str = "reward server",
         flag: str = "--reward.remote_url",
-        headers: Mapping[str, str] | None = None,
+        key: str | None = None,
     ) -> None:
         self.servers = [_Server(url, kind) for url in urls]
         self.timeout, self.retries = timeout, retries
-        self.kind, self.flag, self.headers = kind, flag, dict(headers or {})
+        self.kind, self.flag = kind, flag
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client: httpx.AsyncClient | None = None  # of the loop that `ask` runs in
         self._turns = asyncio.Semaphore(IN_FLIGHT)
 
