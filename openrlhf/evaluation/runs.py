@@ -37,7 +37,6 @@ from openrlhf.evaluation.comparing import (
     win_metrics,
 )
 from openrlhf.evaluation.judge import Judge
-from openrlhf.models.loading import check_is_causal, check_positions
 from openrlhf.observability.display import DisplayMode
 from openrlhf.observability.run_folder import SampleRow
 from openrlhf.observability.source_table import print_sources
@@ -50,7 +49,7 @@ from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import with_rewards
 from openrlhf.trainers.launch import check_agents, check_reward, make_agents, offer_remote_engines, show_prompts
 from openrlhf.trainers.processes import EngineGroup, start_hosts
-from openrlhf.trainers.prompt_data import check_reward_models, read_prompts
+from openrlhf.trainers.prompt_data import check_reward_models, policy_tokenizer, read_prompts
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.reward import read_pairs
 from openrlhf.trainers.reward_rule import reward_of
@@ -139,15 +138,7 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
     path = config.model.model_name_or_path if section == "model" else config.against.model_name_or_path
     assert path is not None  # a rule
     flag = f"--{section}.model_name_or_path"
-    tokenizer = get_tokenizer(
-        path,
-        padding_side="left",
-        use_fast=not config.data.disable_fast_tokenizer,
-        trust_remote_code=config.model.trust_remote_code,
-        flag=flag,
-    )
-    check_is_causal(settings.load_spec(config, path))
-    check_positions(settings.load_spec(config, path), config.data.max_len)
+    tokenizer = policy_tokenizer(config, path, flag=flag)
     check_agents(config, tokenizer)
     check_reward_models(config, tokenizer, policy=f"{flag} {path}")
     prompts = read_prompts(config, tokenizer, config.eval.dataset, split=config.eval.split)

@@ -48,11 +48,15 @@ def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
     return prepared(model, spec)
 
 
+def configuration(spec: LoadSpec) -> Any:
+    """The stored configuration. Raises ModelError."""
+    with naming_the_flag(spec):
+        return AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+
+
 def check_is_causal(spec: LoadSpec) -> None:
     """Raise ModelError where the configuration is a reward model's or critic's: an output layer would be made up. Reads no weights."""
-    with naming_the_flag(spec):
-        config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
-    for name in config.architectures or []:
+    for name in configuration(spec).architectures or []:
         if "SequenceClassification" in name:
             raise ModelError(
                 f"{spec.path} is a reward model or critic ({name}), and no language model. Name one that is."
@@ -61,10 +65,8 @@ def check_is_causal(spec: LoadSpec) -> None:
 
 def check_positions(spec: LoadSpec, max_len: int) -> None:
     """Raise ModelError where --data.max_len is more tokens than the model has positions for, and nothing stretches them."""
-    with naming_the_flag(spec):
-        config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code).get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    positions = getattr(config, "max_position_embeddings", None) or max_len
+    stored = configuration(spec).get_text_config().to_dict()
+    rope, positions = stored.get("rope_parameters") or {}, stored.get("max_position_embeddings") or max_len
     if max_len > positions and rope.get("rope_type", "default") == "default":
         raise ModelError(f"--data.max_len is {max_len}, but {spec.path} has {positions} positions: lower it.")
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.models.backbone import decode, require_balanced_experts
-from openrlhf.models.loading import LoadSpec, ModelError, naming_the_flag, prepared, pretrained_options
+from openrlhf.models.loading import LoadSpec, ModelError, configuration, naming_the_flag, prepared, pretrained_options
 
 NATIVE_HEAD = "score"  # what Transformers calls the head
 
@@ -153,8 +153,7 @@ def check_is_scalar(spec: LoadSpec) -> None:
 
 def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
     """The stored configuration as that of a scalar model, and whether it was one before."""
-    with naming_the_flag(spec):
-        config: Any = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    config = configuration(spec)
     stored_prefix = config.to_dict().get("value_head_prefix")
     names = config.architectures or []
     declared = bool(stored_prefix) or any("SequenceClassification" in name for name in names)

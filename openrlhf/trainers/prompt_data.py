@@ -32,16 +32,9 @@ class PromptData:
 def load_prompts(config: PPOConfig) -> PromptData:
     """Tokenizer, training prompts and evaluation prompts. Raises DataError."""
     data = config.data
-    tokenizer = get_tokenizer(
-        config.actor.model_name_or_path,
-        padding_side="left",
-        use_fast=not data.disable_fast_tokenizer,
-        trust_remote_code=config.model.trust_remote_code,
-        flag="--actor.model_name_or_path",
-    )
-    for path in filter(None, [config.actor.model_name_or_path, config.local_teacher]):
-        check_is_causal(settings.load_spec(config, path))
-        check_positions(settings.load_spec(config, path), data.max_len)
+    tokenizer = policy_tokenizer(config, config.actor.model_name_or_path, flag="--actor.model_name_or_path")
+    if config.local_teacher:
+        check_language_model(config, config.local_teacher)
     policy = f"--actor.model_name_or_path {config.actor.model_name_or_path}"
     check_reward_models(config, tokenizer, policy=policy)
     if config.local_teacher:
@@ -53,6 +46,26 @@ def load_prompts(config: PPOConfig) -> PromptData:
         eval=prompts(config.eval.dataset, split=config.eval.split) if config.eval.dataset else None,
         pretraining=load_pretraining_text(config, tokenizer) if config.algo.ptx.dataset else None,
     )
+
+
+def policy_tokenizer(config: settings.Sampling, path: str, *, flag: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model that is to answer prompts. Raises DataError, and ModelError where the model cannot."""
+    tokenizer = get_tokenizer(
+        path,
+        padding_side="left",
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+        flag=flag,
+    )
+    check_language_model(config, path)
+    return tokenizer
+
+
+def check_language_model(config: settings.Sampling, path: str) -> None:
+    """Raise ModelError where a model is none of language, or has too few positions for --data.max_len."""
+    spec = settings.load_spec(config, path)
+    check_is_causal(spec)
+    check_positions(spec, config.data.max_len)
 
 
 def read_prompts(
