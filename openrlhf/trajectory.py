@@ -7,7 +7,7 @@ objects; `Experience` turns a batch of them into tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -83,6 +83,10 @@ class Trajectory:
                 f"a trajectory's lists speak of the same positions, but have {len(self.tokens)} tokens, "
                 f"{len(self.action_mask)} mask entries and {len(self.rollout_logprobs)} log-probabilities"
             )
+
+    def failing(self, error: str | None, failure: Failure | None) -> Trajectory:
+        """The same episode, failed: it carries the error and no number."""
+        return replace(self, stop_reason=StopReason.FAILED, reward=None, score=None, error=error, failure=failure)
 
     @property
     def failed(self) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.agents.pool import Call
-from openrlhf.rollout.rewards import RewardResult, read_rewards
+from openrlhf.rollout.rewards import RewardResult, read_rewards, shown
 from openrlhf.trajectory import TrajectoryBuilder
 
 
@@ -24,7 +24,7 @@ class Assembled:
     reward: RewardResult
     truncated: bool
     turn_rewards: tuple[tuple[int, float], ...] = ()  # position of a turn's last token, and the turn's reward
-    oddities: Sequence[str] = field(default=())  # worth telling the user once
+    oddities: Sequence[str] = ()  # worth telling the user once
 
 
 def assemble(result: Mapping[str, Any], calls: Sequence[Call], max_length: int) -> Assembled:
@@ -37,7 +37,7 @@ def assemble(result: Mapping[str, Any], calls: Sequence[Call], max_length: int) 
     given = _given_logprobs(result, len(tokens))
     rewards = _rewards(result, len(ranges))
     sampled = _Sampled(calls)
-    builder, oddities, turns = TrajectoryBuilder(tokens[: ranges[0][0]]), [], list[tuple[int, float]]()
+    builder, turns = TrajectoryBuilder(tokens[: ranges[0][0]]), list[tuple[int, float]]()
     for number, (start, end) in enumerate(ranges):
         builder.append_feedback(tokens[len(builder.tokens) : start])
         for piece, logprobs, versions in sampled.pieces(tokens, start, end, given):
@@ -45,14 +45,13 @@ def assemble(result: Mapping[str, Any], calls: Sequence[Call], max_length: int) 
         if rewards.turns and end > start:
             turns.append((min(end, max_length) - 1, rewards.turns[number]))
     builder.append_feedback(tokens[len(builder.tokens) :])
-    oddities += sampled.oddities
     builder.cut(max_length)
     return Assembled(
         builder=builder,
         reward=rewards.result,
         truncated=bool(result.get("truncated")) or len(tokens) > max_length,
         turn_rewards=tuple(turns),
-        oddities=oddities,
+        oddities=sampled.oddities,
     )
 
 
@@ -106,7 +105,7 @@ def _continues(sampled: list[int], tokens: list[int], start: int, end: int) -> b
 def _tokens(result: Mapping[str, Any]) -> list[int]:
     tokens = result.get("observation_tokens")
     if not isinstance(tokens, list) or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
-        raise EpisodeMistake(f"observation_tokens must be a list of token ids, and is {_shown(tokens)}")
+        raise EpisodeMistake(f"observation_tokens must be a list of token ids, and is {shown(tokens)}")
     return tokens
 
 
@@ -118,11 +117,11 @@ def _ranges(result: Mapping[str, Any]) -> list[tuple[int, int]]:
     )
     if not pairs or not ranges:
         raise EpisodeMistake(
-            f"action_ranges must be a list of [start, end) pairs, at least one, and is {_shown(ranges)}"
+            f"action_ranges must be a list of [start, end) pairs, at least one, and is {shown(ranges)}"
         )
     edges = [edge for pair in ranges for edge in pair]
     if edges != sorted(edges) or edges[0] < 0 or edges[-1] > length:
-        raise EpisodeMistake(f"action_ranges must go up and stay within {length} tokens, and are {_shown(ranges)}")
+        raise EpisodeMistake(f"action_ranges must go up and stay within {length} tokens, and are {shown(ranges)}")
     return [(start, end) for start, end in ranges]
 
 
@@ -132,7 +131,7 @@ def _given_logprobs(result: Mapping[str, Any], length: int) -> list[float] | Non
         return None
     numbers = isinstance(given, list) and all(isinstance(x, int | float) and math.isfinite(x) for x in given)
     if not numbers or len(given) != length:
-        seen = f"{len(given)} entries" if isinstance(given, list) else _shown(given)
+        seen = f"{len(given)} entries" if isinstance(given, list) else shown(given)
         raise EpisodeMistake(f"rollout_log_probs must be a number for each of {length} tokens, and has {seen}")
     return [float(x) for x in given]
 
@@ -147,7 +146,7 @@ def _rewards(result: Mapping[str, Any], count: int) -> _Rewards:
     """The reward, which a reward model may still have to give, and those of the turns."""
     turns = result.get("turn_rewards")
     if turns is not None and not (isinstance(turns, list) and len(turns) == count and all(map(_is_finite, turns))):
-        raise EpisodeMistake(f"turn_rewards must be a number for each of {count} action ranges, and is {_shown(turns)}")
+        raise EpisodeMistake(f"turn_rewards must be a number for each of {count} action ranges, and is {shown(turns)}")
     reward = result.get("reward")
     if reward is None and turns is not None:
         reward = math.fsum(turns)
@@ -164,8 +163,3 @@ def _rewards(result: Mapping[str, Any], count: int) -> _Rewards:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "…"

@@ -23,7 +23,7 @@ from openrlhf.trajectory import Failure
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.agents.answers import RequestOutput
+    from openrlhf.agents.answers import CompletionOutput, RequestOutput
 
 
 class Engine(Protocol):
@@ -118,14 +118,14 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         """One episode in an environment of its own, which is closed at the end whatever happens."""
         agent = await _new(self.agent_instance_cls, self.env_kwargs)
         try:
-            begun = await _awaited(agent.reset({"observation": prompt, "label": label}))
+            begun = await awaited(agent.reset({"observation": prompt, "label": label}))
             if not isinstance(begun, Mapping) or not isinstance(begun.get("observation"), str):
                 raise ContractMistake(f"{_named(agent)}.reset returned {begun!r}, not a dict with the text observation")
             text: str = begun["observation"]
             episode = _Episode(_first_tokens(text, hf_tokenizer, max_length, sampling_params.max_tokens), text)
             await self._take_turns(agent, episode, label, sampling_params, max_length, hf_tokenizer, llm_engine)
         finally:
-            await _awaited(agent.close())
+            await awaited(agent.close())
         rewards = {"turn_rewards": episode.rewards} if self.turn_rewards else {}
         return {
             "prompt": prompt,
@@ -152,12 +152,8 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     ) -> None:
         turn = 0
         while len(episode.tokens) < max_length and (self.max_turns is None or turn < self.max_turns):
-            room = max_length - len(episode.tokens)
-            turn_params = copy.copy(params)
-            turn_params.max_tokens = min(room, params.max_tokens or room)
-            output = (await engine.generate(list(episode.tokens), turn_params)).outputs[0]
             observed = episode.text
-            episode.act(output)
+            output = await episode.act(engine, params, max_length)
             states = {
                 "observation_text": observed,
                 "action_text": output.text,
@@ -165,7 +161,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 "sampling_params": copy.copy(params),
                 "turn": turn,
             }
-            answer = _checked(agent, await _awaited(agent.step(states)))
+            answer = _checked(agent, await awaited(agent.step(states)))
             feedback: str = answer.get("environment_feedback") or ""
             episode.observe(answer, feedback, tokenizer(feedback, add_special_tokens=False)["input_ids"])
             if answer["done"]:
@@ -188,8 +184,12 @@ class _Episode:
         self.logs: dict[str, Any] = {}
         self.truncated = False
 
-    def act(self, output: Any) -> None:
-        """Append what the policy sampled."""
+    async def act(self, engine: Engine, params: SamplingParams, max_length: int) -> CompletionOutput:
+        """Have the policy sample what follows, as far as there is room, and append it."""
+        room = max_length - len(self.tokens)
+        asked = copy.copy(params)
+        asked.max_tokens = min(room, params.max_tokens or room)
+        output = (await engine.generate(list(self.tokens), asked)).outputs[0]
         sampled = list(output.token_ids)
         self.ranges.append((len(self.tokens), len(self.tokens) + len(sampled)))
         self.tokens += sampled
@@ -198,6 +198,7 @@ class _Episode:
             chosen[t].logprob if t in chosen else 0.0 for t, chosen in zip(sampled, candidates, strict=True)
         ]
         self.text += output.text
+        return output
 
     def observe(self, answer: Mapping[str, Any], feedback: str, tokens: list[int]) -> None:
         """Append what the environment said, and remember what it gave."""
@@ -230,11 +231,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         """Sample once, and have it rewarded where `remote_rm_url` says by what."""
         tokens = _first_tokens(prompt, hf_tokenizer, max_length, sampling_params.max_tokens)
         episode = _Episode(tokens, prompt)
-        params = copy.copy(sampling_params)
-        room = max_length - len(tokens)
-        params.max_tokens = min(room, params.max_tokens or room)
-        output = (await llm_engine.generate(list(tokens), params)).outputs[0]
-        episode.act(output)
+        output = await episode.act(llm_engine, sampling_params, max_length)
         result = {
             "prompt": prompt,
             "label": label,
@@ -276,9 +273,7 @@ def reward_here(sources: list[str]) -> Callable[[RewardRequest], Awaitable[Rewar
 
         async def call(request: RewardRequest) -> RewardResult:
             returned = await asyncio.to_thread(function, [request.query], [request.prompt], [request.label])
-            if inspect.isawaitable(returned):
-                returned = await returned
-            return read_rewards(plain(returned), 1)[0]
+            return read_rewards(plain(await awaited(returned)), 1)[0]
 
         return call
     servers = HTTPReward(sources, timeout=180, retries=5)
@@ -306,9 +301,9 @@ def _checked(agent: AgentInstanceBase, answer: Any) -> Mapping[str, Any]:
         raise ContractMistake(
             f"{step} returned environment_feedback {answer['environment_feedback']!r}, which is no text"
         )
-    for name in ("rewards", "scores"):
+    for name in (name for name in ("rewards", "scores") if answer.get(name) is not None):
         try:
-            _number(answer.get(name, 0.0) if answer.get(name) is not None else 0.0)
+            _number(answer[name])
         except (TypeError, ValueError, RuntimeError):
             raise ContractMistake(f"{step} returned {name} {answer[name]!r}, which is not one number") from None
     return answer
@@ -318,7 +313,7 @@ def _named(agent: AgentInstanceBase) -> str:
     return type(agent).__name__
 
 
-async def _awaited(value: Any) -> Any:
+async def awaited(value: Any) -> Any:
     """A method's result, whether or not it is `async def`."""
     return await value if inspect.isawaitable(value) else value
 

@@ -19,7 +19,6 @@ import os
 import pickle
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
@@ -27,10 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput
-from openrlhf.agents.contract import AgentExecutorBase
+from openrlhf.agents.contract import AgentExecutorBase, awaited
 from openrlhf.agents.old_steps import executor_of_step
 from openrlhf.rollout.host import MAX_REPLY_BYTES
-from openrlhf.rollout.host_process import LENGTH, failure_of, load_file, main, plain, user_frames
+from openrlhf.rollout.host_process import LENGTH, failure_of, load_file, main, plain, told
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure
 
@@ -156,7 +155,7 @@ class Host:
                 self.executor.max_turns = max_turns
             self._send(kind="started", error=None)
         except BaseException as error:
-            self._send(kind="started", error=_told(error))
+            self._send(kind="started", error=told(error))
 
     def _begin(self, episode: int, prompt: str, label: Any, params: SamplingParams, images: Any) -> None:
         run = self._run(episode, prompt, label, params, images)
@@ -174,8 +173,7 @@ class Host:
                 "llm_engine": EngineProxy(self, episode, params),
                 "images": images,
             }
-            result: Any = self.executor.execute(**_accepted(self.executor.execute, arguments))
-            result = await result if inspect.isawaitable(result) else result
+            result = await awaited(self.executor.execute(**_accepted(self.executor.execute, arguments)))
             failure = Failure.RESULT
             if not isinstance(result, Mapping):
                 raise TypeError(f"execute returned {type(result).__qualname__}, not a dict")
@@ -184,7 +182,7 @@ class Host:
         except BaseException as error:
             failure = failure_of(error, failure)
             broken = failure in (Failure.MEMORY, Failure.EXIT)
-            self._send(kind="done", episode=episode, error=_told(error), failure=str(failure), broken=broken)
+            self._send(kind="done", episode=episode, error=told(error), failure=str(failure), broken=broken)
         finally:
             self._episodes.pop(episode, None)
 
@@ -256,11 +254,6 @@ def _accepted(execute: Callable[..., Any], arguments: dict[str, Any]) -> dict[st
     parameters = inspect.signature(execute).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: value for name, value in arguments.items() if name != "images" or takes_any or name in parameters}
-
-
-def _told(error: BaseException) -> str:
-    """The traceback, of the user's code only."""
-    return "".join(traceback.format_exception(type(error), error, user_frames(error)))
 
 
 def serve(channel: socket.socket) -> None:

@@ -130,7 +130,6 @@ class AgentHost(HostProcess):
             kind="start", path=settings.path, tokenizer=self.tokenizer, max_length=settings.max_length,
             max_turns=settings.max_turns,
         )  # fmt: skip
-        expired = False
         try:
             reply = await asyncio.wait_for(self._message(), settings.load_timeout)
         except (OSError, EOFError, TimeoutError) as error:

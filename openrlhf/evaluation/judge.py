@@ -45,11 +45,8 @@ class Judge(HTTPServers):
         self, url: str, model: str, *, max_tokens: int, timeout: float, retries: int, key: str | None = None
     ) -> None:
         """`url` is the server's base, such as http://host:8000/v1; `key` goes with every request."""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         completions = f"{url.rstrip('/').removesuffix('/chat/completions')}/chat/completions"
-        super().__init__(
-            [completions], timeout=timeout, retries=retries, kind="judge", flag="--judge.url", headers=headers
-        )
+        super().__init__([completions], timeout=timeout, retries=retries, kind="judge", flag="--judge.url", key=key)
         self.model, self.max_tokens = model, max_tokens
 
     async def compare(self, message: str, first: str, second: str) -> Verdict:

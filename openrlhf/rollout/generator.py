@@ -242,15 +242,14 @@ class RolloutGenerator:
             failure=result.failure,
         )
         if finished.failed:
-            error = f"the engine ended it: {generation.finish_reason}"
-            return replace(finished, reward=None, score=None, error=error, failure=Failure.ENGINE)
+            return finished.failing(f"the engine ended it: {generation.finish_reason}", Failure.ENGINE)
         return finished if result.error is None else self._failed_reward(finished)
 
     def _failed_reward(self, finished: Trajectory) -> Trajectory:
         """Apply --reward.on_error: keep the episode with a fixed reward, or mark it failed. Its error stays with it."""
         fallback = self.on_error.fallback
         if fallback is None:
-            return replace(finished, stop_reason=StopReason.FAILED, reward=None, score=None)
+            return finished.failing(finished.error, finished.failure)
         return replace(finished, reward=fallback, score=fallback)
 
     def close(self) -> None:

@@ -120,7 +120,7 @@ class Server:
             failure = Failure.RESULT
             return marshal.dumps({"value": plain(result)})
         except BaseException as error:
-            text = "".join(traceback.format_exception(type(error), error, user_frames(error)))
+            text = told(error)
             failure = failure_of(error, failure)
             broken = failure in (Failure.MEMORY, Failure.EXIT)
             return marshal.dumps({"error": text, "failure": str(failure), "broken": broken})
@@ -147,12 +147,12 @@ def failure_of(error: BaseException, otherwise: Failure) -> Failure:
     return otherwise if isinstance(error, Exception | asyncio.CancelledError) else Failure.EXIT
 
 
-def user_frames(error: BaseException) -> Any:
+def told(error: BaseException) -> str:
     """The traceback without the frames of ours, and of Python's imports, that came first; none where we complain, in words."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OURS):
         frames = frames.tb_next
-    return frames
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def serve(channel: socket.socket) -> None:

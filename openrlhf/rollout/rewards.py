@@ -201,7 +201,7 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
     scores = rewards if returned.get("scores") is None else _finite("scores", returned["scores"], count)
     logs = returned.get("extra_logs") or {}
     if not isinstance(logs, Mapping):
-        raise ValueError(f"returned extra_logs that are no dict: {_shown(logs)}")
+        raise ValueError(f"returned extra_logs that are no dict: {shown(logs)}")
     columns = {str(name): _numbers(f"extra_logs[{name!r}]", value, count) for name, value in logs.items()}
     return [
         RewardResult(reward=reward, score=score, extra_logs={name: column[i] for name, column in columns.items()})
@@ -212,7 +212,7 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
 def _finite(name: str, value: Any, count: int) -> list[float]:
     numbers = _numbers(name, value, count)
     if not all(abs(number) < LARGEST for number in numbers):
-        raise ValueError(f"returned {name} that are not finite: {_shown(numbers)}")
+        raise ValueError(f"returned {name} that are not finite: {shown(numbers)}")
     return numbers
 
 
@@ -220,9 +220,9 @@ def _numbers(name: str, value: Any, count: int) -> list[float]:
     """`value` (a number, or lists of them as tensors give them) as `count` floats."""
     flat = _flatten(value)
     if not all(isinstance(item, bool | int | float) for item in flat):
-        raise ValueError(f"returned {name} that are not numbers: {_shown(value)}")
+        raise ValueError(f"returned {name} that are not numbers: {shown(value)}")
     if len(flat) != count:
-        raise ValueError(f"returned {len(flat)} {name} for {count} samples: {_shown(value)}")
+        raise ValueError(f"returned {len(flat)} {name} for {count} samples: {shown(value)}")
     return [float(item) for item in flat]
 
 
@@ -230,7 +230,8 @@ def _flatten(value: Any) -> list[Any]:
     return [leaf for item in value for leaf in _flatten(item)] if isinstance(value, list) else [value]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """The beginning of a value, for a message."""
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "…"
 

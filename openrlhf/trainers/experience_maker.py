@@ -25,7 +25,7 @@ from openrlhf.observability.metrics import Last, Mean, Metric
 from openrlhf.rollout.rewards import LARGEST
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.update_plan import share
-from openrlhf.trajectory import Failure, StopReason, Trajectory
+from openrlhf.trajectory import Failure, Trajectory
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
 from openrlhf.workers.policy import PolicyWorker, kl_metrics
@@ -213,10 +213,7 @@ def combined(trajectory: Trajectory, by_models: Sequence[float], weights: Sequen
     weights = weights or [1.0] * len(rewards)
     total = math.fsum(w * r for w, r in zip(weights[: len(rewards)], rewards, strict=True))
     if not abs(total) < LARGEST:
-        error = f"its reward is {total}: the reward models gave {list(by_models)}"
-        return replace(
-            trajectory, stop_reason=StopReason.FAILED, reward=None, score=None, error=error, failure=Failure.RESULT
-        )
+        return trajectory.failing(f"its reward is {total}: the reward models gave {list(by_models)}", Failure.RESULT)
     names = [f"reward_model_{i}" for i in range(1, len(by_models) + 1)] + ["reward_rule"] * len(rule)
     parts = dict(zip(names, rewards, strict=True)) if len(rewards) > 1 else {}
     return replace(

@@ -130,10 +130,7 @@ class PPOTrainer:
         self.recorder.samples(self.step + 1, trajectories)
         self.errors.check(trajectories)
         kept = trainable(trajectories, needs_groups=self.settings.needs_groups)
-        metrics = rollout_metrics(trajectories, kept) | self.source.metrics()
-        if self.source.keep:
-            metrics["train/dynamic_filtering_pass_rate"] = pass_rate(trajectories)
-        return Experience.from_trajectories(kept), metrics
+        return Experience.from_trajectories(kept), step_metrics(self.source, trajectories, kept)
 
     def improve(self, experience: Experience) -> dict[str, Metric]:
         """Update critic and policy on a credited batch: both at once where they do not share devices.
@@ -323,6 +320,14 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
     for t in finished:
         peers[t.prompt.index] = peers.get(t.prompt.index, 0) + 1
     return [t for t in finished if peers[t.prompt.index] > 1]
+
+
+def step_metrics(
+    source: SyncSource, trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]
+) -> dict[str, Metric]:
+    """What a step's rollout looked like, what it cost, and what dynamic filtering left of it."""
+    metrics = rollout_metrics(trajectories, kept) | source.metrics()
+    return metrics | ({"train/dynamic_filtering_pass_rate": pass_rate(trajectories)} if source.keep else {})
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, Metric]:

@@ -15,7 +15,7 @@ from openrlhf.config.options import ConfigError
 from openrlhf.data.errors import DataError
 from openrlhf.remote.engines import in_background, remote_engine
 from openrlhf.remote.http_rewards import ServerError
-from openrlhf.trajectory import StopReason, Trajectory
+from openrlhf.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +43,7 @@ class RemoteTeacher:
         try:
             return replace(trajectory, teacher_logprobs=await self._logprobs(trajectory.tokens))
         except ServerError as error:
-            problem = f"{self.flag}: {error}"
-            return replace(
-                trajectory, stop_reason=StopReason.FAILED, reward=None, score=None, error=problem, failure=error.failure
-            )
+            return trajectory.failing(f"{self.flag}: {error}", error.failure)
 
     async def _logprobs(self, tokens: Sequence[int]) -> list[float]:
         judged = await self._judged(tokens)

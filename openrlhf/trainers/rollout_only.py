@@ -6,8 +6,7 @@ import time
 
 from openrlhf.observability.metrics import Last, values
 from openrlhf.rollout.rewards import ErrorBudget
-from openrlhf.trainers.filtering import pass_rate
-from openrlhf.trainers.ppo import rollout_metrics, trainable
+from openrlhf.trainers.ppo import step_metrics, trainable
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.sources import SyncSource
 
@@ -29,9 +28,7 @@ class RolloutOnly:
             if all(t.filtered for t in trajectories):  # what was left of an episode makes no step
                 continue
             kept = trainable(trajectories, needs_groups=self.needs_groups)
-            metrics = rollout_metrics(trajectories, kept) | self.source.metrics()
-            if self.source.keep:
-                metrics["train/dynamic_filtering_pass_rate"] = pass_rate(trajectories)
+            metrics = step_metrics(self.source, trajectories, kept)
             seconds = time.perf_counter() - began
             metrics |= {name: Last(seconds) for name in ("timing/generation", "timing/step_total")}
             metrics["timing/tokens_per_second"] = Last(sum(len(t.tokens) for t in kept) / seconds)
