@@ -61,9 +61,13 @@ def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_le
         parts.append(Part(value=f"{time:>5}", unit="s", detail=", ".join(spent), rank=2))
     if seconds_left is not None:
         parts.append(Part(value=clock_time(seconds_left), unit="left", rank=1))
-    for name, meaning in _ALARMS.items():
-        if values.get(name, 0) > 0:
-            parts.append(Part(value=f"{values[name]:.0f}", unit=meaning, style="bold red"))
+    kinds = {name: f"{number:.0f} {name.removeprefix(_FAILED)}" for name, number in values.items() if _FAILED in name}
+    if values.get(_EPISODES, 0) > 0:
+        of_kinds = ", ".join(words for name, words in sorted(kinds.items()) if name != _EPISODES)
+        unit = "failed episodes" + (f" ({of_kinds})" if of_kinds else "")
+        parts.append(Part(value=f"{values[_EPISODES]:.0f}", unit=unit, style="bold red"))
+    if values.get(_NONFINITE, 0) > 0:
+        parts.append(Part(value=f"{values[_NONFINITE]:.0f}", unit="steps not finite", style="bold red"))
     return parts
 
 
@@ -152,4 +156,5 @@ _SPENT = {
     "timing/broadcast": "publish",
 }
 
-_ALARMS = {"train/failed_episodes": "failed episodes", "train/nonfinite_steps": "steps not finite"}
+_FAILED = "train/failed_"
+_EPISODES, _NONFINITE = f"{_FAILED}episodes", "train/nonfinite_steps"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from openrlhf.checkpoints import RunState
@@ -11,7 +12,7 @@ from openrlhf.observability.display import Display
 from openrlhf.observability.report import report_run
 from openrlhf.observability.run_folder import RunFolder, SampleRow
 from openrlhf.observability.trackers import make_trackers
-from openrlhf.trajectory import Trajectory
+from openrlhf.trajectory import Failure, Trajectory
 
 SAMPLES_PER_STEP = 16  # episodes of a step that go to samples.jsonl; of filtered and of failed ones as many again
 
@@ -57,10 +58,10 @@ class Recorder:
         self.trackers.log(step, values)
 
     def samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Some episodes of a step, some of the filtered ones, and the failed ones with their errors."""
+        """Some episodes of a step, some of the filtered ones, and failed ones of every kind with their errors."""
         good = [t for t in trajectories if not t.failed and not t.filtered][:SAMPLES_PER_STEP]
         filtered = [t for t in trajectories if not t.failed and t.filtered][:SAMPLES_PER_STEP]
-        failed = [t for t in trajectories if t.failed][:SAMPLES_PER_STEP]
+        failed = _kinds_in_turn([t for t in trajectories if t.failed])[:SAMPLES_PER_STEP]
         self._log_samples(step, [*good, *filtered, *failed])
 
     def _log_samples(self, step: int, trajectories: Iterable[Trajectory]) -> None:
@@ -76,3 +77,14 @@ class Recorder:
         self.folder.close()
         report = report_run(self.folder.path)
         self.display.note(f"report: {report}")
+
+
+def _kinds_in_turn(failed: Sequence[Trajectory]) -> list[Trajectory]:
+    """The first of each kind of failure, then the second of each, and so on."""
+    seen: Counter[Failure | None] = Counter()
+
+    def turn(trajectory: Trajectory) -> int:
+        seen[trajectory.failure] += 1
+        return seen[trajectory.failure]
+
+    return sorted(failed, key=turn)

@@ -55,6 +55,11 @@ def test_trouble_is_on_the_line_only_when_there_is_some():
     assert line.endswith("3 failed episodes · 1 steps not finite")
 
 
+def test_failed_episodes_are_told_by_kind():
+    counts = {"train/failed_timeout": 2, "train/failed_exit": 1, "train/failed_episodes": 3}
+    assert line_of({**RL_STEP, **counts}).endswith("3 failed episodes (1 exit, 2 timeout)")
+
+
 @pytest.mark.parametrize("width", [30, 50, 70, 100, 200])
 def test_a_narrow_terminal_gets_a_shorter_line_with_step_and_reward(width):
     line = line_of({**RL_STEP, "train/entropy_loss": 1.0}, width=width)

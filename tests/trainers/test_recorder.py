@@ -13,6 +13,7 @@ from openrlhf.config.supervised import SFTConfig
 from openrlhf.observability.run_folder import read_lines
 from openrlhf.trainers.filtering import thrown_away
 from openrlhf.trainers.recorder import SAMPLES_PER_STEP, Recorder
+from openrlhf.trajectory import Failure
 from tests.trainers.episodes import episode, failed
 
 
@@ -65,6 +66,13 @@ def test_failed_episodes_are_written_beside_a_full_share_of_good_ones(tmp_path: 
     written = rows(tmp_path, "samples.jsonl")
     assert len(written) == SAMPLES_PER_STEP + 1
     assert (written[-1]["stop_reason"], written[-1]["error"]) == ("failed", "it broke")
+
+
+def test_a_rare_kind_of_failure_is_written_though_another_fills_the_share(tmp_path: Path) -> None:
+    late = [failed(0, i).failing("slow", Failure.TIMEOUT) for i in range(SAMPLES_PER_STEP + 5)]
+    recorder(tmp_path).samples(1, [*late, failed(1, 0).failing("gone", Failure.EXIT)])
+    kinds = [row["failure"] for row in rows(tmp_path, "samples.jsonl")]
+    assert kinds == ["timeout", "exit", *["timeout"] * (SAMPLES_PER_STEP - 2)]
 
 
 def test_filtered_episodes_are_written_beside_a_full_share_of_kept_ones_and_marked(tmp_path: Path) -> None:
