@@ -99,6 +99,7 @@ def device_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Sente
     cause = "train.dynamic_batch_enable" if dynamic else "ds.ring_attn_size"
     micro = f"{train.max_tokens_per_gpu} tokens" if dynamic else train.micro_batch_size
     steps = config.samples // max(1, train.batch_size) * train.max_epochs
+    ahead = rollout.vllm_generate_batch_size > rollout.batch_size
     return [
         (unset and not machine.count_gpus(), f"No GPU on this machine: {', '.join(unset)} is 1."),
         ("ds.packing_samples" in replaced, f"--{cause} turns --ds.packing_samples on."),
@@ -108,6 +109,10 @@ def device_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Sente
          "--vllm.disable_prefix_caching wins over --vllm.enable_prefix_caching."),
         (train.colocate_all and train.async_enable, "With --train.async_enable, "
          "--train.colocate_all joins trained models only; engines have devices of their own."),
+        (trains and ahead, f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size} generates for more than one step: "
+         "the later ones train on samples of older weights"
+         + ("." if config.algo.advantage.is_correction_enable else
+            ", for which --algo.advantage.is_correction_enable corrects the loss.")),
         (trains, f"Each iteration: {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
          f"{config.samples} samples, {steps} optimizer step(s) of {train.batch_size} on "
          f"{config.actor_ranks} rank(s), micro-batches of {micro}."),
@@ -293,9 +298,10 @@ def rollout_mistakes(config: PPOConfig) -> Sentences:
         (data.max_images_per_prompt and config.ds.packing_samples,
          "--data.max_images_per_prompt does not work with --ds.packing_samples, which "
          "--train.dynamic_batch_enable and --ds.ring_attn_size turn on."),
-        (drawn < batch or (drawn > batch and not train.async_enable),
-         "<rollout.vllm_generate_batch_size> does not fit <rollout.batch_size>: "
-         + ("use --train.async_enable or lower it." if drawn > batch else "raise it.")),
+        (drawn < batch, "<rollout.vllm_generate_batch_size> is less than <rollout.batch_size>: raise it, or leave it out."),
+        (drawn > batch and (rollout.dump_dir or rollout.replay_dir),
+         "<rollout.vllm_generate_batch_size> generates for several steps at once, and the files of --rollout.dump_dir and "
+         "--rollout.replay_dir are of one step each: leave it out."),
         (train.partial_rollout_enable and not train.async_enable,
          "--train.partial_rollout_enable needs --train.async_enable."),
         (train.async_enable and vllm.enable_sleep,

@@ -28,7 +28,7 @@ class VLLMConfig(Section, title="Rollout engines (vLLM)."):
 
 class RolloutConfig(Section, title="Sampling."):
     batch_size: int = option(1024, "Prompts per iteration.", ge=1)
-    vllm_generate_batch_size: int = derived("Prompts in generation; unset: batch_size.", ge=1)
+    vllm_generate_batch_size: int = derived("Prompts generated at once; unset: batch_size.", ge=1)
     micro_batch_size: int = option(1, "Samples per forward pass without gradient.", ge=1)
     max_tokens_per_gpu: int | None = option(
         None, "Tokens of such a pass with dynamic batches; unset: as in training.", ge=1)

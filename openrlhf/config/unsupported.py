@@ -43,8 +43,6 @@ FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("ds.param_dtype", "use bf16", lambda c: c.trains and c.ds.param_dtype == "fp16"),
     ("reward.remote_url", "leave out --reward.verifier, or it",
      lambda c: bool(c.reward.remote_url and c.reward.verifier)),
-    ("rollout.vllm_generate_batch_size", "use --rollout.batch_size, or leave it out",
-     lambda c: c.rollout.vllm_generate_batch_size != c.rollout.batch_size),
     ("vllm.sync_backend", "use nccl (gloo is used without GPUs)",
      lambda c: c.vllm.sync_backend not in ("nccl", "gloo")),
     ("vllm.max_engines", "use as many as --vllm.num_engines",

@@ -307,6 +307,7 @@ class Run:
             settings.train_sampling(config),
             scored,
             batch_size=config.rollout.batch_size,
+            at_once=config.rollout.vllm_generate_batch_size,
             episodes=config.train.num_episodes,
             seed=config.train.seed,
             num_workers=config.data.dataloader_num_workers,

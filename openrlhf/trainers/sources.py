@@ -13,7 +13,7 @@ from openrlhf.data.prompts import PromptDataset, PromptRow
 from openrlhf.observability.metrics import Metric
 from openrlhf.recording.generators import Generator
 from openrlhf.rollout.generator import Rejects, SamplingSpec
-from openrlhf.trainers.filtering import DynamicFilter
+from openrlhf.trainers.filtering import DynamicFilter, by_prompt
 from openrlhf.trajectory import Prompt, Trajectory
 
 Scored = Callable[[Sequence[Trajectory]], list[Trajectory]]  # with what reward models say
@@ -23,9 +23,11 @@ T = TypeVar("T")
 class SyncSource:
     """Generates with the newest weights, when asked: π_old is the policy of the last publication.
 
-    `batch_size`: prompts per step, those that `keep` rejects not counted; `episodes`:
+    `batch_size`: prompts per step, those that `keep` rejects not counted; `at_once`: prompts that are generated when fewer
+    wait than make a step: where they are more than a step, the later steps are of older weights. `episodes`:
     passes over the prompts; the last batch of a pass may be short; the generator may have `ended` before.
-    `consumed`: prompts that the run has drawn, counted over all passes; a resumed run starts there.
+    `consumed`: prompts that steps have had, counted over all passes; a resumed run starts there, and draws those again
+    that were waiting.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class SyncSource:
         scored: Scored,
         *,
         batch_size: int,
+        at_once: int | None = None,
         episodes: int,
         seed: int,
         num_workers: int = 0,
@@ -45,8 +48,10 @@ class SyncSource:
         self.prompts, self.generator, self.spec = prompts, generator, spec
         self.scored, self.keep = scored, keep
         self.batch_size, self.episodes, self.seed = batch_size, episodes, seed
+        self.at_once = at_once or batch_size
         self.num_workers, self.ended = num_workers, ended
         self.consumed = 0
+        self._drawn = 0  # prompts handed to the generator, over all passes
 
     @property
     def identity(self) -> dict[str, int]:
@@ -70,19 +75,15 @@ class SyncSource:
 
     @property
     def exhausted(self) -> bool:
-        """Whether every prompt of every pass has been drawn, or nothing comes for those that are left."""
+        """Whether steps have had every prompt of every pass, or nothing comes for those that are left."""
         return self.episode >= self.episodes or self.ended()
 
-    def draw(self) -> Iterator[Iterator[Prompt]]:
-        """The prompts of each pass, from where the run stands."""
-        while not self.exhausted:
-            yield self._rest_of_pass()
-
     def _rest_of_pass(self) -> Iterator[Prompt]:
-        """Prompts one by one; `consumed` counts those handed out, not those that the loader has read ahead."""
+        """Prompts one by one; `_drawn` counts those handed out, not those that the loader has read ahead."""
+        self._drawn = self.consumed
         for row in chain.from_iterable(self._loader()):
-            self.consumed += 1
-            yield row.drawn(self.consumed - 1)
+            self._drawn += 1
+            yield row.drawn(self._drawn - 1)
 
     def _loader(self) -> DataLoader[PromptRow]:
         sampler = ResumableSampler(len(self.prompts), seed=self.seed, consumed=self.consumed, drop_last=False)
@@ -95,18 +96,36 @@ class SyncSource:
         return self.generator.metrics()
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
-        for prompts in self.draw():
-            while step := self._step(prompts):
-                yield step
+        while not self.exhausted:
+            yield from self._steps_of_pass(self._rest_of_pass())
+            self.consumed = self._drawn
 
-    def _step(self, prompts: Iterator[Prompt]) -> list[Trajectory]:
-        """The scored samples of the next step; none where the pass is over."""
+    def _steps_of_pass(self, prompts: Iterator[Prompt]) -> Iterator[list[Trajectory]]:
+        """The scored samples of each step. Those of a rejected prompt go with the kept ones before them."""
+        waiting: list[list[Trajectory]] = []  # the groups of later steps
+        while True:
+            if len(_kept(waiting)) < self.batch_size:
+                waiting += by_prompt(self._generate(prompts))
+            if not waiting:
+                return
+            end = next(iter(_kept(waiting)[self.batch_size :]), len(waiting))
+            step, waiting = waiting[:end], waiting[end:]
+            self.consumed = waiting[0][0].prompt.index if waiting else self._drawn
+            yield [trajectory for group in step for trajectory in group]
+
+    def _generate(self, prompts: Iterator[Prompt]) -> list[Trajectory]:
+        """Scored samples of the next prompts; none where the pass is over."""
         if self.keep is None:
-            return self.scored(self.generator.rollout(islice(prompts, self.batch_size), self.spec))
-        return self.keep.fill(self.batch_size, prompts, self._refilled)
+            return self.scored(self.generator.rollout(islice(prompts, self.at_once), self.spec))
+        return self.keep.fill(self.at_once, prompts, self._refilled)
 
     def _refilled(self, prompts: Iterator[Prompt], groups: int, rejects: Rejects) -> list[Trajectory]:
         return self.scored(self.generator.rollout(prompts, self.spec, groups=groups, rejects=rejects))
+
+
+def _kept(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
+    """The places of the groups that are trained on."""
+    return [place for place, group in enumerate(groups) if not group[0].filtered]
 
 
 def evaluate(prompts: PromptDataset, generator: Generator, spec: SamplingSpec, *, wave: int) -> list[Trajectory]:

@@ -17,7 +17,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reward.remote_url": {"reward.remote_url": "http://host,r.py", "reward.verifier": "math"},
     "vllm.max_engines": {"vllm.max_engines": 5},
     "reward.model_name_or_path": {"reward.model_name_or_path": "a,b"},
-    "rollout.vllm_generate_batch_size": {"rollout.vllm_generate_batch_size": 7},
     "vllm.sync_backend": {"vllm.sync_backend": "mpi"},
     "placement": {"placement.actor.resources": {"node": 1}},
 }

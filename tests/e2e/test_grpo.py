@@ -598,6 +598,18 @@ def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_s
     assert (folder / "model" / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.usefixtures("cluster")
+def test_prompts_generated_ahead_are_trained_on_later_with_the_age_of_their_weights_on_record(workspace: Path) -> None:
+    folder = workspace / "ahead"
+    train(grpo_flags(workspace, folder, **{"rollout.vllm_generate_batch_size": 2 * BATCH, "ckpt.save_steps": 1}))
+    assert steps_logged(folder) == STEPS
+    assert {row["step"]: row["weight_versions"] for row in samples(folder)} == {
+        1: [0], 2: [0], 3: [2], 4: [2], 5: [4], 6: [4],
+    }  # fmt: skip
+    gaps = column(folder, "train/logprob_gap_mean")
+    assert max(gaps[::2]) < 1e-5 < min(gaps[1::2])  # of the weights that sampled; of weights that have moved since
+
+
 # ---- long: part of `make verify`
 
 

@@ -137,6 +137,7 @@ def steps_of(
     rows: Sequence[Scores],
     *,
     batch_size: int = 2,
+    at_once: int | None = None,
     episodes: int = 1,
     consumed: int = 0,
     by_model: bool = False,
@@ -158,6 +159,7 @@ def steps_of(
         SPEC,
         table.scored if by_model else list,
         batch_size=batch_size,
+        at_once=at_once,
         episodes=episodes,
         seed=0,
         keep=between_zero_and_one(errors),
@@ -260,3 +262,19 @@ def test_nothing_kept_is_lost_and_no_prompt_is_drawn_in_vain(
     done = data.draw(st.integers(0, len(steps)), label="steps done")
     consumed = steps[done - 1][1] if done else 0
     assert list(steps_of(rows, consumed=consumed, delays=delays + 7, **run)) == steps[done:]
+
+
+@given(rows=ROWS, batch_size=st.integers(1, 4), more=st.integers(1, 6), episodes=st.integers(1, 3), data=st.data())
+def test_groups_generated_ahead_wait_for_later_steps_and_none_is_lost(
+    rows: list[Scores], batch_size: int, more: int, episodes: int, data: st.DataObject
+) -> None:
+    """Also in a run that is taken up after any step, which generates anew what had been waiting."""
+    run = {"batch_size": batch_size, "at_once": batch_size + more, "episodes": episodes}
+    steps = list(steps_of(rows, **run))
+    done = data.draw(st.integers(0, len(steps)), label="steps done")
+    resumed = list(steps_of(rows, consumed=steps[done - 1][1] if done else 0, **run))
+    for seen in (steps, [*steps[:done], *resumed]):
+        assert [index for step, _ in seen for index, _ in groups(step)] == list(range(len(rows) * episodes))
+        for step, drawn in seen:
+            kept = sum(stays for _, stays in groups(step))
+            assert kept == batch_size or (kept < batch_size and drawn % len(rows) == 0)

@@ -114,6 +114,44 @@ def test_a_step_is_generated_when_it_is_asked_for_and_not_before() -> None:
     assert made.consumed == 4
 
 
+@pytest.mark.parametrize(
+    ("prompts", "at_once", "batch_size", "steps_that_generate"),
+    [
+        (100, 64, 32, [1, 3]),
+        (192, 128, 32, [1, 5]),
+        (96, 64, 32, [1, 3]),
+        (100, 48, 32, [1, 2, 4]),
+        (10, 7, 4, [1, 2]),
+        (3, 9, 2, [1]),
+    ],
+)
+def test_prompts_generated_ahead_are_trained_on_once_each_and_the_pass_ends(
+    prompts: int, at_once: int, batch_size: int, steps_that_generate: list[int]
+) -> None:
+    made = source(prompts, batch_size=batch_size, at_once=at_once)
+    generator, when = made.generator, []
+    assert isinstance(generator, EchoGenerator)
+    steps = []
+    for step in made:
+        steps.append([t.prompt.index for t in step])
+        when += [len(steps)] * (len(generator.calls) - len(when))
+    assert [index for step in steps for index in step] == list(range(2 * prompts))
+    assert len(steps) == made.total_steps
+    assert all(len(step) == batch_size for step in steps if (step[-1] + 1) % prompts)
+    assert all(len(call) <= at_once for call in generator.calls)
+    assert when == [*steps_that_generate, *(len(steps) // 2 + step for step in steps_that_generate)]
+
+
+@pytest.mark.parametrize("steps_done", range(7))
+def test_a_run_taken_up_draws_again_what_was_generated_ahead(steps_done: int) -> None:
+    whole = drawn(source(at_once=8))
+    made = source(at_once=8)
+    for _ in islice(made, steps_done):
+        pass
+    assert made.consumed == sum(len(step) for step in whole[:steps_done])
+    assert drawn(source(at_once=8, consumed=made.consumed)) == whole[steps_done:]
+
+
 def test_evaluation_asks_for_every_prompt_once_in_waves() -> None:
     generator = EchoGenerator()
     trajectories = evaluate(Prompts(5), generator, SPEC, wave=2)  # pyright: ignore[reportArgumentType]
