@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ class RewardServer(DoubleServer):
         super().__init__(_Handler)
         self.bodies: list[dict[str, list[Any]]] = []
         self.url = self.root
+        self.together = threading.Barrier(1)  # how many are answered at a time; a request beyond them waits for more
 
 
 @contextmanager
@@ -52,8 +54,8 @@ class _Handler(JSONHandler):
                 self.answer(200, {"rewards": [1.0, 2.0, 3.0]})
             case "not_finite":
                 self.answer(200, '{"rewards": [NaN]}')
-            case "slow":
-                time.sleep(1)
+            case "together":
+                self.server.together.wait(15)
                 self.answer(200, good)
             case "huge":
                 self.answer(200, {"rewards": [10**400]})

@@ -34,6 +34,10 @@ def get_tokenizer(
     folder = os.path.expanduser(path)
     if looks_like_path(path) and not os.path.isdir(folder):
         raise DataError(f"{flag}: there is no folder {path!r} (seen from {os.getcwd()}) with a tokenizer.")
+    owner = os.path.dirname(folder)
+    if os.path.isdir(owner) and not os.path.isdir(folder):
+        there = ", ".join(sorted(entry.name for entry in os.scandir(owner) if entry.is_dir())) or "no folder"
+        logger.warning("%s: %r is not here (%r has %.200s), so the hub is asked for it.", flag, path, owner, there)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, LookupError, AttributeError, ImportError) as error:

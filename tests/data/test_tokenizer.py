@@ -55,6 +55,16 @@ def test_a_hub_name_that_cannot_be_reached_names_the_flag() -> None:
         get_tokenizer("nobody/nothing", flag="--actor.model_name_or_path")
 
 
+def test_what_is_beside_a_missing_folder_is_said_before_the_hub_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "runs" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError):
+        get_tokenizer("runs/modle", flag="--actor.model_name_or_path")
+    assert "--actor.model_name_or_path: 'runs/modle' is not here ('runs' has model), so the hub is asked" in caplog.text
+
+
 def test_a_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     with pytest.raises(DataError, match="holds no tokenizer"):
