@@ -120,7 +120,8 @@ class Host:
 
     async def serve(self) -> None:
         """Answer requests until the other end is gone."""
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(THREADS))
         reader, self._writer = await asyncio.open_connection(sock=self._channel)
         handlers = {
             "start": self._start,
@@ -159,7 +160,7 @@ class Host:
 
     def _begin(self, episode: int, prompt: str, label: Any, params: SamplingParams, images: Any) -> None:
         run = self._run(episode, prompt, label, params, images)
-        self._episodes[episode] = asyncio.get_running_loop().create_task(run)
+        self._episodes[episode] = self._loop.create_task(run)
 
     async def _run(self, episode: int, prompt: str, label: Any, params: SamplingParams, images: Any) -> None:
         failure = Failure.EXCEPTION
@@ -188,8 +189,10 @@ class Host:
 
     async def ask_engine(self, episode: int, prompt: list[int], params: SamplingParams) -> Generation:
         """A sample for an episode."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineRefusal("generate is awaited on an event loop of another thread: await it where execute runs")
         call = next(self._numbers)
-        self._answers[call] = answer = asyncio.get_running_loop().create_future()
+        self._answers[call] = answer = self._loop.create_future()
         try:
             self._send(kind="generate", episode=episode, call=call, prompt=prompt, params=plain(asdict(params)))
             return await answer
@@ -258,7 +261,11 @@ def _accepted(execute: Callable[..., Any], arguments: dict[str, Any]) -> dict[st
 
 def serve(channel: socket.socket) -> None:
     """Run the program."""
-    asyncio.run(Host(channel).serve())
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(Host(channel).serve())
+        except SystemExit as end:  # of a task or callback of user code; before the episodes of others are cancelled
+            os._exit(end.code if isinstance(end.code, int) else 1)
 
 
 if __name__ == "__main__":

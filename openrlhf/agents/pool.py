@@ -111,10 +111,13 @@ class AgentHost(HostProcess):
         self._numbers = 0
         self._ready: asyncio.Task[None] | None = None
         self._worn = False  # an episode was late here
+        self._going = False  # the process has ended, or is about to: what comes now is for the next one
         self._closed = False
 
     async def ready(self) -> None:
         """Start the process, or wait until it has started. Raises HostLoadError where the user's file is at fault."""
+        if self._going:
+            await asyncio.shield(self._listener)
         if self._closed:
             raise HostError("the hosts of agents were closed")
         if self._ready is None or (self._ready.done() and (self._ready.cancelled() or self._ready.exception())):
@@ -151,8 +154,12 @@ class AgentHost(HostProcess):
         finally:
             self.episodes -= 1
             if self._worn and not self.episodes:
-                self._worn = False
-                self.cut()
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Kill the process, which still serves."""
+        self._going = True
+        self.cut()
 
     async def _run(self, episode: Episode) -> tuple[dict[str, Any], list[Call]]:
         loop = asyncio.get_running_loop()
@@ -202,7 +209,7 @@ class AgentHost(HostProcess):
 
     def _end(self, running: _Running) -> None:
         if not running.done.done():  # otherwise its host is gone already, and this is another
-            self.cut()
+            self._let_go()
 
     async def _listen(self) -> None:
         """Take what the host says, until it is gone."""
@@ -217,14 +224,15 @@ class AgentHost(HostProcess):
                     self._sample(running, **message)
                 else:
                     culprit_known = self._finish(running, **message)
+        self._going = True
         left = [running for running in self.running.values() if not running.done.done()]
         suspects = [] if culprit_known else [running for running in left if running.late or not running.samples]
         late = next((running.late for running in suspects if running.late), None)
         activity, limit = f"an episode of {self.settings.path}", late.seconds if late else 0.0
         error = await self.loss(activity, limit, log_start, expired=late is not None)
         self.stop()
-        self._ready, self._worn = None, False
-        for running in list(self.running.values()):  # those that came meanwhile too
+        self._ready, self._worn, self._going = None, False, False
+        for running in list(self.running.values()):  # those that had waited for the start too
             if not running.done.done():
                 alone = suspects == [running]
                 lost = _Lost(error, suspect=running in suspects)

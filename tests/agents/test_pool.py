@@ -83,6 +83,21 @@ def test_an_agent_that_cancels_itself_has_not_run_out_of_time(stand: Stand) -> N
     assert stand.do(stand.play("cancels itself")).failure is Failure.EXCEPTION
 
 
+@pytest.mark.parametrize("how", ["exits", "exits in a callback"])
+def test_episodes_that_exit_at_the_same_time_fail_for_that_and_no_other_does(stand: Stand, how: str) -> None:
+    async def together() -> Any:
+        return await asyncio.gather(*(stand.play(label, 0.3) for label in [how, "fine"] * 6))
+
+    played = stand.do(together())
+    assert [failed.failure for failed in played[::2]] == [Failure.EXIT] * 6
+    assert all("pid" in logs for logs in played[1::2])
+
+
+def test_the_engine_asked_from_another_loop_says_so(stand: Stand) -> None:
+    failed = stand.do(stand.play("asks in a thread"))
+    assert failed.failure is Failure.EXCEPTION and "await it where execute runs" in str(failed)
+
+
 def test_more_than_a_host_may_send_fails_its_episode_and_costs_no_host(stand: Stand) -> None:
     before = stand.do(stand.play("fine"))
     failed = stand.do(stand.play("huge"))

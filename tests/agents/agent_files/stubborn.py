@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import threading
 import time
 
@@ -31,6 +32,14 @@ class AgentExecutor(AgentExecutorBase):
                         await llm_engine.generate([5], sampling_params)
                     except BaseException:
                         continue
+            case "exits":
+                await llm_engine.generate([5], sampling_params)
+                sys.exit(6)
+            case "exits in a callback":
+                asyncio.get_running_loop().call_soon(sys.exit, 6)
+                await asyncio.sleep(1000)
+            case "asks in a thread":
+                await asyncio.to_thread(asyncio.run, llm_engine.generate([5], sampling_params))
             case "crashes while it asks":
                 asyncio.get_running_loop().call_later(0.1, os._exit, 7)
             case "block":
