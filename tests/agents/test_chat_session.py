@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.agents.calculator_task import CALL, CALLED, TEMPLATE, calculator_tokenizer
 from openrlhf.agents.answers import CompletionOutput
 from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull, parse_reply
-from tests.calculator_task import CALL, CALLED, TEMPLATE, calculator_tokenizer
 
 TOKENIZER = calculator_tokenizer()
 TOOLS = [{"type": "function", "function": {"name": "calculator"}}]

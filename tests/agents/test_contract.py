@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from examples.agents.calculator_task import calculator_tokenizer
 from openrlhf.agents import pool
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.agents.pool import AgentPool, AgentSettings
@@ -23,7 +24,6 @@ from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.rewards import ErrorPolicy
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory
-from tests.calculator_task import calculator_tokenizer
 from tests.openai_server import openai_server
 from tests.tiny import character_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.calculator_task import make_task
+from examples.agents.calculator_task import make_task
 from tests.e2e.commands import Flags, column, numbers, run, samples, write_rows
 from tests.launch import ROOT
 from tests.openai_server import openai_server

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.calculator_task import make_task
+from examples.agents.calculator_task import make_task
 from tests.e2e.commands import column, run
 from tests.launch import ROOT
 from tests.verify.results import write_result

@@ -1,5 +1,7 @@
 """A toy task for agents with a tool: sums that a tiny model cannot do in its head, and transcripts to imitate.
 
+    python examples/agents/calculator_task.py FOLDER SEED
+
 In half of the transcripts the calculator is asked; in the others the answer is a guess. So supervised training gives a policy
 that sometimes uses the tool, and rewards have something to make more frequent.
 """
@@ -7,11 +9,16 @@ that sometimes uses the tool, and rewards have something to make more frequent.
 from __future__ import annotations
 
 import json
+import os
 import random
+import sys
 from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here needs a GPU, and DeepSpeed need not ask
 
 import torch
 from transformers import AddedToken, AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
+from transformers.utils import logging
 
 CALL, CALLED = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 MARKS = ["<|user|>", "<|assistant|>", "<|tool|>"]
@@ -35,6 +42,7 @@ def calculator_tokenizer() -> Qwen2Tokenizer:
 
 def make_task(folder: Path, *, seed: int = 1, transcripts: int = 6000, prompts: int = 4000) -> None:
     """Write transcripts.jsonl, prompts.jsonl, held_out.jsonl and an untrained model to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
     sums = sorted({f"{draw.randrange(10, 100)}+{draw.randrange(10, 100)}" for _ in range(12_000)})
     draw.shuffle(sums)
@@ -71,6 +79,7 @@ def save_model(folder: Path, *, seed: int) -> None:
     """An untrained Qwen2 of about half a million parameters."""
     tokenizer = calculator_tokenizer()
     torch.manual_seed(seed)
+    logging.disable_progress_bar()
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=256, pad_token_id=0, eos_token_id=1, bos_token_id=None,
@@ -78,3 +87,7 @@ def save_model(folder: Path, *, seed: int) -> None:
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    make_task(Path(sys.argv[1]), seed=int(sys.argv[2]))
