@@ -7,7 +7,7 @@ from typing import Self
 
 from openrlhf.config import rules
 from openrlhf.config.flags import Section, amend, bound_violations, option, spelled_out
-from openrlhf.config.rollout import PromptConfig, RuleConfig
+from openrlhf.config.rollout import PromptConfig, RemoteEnginesConfig, RuleConfig
 from openrlhf.config.rules import Given, Sentences
 from openrlhf.config.unsupported import refusals
 
@@ -20,6 +20,7 @@ class ScoredDataConfig(PromptConfig, title="The rows to score."):
 
 class RewardTestConfig(Section, title="Try a reward on a dataset, before any training."):
     reward: RuleConfig = RuleConfig()
+    rollout: RemoteEnginesConfig = RemoteEnginesConfig()
     data: ScoredDataConfig = ScoredDataConfig()
     plugin: tuple[str, ...] = option((), "Your file with registrations.", metavar="FILE.py")
 
@@ -40,5 +41,6 @@ class RewardTestConfig(Section, title="Try a reward on a dataset, before any tra
              "There is nothing to score: name the column of the responses with --data.output_key, or that of right "
              "answers with --data.label_key."),
             *rules.rule_mistakes(self.reward, data.label_key),
+            *rules.remote_engine_mistakes(self.rollout),
             *rules.sources_exist(self),
         ]

@@ -26,7 +26,21 @@ class VLLMConfig(Section, title="Rollout engines (vLLM)."):
     sync_with_ray: bool = option(False, "Send weights through Ray's collectives.")
     engine_args: Mapping[str, Any] = option({}, "More arguments of vLLM's engine.", metavar="JSON")
 
-class RolloutConfig(Section, title="Sampling."):
+class RemoteEnginesConfig(Section, title="Engines that the run did not start."):
+    remote_engines: tuple[str, ...] = option(
+        (), "OpenAI-compatible servers that agents and reward functions ask by name, as judge=http://host:8000/v1; the name "
+        "of a URL alone is its place, from 0.", metavar="NAME=URL")
+
+    @property
+    def named_engines(self) -> list[tuple[str, str]]:
+        """Name and URL of each remote engine."""
+        named = [text.partition("=") for text in self.remote_engines]
+        return [
+            (str(place), text) if "://" in name or not (name and url) else (name, url)
+            for place, (text, (name, _, url)) in enumerate(zip(self.remote_engines, named, strict=True))
+        ]
+
+class RolloutConfig(RemoteEnginesConfig, title="Sampling."):
     batch_size: int = option(1024, "Prompts per iteration.", ge=1)
     vllm_generate_batch_size: int = derived("Prompts generated at once; unset: batch_size.", ge=1)
     micro_batch_size: int = option(1, "Samples per forward pass without gradient.", ge=1)
@@ -46,18 +60,6 @@ class RolloutConfig(Section, title="Sampling."):
     dump_dir: str | None = option(None, "Write every episode into this folder, a file per step.")
     replay_dir: str | None = option(None, "Train from episodes written there, without engines.")
     only: bool = option(False, "Generate and reward, and do not train.")
-    remote_engines: tuple[str, ...] = option(
-        (), "OpenAI-compatible servers that agents and reward functions ask by name, as judge=http://host:8000/v1; the name "
-        "of a URL alone is its place, from 0.", metavar="NAME=URL")
-
-    @property
-    def named_engines(self) -> list[tuple[str, str]]:
-        """Name and URL of each remote engine."""
-        named = [text.partition("=") for text in self.remote_engines]
-        return [
-            (str(place), text) if "://" in name or not (name and url) else (name, url)
-            for place, (text, (name, _, url)) in enumerate(zip(self.remote_engines, named, strict=True))
-        ]
 
 class RuleConfig(Section, title="Rewards by function, server or verifier."):
     remote_url: str | None = option(None, "HTTP servers, by comma, or a .py file with reward_func.")

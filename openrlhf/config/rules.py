@@ -18,7 +18,7 @@ from openrlhf.config.flags import amend, bound_violations, flags_in, spelled_out
 from openrlhf.config.unsupported import refusals
 
 if TYPE_CHECKING:
-    from openrlhf.config.rollout import RewardConfig, RolloutConfig, RuleConfig
+    from openrlhf.config.rollout import RemoteEnginesConfig, RewardConfig, RolloutConfig, RuleConfig
     from openrlhf.config.shared import Command, LoadingConfig, OptimizerConfig, RecordedCommand, Root
 
 Given = frozenset[str]  # the paths the user gave, by flag or file
@@ -171,7 +171,7 @@ def agent_mistakes(path: str | None, reward: RewardConfig) -> Sentences:
     ]
 
 
-def remote_engine_mistakes(rollout: RolloutConfig) -> Sentences:
+def remote_engine_mistakes(rollout: RemoteEnginesConfig) -> Sentences:
     """Each remote engine has a name of its own, and a URL with a host."""
     names = [name for name, _ in rollout.named_engines]
     wrong = [url for _, url in rollout.named_engines if not has_host(url)]

@@ -19,7 +19,7 @@ from openrlhf.data.templates import fill_template, to_messages
 from openrlhf.observability.score_table import ScoredRow, print_scores
 from openrlhf.remote.http_rewards import IN_FLIGHT
 from openrlhf.rollout.rewards import Reward, RewardRequest, RewardResult
-from openrlhf.trainers.reward_rule import reward_of
+from openrlhf.trainers.reward_rule import offer_remote_engines, reward_of
 
 USER_ERRORS = (ConfigError, DataError)
 
@@ -27,6 +27,7 @@ USER_ERRORS = (ConfigError, DataError)
 def try_reward(config: RewardTestConfig) -> int:
     """Score the rows, print what came of it, and return the command's exit status: 1 above --reward.max_error_rate."""
     requests = list(read_requests(config.data))
+    offer_remote_engines(config.rollout, config.reward)
     with tempfile.TemporaryDirectory() as logs, reward_of(config.reward, log_dir=Path(logs)) as reward:
         assert reward is not None
         at_once = IN_FLIGHT if config.reward.urls else config.reward.workers

@@ -47,12 +47,12 @@ from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import with_rewards
-from openrlhf.trainers.launch import check_agents, check_reward, make_agents, offer_remote_engines, show_prompts
+from openrlhf.trainers.launch import check_agents, check_reward, make_agents, show_prompts
 from openrlhf.trainers.processes import EngineGroup, start_hosts
 from openrlhf.trainers.prompt_data import check_reward_models, policy_tokenizer, read_prompts
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.reward import read_pairs
-from openrlhf.trainers.reward_rule import reward_of
+from openrlhf.trainers.reward_rule import offer_remote_engines, reward_of
 from openrlhf.trainers.sources import evaluate, evaluation_metrics, of_sources, source_columns
 from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
 from openrlhf.workers.frozen import RewardWorker
@@ -64,7 +64,7 @@ def run_evaluation(config: EvaluationConfig) -> None:
     """Evaluate as the flags say, from a Ray that is there or one of our own. Raises RewardErrors where too much failed."""
     check_engine_args(config.vllm.engine_args, "cuda" if count_gpus() else "cpu")
     if config.samples_answers:
-        offer_remote_engines(config)
+        offer_remote_engines(config.rollout, config.reward)
         check_reward(config.reward)
     {"pass_k": run_pass_k, "rm_accuracy": run_rm_accuracy, "win_rate": run_win_rate}[config.task](config)
 

@@ -30,7 +30,6 @@ from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGr
 from openrlhf.models.loading import ModelError
 from openrlhf.recording.episode_files import EpisodeFolder
 from openrlhf.recording.generators import DumpingGenerator, Generator, ReplayGenerator
-from openrlhf.remote.engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator
@@ -45,7 +44,7 @@ from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.replay import identity, replay_folder
-from openrlhf.trainers.reward_rule import reward_of
+from openrlhf.trainers.reward_rule import offer_remote_engines, reward_of
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import Scored, SyncSource, evaluate
 from openrlhf.workers.critic import CriticWorker
@@ -72,7 +71,7 @@ def run_ppo(config: PPOConfig) -> None:
     kind: Device = "cuda" if count_gpus() else "cpu"
     generates = not config.rollout.replay_dir
     if generates or config.remote_teacher:
-        offer_remote_engines(config)
+        offer_remote_engines(config.rollout, config.reward)
     if generates:
         check_engine_args(config.vllm.engine_args, kind)
         check_reward(config.reward)
@@ -369,12 +368,6 @@ def check_agents(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase) 
 
     if agents := make_agents(config, tokenizer):
         asyncio.run(check(agents))
-
-
-def offer_remote_engines(config: settings.Sampling) -> None:
-    """Let agents and reward functions know the servers they may ask by name, once these answer. Raises ConfigError."""
-    reward = config.reward
-    offer_engines(dict(config.rollout.named_engines), timeout=reward.timeout, retries=reward.retries)
 
 
 def check_reward(rule: RuleConfig) -> None:

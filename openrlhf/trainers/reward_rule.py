@@ -6,10 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from openrlhf.config.rollout import RuleConfig
+from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
+from openrlhf.remote.engines import offer_engines
 from openrlhf.remote.http_rewards import HTTPReward
 from openrlhf.rollout.hosts import HostPool
 from openrlhf.rollout.rewards import FunctionReward, Reward, VerifierReward
+
+
+def offer_remote_engines(rollout: RemoteEnginesConfig, reward: RuleConfig) -> None:
+    """Let agents and reward functions know the servers they may ask by name, once these answer. Raises ConfigError."""
+    offer_engines(dict(rollout.named_engines), timeout=reward.timeout, retries=reward.retries)
 
 
 @contextmanager

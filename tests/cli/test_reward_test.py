@@ -10,6 +10,7 @@ import pytest
 from openrlhf.cli import main
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.reward_test import RewardTestConfig
+from tests.openai_server import openai_server
 
 MOODY = """
 import os, time
@@ -60,6 +61,25 @@ def test_scores_times_and_errors_of_a_function_are_shown(folder: Path, capsys: p
     assert "in reward_func" in printed and "exited with status 3" in printed
     status, _ = reward_test(capsys, *shared)
     assert status == 1  # --reward.max_error_rate is 0.1
+
+
+def test_a_function_may_ask_an_engine_that_is_there_and_is_not_tried_where_it_is_not(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "judged.py").write_text(
+        "from openrlhf.utils import remote_engine\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    said = remote_engine('judge').chat_sync([{'role': 'user', 'content': prompts[0]}])\n"
+        "    return [float(said == prompts[0].upper())]\n"
+    )
+    data = rows(folder, ["x", "y"])
+    flags = ("--reward.remote_url", folder / "judged.py", "--data.prompt_dataset", data, "--data.label_key", "output",
+             "--reward.timeout", 5, "--reward.retries", 0, "--rollout.remote_engines")  # fmt: skip
+    with openai_server() as server:
+        status, printed = reward_test(capsys, *flags, f"judge={server.url}")
+    assert status == 0 and "mean 1," in printed
+    status, printed = reward_test(capsys, *flags, f"judge={server.url}")
+    assert status == 2 and "--rollout.remote_engines" in printed
 
 
 def test_without_responses_a_right_answer_is_scored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
