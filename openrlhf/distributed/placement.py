@@ -98,9 +98,14 @@ def check_capacity(placement: Placement, resources: Mapping[str, float]) -> None
         terms = " + ".join(f"{group.name} {group.slots}" for group in placement.groups)
         raise PlacementError(
             f"the run needs {needed:g} {kind}s ({terms} = {placement.slots} slots of {per_slot:g}), "
-            f"but Ray's cluster has {there:g}. Lower --actor.num_gpus_per_node, --ref.num_gpus_per_node or "
-            "--vllm.num_engines, share devices with --train.colocate_actor_ref, or add nodes with `ray start`."
+            f"but Ray's cluster has {there:g}. Lower {' or '.join(_flag(group) for group in placement.groups)}, let trained "
+            "roles share devices (--train.colocate_actor_ref, --train.colocate_critic_reward), or add nodes with `ray start`."
         )
+
+
+def _flag(group: HostGroup) -> str:
+    """What says how many slots a group has."""
+    return "--vllm.num_engines" if group.name == "vllm" else f"--{group.roles[0]}.num_gpus_per_node"
 
 
 def reserve(group: HostGroup, *, on_gpus: bool, timeout_s: float) -> PlacementGroup:

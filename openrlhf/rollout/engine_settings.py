@@ -32,7 +32,6 @@ class EngineSettings:
     stop_strings: bool = False  # samples may carry stop strings: loads the tokenizer
     end_token_ids: tuple[int, ...] = ()  # the tokenizer's; generation_config.json's are known
     trust_remote_code: bool = False
-    logprobs_mode: str = "processed_logprobs"
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of vLLM's; win over those made from the rest
 
 
@@ -72,7 +71,7 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "trust_remote_code": settings.trust_remote_code,
-        "logprobs_mode": settings.logprobs_mode,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "skip_tokenizer_init": not settings.stop_strings,
         "worker_extension_cls": "openrlhf.rollout.engine_worker.WorkerExtension",
         "disable_log_stats": True,

@@ -43,7 +43,10 @@ class RewardRequest:
 
     @property
     def response_text(self) -> str:
-        return self.query.rpartition(self.prompt)[2] if self.response is None else self.response
+        """The response; where only the whole was given, what follows the prompt."""
+        if self.response is not None:
+            return self.response
+        return self.query.rpartition(self.prompt)[2] if self.prompt else self.query
 
 
 @dataclass(frozen=True, kw_only=True)

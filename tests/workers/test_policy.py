@@ -75,7 +75,7 @@ def plain(model: str) -> dict[str, Any]:
         optimizer.zero_grad()
         text = text_nll(hf)
         ((policy + KL_COEF * kl - ENTROPY_COEF * entropy) / tokens + PTX_COEF * text).backward()
-        texts.append(float(text))
+        texts.append(text.item())
         norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), OPTIMIZER.max_norm))
         optimizer.step()
         for name, value in zip(sums, (policy, kl, entropy, clipped, tokens), strict=True):
