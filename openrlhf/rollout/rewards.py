@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,7 +85,6 @@ class FunctionReward:
         self.target = f"{Path(path).resolve()}:{function}"
         self.pool, self.timeout, self.batch = pool, timeout, batch
         self._arguments: _Arguments | None = None
-        self._noticed: set[str] = set()
 
     async def check(self) -> None:
         """Load the file in the hosts. Raises ConfigError with the traceback where that fails."""
@@ -101,7 +101,7 @@ class FunctionReward:
             args, kwargs = (await self._learn_arguments()).of(requests)
             returned = await self.pool.call(self.target, *args, timeout=self.timeout, **kwargs)
             if not isinstance(returned, Mapping):
-                self._notice("returns rewards alone; a dict with rewards, scores and extra_logs can say more")
+                notice(self.target, "returns rewards alone; a dict with rewards, scores and extra_logs can say more")
             return read_rewards(returned, len(requests))
         except HostError as error:
             return [RewardResult(error=str(error), failure=error.failure)] * len(requests)
@@ -118,14 +118,14 @@ class FunctionReward:
                 raise ConfigError(f"--reward.remote_url: {error}") from error
             self._arguments = _Arguments.for_parameters(parameters)
             if "labels" not in self._arguments.names:
-                self._notice("takes no labels, and gets none")
+                notice(self.target, "takes no labels, and gets none")
         return self._arguments
 
-    def _notice(self, sentence: str) -> None:
-        """Say it once."""
-        if sentence not in self._noticed:
-            self._noticed.add(sentence)
-            logger.warning("%s %s.", self.target, sentence)
+
+@cache
+def notice(target: str, sentence: str) -> None:
+    """Say something about a function once in this process."""
+    logger.warning("%s %s.", target, sentence)
 
 
 @dataclass(frozen=True, kw_only=True)

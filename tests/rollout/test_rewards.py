@@ -20,6 +20,7 @@ from openrlhf.rollout.rewards import (
     RewardRequest,
     RewardResult,
     VerifierReward,
+    notice,
     read_rewards,
 )
 from openrlhf.trajectory import Prompt, StopReason, Trajectory
@@ -80,9 +81,10 @@ def test_functions_of_other_signatures_and_tensors_are_accepted(pool: HostPool, 
 
 
 def test_a_function_without_labels_or_a_dict_is_noticed_once(pool: HostPool, caplog: pytest.LogCaptureFixture):
+    notice.cache_clear()
     with caplog.at_level(logging.WARNING, "openrlhf"):
-        reward = function(pool, "legacy.py", "without_labels")
         for _ in range(2):
+            reward = function(pool, "legacy.py", "without_labels")
             assert rewards_of(score(reward, request("4"), request("four"))) == [5.0, 8.0]
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
