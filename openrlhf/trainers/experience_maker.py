@@ -74,9 +74,13 @@ class ExperienceMaker:
         self.settings, self.kl = settings, kl
         self.recompute_old, self.timeout_s = recompute_old, timeout_s
 
-    def taught(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """The episodes, those to be trained on with what a remote teacher says of them, where there is one."""
-        return self.remote_teacher.taught(trajectories) if self.remote_teacher else trajectories
+    def taught(self, trajectories: Sequence[Trajectory]) -> tuple[Sequence[Trajectory], dict[str, Metric]]:
+        """The episodes, those to be trained on with what a remote teacher says of them, where there is one; how long it took."""
+        if self.remote_teacher is None:
+            return trajectories, {}
+        start = time.perf_counter()
+        taught = self.remote_teacher.taught(trajectories)
+        return taught, {"timing/teacher_logprobs": Last(time.perf_counter() - start)}
 
     def annotate(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """Add log π_old, log π_ref, log π_teacher and V where something needs them: launched side by side, gathered.

@@ -126,11 +126,11 @@ class PPOTrainer:
 
     def collect(self, trajectories: Sequence[Trajectory]) -> tuple[Experience, dict[str, Metric]]:
         """Drop what failed or was filtered, count it, and flatten the rest. Raises RewardErrors when too much has failed."""
-        trajectories = self.maker.taught(trajectories)
+        trajectories, timing = self.maker.taught(trajectories)
         self.recorder.samples(self.step + 1, trajectories)
         self.errors.check(trajectories)
         kept = trainable(trajectories, needs_groups=self.settings.needs_groups)
-        return Experience.from_trajectories(kept), step_metrics(self.source, trajectories, kept)
+        return Experience.from_trajectories(kept), step_metrics(self.source, trajectories, kept) | timing
 
     def improve(self, experience: Experience) -> dict[str, Metric]:
         """Update critic and policy on a credited batch: both at once where they do not share devices.

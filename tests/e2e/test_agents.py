@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from examples.agents.calculator_task import make_task
+from openrlhf.observability.run_folder import read_lines
 from tests.e2e.commands import Flags, column, numbers, run, samples, write_rows
 from tests.launch import ROOT
 from tests.openai_server import openai_server
@@ -113,6 +114,7 @@ def test_a_judge_and_a_teacher_behind_servers_and_what_they_fail_at_is_dropped(w
     rows = samples(tmp_path / "run")
     assert sorted((row["reward"] or 0, row["failure"] or "") for row in rows) == [(0, "server")] * 8 + [(1, "")] * 24
     assert all(math.isfinite(gap) and gap for gap in column(tmp_path / "run", "train/teacher_kl"))
+    assert all(row["timing/teacher_logprobs"] > 0 for row in read_lines(tmp_path / "run/metrics.jsonl"))
 
 
 def test_an_agent_that_cannot_be_loaded_is_told_of_before_anything_starts(workspace: Path, tmp_path: Path) -> None:
