@@ -296,7 +296,7 @@ def test_a_run_killed_again_and_again_at_any_moment_logs_what_an_unbroken_one_lo
     while True:
         process = launch("train_sft", flags)
         logged = steps_logged(folder)
-        extra = draw.randint(1, 8)
+        extra = draw.randint(1, 4)
         while process.poll() is None and steps_logged(folder) < min(logged + extra, STEPS - 1):
             time.sleep(0.002)
         time.sleep(draw.random() * 0.05)
@@ -306,5 +306,5 @@ def test_a_run_killed_again_and_again_at_any_moment_logs_what_an_unbroken_one_lo
         process.communicate()
         kills += 1
     assert finish(process, timeout=400).status == 0
-    assert kills >= 4
+    assert kills >= 2
     assert numbers(folder) == numbers(whole)
