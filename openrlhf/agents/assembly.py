@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.agents.pool import Call
-from openrlhf.rollout.rewards import RewardResult, read_rewards, shown
+from openrlhf.rollout.rewards import LARGEST, RewardResult, read_rewards, shown
 from openrlhf.trajectory import TrajectoryBuilder
 
 
@@ -27,13 +27,13 @@ class Assembled:
     oddities: Sequence[str] = ()  # worth telling the user once
 
 
-def assemble(result: Mapping[str, Any], calls: Sequence[Call], max_length: int) -> Assembled:
+def assemble(result: Mapping[str, Any], calls: Sequence[Call], max_length: int, *, vocabulary: int) -> Assembled:
     """The episode that an executor returned, cut to `max_length` tokens.
 
     Sampled tokens get the log-probabilities and weight versions that the engine gave with them, whatever the executor
     returned as `rollout_log_probs`; those count only for tokens that no call sampled. Raises EpisodeMistake.
     """
-    tokens, ranges = _tokens(result), _ranges(result)
+    tokens, ranges = _tokens(result, calls, vocabulary), _ranges(result)
     given = _given_logprobs(result, len(tokens))
     rewards = _rewards(result, len(ranges))
     sampled = _Sampled(calls)
@@ -84,14 +84,14 @@ class _Sampled:
         return found
 
     def _take(self, tokens: list[int], start: int, end: int) -> Call | None:
-        """The first call left that sampled what is at `start`, rather one that continued exactly what is before it."""
+        """The call left that sampled most of what is at `start`, rather one that continued exactly what is before it."""
         fitting = [call for call in self.calls if _continues(call.generation.tokens, tokens, start, end)]
         exact = [call for call in fitting if call.prompt == tokens[:start]]
         if fitting and not exact:
             self.oddities.append("shows the engine other tokens than those before the action in observation_tokens")
         if not fitting:
             return None
-        call = (exact or fitting)[0]
+        call = max(exact or fitting, key=lambda call: min(len(call.generation.tokens), end - start))
         self.calls.remove(call)
         return call
 
@@ -102,10 +102,15 @@ def _continues(sampled: list[int], tokens: list[int], start: int, end: int) -> b
     return tokens[start : start + length] == sampled[:length]
 
 
-def _tokens(result: Mapping[str, Any]) -> list[int]:
+def _tokens(result: Mapping[str, Any], calls: Sequence[Call], vocabulary: int) -> list[int]:
     tokens = result.get("observation_tokens")
     if not isinstance(tokens, list) or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
         raise EpisodeMistake(f"observation_tokens must be a list of token ids, and is {shown(tokens)}")
+    beyond = {t for t in tokens if t >= vocabulary}.difference(*(call.generation.tokens for call in calls))
+    if beyond:
+        raise EpisodeMistake(
+            f"observation_tokens have {sorted(beyond)[:3]}; the tokenizer's ids go to {vocabulary - 1}"
+        )
     return tokens
 
 
@@ -129,7 +134,7 @@ def _given_logprobs(result: Mapping[str, Any], length: int) -> list[float] | Non
     given = result.get("rollout_log_probs")
     if given is None:
         return None
-    numbers = isinstance(given, list) and all(isinstance(x, int | float) and math.isfinite(x) for x in given)
+    numbers = isinstance(given, list) and all(map(_is_finite, given))
     if not numbers or len(given) != length:
         seen = f"{len(given)} entries" if isinstance(given, list) else shown(given)
         raise EpisodeMistake(f"rollout_log_probs must be a number for each of {length} tokens, and has {seen}")
@@ -157,9 +162,9 @@ def _rewards(result: Mapping[str, Any], count: int) -> _Rewards:
             return _Rewards(RewardResult(extra_logs=unscored.extra_logs), [])
         returned = {"rewards": reward, "scores": result.get("scores"), "extra_logs": logs}
         return _Rewards(read_rewards(returned, 1)[0], [float(turn) for turn in turns or []])
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise EpisodeMistake(str(error)) from error
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) < LARGEST

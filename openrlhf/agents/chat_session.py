@@ -42,14 +42,15 @@ class ChatSession:
         self.tokens: list[int] = []
         self.ranges: list[tuple[int, int]] = []
         self.truncated = False
-        self._seen: list[Message] = []  # the messages of the last request
+        self._asked: list[Message] = []  # the messages of the last request
+        self._seen: list[Message] = []  # those of the last one that was answered
         self._reply: Message | None = None  # and the answer to it
         self._ended = False  # whether that answer's last token ended it
 
     def prompt_for(self, messages: Any, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """The tokens that the policy is to continue. Raises ChatMistake, ContextFull."""
         try:
-            asked = [_with_parsed_arguments(message) for message in to_messages(messages)]
+            asked = [_with_parsed_arguments(_with_plain_text(message)) for message in to_messages(messages)]
         except ValueError as error:
             raise ChatMistake(f"messages {error}") from error
         prompt = self._first(asked, tools) if self._reply is None else [*self.tokens, *self._new(asked, tools)]
@@ -58,7 +59,7 @@ class ChatSession:
             raise ContextFull(
                 f"the conversation has {len(prompt)} tokens; --data.max_len {self.max_length} leaves no room"
             )
-        self._seen = asked
+        self._asked = asked
         return prompt
 
     def _first(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:
@@ -73,31 +74,51 @@ class ChatSession:
                 "these messages do not continue the conversation of this session: they must begin with those of the last "
                 "request, and the reply to it unchanged. Several conversations need several sessions"
             )
-        stand_in = {"role": "assistant", "content": STAND_IN}
-        text = self._render([*self._seen, stand_in, *messages[count + 1 :]], tools)
-        _, found, after = text.rpartition(STAND_IN)
-        if not found:
-            raise ChatMistake("the chat template does not show earlier replies, so the conversation cannot go on")
+        after = self._after_reply(messages[count + 1 :], tools)
         end = str(self.tokenizer.decode(self.tokens[-1:])) if self._ended else ""
         said = after.lstrip()
         return self._encode(said.removeprefix(end) if end and said.startswith(end) else after)
 
+    def _after_reply(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None) -> str:
+        """What the chat template writes after the last reply, whose own text is not looked at."""
+        stand_in: Message = {"role": "assistant", "content": STAND_IN}
+        before = [*self._seen, stand_in]
+        try:
+            text = self._render([*before, *messages], tools)
+        except ChatMistake:  # some templates want to see the call before its result
+            if not (self._reply and self._reply.get("tool_calls")):
+                raise
+            calls = _with_parsed_arguments({**stand_in, "tool_calls": self._reply["tool_calls"]})
+            told = self._render([*self._seen, calls], tools, prompt=False)
+            text = self._render([*self._seen, calls, *messages], tools)
+            if not text.startswith(told):
+                raise
+            text = self._render(before, tools, prompt=False) + text.removeprefix(told)
+        _, found, after = text.rpartition(STAND_IN)
+        if not found:
+            raise ChatMistake("the chat template does not show earlier replies, so the conversation cannot go on")
+        return after
+
     def heard(self, prompt: list[int], output: CompletionOutput, *, tools: bool) -> Reply:
         """Keep what was sampled, and read it as a message: calls of tools, where there are some, and text."""
+        self._seen = self._asked
         self.tokens = [*prompt, *output.token_ids]
         self.ranges.append((len(prompt), len(self.tokens)))
         self.truncated = output.finish_reason == "length"
-        self._ended = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
-        text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        stopped_by = output.stop_reason if isinstance(output.stop_reason, str) else None
+        self._ended = output.finish_reason == "stop" and stopped_by is None
+        text = str(self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
+        if stopped_by is not None and stopped_by in text:
+            text = text[: text.rindex(stopped_by)]
         message = {"role": "assistant", "content": text}
         if tools:
-            message = parse_reply(self.tokenizer, str(text), prefix=prompt, sampled=output.token_ids)
+            message = parse_reply(self.tokenizer, text, prefix=prompt, sampled=output.token_ids)
         self._reply = message
         return Reply(message=message, finish_reason="tool_calls" if "tool_calls" in message else output.finish_reason)
 
-    def _render(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None) -> str:
+    def _render(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None, *, prompt: bool = True) -> str:
         try:
-            return render(self.tokenizer, messages, add_generation_prompt=True, tools=tools)
+            return render(self.tokenizer, messages, add_generation_prompt=prompt, tools=tools)
         except ValueError as error:
             raise ChatMistake(str(error)) from error
 
@@ -146,7 +167,17 @@ def _as_call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = call.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     function = {"name": call["name"], "arguments": text}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}  # some templates want nine characters
+
+
+def _with_plain_text(message: Message) -> Message:
+    """The message with its content as text; clients may send the parts of a text. Raises ValueError where a part is none."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    if other := {part.get("type") for part in content} - {"text"}:
+        raise ValueError(f"hold parts of type {', '.join(sorted(map(repr, other)))}; the policy reads text only")
+    return {**message, "content": "".join(part.get("text", "") for part in content)}
 
 
 def _with_parsed_arguments(message: Message) -> Message:

@@ -19,6 +19,7 @@ import os
 import pickle
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CLASS = "AgentExecutor"
-THREADS = 128  # for episodes that wait in `asyncio.to_thread`, of which the default has a handful
+THREADS = 256  # for episodes that wait in `asyncio.to_thread`, those of late ones that hang there included
+STACK_BYTES = 2 << 20  # of each, which count towards the host's memory
 OLD_QUEUE = (
     "is written for releases 0.8.7 to 0.9.0. Let its class take no arguments, let its method be\n"
     "    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None)\n"
@@ -65,6 +67,7 @@ class EngineProxy:
         if not prompt or room < 1:
             raise EngineRefusal(f"a prompt of {len(prompt)} tokens: 1 to {self.max_model_len - 1} fit (--data.max_len)")
         params.max_tokens = min(room, params.max_tokens or room)
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
         generation = await self._host.ask_engine(self._episode, prompt, params)
         chosen = zip(generation.tokens, generation.logprobs, strict=True)
         output = CompletionOutput(
@@ -101,8 +104,13 @@ def own_params(params: Any) -> SamplingParams:
             raise EngineRefusal(f"sampling parameters {other} are not passed on; those that are: {sorted(ours)}")
     own = SamplingParams(**{name: getattr(params, name) for name in ours if hasattr(params, name)})
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        if not hasattr(getattr(own, name), "__float__"):
-            raise EngineRefusal(f"sampling_params.{name} is {getattr(own, name)!r}, which is no number")
+        value = getattr(own, name)
+        if isinstance(value, bool) or not hasattr(value, "__float__"):
+            raise EngineRefusal(f"sampling_params.{name} is {value!r}, which is no number")
+    for name in ("top_k", "max_tokens", "min_tokens", "seed", "logprobs"):
+        value = getattr(own, name)
+        if value is not None and (type(value) is not int or abs(value) >> 63):
+            raise EngineRefusal(f"sampling_params.{name} is {value!r}, which is no integer of 64 bits")
     return own
 
 
@@ -121,6 +129,7 @@ class Host:
     async def serve(self) -> None:
         """Answer requests until the other end is gone."""
         self._loop = asyncio.get_running_loop()
+        threading.stack_size(STACK_BYTES)
         self._loop.set_default_executor(ThreadPoolExecutor(THREADS))
         reader, self._writer = await asyncio.open_connection(sock=self._channel)
         handlers = {

@@ -15,7 +15,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import uvicorn
@@ -65,6 +65,7 @@ class _Open:
     engine: Engine
     params: SamplingParams
     turn: asyncio.Lock  # requests of one conversation follow each other
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)  # under way
     answered: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # the last request's messages, and its answer
 
 
@@ -111,11 +112,14 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             self._starting = asyncio.create_task(self._start())
         await asyncio.shield(self._starting)
         session_id, chat = uuid.uuid4().hex, ChatSession(hf_tokenizer, max_length)
-        self._sessions[session_id] = _Open(chat=chat, engine=llm_engine, params=sampling_params, turn=asyncio.Lock())
+        session = _Open(chat=chat, engine=llm_engine, params=sampling_params, turn=asyncio.Lock())
+        self._sessions[session_id] = session
         try:
             returned = await self._run(prompt, label, session_id)
         finally:
             del self._sessions[session_id]
+            for request in session.requests:
+                request.cancel()
         if not chat.ranges:
             raise ChatMistake("the agent made no request to its session, so there is nothing to train on")
         told = returned if isinstance(returned, Mapping) else {"reward": returned}
@@ -182,11 +186,18 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             if session is None:
                 known = "use session_url(session_id) as base_url, or give session_id in the body"
                 return _refusal(ChatMistake(f"there is no session {session_id or request.session_id!r}: {known}"))
+            asking = asyncio.create_task(self._answer(session, request))
+            session.requests.add(asking)
             try:
-                async with session.turn:
-                    answer = await self._answer(session, request)
+                answer = await asking
             except ChatMistake as mistake:
                 return _refusal(mistake)
+            except asyncio.CancelledError:
+                if not asking.cancelled():
+                    raise
+                return _refusal(ChatMistake("the episode of this session is over"))
+            finally:
+                session.requests.discard(asking)
             return StreamingResponse(_streamed(answer), media_type="text/event-stream") if request.stream else answer
 
         return app
@@ -198,6 +209,10 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 
     async def _answer(self, session: _Open, request: ChatRequest) -> dict[str, Any]:
         """Sample a reply, and tell it as the API does; a client that repeats a request gets the answer that it missed."""
+        async with session.turn:
+            return await self._answer_next(session, request)
+
+    async def _answer_next(self, session: _Open, request: ChatRequest) -> dict[str, Any]:
         if session.answered and session.answered[0] == request.messages:
             return session.answered[1]
         prompt = session.chat.prompt_for(request.messages, request.tools)

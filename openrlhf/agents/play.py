@@ -57,7 +57,7 @@ class AgentEpisodes:
             if bad := {call.generation.finish_reason for call in calls} - FINISHED:
                 error = f"the engine ended a sample: {', '.join(bad)}"
                 return self._failed(prompt, sample, calls, error, Failure.ENGINE)
-            episode = assemble(result, calls, spec.max_len)
+            episode = assemble(result, calls, spec.max_len, vocabulary=len(self.tokenizer))
             if episode.reward.reward is None and self.needs_reward:
                 raise EpisodeMistake("execute returned no reward, and there is no --reward.model_name_or_path")
         except HostError as error:

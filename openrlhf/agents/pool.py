@@ -25,6 +25,7 @@ from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure
 
 EPISODES = 128  # of a host at a time; more wait outside, where no deadline runs
+LEAST_ALONE = 4  # hosts for episodes that are played alone
 LOSSES = 4  # of its hosts, after which an episode is suspected too that only waited for the engine
 GRACE_S = 5.0  # for a cancelled episode to end
 Generate = Callable[
@@ -110,7 +111,7 @@ class AgentHost(HostProcess):
         self.episodes = 0  # given to this host, those that wait for its start too
         self._numbers = 0
         self._ready: asyncio.Task[None] | None = None
-        self._worn = False  # an episode was late here
+        self.worn = False  # an episode was late here
         self._going = False  # the process has ended, or is about to: what comes now is for the next one
         self._closed = False
 
@@ -153,7 +154,7 @@ class AgentHost(HostProcess):
             return await self._run(episode)
         finally:
             self.episodes -= 1
-            if self._worn and not self.episodes:
+            if self.worn and not self.episodes:
                 self._let_go()
 
     def _let_go(self) -> None:
@@ -231,10 +232,10 @@ class AgentHost(HostProcess):
         activity, limit = f"an episode of {self.settings.path}", late.seconds if late else 0.0
         error = await self.loss(activity, limit, log_start, expired=late is not None)
         self.stop()
-        self._ready, self._worn, self._going = None, False, False
+        self._ready, self.worn, self._going = None, False, False
         for running in list(self.running.values()):  # those that had waited for the start too
             if not running.done.done():
-                alone = suspects == [running]
+                alone = suspects == left == [running]  # nobody else can have been to blame
                 lost = _Lost(error, suspect=running in suspects)
                 running.done.set_exception(EpisodeError(error, running.calls) if alone else lost)
 
@@ -248,14 +249,16 @@ class AgentHost(HostProcess):
         broken: bool = False,
     ) -> bool:
         """An episode is over; whether its host should not be used again."""
-        self._worn |= running.late is not None
+        self.worn |= running.late is not None
         if result is not None:
             running.done.set_result(result)
         else:
             words = f"{running.late.words}, and was ended here" if running.late else "the agent raised"
             memory = f"(--reward.memory_gib is {self.settings.memory_gib:g}.)" if failure == Failure.MEMORY else ""
             reason = HostError(f"{words}:\n{error}{memory}", Failure.TIMEOUT if running.late else Failure(failure))
-            running.done.set_exception(EpisodeError(reason, running.calls))
+            shared = failure == Failure.MEMORY and len(self.running) > 1  # others may have what it lacked
+            failed = _Lost(reason, suspect=True) if shared else EpisodeError(reason, running.calls)
+            running.done.set_exception(failed)
         return broken
 
     def _sample(self, running: _Running, *, call: int, prompt: list[int], params: dict[str, Any]) -> None:
@@ -316,19 +319,24 @@ class AgentHost(HostProcess):
 class AgentPool:
     """The hosts of a run's agents. Its methods belong to one event loop.
 
-    `log_dir` gets what agents print, one `agent-<n>.log` per host; without it, that goes to stderr.
+    `log_dir` gets what agents print, an `agent-<n>.log` or `agent-alone-<n>.log` per host; without it, that goes to stderr.
     """
 
     def __init__(self, settings: AgentSettings, tokenizer: Any, *, log_dir: Path | None = None) -> None:
         pickled = pickle.dumps(tokenizer)
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
-        names = [*map(str, range(settings.workers)), "alone"]
-        *self._hosts, self._alone = [
-            AgentHost(settings, pickled, log_dir and log_dir / f"agent-{name}.log") for name in names
-        ]
+
+        def hosts(count: int, name: str) -> list[AgentHost]:
+            logs = [log_dir and log_dir / f"agent-{name}{number}.log" for number in range(count)]
+            return [AgentHost(settings, pickled, log) for log in logs]
+
+        self._hosts = hosts(settings.workers, "")
+        self._quarantine = hosts(max(LEAST_ALONE, settings.workers), "alone-")
         self._places = asyncio.Semaphore(EPISODES * settings.workers)  # given in the order they are asked for
-        self._quarantine = asyncio.Lock()
+        self._cells = asyncio.LifoQueue[AgentHost]()  # of the quarantine, those that are free
+        for host in reversed(self._quarantine):
+            self._cells.put_nowait(host)
 
     async def check(self) -> None:
         """Load the user's file in one host. Raises ConfigError with the traceback where that fails."""
@@ -341,15 +349,18 @@ class AgentPool:
         """What the executor returned for an episode, and the samples it had. Raises EpisodeError."""
         async with self._places:
             for _ in range(LOSSES):
-                host = min(self._hosts, key=lambda host: host.episodes)
+                host = min(self._hosts, key=lambda host: (host.worn, host.episodes))
                 try:
                     return await host.run(episode)
                 except _Lost as lost:
                     if lost.suspect:
                         break
-            async with self._quarantine:
-                return await self._alone.run(episode)
+            cell = await self._cells.get()
+            try:
+                return await cell.run(episode)
+            finally:
+                self._cells.put_nowait(cell)
 
     async def close(self) -> None:
         """Kill every host."""
-        await asyncio.gather(*(host.close() for host in [*self._hosts, self._alone]))
+        await asyncio.gather(*(host.close() for host in [*self._hosts, *self._quarantine]))

@@ -56,7 +56,10 @@ def _plain_errors(
         except (EngineError, PublicationError):
             raise
         except Exception as error:
-            kind = RequestRefused if isinstance(error, ValueError | TypeError) else EngineError
+            from vllm.exceptions import VLLMClientError  # which is no ValueError
+
+            refused = isinstance(error, ValueError | TypeError | OverflowError | VLLMClientError)
+            kind = RequestRefused if refused else EngineError
             raise kind(f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}") from None
 
     return guarded

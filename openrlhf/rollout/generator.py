@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+import ray
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.observability.metrics import Metric
@@ -203,8 +204,13 @@ class RolloutGenerator:
     ) -> list[Generation]:
         key, asked = (spec.purpose, prompt.index), time.perf_counter()
         engine = self._router.pick(key, len(params))
+        answer = self.engines[engine].generate.remote(tokens, params)
         try:
-            generations = await self.engines[engine].generate.remote(tokens, params)
+            generations = await answer
+        except asyncio.CancelledError:  # the engine is to give it up too
+            if isinstance(answer, ray.ObjectRef):
+                ray.cancel(answer)
+            raise
         finally:
             self._router.done(key, engine, len(params))
         if spec.purpose == "train":

@@ -182,7 +182,7 @@ class HostPool:
         """A host that has loaded `target`, for one call; an exception inside costs its life."""
         host = await self._acquire()
         try:
-            if host.process.poll() is not None:
+            if host.expired or host.process.poll() is not None:  # expired: its last reply came as its time was over
                 self._replace(host)
             await host.load(target, self._load_timeout)
             yield host

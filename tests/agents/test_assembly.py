@@ -41,7 +41,7 @@ def played(prompt: list[int], turns: list[tuple[list[int], list[int]]]) -> tuple
 @given(st.lists(TOKEN, min_size=1, max_size=4), st.lists(TURN, min_size=1, max_size=5))
 def test_masks_logprobs_and_versions_are_those_of_the_calls(prompt: list[int], turns: list[Any]) -> None:
     result, calls = played(prompt, turns)
-    builder = assemble(result, calls, 1000).builder
+    builder = assemble(result, calls, 1000, vocabulary=1000).builder
     expected_mask, expected_logprobs = [False] * len(prompt), [0.0] * len(prompt)
     for each, (sampled, feedback) in zip(calls, turns, strict=True):
         expected_mask += [True] * len(sampled) + [False] * len(feedback)
@@ -55,7 +55,10 @@ def test_masks_logprobs_and_versions_are_those_of_the_calls(prompt: list[int], t
 @given(st.lists(TURN, min_size=1, max_size=5), st.integers(1, 30))
 def test_an_episode_longer_than_the_context_is_cut_and_truncated(turns: list[Any], length: int) -> None:
     result, calls = played([0], turns)
-    whole, cut = assemble(result, calls, 1000).builder, assemble(result, calls, length)
+    whole, cut = (
+        assemble(result, calls, 1000, vocabulary=1000).builder,
+        assemble(result, calls, length, vocabulary=1000),
+    )
     assert cut.builder.tokens == whole.tokens[:length]
     assert cut.builder.action_mask == whole.action_mask[:length]
     assert cut.builder.rollout_logprobs == whole.rollout_logprobs[:length]
@@ -65,7 +68,7 @@ def test_an_episode_longer_than_the_context_is_cut_and_truncated(turns: list[Any
 def test_one_range_may_hold_several_samples_and_the_beginning_of_one() -> None:
     calls = [call([7], [1, 2], start=1), call([7, 1, 2], [3, 3, 3], start=10)]
     result = {"observation_tokens": [7, 1, 2, 3, 3, 9], "action_ranges": [[1, 5]], "reward": 0}
-    assembled = assemble(result, calls, 100)
+    assembled = assemble(result, calls, 100, vocabulary=1000)
     assert assembled.builder.rollout_logprobs == [0, -1, -2, -10, -11, 0]
     assert not assembled.oddities
 
@@ -73,12 +76,12 @@ def test_one_range_may_hold_several_samples_and_the_beginning_of_one() -> None:
 def test_samples_that_the_executor_threw_away_do_not_get_in_the_way() -> None:
     calls = [call([7], [1], start=1), call([7], [1], start=10), call([7, 1, 8], [1], start=20)]
     result = {"observation_tokens": [7, 1, 8, 1], "action_ranges": [[1, 2], [3, 4]], "reward": 0}
-    assert assemble(result, calls, 100).builder.rollout_logprobs == [0, -1, 0, -20]
+    assert assemble(result, calls, 100, vocabulary=1000).builder.rollout_logprobs == [0, -1, 0, -20]
 
 
 def test_an_action_after_other_tokens_than_the_engine_saw_is_told_of() -> None:
     result = {"observation_tokens": [7, 8, 1], "action_ranges": [[2, 3]], "reward": 0}
-    assembled = assemble(result, [call([7, 7], [1], start=1)], 100)
+    assembled = assemble(result, [call([7, 7], [1], start=1)], 100, vocabulary=1000)
     assert assembled.oddities == ["shows the engine other tokens than those before the action in observation_tokens"]
 
 
@@ -89,16 +92,30 @@ def test_tokens_from_elsewhere_count_with_their_own_logprobs_or_not_at_all() -> 
         "rollout_log_probs": [0, -0.5, -0.25],
         "reward": 0,
     }
-    assembled = assemble(result, [], 100)
+    assembled = assemble(result, [], 100, vocabulary=1000)
     assert assembled.builder.rollout_logprobs == [0, -0.5, -0.25]
     assert assembled.oddities == ["has action_ranges with tokens that the engine did not sample"]
     with pytest.raises(EpisodeMistake, match="tokens 1 to 2, which the engine did not sample"):
-        assemble({**result, "rollout_log_probs": None}, [], 100)
+        assemble({**result, "rollout_log_probs": None}, [], 100, vocabulary=1000)
+
+
+def test_of_samples_that_begin_alike_the_one_that_was_used_counts() -> None:
+    short, long = call([9], [5], version=1, start=1), call([9], [5, 6, 1], version=2, start=10)
+    result = {"observation_tokens": [9, 5, 6, 1], "action_ranges": [[1, 4]], "reward": 1.0}
+    builder = assemble(result, [short, long], 100, vocabulary=1000).builder
+    assert (builder.rollout_logprobs, builder.weight_versions) == ([0, -10, -11, -12], [2])
+
+
+def test_a_token_that_no_tokenizer_knows_may_be_sampled_and_not_made_up() -> None:
+    result = {"observation_tokens": [7, 60], "action_ranges": [[1, 2]], "reward": 1.0}
+    assert assemble(result, [call([7], [60])], 100, vocabulary=50).builder.tokens == [7, 60]
+    with pytest.raises(EpisodeMistake, match=r"observation_tokens have \[60\]; the tokenizer's ids go to 49"):
+        assemble(result | {"rollout_log_probs": [0.0, -1.0]}, [], 100, vocabulary=50)
 
 
 def test_rewards_of_turns_stand_at_the_last_tokens_of_the_turns() -> None:
     result, calls = played([9], [([1, 2], [3]), ([1], []), ([], [5])])
-    assembled = assemble({**result, "reward": None, "turn_rewards": [0.5, 1, 0]}, calls, 100)
+    assembled = assemble({**result, "reward": None, "turn_rewards": [0.5, 1, 0]}, calls, 100, vocabulary=1000)
     assert assembled.turn_rewards == ((2, 0.5), (4, 1.0))
     assert assembled.reward.reward == 1.5
 
@@ -114,6 +131,10 @@ def test_rewards_of_turns_stand_at_the_last_tokens_of_the_turns() -> None:
         ({"rollout_log_probs": [0.0, 0.0, float("nan")]}, "must be a number for each"),
         ({"reward": [1.0, 2.0]}, "2 rewards for 1 samples"),
         ({"reward": "good"}, "rewards that are not numbers"),
+        ({"reward": 10**400}, "too large"),
+        ({"extra_logs": {"steps": 10**400}}, "too large"),
+        ({"turn_rewards": [10**400]}, "a number for each of 1 action ranges"),
+        ({"observation_tokens": [7, 1, 2**70]}, "the tokenizer's ids go to 999"),
         ({"scores": float("inf")}, "scores that are not finite"),
         ({"extra_logs": {"steps": "three"}}, "steps"),
         ({"extra_logs": [1]}, "extra_logs that are no dict"),
@@ -123,4 +144,4 @@ def test_rewards_of_turns_stand_at_the_last_tokens_of_the_turns() -> None:
 def test_what_is_no_episode_is_refused_with_what_was_seen(changes: dict[str, Any], words: str) -> None:
     result = {"observation_tokens": [7, 1, 2], "action_ranges": [[1, 3]], "rollout_log_probs": None, "reward": 0.0}
     with pytest.raises(EpisodeMistake, match=words):
-        assemble({**result, **changes}, [call([7], [1, 2])], 100)
+        assemble({**result, **changes}, [call([7], [1, 2])], 100, vocabulary=1000)

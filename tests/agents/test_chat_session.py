@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +48,54 @@ def test_the_tokens_of_a_session_are_the_template_around_what_was_sampled(turns:
         assert session.ranges[-1] == (len(expected), len(session.tokens))
         expected = [*session.tokens, *([] if finish == "stop" else ids("<|end|>"))]
     assert session.truncated == (turns[-1][2] == "length")
+
+
+def test_a_request_that_was_not_answered_may_be_made_again() -> None:
+    session = ChatSession(TOKENIZER, 1000)
+    reply = session.heard(session.prompt_for([user("2+3")]), sampled("5"), tools=False).message
+    asked = [user("2+3"), reply, user("4")]
+    assert session.prompt_for(asked) == session.prompt_for(asked)  # the first time, the engine refused
+    assert session.prompt_for([user("2+3"), reply, user("7")])[-3:] == ids("7<|end|><|assistant|>")
+
+
+def test_what_stopped_a_reply_stays_in_its_tokens_and_is_not_shown() -> None:
+    session = ChatSession(TOKENIZER, 1000)
+    output = replace(sampled("12+", finish="length"), finish_reason="stop", stop_reason="+")
+    reply = session.heard(session.prompt_for([user("2")]), output, tools=False).message
+    assert reply["content"] == "12"
+    assert session.tokens[-3:] == ids("12+")
+    assert session.prompt_for([user("2"), reply, user("4")])[-5:] == ids("<|end|><|user|>4<|end|><|assistant|>")
+
+
+def test_the_parts_of_a_text_are_its_text_and_other_parts_are_refused() -> None:
+    session = ChatSession(TOKENIZER, 1000)
+    asked = {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3"}]}
+    prompt = session.prompt_for([asked])
+    assert prompt == ids("<|user|>2+3<|end|><|assistant|>")
+    session.heard(prompt, sampled("5"), tools=False)
+    echoed = {"role": "assistant", "content": [{"type": "text", "text": "5"}]}
+    assert session.prompt_for([asked, echoed, user("4")])[: len(prompt)] == prompt
+    with pytest.raises(ChatMistake, match="parts of type 'image_url'; the policy reads text only"):
+        session.prompt_for([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+
+
+def test_a_template_that_wants_to_see_the_call_before_its_result_gets_to() -> None:
+    tokenizer = calculator_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if m['role'] == 'tool' and not messages[loop.index0 - 1].get('tool_calls') %}"
+        "{{ raise_exception('a tool result must follow a tool call') }}{% endif %}",
+    )
+    plain, strict = ChatSession(TOKENIZER, 1000), ChatSession(tokenizer, 1000)
+    prompts = []
+    for session in (plain, strict):
+        prompt = session.prompt_for([user("2+3")], TOOLS)
+        reply = session.heard(prompt, sampled(f"{CALL}2+3{CALLED}"), tools=True).message
+        [made] = reply["tool_calls"]
+        assert re.fullmatch("[0-9a-z]{9}", made["id"])
+        result = {"role": "tool", "tool_call_id": made["id"], "content": "5"}
+        prompts.append(session.prompt_for([user("2+3"), reply, result], TOOLS))
+    assert prompts[0] == prompts[1] and prompts[0][-3:] == ids("5<|end|><|assistant|>")
 
 
 def test_what_the_template_would_change_stays_as_it_was_sampled() -> None:

@@ -5,6 +5,7 @@ The engine's answers are a function of the prompt and the seed, so what a sample
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -310,6 +311,26 @@ def of_episode(engine: Engine, trajectory: Trajectory) -> list[tuple[list[int], 
 def test_the_endpoint_does_what_stock_clients_expect(clients: Stand, label: str) -> None:
     for trajectory in clients.rollout(prompt("1+3=", label)):
         assert trajectory.reward is not None and trajectory.reward >= 1, trajectory.error
+
+
+class StuckEngine(Engine):
+    """Answers the first turn of an episode, and none that follows."""
+
+    async def remote(self, tokens: list[int], params: Sequence[SamplingParams]) -> list[Generation]:
+        if tokens.count(calculator_tokenizer().convert_tokens_to_ids("<|user|>")) > 1:
+            await asyncio.sleep(1000)
+        return await super().remote(tokens, params)
+
+
+def test_requests_that_a_client_gave_up_end_with_the_episode(clients: Stand) -> None:
+    engines = clients.generator.engines
+    clients.generator.engines = [StuckEngine()]
+    try:
+        for index in range(2):
+            [trajectory] = clients.rollout(prompt("1+3", "give_up", index=index), n_samples=1)
+            assert trajectory.reward == 0, trajectory.error  # requests of earlier episodes that are still under way
+    finally:
+        clients.generator.engines = engines
 
 
 def test_an_agent_that_never_asks_the_policy_has_failed(clients: Stand) -> None:

@@ -138,6 +138,40 @@ def test_an_episode_that_ends_every_host_while_it_waits_for_the_engine_fails(sta
     assert failed.failure is Failure.EXIT and "exited with status 7" in str(failed)
 
 
+def test_an_episode_at_its_own_work_is_not_blamed_for_the_crash_of_one_that_waits(stand: Stand) -> None:
+    async def together() -> Any:
+        return await asyncio.gather(stand.play("crashes while it asks", 1000), stand.play("works"))
+
+    crashed, working = stand.do(together())
+    assert crashed.failure is Failure.EXIT
+    assert "pid" in working
+
+
+def test_an_episode_that_lacked_memory_beside_another_is_played_alone(stand: Stand) -> None:
+    async def together() -> Any:
+        return await asyncio.gather(stand.play("hoards", 1.0), stand.play("modest"))
+
+    assert all("pid" in logs for logs in stand.do(together()))
+
+
+@pytest.mark.parametrize("label", ["works", "fine"])
+def test_episodes_played_alone_are_played_at_the_same_time(stand: Stand, label: str) -> None:
+    """One that ends its host takes the others there into quarantine, which has several hosts."""
+
+    async def together() -> tuple[Any, int]:
+        playing = asyncio.gather(stand.play("exits in a callback"), *(stand.play(label, 1.0) for _ in range(8)))
+        most = 0
+        while not playing.done():
+            most = max(most, sum(bool(host.running) for host in stand.pool._quarantine))
+            await asyncio.sleep(0.05)
+        return await playing, most
+
+    (exited, *others), most = stand.do(together())
+    assert exited.failure is Failure.EXIT
+    assert all("pid" in logs for logs in others)
+    assert most > 1 or label == "fine"  # those that waited for the engine are played again in an ordinary host
+
+
 def test_a_late_episode_does_not_end_the_host_that_follows_its_own(stand: Stand) -> None:
     async def together() -> Any:
         return await asyncio.gather(stand.play("block", 0.2), stand.play("fine", 0.6), stand.play("fine", 3.0))

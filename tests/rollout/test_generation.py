@@ -5,6 +5,7 @@ Two engines are the same but for their index; a third speculates, and a fourth p
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.observability.metrics import values
-from openrlhf.rollout.engine import EngineSettings, RolloutEngine, engine_environment
-from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
+from openrlhf.rollout.engine import EngineSettings, RequestRefused, RolloutEngine, SamplingParams, engine_environment
+from openrlhf.rollout.generator import RolloutError, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.rewards import ErrorPolicy
 from openrlhf.trajectory import Prompt, Trajectory
 from tests.tiny import character_tokenizer, save_tiny_model
@@ -102,6 +103,43 @@ def test_the_samples_of_a_prompt_share_its_prefill(rollout, engines) -> None:
 def test_without_a_prefix_cache_every_sample_computes_the_prompt(rollout) -> None:
     _, cost = rollout("speculating", PROMPTS)
     assert cost["timing/prefill_cached"] == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": 2.5}, {"top_p": 0.0}, {"stop_token_ids": [2**70]}, {"min_tokens": 9}, {"max_tokens": -1}],
+    ids=str,
+)
+def test_a_request_that_vllm_refuses_is_refused_and_costs_no_engine(engines, wrong: dict[str, Any]) -> None:
+    good = SamplingParams(max_tokens=4, seed=1)
+    with pytest.raises(RequestRefused):
+        ray.get(engines["plain"].generate.remote([5, 6], [replace(good, **wrong)]), timeout=60)
+    [generation] = ray.get(engines["plain"].generate.remote([5, 6], [good]), timeout=60)
+    assert len(generation.tokens) <= 4
+
+
+def test_samples_that_nobody_waits_for_any_more_are_given_up_by_the_engine(engines) -> None:
+    class Stuck:
+        ended = ""
+
+        async def generate(self, tokens: list[int], params: list[SamplingParams]) -> None:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                self.ended = "cancelled"
+                raise
+
+        async def told(self) -> str:
+            while not self.ended:
+                await asyncio.sleep(0.05)
+            return self.ended
+
+    stuck: Any = ray.remote(Stuck).options(num_cpus=0).remote()
+    generator = RolloutGenerator([stuck], character_tokenizer(), None, on_error=ErrorPolicy(), timeout_s=3)
+    with pytest.raises(RolloutError):
+        generator.rollout(PROMPTS[:1], SPEC)
+    generator.close()
+    assert ray.get(stuck.told.remote(), timeout=60) == "cancelled"
 
 
 def test_a_seed_gives_the_same_samples_on_any_engine_on_several_and_in_any_order(rollout) -> None:

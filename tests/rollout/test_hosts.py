@@ -55,6 +55,20 @@ def becomes_true(condition: Callable[[], bool], seconds: float = 10) -> bool:
     return done
 
 
+def test_a_reply_that_is_read_late_does_not_cost_the_call_after_it(tmp_path: Path) -> None:
+    """The loop that waits for it is busy until the deadline has passed."""
+
+    async def busy(pool: HostPool) -> list[object]:
+        calls = [asyncio.create_task(pool.call(TROUBLE + "nap", s, timeout=1.0)) for s in (0.9, 0.01)]
+        await asyncio.sleep(0.5)
+        time.sleep(1.5)
+        return await asyncio.gather(*calls)
+
+    with HostPool(1, memory_gib=1, log_dir=tmp_path) as pool:
+        asyncio.run(pool.check(TROUBLE + "nap"))
+        assert all(isinstance(pid, int) for pid in asyncio.run(busy(pool)))
+
+
 def test_arguments_arrive_and_the_result_comes_back(pool: HostPool):
     images = [b"\x00\xff", None]
     answer = call(pool, "echo", 1, "two", [3.5], images=images, label={"a": (1, 2)})

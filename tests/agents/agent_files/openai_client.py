@@ -1,9 +1,11 @@
 """Agents that know the stock client and nothing else; the label says which."""
 
 import httpx
-from openai import BadRequestError, OpenAI
+from openai import APITimeoutError, BadRequestError, OpenAI
 
 from openrlhf.utils.agent import OpenAIAgentExecutor
+
+LEFT = []  # requests under way, of earlier episodes
 
 
 class AgentExecutor(OpenAIAgentExecutor):
@@ -73,6 +75,19 @@ class AgentExecutor(OpenAIAgentExecutor):
             assert "there is no session 'nowhere'" in error.message
         client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1"}])
         return 1.0
+
+    def give_up(self, client, prompt, session_id):
+        """The client does not wait for its second answer; what it left behind ends with the episode."""
+        messages = [{"role": "user", "content": prompt}]
+        first = client.chat.completions.create(model="any", messages=messages)
+        requests = self._sessions[session_id].requests
+        LEFT.append(requests)
+        messages += [first.choices[0].message, {"role": "user", "content": "+slow"}]
+        try:
+            client.with_options(timeout=0.5).chat.completions.create(model="any", messages=messages)
+        except APITimeoutError:
+            assert len(requests) == 1
+        return float(sum(map(len, LEFT[:-1])))
 
     def silent(self, client, prompt, session_id):
         return 1.0

@@ -9,6 +9,7 @@ import time
 from openrlhf.utils.agent import AgentExecutorBase
 
 TOGETHER = threading.Barrier(40)
+HOARD = []
 
 
 class OddError(ValueError):
@@ -32,6 +33,15 @@ class AgentExecutor(AgentExecutorBase):
                         await llm_engine.generate([5], sampling_params)
                     except BaseException:
                         continue
+            case "works":
+                await asyncio.sleep(1)
+            case "hoards":
+                HOARD.append(bytearray(1200 << 20))
+                await llm_engine.generate([5], sampling_params)
+                HOARD.clear()
+            case "modest":
+                await asyncio.sleep(0.5)
+                assert bytearray(1000 << 20)
             case "exits":
                 await llm_engine.generate([5], sampling_params)
                 sys.exit(6)
