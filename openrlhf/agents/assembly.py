@@ -163,7 +163,7 @@ def _rewards(result: Mapping[str, Any], count: int) -> _Rewards:
         returned = {"rewards": reward, "scores": result.get("scores"), "extra_logs": logs}
         return _Rewards(read_rewards(returned, 1)[0], [float(turn) for turn in turns or []])
     except (ValueError, OverflowError) as error:
-        raise EpisodeMistake(str(error)) from error
+        raise EpisodeMistake(f"execute or step {error}") from error
 
 
 def _is_finite(value: Any) -> bool:

@@ -103,6 +103,8 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     ) -> None:
         if not (inspect.isclass(agent_instance_cls) and issubclass(agent_instance_cls, AgentInstanceBase)):
             raise TypeError(f"{agent_instance_cls!r} is no subclass of AgentInstanceBase")
+        if lacking := sorted(agent_instance_cls.__abstractmethods__):
+            raise TypeError(f"{agent_instance_cls.__name__} has no method {' and no '.join(lacking)}")
         self.agent_instance_cls, self.env_kwargs, self.turn_rewards = agent_instance_cls, env_kwargs or {}, turn_rewards
 
     async def execute(
@@ -297,6 +299,8 @@ def _checked(agent: AgentInstanceBase, answer: Any) -> Mapping[str, Any]:
         raise ContractMistake(f"{step} returned {answer!r}; it must return {wanted}")
     if missing := [name for name in ("rewards", "done") if answer.get(name) is None]:
         raise ContractMistake(f"{step} returned no {' and no '.join(missing)}; it must return {wanted}")
+    if not (isinstance(answer["done"], int) or hasattr(answer["done"], "item")):
+        raise ContractMistake(f"{step} returned done {answer['done']!r}, which is neither True nor False")
     if not isinstance(answer.get("environment_feedback"), str | None):
         raise ContractMistake(
             f"{step} returned environment_feedback {answer['environment_feedback']!r}, which is no text"

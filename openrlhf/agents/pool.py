@@ -9,11 +9,13 @@ A host where an episode took too long is replaced once it has no others: threads
 from __future__ import annotations
 
 import asyncio
+import logging
 import marshal
 import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from openrlhf.rollout.host_process import LENGTH
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure
 
+logger = logging.getLogger(__name__)
 EPISODES = 128  # of a host at a time; more wait outside, where no deadline runs
 LEAST_ALONE = 4  # hosts for episodes that are played alone
 LOSSES = 4  # of its hosts, after which an episode is suspected too that only waited for the engine
@@ -355,6 +358,7 @@ class AgentPool:
                 except _Lost as lost:
                     if lost.suspect:
                         break
+            _tell_of_quarantine()
             cell = await self._cells.get()
             try:
                 return await cell.run(episode)
@@ -364,3 +368,12 @@ class AgentPool:
     async def close(self) -> None:
         """Kill every host."""
         await asyncio.gather(*(host.close() for host in [*self._hosts, *self._quarantine]))
+
+
+@cache
+def _tell_of_quarantine() -> None:
+    """Say once why episodes take so long."""
+    logger.warning(
+        "An agent ended its host, or blocked it. Which one is not known: those that were playing there are played again, each "
+        "alone in a host (logs/agent-alone-*.log)."
+    )

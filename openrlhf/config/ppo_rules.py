@@ -155,6 +155,8 @@ def algorithm_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Se
          "--algo.advantage.estimator reinforce."),
         ({"algo.ptx.coef", "algo.ptx.probs", "algo.ptx.split"} & given and not config.algo.ptx.dataset,
          "--algo.ptx.coef, .probs and .split have no effect without --algo.ptx.dataset."),
+        (config.reward.function_path and not config.data.label_key,
+         "--data.label_key is not given: the labels that the reward function gets are empty."),
         ("reward.remote_url" in replaced,
          "--reward.remote_url is not used: the agent of --train.agent_func_path rewards."),
         ("critic.freezing_steps" in given and not critic,

@@ -190,3 +190,9 @@ def _late(
         f"{len(late)} of {len(references)} processes did not {doing} within {timeout_s:g} s: {where}. Look at these logs; "
         f"raise {flag} if they are merely slow."
     )
+
+
+def give_up(answer: Any) -> None:
+    """Have an actor give up a call that nobody waits for any more."""
+    if isinstance(answer, ray.ObjectRef):
+        ray.cancel(answer)

@@ -22,6 +22,7 @@ from openrlhf.rollout.rewards import Reward, RewardRequest, RewardResult
 from openrlhf.trainers.reward_rule import offer_remote_engines, reward_of
 
 USER_ERRORS = (ConfigError, DataError)
+PRINTED = 2000  # characters of what the reward prints that are shown
 
 
 def try_reward(config: RewardTestConfig) -> int:
@@ -34,7 +35,10 @@ def try_reward(config: RewardTestConfig) -> int:
         began = time.monotonic()
         scored = asyncio.run(score_all(reward, requests, at_once=at_once, groups=config.reward.batch))
         seconds = time.monotonic() - began
+        printed = "".join(log.read_text(errors="replace") for log in sorted(Path(logs).iterdir()))
     print_scores(scored, seconds=seconds, at_once=at_once)
+    if printed:
+        print(f"\nPrinted by the reward, the end of it:\n{printed[-PRINTED:].strip()}")
     errors = sum(row.error is not None for row in scored)
     return int(errors > config.reward.max_error_rate * len(scored))
 

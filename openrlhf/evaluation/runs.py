@@ -78,7 +78,7 @@ def run_pass_k(config: EvaluationConfig) -> None:
         answers = evaluation.rewarded(evaluation.answers(model, "vllm"))
         evaluation.recorder.folder.log_samples(SampleRow.of(0, answer) for answer in answers)
         evaluation.report(evaluation_metrics(answers, k=k), rows_of(answers, lambda t: t, partial(source_columns, k=k)))
-        ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=evaluation.on_error).check(answers)
+        evaluation.errors.check(answers)
 
 
 def run_rm_accuracy(config: EvaluationConfig) -> None:
@@ -181,7 +181,8 @@ class Evaluation:
     def __init__(self, config: EvaluationConfig) -> None:
         self.config = config
         self.kind: Device = "cuda" if count_gpus() else "cpu"
-        self.on_error = ErrorPolicy.parse(config.reward.on_error)
+        policy = ErrorPolicy.parse(config.reward.on_error)
+        self.errors = ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=policy)
 
     def __enter__(self) -> Evaluation:
         with ExitStack() as ends:
@@ -228,7 +229,7 @@ class Evaluation:
                     model.tokenizer,
                     rule,
                     agents=agents,
-                    on_error=self.on_error,
+                    errors=self.errors,
                     timeout_s=config.train.step_timeout,
                 )
             ) as generator,
@@ -267,7 +268,7 @@ class Evaluation:
         """The same of pairs, and write them down. Raises RewardErrors where too many could not be judged."""
         self.recorder.folder.log_samples(map(row_of, pairs))
         self.report(metrics, rows_of(pairs, lambda pair: pair.ours, columns))
-        check_errors(pairs, max_error_rate=self.config.reward.max_error_rate, counts=self.on_error.counts)
+        check_errors(pairs, max_error_rate=self.config.reward.max_error_rate, counts=self.errors.policy.counts)
 
 
 def rows_of(

@@ -84,6 +84,7 @@ class RunFolder:
     def __init__(self, path: Path | str) -> None:
         """Open `path`, made if needed, and continue what is there; an unfinished line is cut."""
         self.path = Path(path)
+        self.earlier: Path | None = None  # where the files of an earlier run went
         self.logs = self.path / LOGS
         self.logs.mkdir(parents=True, exist_ok=True)
         self._metrics = _open_to_append(self.path / METRICS)
@@ -92,8 +93,10 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path | str) -> Self:
         """Start a new run in `path`; files of an earlier one are moved to `earlier/<n>/`."""
-        set_aside(Path(path))
-        return cls(path)
+        earlier = set_aside(Path(path))
+        folder = cls(path)
+        folder.earlier = earlier
+        return folder
 
     def write_config(self, text: str) -> None:
         """Write config.yaml, whole or not at all."""
@@ -124,16 +127,17 @@ class RunFolder:
         self._samples.close()
 
 
-def set_aside(path: Path, names: Iterable[str] = ENTRIES) -> None:
-    """Move the files of an earlier run in `path` to the next free `earlier/<n>/`."""
+def set_aside(path: Path, names: Iterable[str] = ENTRIES) -> Path | None:
+    """Move the files of an earlier run in `path` to the next free `earlier/<n>/`; returns that, or None where there are none."""
     left = [path / name for name in names if (path / name).exists()]
     if not left:
-        return
+        return None
     taken = [int(old.name) for old in path.glob("earlier/*") if old.name.isdigit()]
     target = path / "earlier" / str(max(taken, default=0) + 1)
     target.mkdir(parents=True)
     for file in left:
         file.rename(target / file.name)
+    return target
 
 
 def json_line(row: Mapping[str, Any]) -> str:

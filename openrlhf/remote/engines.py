@@ -19,6 +19,7 @@ from openrlhf.remote.http_rewards import HTTPServers, ServerError
 FLAG = "--rollout.remote_engines"
 VARIABLE = "OPENRLHF_REMOTE_ENGINES"
 T = TypeVar("T")
+MODELS: dict[HTTPServers, str] = {}  # that servers listed first when they were asked
 
 
 def offer_engines(urls: Mapping[str, str], *, timeout: float, retries: int) -> None:
@@ -65,8 +66,10 @@ class RemoteEngine:
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
         """What the server answers to `body`, with a model's name in it. Raises ServerError."""
         if "model" not in body:
+            self._model = self._model or MODELS.get(self._servers)
             if self._model is None:
                 self._model = self.read(await self._answer(None, "/models"), "data", 0, "id", kind=str)
+                MODELS[self._servers] = self._model
             body = {"model": self._model, **body}
         return await self._answer(body, path)
 

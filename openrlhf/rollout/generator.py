@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-import ray
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.distributed.worker_group import give_up
 from openrlhf.observability.metrics import Metric
 from openrlhf.rollout.engine import Generation, SamplingParams
 from openrlhf.rollout.measures import SampleCost, generation_metrics
-from openrlhf.rollout.rewards import ErrorPolicy, Reward, RewardRequest, RewardResult
+from openrlhf.rollout.rewards import ErrorBudget, Reward, RewardRequest, RewardResult
 from openrlhf.rollout.routing import Router
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
@@ -117,13 +117,13 @@ class RolloutGenerator:
         reward: Reward | None,
         *,
         agents: Agents | None = None,
-        on_error: ErrorPolicy,
+        errors: ErrorBudget,
         timeout_s: float,
     ) -> None:
         self.engines = list(engines)
         self.tokenizer = tokenizer
         self.reward, self.agents = reward, agents
-        self.on_error = on_error
+        self.errors = errors
         self.timeout_s = timeout_s
         self._clipped = False  # a prompt, and the user was told
         self._loop = BackgroundLoop()
@@ -141,25 +141,40 @@ class RolloutGenerator:
         """All samples of all prompts, in prompt order, samples of a prompt adjacent, failed ones among them.
 
         With `groups`, prompts are taken until the samples of so many are not rejected: the next one as soon as one is.
+        Without it, training samples are given up, and those that are finished returned, once so many have failed that the
+        error budget is exceeded whatever becomes of the others.
         Raises RolloutError when the deadline passes, and what an engine raised when one fails.
         """
+        ends_early = groups is None and spec.purpose == "train"
         if groups is None:
             prompts = list(prompts)
             groups = len(prompts)
-        return self._loop.run(self._rollout(iter(prompts), spec, groups, rejects), self.timeout_s)
+        work = self._rollout(iter(prompts), spec, groups, rejects, ends_early=ends_early)
+        return self._loop.run(work, self.timeout_s)
 
     async def _rollout(
-        self, prompts: Iterator[Prompt], spec: SamplingSpec, groups: int, rejects: Rejects
+        self, prompts: Iterator[Prompt], spec: SamplingSpec, groups: int, rejects: Rejects, *, ends_early: bool
     ) -> list[Trajectory]:
         tried: dict[int, list[Trajectory]] = {}
 
-        async def sample_until_one_stays() -> None:
+        async def sample_until_one_stays() -> int:
             for prompt in prompts:
                 tried[prompt.index] = group = await self._sample_group(prompt, spec)
                 if not rejects(group):
-                    return
+                    return sum(trajectory.failed for trajectory in group)
+            return 0
 
-        await asyncio.gather(*(sample_until_one_stays() for _ in range(groups)))
+        sampling = [asyncio.ensure_future(sample_until_one_stays()) for _ in range(groups)]
+        try:
+            failed = 0
+            for finished in asyncio.as_completed(sampling):
+                failed += await finished
+                if ends_early and self.errors.exceeded_by(failed, of=groups * spec.n_samples):
+                    break
+        finally:
+            for task in sampling:
+                task.cancel()
+            await asyncio.gather(*sampling, return_exceptions=True)
         return [trajectory for index in sorted(tried) for trajectory in tried[index]]
 
     async def _sample_group(self, prompt: Prompt, spec: SamplingSpec) -> list[Trajectory]:
@@ -208,8 +223,7 @@ class RolloutGenerator:
         try:
             generations = await answer
         except asyncio.CancelledError:  # the engine is to give it up too
-            if isinstance(answer, ray.ObjectRef):
-                ray.cancel(answer)
+            give_up(answer)
             raise
         finally:
             self._router.done(key, engine, len(params))
@@ -253,7 +267,7 @@ class RolloutGenerator:
 
     def _failed_reward(self, finished: Trajectory) -> Trajectory:
         """Apply --reward.on_error: keep the episode with a fixed reward, or mark it failed. Its error stays with it."""
-        fallback = self.on_error.fallback
+        fallback = self.errors.policy.fallback
         if fallback is None:
             return finished.failing(finished.error, finished.failure)
         return replace(finished, reward=fallback, score=fallback)

@@ -152,7 +152,8 @@ def told(error: BaseException) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OURS):
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
+    ours = isinstance(getattr(error, "failure", None), Failure)  # says all; what it came from are a library's frames
+    return "".join(traceback.format_exception(type(error), error, frames, chain=not ours))
 
 
 def serve(channel: socket.socket) -> None:

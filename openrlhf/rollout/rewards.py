@@ -116,7 +116,10 @@ class FunctionReward:
                 parameters = await self.pool.check(self.target)
             except HostError as error:
                 raise ConfigError(f"--reward.remote_url: {error}") from error
-            self._arguments = _Arguments.for_parameters(parameters)
+            try:
+                self._arguments = _Arguments.for_parameters(parameters)
+            except ValueError as error:
+                raise ConfigError(f"--reward.remote_url: {self.target} {error}") from error
             if "labels" not in self._arguments.names:
                 notice(self.target, "takes no labels, and gets none")
         return self._arguments
@@ -147,7 +150,15 @@ class _Arguments:
         required = {name for name, _, required in parameters if required}
         if "queries" in names and required <= set(names):
             return cls(names=names, by_name=True)
-        positions = sum(kind.startswith("POSITIONAL") for _, kind, _ in parameters)
+        places = [name for name, kind, _ in parameters if kind.startswith("POSITIONAL")]
+        if any(name in ARGUMENTS and ARGUMENTS.index(name) != place for place, name in enumerate(places)) or (
+            {"completions", "completion"} & set(places)
+        ):
+            raise ValueError(
+                f"takes ({', '.join(places)}), and would get something else by these names: it is called with (queries, "
+                "prompts, labels), a query being prompt and response"
+            )
+        positions = len(places)
         names = ARGUMENTS if "VAR_POSITIONAL" in kinds else ARGUMENTS[:positions]
         return cls(names=names, by_name=False)
 
@@ -273,8 +284,11 @@ class ErrorBudget:
 
     def exceeded(self, trajectories: Sequence[Trajectory]) -> bool:
         """Whether too large a share has failed."""
-        failed = sum(trajectory.failed for trajectory in trajectories)
-        return self.policy.counts and failed > self.max_error_rate * len(trajectories)
+        return self.exceeded_by(sum(trajectory.failed for trajectory in trajectories), of=len(trajectories))
+
+    def exceeded_by(self, failed: int, *, of: int) -> bool:
+        """Whether so many failed episodes are too large a share."""
+        return self.policy.counts and failed > self.max_error_rate * of
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise RewardErrors, with the first error, where too large a share has failed."""

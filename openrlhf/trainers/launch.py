@@ -230,7 +230,7 @@ class Run:
         errors = ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error)
         models, weights = groups.get("reward"), config.reward.weights or ()
         scored = partial(with_rewards, models=models, weights=weights, timeout_s=config.train.step_timeout)
-        generator = self._make_generator(on_error)
+        generator = self._make_generator(errors)
         source = self._make_source(generator, scored, errors)
         if config.rollout.only:
             return RolloutOnly(source, self.recorder, errors, needs_groups=settings.needs_groups(config))
@@ -270,7 +270,7 @@ class Run:
             settings=settings.loop_settings(config, self.run_dir),
         )
 
-    def _make_generator(self, on_error: ErrorPolicy) -> Generator:
+    def _make_generator(self, errors: ErrorBudget) -> Generator:
         """The engines and the reward; where --rollout.dump_dir writes down what they give, or it was written down, that."""
         config = self.config
         if self.replay:
@@ -286,7 +286,7 @@ class Run:
                 needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
                 log_dir=Path(self.log_dir),
             ),
-            on_error=on_error,
+            errors=errors,
             timeout_s=config.train.step_timeout,
         )
         self.ends.callback(generator.close)

@@ -29,8 +29,11 @@ class Recorder:
         if resumed:
             self.folder = RunFolder(resumed.run_dir)
             self.folder.truncate_to(resumed.step)
+            self.display.note(f"Continuing after step {resumed.step}, in {resumed.run_dir}.")
         else:
             self.folder = RunFolder.create(run.dir)
+            if self.folder.earlier:
+                self.display.note(f"What an earlier run left in {run.dir} is now in {self.folder.earlier}.")
         resolved = dump_yaml(config)
         self.folder.write_config(resolved)
         self.trackers = make_trackers(

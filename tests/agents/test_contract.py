@@ -22,7 +22,7 @@ from openrlhf.config.options import ConfigError
 from openrlhf.remote import engines as remote_engines
 from openrlhf.rollout.engine import EngineError, RequestRefused
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
-from openrlhf.rollout.rewards import ErrorPolicy
+from openrlhf.rollout.rewards import ErrorBudget
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory
 from tests.openai_server import openai_server
@@ -76,7 +76,7 @@ class Stand:
         self.generator = RolloutGenerator(
             [self.engine], tokenizer, None,
             agents=AgentEpisodes(AgentPool(made_of, tokenizer, log_dir=logs), tokenizer, needs_reward=True),
-            on_error=ErrorPolicy(), timeout_s=120,
+            errors=ErrorBudget(max_error_rate=1.0), timeout_s=120,
         )  # fmt: skip
 
     def rollout(self, *prompts: Prompt, **changes: Any) -> list[Trajectory]:

@@ -17,7 +17,7 @@ from openrlhf.data.prompts import PromptDataset
 from openrlhf.evaluation.runs import WrittenAnswers, given_text, read_answers, readable, run_evaluation, sampled
 from openrlhf.models.loading import ModelError
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
-from openrlhf.rollout.rewards import ErrorPolicy, RewardRequest, RewardResult
+from openrlhf.rollout.rewards import ErrorBudget, RewardRequest, RewardResult
 from openrlhf.trainers.sources import evaluate
 from tests.tiny import character_tokenizer, save_tiny_model
 
@@ -45,7 +45,9 @@ def test_written_answers_meet_their_prompts_and_are_rewarded_like_sampled_ones()
     answers = [tokenizer(texts[text])["input_ids"] for text in asked]
     answers[2] = tokenizer("bbb")["input_ids"]
     engine = WrittenAnswers(SPEC, prompts, answers)
-    with closing(RolloutGenerator([engine], tokenizer, Length(), on_error=ErrorPolicy(), timeout_s=60)) as generator:
+    with closing(
+        RolloutGenerator([engine], tokenizer, Length(), errors=ErrorBudget(max_error_rate=1.0), timeout_s=60)
+    ) as generator:
         episodes = evaluate(prompts, generator, SPEC, wave=3)
     assert [episode.response_text for episode in episodes] == ["b", "cc", "bbb", "x"]
     assert [episode.reward for episode in episodes] == [1.0, 2.0, 3.0, None]

@@ -11,7 +11,7 @@ import pytest
 
 from openrlhf.config.options import ConfigError
 from openrlhf.distributed.devices import free_port
-from openrlhf.remote import http_rewards
+from openrlhf.remote import engines, http_rewards
 from openrlhf.remote.engines import VARIABLE, offer_engines, remote_engine
 from openrlhf.remote.http_rewards import ServerError
 from openrlhf.rollout.hosts import HostPool
@@ -37,6 +37,7 @@ def served() -> Iterator[OpenAIServer]:
 def server(served: OpenAIServer) -> OpenAIServer:
     served.asked.clear()
     served.keys.clear()
+    engines.MODELS.clear()
     return served
 
 
@@ -72,7 +73,9 @@ def test_a_prompt_is_text_or_tokens(server: OpenAIServer) -> None:
 def test_without_a_name_the_model_is_the_first_that_the_server_lists_asked_for_once(server: OpenAIServer) -> None:
     engine = remote_engine("helper")
     assert [engine.chat_sync(HELLO), engine.completion_sync("four")] == ["HELLO", "4"]
-    assert [path for path, _ in server.asked] == ["/v1/models", "/v1/chat/completions", "/v1/completions"]
+    assert remote_engine("helper").chat_sync(HELLO) == "HELLO"  # as a function does that asks in every call
+    chats = ["/v1/chat/completions", "/v1/completions", "/v1/chat/completions"]
+    assert [path for path, _ in server.asked] == ["/v1/models", *chats]
     assert all(body is None or body["model"] == "loud" for _, body in server.asked)
 
 

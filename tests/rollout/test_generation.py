@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from openrlhf.observability.metrics import values
 from openrlhf.rollout.engine import EngineSettings, RequestRefused, RolloutEngine, SamplingParams, engine_environment
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator, SamplingSpec
-from openrlhf.rollout.rewards import ErrorPolicy
+from openrlhf.rollout.rewards import ErrorBudget
 from openrlhf.trajectory import Prompt, Trajectory
 from tests.tiny import character_tokenizer, save_tiny_model
 
@@ -67,7 +67,11 @@ def rollout(engines) -> Iterator[Callable[..., tuple[list[Trajectory], dict[str,
 
     def draw(kinds: str, prompts: Sequence[Prompt], spec: SamplingSpec = SPEC):
         handles = [engines[kind] for kind in kinds.split(", ")]
-        generators.append(RolloutGenerator(handles, character_tokenizer(), None, on_error=ErrorPolicy(), timeout_s=120))
+        generators.append(
+            RolloutGenerator(
+                handles, character_tokenizer(), None, errors=ErrorBudget(max_error_rate=1.0), timeout_s=120
+            )
+        )
         return generators[-1].rollout(prompts, spec), values(generators[-1].metrics())
 
     yield draw
@@ -135,7 +139,9 @@ def test_samples_that_nobody_waits_for_any_more_are_given_up_by_the_engine(engin
             return self.ended
 
     stuck: Any = ray.remote(Stuck).options(num_cpus=0).remote()
-    generator = RolloutGenerator([stuck], character_tokenizer(), None, on_error=ErrorPolicy(), timeout_s=3)
+    generator = RolloutGenerator(
+        [stuck], character_tokenizer(), None, errors=ErrorBudget(max_error_rate=1.0), timeout_s=3
+    )
     with pytest.raises(RolloutError):
         generator.rollout(PROMPTS[:1], SPEC)
     generator.close()

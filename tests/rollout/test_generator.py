@@ -12,7 +12,7 @@ import pytest
 from openrlhf.observability.metrics import values
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.measures import SampleCost, generation_metrics, tail_seconds
-from openrlhf.rollout.rewards import ErrorPolicy
+from openrlhf.rollout.rewards import ErrorBudget
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Prompt
 
@@ -59,7 +59,9 @@ def made() -> Iterator[Any]:
 
     def make(*engines: Engine) -> RolloutGenerator:
         tokenizer: Any = Decoder()
-        generators.append(RolloutGenerator(engines, tokenizer, None, on_error=ErrorPolicy(), timeout_s=60))
+        generators.append(
+            RolloutGenerator(engines, tokenizer, None, errors=ErrorBudget(max_error_rate=1.0), timeout_s=60)
+        )
         return generators[-1]
 
     yield make

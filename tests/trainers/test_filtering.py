@@ -18,7 +18,7 @@ from openrlhf.data.prompts import PromptRow
 from openrlhf.observability.metrics import values
 from openrlhf.observability.run_folder import SampleRow
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
-from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy, RewardRequest, RewardResult
+from openrlhf.rollout.rewards import ErrorBudget, RewardRequest, RewardResult
 from openrlhf.rollout.sampling import Generation
 from openrlhf.trainers.filtering import MOST_DRAWN, DynamicFilter, pass_rate, thrown_away
 from openrlhf.trainers.sources import SyncSource
@@ -150,7 +150,7 @@ def steps_of(
         [Engine(delays), Engine(delays + 1)],
         Decoder(),  # pyright: ignore[reportArgumentType]
         None if by_model else table,
-        on_error=ErrorPolicy(),
+        errors=LENIENT,
         timeout_s=60,
     )
     source = SyncSource(

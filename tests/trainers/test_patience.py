@@ -153,7 +153,7 @@ class OnPolicy(PPOTrainer):
         self, folder: Path, scores: Sequence[float], patience: int | None, save_steps: int = -1, at_start: bool = False
     ) -> None:
         self.weights_made, self.log, self.scores = Weights(), Log(), scores
-        same: Any = SimpleNamespace(taught=lambda t: t, annotate=lambda e: (e, {}), credit=lambda e: (e, {}))
+        same: Any = SimpleNamespace(taught=lambda t: (t, {}), annotate=lambda e: (e, {}), credit=lambda e: (e, {}))
         settings = LoopSettings(
             batch_size=1,
             epochs=1,

@@ -144,8 +144,8 @@ class Nothing:
 
     def publish(self, version: int) -> None: ...
 
-    def taught(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        return trajectories
+    def taught(self, trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict[str, Metric]]:
+        return trajectories, {}
 
     def annotate(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         return experience, {}
