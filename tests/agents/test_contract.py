@@ -206,6 +206,7 @@ def test_a_function_step_of_older_releases_is_wrapped(logs: Path) -> None:
         ("missing.py", "No such file"),
         ("old_queue.py", "is written for releases 0.8.7 to 0.9.0"),
         ("../../rollout/reward_files/trouble.py", "has no class AgentExecutor; its classes are: none. Around an"),
+        ("misspelt.py", "Game has no method step"),
         ("openai_client.py", "put one, as chat_template.jinja, into the model's folder"),
     ],
 )
@@ -229,7 +230,7 @@ def test_a_file_that_is_no_agent_is_refused_with_what_to_do(logs: Path, file: st
         ("crash", Failure.EXIT, "it exited with status 7"),
         ("memory", Failure.MEMORY, "--reward.memory_gib is 1"),
         ("no dict", Failure.RESULT, "execute returned list, not a dict"),
-        ("nan", Failure.RESULT, "not finite"),
+        ("nan", Failure.RESULT, "the agent's execute or step returned rewards that are not finite: [nan]"),
         ("no reward", Failure.RESULT, "there is no --reward.model_name_or_path"),
         ("invented", Failure.RESULT, "which the engine did not sample"),
         ("overlap", Failure.RESULT, "action_ranges must go up"),
@@ -400,6 +401,7 @@ def mistakes(logs: Path) -> Iterator[Stand]:
         ("none", "Game.step returned None; it must return a dict with rewards, environment_feedback and done"),
         ("no rewards", "Game.step returned no rewards; it must"),
         ("no done", "Game.step returned no done; it must"),
+        ("done in words", "Game.step returned done 'no', which is neither True nor False"),
         ("two rewards", "Game.step returned rewards [1.0, 2.0], which is not one number"),
         ("list", "Game.step returned environment_feedback ['no', 3], which is no text"),
     ],
@@ -417,6 +419,13 @@ def test_methods_of_an_environment_need_not_be_coroutines(mistakes: Stand) -> No
     assert trajectory.reward == 1.0
 
 
-def test_sampling_parameters_that_are_no_numbers_are_named(mistakes: Stand) -> None:
-    [failed] = mistakes.rollout(prompt(label="hot"), n_samples=1)
-    assert "sampling_params.temperature is 'hot', which is no number" in str(failed.error)
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        ("hot", "sampling_params.temperature is 'hot', which is no number"),
+        ("huge numbers", f"sampling_params.seed is {2**70}, which is no integer of 64 bits"),
+    ],
+)
+def test_sampling_parameters_that_are_no_numbers_are_named(mistakes: Stand, label: str, words: str) -> None:
+    [failed] = mistakes.rollout(prompt(label=label), n_samples=1)
+    assert words in str(failed.error)

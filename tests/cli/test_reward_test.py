@@ -63,6 +63,16 @@ def test_scores_times_and_errors_of_a_function_are_shown(folder: Path, capsys: p
     assert status == 1  # --reward.max_error_rate is 0.1
 
 
+def test_what_a_function_prints_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "chatty.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    print('saw', labels)\n    return [1.0]\n"
+    )
+    data = rows(folder, ["x", "y"])
+    flags = ("--reward.remote_url", folder / "chatty.py", "--data.prompt_dataset", data, "--data.label_key", "output")
+    status, printed = reward_test(capsys, *flags)
+    assert status == 0 and "saw ['x']" in printed and "saw ['y']" in printed
+
+
 def test_a_function_may_ask_an_engine_that_is_there_and_is_not_tried_where_it_is_not(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

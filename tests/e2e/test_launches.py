@@ -341,6 +341,27 @@ def test_an_address_at_which_no_ray_answers_is_named_at_once(monkeypatch: pytest
         pass
 
 
+def test_a_termination_ends_a_run_in_order() -> None:
+    program = (
+        "import time\n"
+        "from openrlhf.distributed.cluster import ray_cluster\n"
+        "from openrlhf.distributed.placement import Placement\n"
+        "try:\n"
+        "    with ray_cluster(Placement(groups=(), on_gpus=False)):\n"
+        "        print('up', flush=True)\n"
+        "        time.sleep(600)\n"
+        "finally:\n"
+        "    print('in order', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout and process.stdout.readline() == "up\n"
+    process.terminate()
+    said, errors = process.communicate(timeout=120)
+    assert (process.returncode, said.strip(), errors.strip()) == (143, "in order", "terminated")
+
+
 def test_a_note_of_a_ray_that_is_gone_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ray start --block` that is interrupted, and a machine that is switched off, leave one."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -12,9 +12,9 @@ import pytest
 from openrlhf.observability.metrics import values
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.measures import SampleCost, generation_metrics, tail_seconds
-from openrlhf.rollout.rewards import ErrorBudget
+from openrlhf.rollout.rewards import ErrorBudget, RewardErrors, RewardRequest, RewardResult
 from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.trajectory import Prompt
+from openrlhf.trajectory import Failure, Prompt
 
 SPEC = SamplingSpec(
     purpose="train", n_samples=4, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=64, seed=0
@@ -90,6 +90,30 @@ def test_what_the_training_samples_cost_is_told_once_and_evaluation_is_no_part_o
     generator.rollout(PROMPTS, replace(SPEC, purpose="eval"))
     assert values(generator.metrics())["timing/prefill_cached"] == pytest.approx(3 * 32 / (4 * 40))
     assert values(generator.metrics()) == {}
+
+
+class Broken:
+    """A reward that fails for the first two prompts, and never comes for the others."""
+
+    async def check(self) -> None: ...
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        if int(requests[0].prompt) > 1:
+            await asyncio.sleep(1000)
+        return [RewardResult(error="it broke", failure=Failure.EXCEPTION)] * len(requests)
+
+
+def test_a_batch_is_given_up_once_too_many_have_failed_whatever_becomes_of_the_others() -> None:
+    tokenizer: Any = Decoder()
+    errors = ErrorBudget(max_error_rate=0.1)
+    generator = RolloutGenerator([Engine()], tokenizer, Broken(), errors=errors, timeout_s=60)
+    prompts = [Prompt(index=index, text=str(index), tokens=[index]) for index in range(8)]
+    finished = generator.rollout(prompts, SPEC)
+    generator.close()
+    assert {t.prompt.index for t in finished} <= {0, 1}
+    assert len(finished) > 0.1 * len(prompts) * SPEC.n_samples
+    with pytest.raises(RewardErrors, match="it broke"):
+        errors.check(finished)
 
 
 def test_one_slow_engine_is_a_long_tail(made) -> None:

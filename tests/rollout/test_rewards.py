@@ -91,6 +91,12 @@ def test_a_function_without_labels_or_a_dict_is_noticed_once(pool: HostPool, cap
     assert "without_labels takes no labels" in messages[0] and "returns rewards alone" in messages[1]
 
 
+def test_a_function_whose_names_mean_something_else_is_refused(pool: HostPool):
+    words = r"takes \(prompts, completions\), and would get something else by these names"
+    with pytest.raises(ConfigError, match=words):
+        asyncio.run(function(pool, "legacy.py", "of_another_trainer").check())
+
+
 def test_a_function_that_follows_the_contract_is_not_remarked_on(pool: HostPool, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "openrlhf"):
         score(function(pool, "exact.py"), request("4", "4"))

@@ -47,9 +47,11 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) ->
         assert len(rows(cut, name)) > 3
 
 
-def test_a_new_run_in_the_same_folder_starts_anew(tmp_path: Path) -> None:
+def test_a_new_run_in_the_same_folder_starts_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log_steps(recorder(tmp_path), 1, 3)
+    assert "earlier run" not in capsys.readouterr().out
     log_steps(recorder(tmp_path), 1, 1)
+    assert f"is now in {tmp_path / 'earlier/1'}." in capsys.readouterr().out.replace("\n", " ")
     assert {row["step"] for row in rows(tmp_path, "metrics.jsonl")} == {1}
     assert {row["step"] for row in rows(tmp_path / "earlier/1", "metrics.jsonl")} == {1, 2, 3}
 

@@ -1,8 +1,17 @@
 """An environment whose label says what `step` returns; without `async`, which is not needed."""
 
+import copy
+
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
 WELL = {"rewards": 1.0, "environment_feedback": "", "done": True}
+
+
+def changed(params, **values):
+    params = copy.copy(params)
+    for name, value in values.items():
+        setattr(params, name, value)
+    return params
 
 
 class Game(AgentInstanceBase):
@@ -10,19 +19,18 @@ class Game(AgentInstanceBase):
         return None if states["label"] == "no observation" else states
 
     def step(self, states):
+        params, last = states["sampling_params"], states["turn"] == 1
         return {
             "well": WELL,
             "none": None,
             "no rewards": {"done": True},
             "no done": {"rewards": 1.0},
+            "done in words": {**WELL, "done": "no"},
+            "huge numbers": {**WELL, "done": last, "sampling_params": changed(params, seed=2**70)},
             "two rewards": {**WELL, "rewards": [1.0, 2.0]},
             "list": {**WELL, "environment_feedback": ["no", 3]},
-            "hot": {**WELL, "done": states["turn"] == 1, "sampling_params": self.hot(states["sampling_params"])},
+            "hot": {**WELL, "done": last, "sampling_params": changed(params, temperature="hot")},
         }[states["label"]]
-
-    def hot(self, params):
-        params.temperature = "hot"
-        return params
 
     def close(self):
         pass

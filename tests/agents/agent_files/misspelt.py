@@ -1,0 +1,13 @@
+"""An environment whose `step` has another name."""
+
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class Game(AgentInstanceBase):
+    async def stepp(self, states, **kwargs):
+        return {"rewards": 1.0, "environment_feedback": "", "done": True}
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Game)
