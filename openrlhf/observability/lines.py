@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
+WORTH_TELLING = 0.1  # of the episodes, that were cut off by a limit
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
@@ -61,6 +63,8 @@ def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_le
         parts.append(Part(value=f"{time:>5}", unit="s", detail=", ".join(spent), rank=2))
     if seconds_left is not None:
         parts.append(Part(value=clock_time(seconds_left), unit="left", rank=1))
+    if values.get("train/truncated", 0) >= WORTH_TELLING:
+        parts.append(Part(value=f"{values['train/truncated']:.0%}", unit="cut off", style="yellow"))
     kinds = {name: f"{number:.0f} {name.removeprefix(_FAILED)}" for name, number in values.items() if _FAILED in name}
     if values.get(_EPISODES, 0) > 0:
         of_kinds = ", ".join(words for name, words in sorted(kinds.items()) if name != _EPISODES)

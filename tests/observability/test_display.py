@@ -55,6 +55,11 @@ def test_trouble_is_on_the_line_only_when_there_is_some():
     assert line.endswith("3 failed episodes · 1 steps not finite")
 
 
+def test_a_tenth_of_episodes_cut_off_is_told() -> None:
+    assert line_of({**RL_STEP, "train/truncated": 0.62}).endswith(" · 62% cut off")
+    assert "cut off" not in line_of({**RL_STEP, "train/truncated": 0.05})
+
+
 def test_failed_episodes_are_told_by_kind():
     counts = {"train/failed_timeout": 2, "train/failed_exit": 1, "train/failed_episodes": 3}
     assert line_of({**RL_STEP, **counts}).endswith("3 failed episodes (1 exit, 2 timeout)")
