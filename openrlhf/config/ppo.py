@@ -124,7 +124,7 @@ class RLDataConfig(PromptConfig, shared.DataConfig, title="Tokenizer and prompts
     max_images_per_prompt: int = option(0, "Images of a prompt; 0: text only.", ge=0)
 
 class RLEvalConfig(shared.EvalConfig):
-    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0)
+    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2)
     n_samples_per_prompt: int = option(4, "Responses per prompt: the k of pass@k.", ge=1)
     at_start: bool = option(False, "Evaluate before the first step too.")
 

@@ -48,7 +48,7 @@ class RolloutConfig(RemoteEnginesConfig, title="Sampling."):
         None, "Tokens of such a pass with dynamic batches; unset: as in training.", ge=1)
     n_samples_per_prompt: int = option(1, "Responses per prompt.", ge=1)
     max_new_tokens: int | None = option(None, "Tokens of a response; unset: rest of max_len.", ge=1)
-    temperature: float = option(1.0, "Temperature; log-probabilities are taken at it.", ge=0)
+    temperature: float = option(1.0, "Temperature; log-probabilities are taken at it.", ge=0, le=2)
     top_p: float = option(1.0, "Sample from the smallest set with this mass.", gt=0, le=1)
     top_k: int = option(-1, "Sample from so many tokens; -1: all.", ge=-1)
     stop: tuple[str, ...] = option((), "Texts that end a response.")
