@@ -91,6 +91,7 @@ def test_a_wrong_value_is_answered_in_the_words_of_the_user(line: str, sentence:
         ("train_ppo_ray", "--advantage_estimater", "--algo.advantage.estimator"),
         ("train_ppo_ray", "--kl.init_coef", "--algo.kl.init_coef"),
         ("train_ppo_ray", "--model.model_name_or_path", "--actor.model_name_or_path"),
+        ("eval", "--data.prompt_dataset", "--eval.dataset"),
     ],
 )
 def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(command: str, typed: str, meant: str) -> None:
