@@ -108,11 +108,13 @@ class ChatSession:
         stopped_by = output.stop_reason if isinstance(output.stop_reason, str) else None
         self._ended = output.finish_reason == "stop" and stopped_by is None
         text = str(self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
-        if stopped_by is not None and stopped_by in text:
-            text = text[: text.rindex(stopped_by)]
+        if stopped_by:
+            text = text.partition(stopped_by)[0]
         message = {"role": "assistant", "content": text}
         if tools:
             message = parse_reply(self.tokenizer, text, prefix=prompt, sampled=output.token_ids)
+            if stopped_by:
+                message["content"] = message["content"].partition(stopped_by)[0]
         self._reply = message
         return Reply(message=message, finish_reason="tool_calls" if "tool_calls" in message else output.finish_reason)
 

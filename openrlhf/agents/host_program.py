@@ -109,7 +109,8 @@ def own_params(params: Any) -> SamplingParams:
             raise EngineRefusal(f"sampling_params.{name} is {value!r}, which is no number")
     for name in ("top_k", "max_tokens", "min_tokens", "seed", "logprobs"):
         value = getattr(own, name)
-        if value is not None and (type(value) is not int or abs(value) >> 63):
+        unset = value is None and name in ("max_tokens", "seed", "logprobs")
+        if not unset and (type(value) is not int or abs(value) >> 63):
             raise EngineRefusal(f"sampling_params.{name} is {value!r}, which is no integer of 64 bits")
     return own
 
@@ -274,7 +275,9 @@ def serve(channel: socket.socket) -> None:
         try:
             runner.run(Host(channel).serve())
         except SystemExit as end:  # of a task or callback of user code; before the episodes of others are cancelled
-            os._exit(end.code if isinstance(end.code, int) else 1)
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+            os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             except ChatMistake as mistake:
                 return _refusal(mistake)
             except asyncio.CancelledError:
-                if not asking.cancelled():
+                if (handler := asyncio.current_task()) and handler.cancelling():  # the server ends, not the episode
                     raise
                 return _refusal(ChatMistake("the episode of this session is over"))
             finally:

@@ -78,11 +78,11 @@ class EpisodeError(HostError):
 
 
 class _Lost(HostError):
-    """The host of an episode is gone; `suspect` where it may have been this episode's doing."""
+    """The host of an episode is gone; `suspect` where it may have been this episode's doing. `calls`: its samples by then."""
 
-    def __init__(self, error: HostError, *, suspect: bool) -> None:
+    def __init__(self, error: HostError, *, suspect: bool, calls: Sequence[Call] = ()) -> None:
         super().__init__(str(error), error.failure)
-        self.suspect = suspect
+        self.suspect, self.calls = suspect, calls
 
 
 class _Deadline(NamedTuple):
@@ -239,7 +239,7 @@ class AgentHost(HostProcess):
         for running in list(self.running.values()):  # those that had waited for the start too
             if not running.done.done():
                 alone = suspects == left == [running]  # nobody else can have been to blame
-                lost = _Lost(error, suspect=running in suspects)
+                lost = _Lost(error, suspect=running in suspects, calls=running.calls)
                 running.done.set_exception(EpisodeError(error, running.calls) if alone else lost)
 
     def _finish(
@@ -260,7 +260,7 @@ class AgentHost(HostProcess):
             memory = f"(--reward.memory_gib is {self.settings.memory_gib:g}.)" if failure == Failure.MEMORY else ""
             reason = HostError(f"{words}:\n{error}{memory}", Failure.TIMEOUT if running.late else Failure(failure))
             shared = failure == Failure.MEMORY and len(self.running) > 1  # others may have what it lacked
-            failed = _Lost(reason, suspect=True) if shared else EpisodeError(reason, running.calls)
+            failed = _Lost(reason, suspect=True, calls=running.calls) if shared else EpisodeError(reason, running.calls)
             running.done.set_exception(failed)
         return broken
 
@@ -349,7 +349,7 @@ class AgentPool:
             raise ConfigError(f"--train.agent_func_path: {error}") from error
 
     async def run(self, episode: Episode) -> tuple[dict[str, Any], list[Call]]:
-        """What the executor returned for an episode, and the samples it had. Raises EpisodeError."""
+        """What the executor returned for an episode, and the samples it had. Raises EpisodeError, HostLoadError."""
         async with self._places:
             for _ in range(LOSSES):
                 host = min(self._hosts, key=lambda host: (host.worn, host.episodes))
@@ -362,6 +362,8 @@ class AgentPool:
             cell = await self._cells.get()
             try:
                 return await cell.run(episode)
+            except _Lost as lost:
+                raise EpisodeError(lost, lost.calls) from lost
             finally:
                 self._cells.put_nowait(cell)
 
@@ -374,6 +376,5 @@ class AgentPool:
 def _tell_of_quarantine() -> None:
     """Say once why episodes take so long."""
     logger.warning(
-        "An agent ended its host, or blocked it. Which one is not known: those that were playing there are played again, each "
-        "alone in a host (logs/agent-alone-*.log)."
+        "Episodes whose host was lost or blocked, or that lacked memory beside others, are played again, each alone in a host."
     )

@@ -112,7 +112,7 @@ def device_notices(config: PPOConfig, replaced: Replaced, given: Given) -> Sente
         (trains and ahead, f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size} generates for more than one step: "
          "the later ones train on samples of older weights"
          + ("." if config.algo.advantage.is_correction_enable else
-            ", for which --algo.advantage.is_correction_enable corrects the loss.")),
+            ". Without --algo.advantage.is_correction_enable the loss is not corrected for that.")),
         (trains, f"Each iteration: {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
          f"{config.samples} samples, {steps} optimizer step(s) of {train.batch_size} on "
          f"{config.actor_ranks} rank(s), micro-batches of {micro}."),

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +48,8 @@ def _plain_sigterm() -> Iterator[None]:
         return
 
     def end(*_: object) -> None:
-        print("\nterminated", file=sys.stderr)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        os.write(2, b"\nterminated\n")
         raise SystemExit(128 + signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, end)

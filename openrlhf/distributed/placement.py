@@ -96,16 +96,18 @@ def check_capacity(placement: Placement, resources: Mapping[str, float]) -> None
     needed, there = placement.slots * per_slot, resources.get(kind, 0.0)
     if needed > there:
         terms = " + ".join(f"{group.name} {group.slots}" for group in placement.groups)
+        flags = dict.fromkeys(map(_flag, placement.groups))
         raise PlacementError(
             f"the run needs {needed:g} {kind}s ({terms} = {placement.slots} slots of {per_slot:g}), "
-            f"but Ray's cluster has {there:g}. Lower {' or '.join(_flag(group) for group in placement.groups)}, let trained "
+            f"but Ray's cluster has {there:g}. Lower {' or '.join(flags)}, let trained "
             "roles share devices (--train.colocate_actor_ref, --train.colocate_critic_reward), or add nodes with `ray start`."
         )
 
 
 def _flag(group: HostGroup) -> str:
     """What says how many slots a group has."""
-    return "--vllm.num_engines" if group.name == "vllm" else f"--{group.roles[0]}.num_gpus_per_node"
+    role = "ref" if group.roles[0] == "teacher" else group.roles[0]  # a teacher is as large as the reference
+    return "--vllm.num_engines" if role == "vllm" else f"--{role}.num_gpus_per_node"
 
 
 def reserve(group: HostGroup, *, on_gpus: bool, timeout_s: float) -> PlacementGroup:

@@ -18,7 +18,13 @@ class Generator(Protocol):
     """Gives prompts their samples; see `RolloutGenerator.rollout`."""
 
     def rollout(
-        self, prompts: Iterable[Prompt], spec: SamplingSpec, *, groups: int | None = None, rejects: Rejects = ...
+        self,
+        prompts: Iterable[Prompt],
+        spec: SamplingSpec,
+        *,
+        groups: int | None = None,
+        rejects: Rejects = ...,
+        may_end_early: bool = False,
     ) -> list[Trajectory]: ...
 
     def metrics(self) -> dict[str, Metric]: ...
@@ -37,9 +43,9 @@ class DumpingGenerator:
         self._file: tuple[Kind, int] | None = None
         self._episodes: list[Trajectory] = []  # of that file
 
-    def rollout(self, prompts: Iterable[Prompt], spec: SamplingSpec, **refill: Any) -> list[Trajectory]:
+    def rollout(self, prompts: Iterable[Prompt], spec: SamplingSpec, **options: Any) -> list[Trajectory]:
         """As the other generator. A step, or an evaluation, may take several calls: its file grows with each."""
-        episodes = self.generator.rollout(prompts, spec, **refill)
+        episodes = self.generator.rollout(prompts, spec, **options)
         file: tuple[Kind, int] = ("eval", self.step()) if spec.purpose == "eval" else ("step", self.step() + 1)
         if file != self._file:
             self._file, self._episodes = file, []
@@ -71,6 +77,7 @@ class ReplayGenerator:
         *,
         groups: int | None = None,
         rejects: Rejects = lambda group: False,
+        may_end_early: bool = False,
     ) -> list[Trajectory]:
         """As `RolloutGenerator.rollout`: prompts are taken until the samples of `groups` of them are not rejected."""
         step = self.step() + 1

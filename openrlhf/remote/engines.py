@@ -19,7 +19,7 @@ from openrlhf.remote.http_rewards import HTTPServers, ServerError
 FLAG = "--rollout.remote_engines"
 VARIABLE = "OPENRLHF_REMOTE_ENGINES"
 T = TypeVar("T")
-MODELS: dict[HTTPServers, str] = {}  # that servers listed first when they were asked
+MODELS: dict[HTTPServers, str] = {}  # the first in a server's list, until it refuses something
 
 
 def offer_engines(urls: Mapping[str, str], *, timeout: float, retries: int) -> None:
@@ -66,12 +66,13 @@ class RemoteEngine:
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
         """What the server answers to `body`, with a model's name in it. Raises ServerError."""
         if "model" not in body:
-            self._model = self._model or MODELS.get(self._servers)
-            if self._model is None:
-                self._model = self.read(await self._answer(None, "/models"), "data", 0, "id", kind=str)
-                MODELS[self._servers] = self._model
-            body = {"model": self._model, **body}
+            body = {"model": self._model or await self._first_model(), **body}
         return await self._answer(body, path)
+
+    async def _first_model(self) -> str:
+        if self._servers not in MODELS:
+            MODELS[self._servers] = self.read(await self._answer(None, "/models"), "data", 0, "id", kind=str)
+        return MODELS[self._servers]
 
     async def room(self) -> int | None:
         """Tokens that a request and its answer may have together; None where the server does not tell, as vLLM's do."""
@@ -82,6 +83,7 @@ class RemoteEngine:
         try:
             return await self._servers.ask(body, path)
         except ValueError as error:
+            MODELS.pop(self._servers, None)  # it may serve another by now
             raise ServerError(f"{self._servers.kind} {error}") from error
 
     def read(self, answered: Any, *path: str | int, kind: type[T]) -> T:

@@ -137,23 +137,23 @@ class RolloutGenerator:
         *,
         groups: int | None = None,
         rejects: Rejects = lambda group: False,
+        may_end_early: bool = False,
     ) -> list[Trajectory]:
         """All samples of all prompts, in prompt order, samples of a prompt adjacent, failed ones among them.
 
         With `groups`, prompts are taken until the samples of so many are not rejected: the next one as soon as one is.
-        Without it, training samples are given up, and those that are finished returned, once so many have failed that the
-        error budget is exceeded whatever becomes of the others.
+        Where the batch `may_end_early`, it does, with those that are finished, once so many have failed that the error budget
+        is exceeded whatever becomes of the others.
         Raises RolloutError when the deadline passes, and what an engine raised when one fails.
         """
-        ends_early = groups is None and spec.purpose == "train"
         if groups is None:
             prompts = list(prompts)
             groups = len(prompts)
-        work = self._rollout(iter(prompts), spec, groups, rejects, ends_early=ends_early)
+        work = self._rollout(iter(prompts), spec, groups, rejects, may_end_early=may_end_early)
         return self._loop.run(work, self.timeout_s)
 
     async def _rollout(
-        self, prompts: Iterator[Prompt], spec: SamplingSpec, groups: int, rejects: Rejects, *, ends_early: bool
+        self, prompts: Iterator[Prompt], spec: SamplingSpec, groups: int, rejects: Rejects, *, may_end_early: bool
     ) -> list[Trajectory]:
         tried: dict[int, list[Trajectory]] = {}
 
@@ -169,7 +169,7 @@ class RolloutGenerator:
             failed = 0
             for finished in asyncio.as_completed(sampling):
                 failed += await finished
-                if ends_early and self.errors.exceeded_by(failed, of=groups * spec.n_samples):
+                if may_end_early and self.errors.exceeded_by(failed, of=groups * spec.n_samples):
                     break
         finally:
             for task in sampling:

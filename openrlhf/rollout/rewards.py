@@ -151,12 +151,12 @@ class _Arguments:
         if "queries" in names and required <= set(names):
             return cls(names=names, by_name=True)
         places = [name for name, kind, _ in parameters if kind.startswith("POSITIONAL")]
-        if any(name in ARGUMENTS and ARGUMENTS.index(name) != place for place, name in enumerate(places)) or (
-            {"completions", "completion"} & set(places)
-        ):
+        moved = [name for place, name in enumerate(places) if name in ARGUMENTS and ARGUMENTS.index(name) != place]
+        foreign = {"completion", "completions"} & set(places)  # in TRL a response alone
+        if moved or foreign:
             raise ValueError(
-                f"takes ({', '.join(places)}), and would get something else by these names: it is called with (queries, "
-                "prompts, labels), a query being prompt and response"
+                f"takes ({', '.join(places)}), but is called with (queries, prompts, labels), a query being prompt and "
+                "response: give its parameters these names"
             )
         positions = len(places)
         names = ARGUMENTS if "VAR_POSITIONAL" in kinds else ARGUMENTS[:positions]

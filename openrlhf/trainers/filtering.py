@@ -25,8 +25,8 @@ class DynamicFilter:
     """Keeps a prompt if low < mean score of its finished samples < high.
 
     Every prompt of a step beyond the first ones is drawn in place of a rejected one. So the prompts drawn are the fewest
-    with enough kept among them, whichever finishes first; and when a step is complete none of them is waiting for a later
-    one. A resumed run needs to know how many were drawn, and nothing else.
+    with enough kept among them, whichever finishes first; and without over-sampling, none of them is waiting when a
+    step is complete. A resumed run needs to know how many were drawn, and nothing else.
     """
 
     low: float
@@ -57,7 +57,7 @@ class DynamicFilter:
                 tried += [thrown_away(t) for t in group] if rejected else group
         if tried and missing == groups and not self.errors.exceeded(tried):
             logger.warning(
-                "The last %d prompts of an episode make no step: none has a mean score between %g and %g (--algo.dynamic_filtering_range).",
+                "The last %d prompts of an episode teach nothing: none has a mean score between %g and %g (--algo.dynamic_filtering_range).",
                 len(list(by_prompt(tried))), self.low, self.high,
             )  # fmt: skip
         return tried

@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class SyncSource:
-    """Generates with the newest weights, when asked: π_old is the policy of the last publication.
+    """Generates when it is asked for a step that is not waiting, with the weights of the last publication.
 
-    `batch_size`: prompts per step, those that `keep` rejects not counted; `at_once`: prompts that are generated when fewer
-    wait than make a step: where they are more than a step, the later steps are of older weights. `episodes`:
-    passes over the prompts; the last batch of a pass may be short; the generator may have `ended` before.
+    `batch_size`: prompts per step, those that `keep` rejects not counted. `at_once`: prompts generated together, at least as
+    many. When they are more, those left over wait, and their steps train weights newer than those that sampled them.
+    `episodes`: passes over the prompts; the last batch of a pass may be short; the generator may have `ended` before.
     `consumed`: prompts that steps have had, counted over all passes; a resumed run starts there, and draws those again
     that were waiting.
     """
@@ -92,7 +92,7 @@ class SyncSource:
         )
 
     def metrics(self) -> dict[str, Metric]:
-        """What generating the last step cost."""
+        """What generation has cost since this was last asked."""
         return self.generator.metrics()
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
@@ -116,7 +116,9 @@ class SyncSource:
     def _generate(self, prompts: Iterator[Prompt]) -> list[Trajectory]:
         """Scored samples of the next prompts; none where the pass is over."""
         if self.keep is None:
-            return self.scored(self.generator.rollout(islice(prompts, self.at_once), self.spec))
+            one_step = self.at_once == self.batch_size  # that of a larger batch which fails would not be known here
+            batch = islice(prompts, self.at_once)
+            return self.scored(self.generator.rollout(batch, self.spec, may_end_early=one_step))
         return self.keep.fill(self.at_once, prompts, self._refilled)
 
     def _refilled(self, prompts: Iterator[Prompt], groups: int, rejects: Rejects) -> list[Trajectory]:

@@ -61,6 +61,9 @@ def test_a_request_that_was_not_answered_may_be_made_again() -> None:
 def test_what_stopped_a_reply_stays_in_its_tokens_and_is_not_shown() -> None:
     session = ChatSession(TOKENIZER, 1000)
     output = replace(sampled("12+", finish="length"), finish_reason="stop", stop_reason="+")
+    twice = replace(sampled("1++", finish="length"), finish_reason="stop", stop_reason="+")  # of a token that holds two
+    other = ChatSession(TOKENIZER, 1000)
+    assert other.heard(other.prompt_for([user("2")], TOOLS), twice, tools=True).message["content"] == "1"
     reply = session.heard(session.prompt_for([user("2")]), output, tools=False).message
     assert reply["content"] == "12"
     assert session.tokens[-3:] == ids("12+")

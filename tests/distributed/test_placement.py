@@ -55,6 +55,12 @@ def test_too_few_devices_are_reported_with_the_sum_and_the_flags_that_make_it() 
     assert "Lower --actor.num_gpus_per_node or --critic.num_gpus_per_node or --vllm.num_engines," in str(error.value)
 
 
+def test_a_teachers_devices_are_counted_by_the_flag_of_the_reference() -> None:
+    placement = plan({"actor": (1, 1), "teacher": (1, 2)}, engines=1, on_gpus=True)
+    with pytest.raises(PlacementError, match=r"Lower --actor.num_gpus_per_node or --ref.num_gpus_per_node or --vllm"):
+        check_capacity(placement, {"GPU": 2.0})
+
+
 def test_ten_processes_share_a_cpu_core() -> None:
     placement = plan({"actor": (1, 4)}, engines=6, on_gpus=False)
     check_capacity(placement, {"CPU": 1.0})

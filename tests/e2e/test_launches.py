@@ -356,9 +356,12 @@ def test_a_termination_ends_a_run_in_order() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout and process.stdout.readline() == "up\n"
-    process.terminate()
-    said, errors = process.communicate(timeout=120)
+    try:
+        assert process.stdout and process.stdout.readline() == "up\n"
+        process.terminate()
+        said, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert (process.returncode, said.strip(), errors.strip()) == (143, "in order", "terminated")
 
 

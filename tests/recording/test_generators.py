@@ -57,6 +57,7 @@ class Dice:
         *,
         groups: int | None = None,
         rejects: Rejects = lambda group: False,
+        may_end_early: bool = False,
     ) -> list[Trajectory]:
         found: list[Trajectory] = []
         taken = 0

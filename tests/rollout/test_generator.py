@@ -108,7 +108,7 @@ def test_a_batch_is_given_up_once_too_many_have_failed_whatever_becomes_of_the_o
     errors = ErrorBudget(max_error_rate=0.1)
     generator = RolloutGenerator([Engine()], tokenizer, Broken(), errors=errors, timeout_s=60)
     prompts = [Prompt(index=index, text=str(index), tokens=[index]) for index in range(8)]
-    finished = generator.rollout(prompts, SPEC)
+    finished = generator.rollout(prompts, SPEC, may_end_early=True)
     generator.close()
     assert {t.prompt.index for t in finished} <= {0, 1}
     assert len(finished) > 0.1 * len(prompts) * SPEC.n_samples

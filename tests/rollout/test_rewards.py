@@ -92,7 +92,7 @@ def test_a_function_without_labels_or_a_dict_is_noticed_once(pool: HostPool, cap
 
 
 def test_a_function_whose_names_mean_something_else_is_refused(pool: HostPool):
-    words = r"takes \(prompts, completions\), and would get something else by these names"
+    words = r"takes \(prompts, completions\), but is called with \(queries, prompts, labels\)"
     with pytest.raises(ConfigError, match=words):
         asyncio.run(function(pool, "legacy.py", "of_another_trainer").check())
 

@@ -40,8 +40,11 @@ class EchoGenerator:
     def __init__(self) -> None:
         self.calls: list[list[Prompt]] = []
 
-    def rollout(self, prompts: Iterable[Prompt], spec: SamplingSpec) -> list[Trajectory]:
+    def rollout(
+        self, prompts: Iterable[Prompt], spec: SamplingSpec, *, may_end_early: bool = False
+    ) -> list[Trajectory]:
         asked = list(prompts)
+        self.may_end_early = may_end_early
         if asked:
             self.calls.append(asked)
         return [episode(prompt.index, text=prompt.text, score=float(prompt.tokens[0])) for prompt in asked]
@@ -140,6 +143,16 @@ def test_prompts_generated_ahead_are_trained_on_once_each_and_the_pass_ends(
     assert all(len(step) == batch_size for step in steps if (step[-1] + 1) % prompts)
     assert all(len(call) <= at_once for call in generator.calls)
     assert when == [*steps_that_generate, *(len(steps) // 2 + step for step in steps_that_generate)]
+
+
+@pytest.mark.parametrize(("at_once", "may"), [(4, True), (5, False)])
+def test_a_batch_that_fails_may_end_early_where_it_is_one_step(at_once: int, may: bool) -> None:
+    """Of a larger one, the prompts that were given up would be missing in the pass."""
+    made = source(at_once=at_once)
+    generator = made.generator
+    assert isinstance(generator, EchoGenerator)
+    next(iter(made))
+    assert generator.may_end_early == may
 
 
 @pytest.mark.parametrize("steps_done", range(7))

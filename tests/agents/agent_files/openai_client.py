@@ -1,7 +1,11 @@
 """Agents that know the stock client and nothing else; the label says which."""
 
+import threading
+import time
+from contextlib import suppress
+
 import httpx
-from openai import APITimeoutError, BadRequestError, OpenAI
+from openai import APIError, BadRequestError, OpenAI
 
 from openrlhf.utils.agent import OpenAIAgentExecutor
 
@@ -82,12 +86,16 @@ class AgentExecutor(OpenAIAgentExecutor):
         first = client.chat.completions.create(model="any", messages=messages)
         requests = self._sessions[session_id].requests
         LEFT.append(requests)
-        messages += [first.choices[0].message, {"role": "user", "content": "+slow"}]
-        try:
-            client.with_options(timeout=0.5).chat.completions.create(model="any", messages=messages)
-        except APITimeoutError:
-            assert len(requests) == 1
+        messages += [first.choices[0].message, {"role": "user", "content": "+"}]
+        ask = threading.Thread(target=self.ask, args=(client, messages), daemon=True)
+        ask.start()
+        while not requests:
+            time.sleep(0.01)
         return float(sum(map(len, LEFT[:-1])))
+
+    def ask(self, client, messages):
+        with suppress(APIError):
+            client.chat.completions.create(model="any", messages=messages)
 
     def silent(self, client, prompt, session_id):
         return 1.0
