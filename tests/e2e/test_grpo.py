@@ -237,7 +237,8 @@ def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(worksp
     flags = grpo_flags(workspace, folder, **{"reward.remote_url": REWARDS / "trouble.py", "reward.max_error_rate": 0.0})
     done = run("train_ppo_ray", flags, status=2)
     assert "error: " in done.errors
-    assert "of 16 episodes failed" in done.errors and "--reward.max_error_rate 0" in done.errors
+    assert re.search(r"\d of (4|8|12|16) episodes failed", done.errors)  # a batch that is lost already ends early
+    assert "--reward.max_error_rate 0" in done.errors
     assert "ValueError: sevens are bad luck" in done.errors
     assert 'trouble.py", line' in done.errors  # where it was raised
     assert "RewardErrors" not in done.errors  # our own stack is not shown
