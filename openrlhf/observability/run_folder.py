@@ -81,10 +81,9 @@ class ComparedRow(SampleRow):
 class RunFolder:
     """Writes the files of a run. Belongs to one process; others are given the path."""
 
-    def __init__(self, path: Path | str) -> None:
-        """Open `path`, made if needed, and continue what is there; an unfinished line is cut."""
-        self.path = Path(path)
-        self.earlier: Path | None = None  # where the files of an earlier run went
+    def __init__(self, path: Path | str, *, earlier: Path | None = None) -> None:
+        """Open `path`, made if needed, and continue what is there; an unfinished line is cut. `earlier`: an earlier run's files."""
+        self.path, self.earlier = Path(path), earlier
         self.logs = self.path / LOGS
         self.logs.mkdir(parents=True, exist_ok=True)
         self._metrics = _open_to_append(self.path / METRICS)
@@ -93,10 +92,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path | str) -> Self:
         """Start a new run in `path`; files of an earlier one are moved to `earlier/<n>/`."""
-        earlier = set_aside(Path(path))
-        folder = cls(path)
-        folder.earlier = earlier
-        return folder
+        return cls(path, earlier=set_aside(Path(path)))
 
     def write_config(self, text: str) -> None:
         """Write config.yaml, whole or not at all."""
