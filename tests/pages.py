@@ -1,6 +1,6 @@
 """What keeps the pages of docs/ true: links to source lines by symbol, flags with defaults, flag sets that run, curves that were seen.
 
-`python -m tests.pages` (a part of `make docs`) writes the line numbers and the curves anew.
+`python -m tests.pages` (a part of `make docs`) writes the links and the curves anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.verify.learning import RECORDS, by_name, page, read_runs, summary
 
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
 CURVES = RECORDS.with_suffix(".md")
-# [`advantages.gae`](../openrlhf/algorithms/advantages.py#L66): the end of a dotted name that only one definition has.
+# [`advantages.gae`](../openrlhf/algorithms/advantages.py): the end of a dotted name that only one definition has.
 LINK = re.compile(r"\[`(\w+(?:\.\w+)+)`\]\((?:[^)\s]*\.py(?:#L\d+)?)?\)")
 # `--actor.eps_clip (0.2)`
 FLAG = re.compile(r"`--([\w.]+)(?: \(([^)`]*)\))?`")
@@ -34,27 +34,27 @@ def pages() -> list[Path]:
 
 
 @cache
-def definitions() -> dict[str, list[tuple[Path, int]]]:
-    """Where each name is defined, under every dotted ending that has a module in it: `gae` is not enough, `advantages.gae` is."""
-    places: dict[str, list[tuple[Path, int]]] = {}
+def definitions() -> dict[str, list[Path]]:
+    """The file where each name is defined, under every dotted ending that has a module in it: `gae` is not enough, `advantages.gae` is."""
+    places: dict[str, list[Path]] = {}
     for module in package().values():
-        for symbol, line in _symbols(module.tree.body):
+        for symbol in _symbols(module.tree.body):
             parts = [*module.name.split("."), symbol]
             for first in range(len(parts) - 1):
-                places.setdefault(".".join(parts[first:]), []).append((module.path, line))
+                places.setdefault(".".join(parts[first:]), []).append(module.path)
     return places
 
 
-def _symbols(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, int]]:
+def _symbols(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                yield prefix + node.name, node.lineno
+                yield prefix + node.name
             case ast.ClassDef():
-                yield prefix + node.name, node.lineno
+                yield prefix + node.name
                 yield from _symbols(node.body, f"{prefix}{node.name}.")
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                yield prefix + name, node.lineno
+                yield prefix + name
 
 
 def relinked(text: str, folder: Path) -> str:
@@ -65,8 +65,7 @@ def relinked(text: str, folder: Path) -> str:
         places = definitions().get(symbol, [])
         if len(places) != 1:
             raise ValueError(f"{symbol} is defined {len(places)} times in openrlhf/, not once: {places}")
-        [(path, line)] = places
-        return f"[`{symbol}`]({os.path.relpath(path, folder)}#L{line})"
+        return f"[`{symbol}`]({os.path.relpath(places[0], folder)})"
 
     return LINK.sub(link, text)
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        """`trainers` of openrlhf.trainers.ppo, `experience` of openrlhf.experience; the package itself has none."""
+        """`trainers` of openrlhf.trainers.ppo, `batches` of openrlhf.batches; the package itself has none."""
         return self.name.split(".")[1] if "." in self.name else ""
 
     def imports(self) -> set[str]:
@@ -50,17 +62,13 @@ class Module:
 
     @property
     def lines(self) -> int:
-        """Lines of code, as the published counts of other frameworks have them: no blank lines, comments and docstrings."""
-        written = {n for n, line in enumerate(self.text.splitlines(), 1) if line.strip() and line.strip()[0] != "#"}
+        """Lines of code: without blank lines, comments and docstrings."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        code = {line for t in tokens if t.type not in NO_CODE for line in range(t.start[0], t.end[0] + 1)}
         for node in ast.walk(self.tree):
-            match node:
-                case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef() if ast.get_docstring(
-                    node
-                ):
-                    written -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-                case _:
-                    pass
-        return len(written)
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                code -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        return len(code)
 
 
 @cache

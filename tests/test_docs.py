@@ -105,15 +105,14 @@ def test_the_page_of_metrics_is_the_glossary() -> None:
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
-def test_links_by_symbol_lead_to_the_line_that_defines_it_and_curves_are_those_on_record(path: Path) -> None:
-    """`make docs` writes line numbers and curves anew."""
+def test_links_by_symbol_lead_to_the_file_that_defines_it_and_curves_are_those_on_record(path: Path) -> None:
+    """`make docs` writes links and curves anew."""
     assert path.read_text() == rewritten(path)
 
 
 def test_a_link_follows_its_symbol_and_one_that_no_definition_has_is_an_error() -> None:
-    line = (ROOT / "openrlhf/algorithms/advantages.py").read_text().splitlines().index("def gae(") + 1
     stale = "[`advantages.gae`](somewhere/else.py#L1)"
-    assert relinked(stale, ROOT / "docs") == f"[`advantages.gae`](../openrlhf/algorithms/advantages.py#L{line})"
+    assert relinked(stale, ROOT / "docs") == "[`advantages.gae`](../openrlhf/algorithms/advantages.py)"
     assert (
         relinked("[`gsm8k`](results/gsm8k.md), [README](../README.md)", ROOT)
         == "[`gsm8k`](results/gsm8k.md), [README](../README.md)"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.agents.pool import Call
-from openrlhf.rollout.rewards import LARGEST, RewardResult, read_rewards, shown
+from openrlhf.rewards.protocol import LARGEST, RewardResult, read_rewards, shown
 from openrlhf.trajectory import TrajectoryBuilder
 
 

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from openrlhf.remote.http_rewards import HTTPReward
-from openrlhf.rollout.host_process import load_function, plain
-from openrlhf.rollout.rewards import RewardRequest, RewardResult, read_rewards
+from openrlhf.processes.host_process import load_function, plain
+from openrlhf.rewards.http import HTTPReward
+from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trajectory import Failure
 

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput
 from openrlhf.agents.contract import AgentExecutorBase, awaited
 from openrlhf.agents.old_steps import executor_of_step
-from openrlhf.rollout.host import MAX_REPLY_BYTES
-from openrlhf.rollout.host_process import LENGTH, failure_of, load_file, main, plain, told
+from openrlhf.processes.host import MAX_REPLY_BYTES
+from openrlhf.processes.host_process import LENGTH, failure_of, load_file, main, plain, told
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.assembly import Assembled, EpisodeMistake, assemble
 from openrlhf.agents.pool import AgentPool, Call, Episode, EpisodeError
+from openrlhf.processes.host import HostError
 from openrlhf.rollout.generator import Generate, SamplingSpec
-from openrlhf.rollout.host import HostError
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from openrlhf.config.options import ConfigError
+from openrlhf.processes.host import DUMP_SECONDS, MAX_REPLY_BYTES, HostError, HostLoadError, HostProcess, frame
+from openrlhf.processes.host_process import LENGTH
 from openrlhf.rollout.engine import RequestRefused
-from openrlhf.rollout.host import DUMP_SECONDS, MAX_REPLY_BYTES, HostError, HostLoadError, HostProcess, frame
-from openrlhf.rollout.host_process import LENGTH
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure
 

@@ -58,8 +58,9 @@ def train_offline(config: options.Root, task: str) -> None:
     """Train an offline task, a built-in one or a plug-in's, as the flags say."""
     check_folders(config)
     # After the flags: --help and mistakes answer without loading torch.
+    from openrlhf.launch.offline import USER_ERRORS, run_offline
     from openrlhf.trainers import reward, sft  # noqa: F401  they register themselves
-    from openrlhf.trainers.tasks import OFFLINE_TASKS, USER_ERRORS, run_offline
+    from openrlhf.trainers.tasks import OFFLINE_TASKS
 
     with plain_ends(*USER_ERRORS):
         run_offline(OFFLINE_TASKS[task](config))

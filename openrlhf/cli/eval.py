@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_folders(config)
     # After the flags: --help and mistakes answer without loading torch.
     from openrlhf.evaluation.runs import run_evaluation
-    from openrlhf.trainers.launch import USER_ERRORS
+    from openrlhf.launch.reinforcement import USER_ERRORS
 
     with plain_ends(*USER_ERRORS):
         run_evaluation(config)

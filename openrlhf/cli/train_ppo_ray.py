@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_versions()
     check_folders(config)
     # After the flags: --help and mistakes answer without loading torch.
-    from openrlhf.trainers.launch import USER_ERRORS, run_ppo
+    from openrlhf.launch.reinforcement import USER_ERRORS, run_ppo
 
     with plain_ends(*USER_ERRORS):
         run_ppo(config)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from openrlhf.observability.run_folder import ComparedRow
-from openrlhf.rollout.rewards import RewardErrors
+from openrlhf.rewards.budget import RewardErrors
 from openrlhf.trainers.sources import of_sources
 from openrlhf.trajectory import Failure, Trajectory
 

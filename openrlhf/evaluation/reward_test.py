@@ -17,9 +17,9 @@ from openrlhf.data.loading import load_datasets
 from openrlhf.data.rows import number_rows
 from openrlhf.data.templates import fill_template, to_messages
 from openrlhf.observability.score_table import ScoredRow, print_scores
-from openrlhf.remote.http_rewards import IN_FLIGHT
-from openrlhf.rollout.rewards import Reward, RewardRequest, RewardResult
-from openrlhf.trainers.reward_rule import offer_remote_engines, reward_of
+from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
+from openrlhf.rewards.rule import offer_remote_engines, reward_of
+from openrlhf.rewards.servers import IN_FLIGHT
 
 USER_ERRORS = (ConfigError, DataError)
 PRINTED = 2000  # characters of what the reward prints that are shown

@@ -36,23 +36,23 @@ from openrlhf.evaluation.comparing import (
     win_columns,
     win_metrics,
 )
-from openrlhf.evaluation.judge import Judge
+from openrlhf.launch import settings
+from openrlhf.launch.processes import EngineGroup, start_hosts
+from openrlhf.launch.prompt_data import check_reward_models, policy_tokenizer, read_prompts
+from openrlhf.launch.reinforcement import check_agents, check_reward, make_agents, show_prompts
 from openrlhf.observability.display import DisplayMode
+from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import SampleRow
 from openrlhf.observability.source_table import print_sources
+from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy
+from openrlhf.rewards.judge import Judge
+from openrlhf.rewards.rule import offer_remote_engines, reward_of
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
-from openrlhf.rollout.rewards import ErrorBudget, ErrorPolicy
 from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.trainers import settings
 from openrlhf.trainers.experience_maker import with_rewards
-from openrlhf.trainers.launch import check_agents, check_reward, make_agents, show_prompts
-from openrlhf.trainers.processes import EngineGroup, start_hosts
-from openrlhf.trainers.prompt_data import check_reward_models, policy_tokenizer, read_prompts
-from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.reward import read_pairs
-from openrlhf.trainers.reward_rule import offer_remote_engines, reward_of
 from openrlhf.trainers.sources import evaluate, evaluation_metrics, of_sources, source_columns
 from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
 from openrlhf.workers.frozen import RewardWorker

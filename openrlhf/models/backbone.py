@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from openrlhf.algorithms.experts import load_balancing_loss
-from openrlhf.experience import Layout
+from openrlhf.batches import Layout
 from openrlhf.models import packed_attention
 from openrlhf.models.loading import ModelError
 

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.distributed.worker_group import give_up
 from openrlhf.observability.metrics import Metric
+from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.engine import Generation, SamplingParams
 from openrlhf.rollout.measures import SampleCost, generation_metrics
-from openrlhf.rollout.rewards import ErrorBudget, Reward, RewardRequest, RewardResult
 from openrlhf.rollout.routing import Router
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 

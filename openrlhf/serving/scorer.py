@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.batches import offsets_of
 from openrlhf.config.serving import ServeConfig
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.experience import offsets_of
 from openrlhf.models.loading import LoadSpec, ModelError
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,13 +18,13 @@ from openrlhf.algorithms.advantages import (
 )
 from openrlhf.algorithms.kl import KLController, kl_estimate
 from openrlhf.algorithms.rewards import clip_rewards, overlong_penalty, stop_properly_penalty, token_rewards
+from openrlhf.batches import Experience, Layout
 from openrlhf.distributed.worker_group import WorkerGroup, gather
-from openrlhf.experience import Experience, Layout
 from openrlhf.observability.metrics import Last, Mean, Metric
-from openrlhf.rollout.rewards import LARGEST
+from openrlhf.rewards.sums import combined
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.update_plan import share
-from openrlhf.trajectory import Failure, Trajectory
+from openrlhf.trajectory import Trajectory
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
 from openrlhf.workers.policy import PolicyWorker, kl_metrics
@@ -204,29 +203,6 @@ def with_rewards(
         scores = _Pending(batch, models, RewardWorker.rewards, per_sample=True).collect(timeout_s).tolist()
     by_models = iter(scores)
     return [t if t.failed else combined(t, next(by_models), weights) for t in trajectories]
-
-
-def combined(trajectory: Trajectory, by_models: Sequence[float], weights: Sequence[float]) -> Trajectory:
-    """The episode with the weighted sum of its rewards: of each reward model, then of the rule, if there is one.
-
-    Without weights all count 1; an agent's shares of its reward are weighted like it. The rule's score stays the score; without a rule the sum is the score too. Where there are
-    several rewards, each is logged. A sum that is not finite is a failed episode.
-    """
-    rule = [] if trajectory.reward is None else [trajectory.reward]
-    rewards = [*by_models, *rule]
-    weights = weights or [1.0] * len(rewards)
-    total = math.fsum(w * r for w, r in zip(weights[: len(rewards)], rewards, strict=True))
-    if not abs(total) < LARGEST:
-        return trajectory.failing(f"its reward is {total}: the reward models gave {list(by_models)}", Failure.RESULT)
-    names = [f"reward_model_{i}" for i in range(1, len(by_models) + 1)] + ["reward_rule"] * len(rule)
-    parts = dict(zip(names, rewards, strict=True)) if len(rewards) > 1 else {}
-    return replace(
-        trajectory,
-        reward=total,
-        score=total if trajectory.score is None else trajectory.score,
-        extra_logs={**trajectory.extra_logs, **parts},
-        turn_rewards=tuple((position, weights[-1] * share) for position, share in trajectory.turn_rewards),
-    )
 
 
 def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:

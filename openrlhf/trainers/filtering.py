@@ -9,8 +9,8 @@ from itertools import groupby, islice
 from statistics import fmean
 
 from openrlhf.observability.metrics import Mean
+from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.generator import Rejects
-from openrlhf.rollout.rewards import ErrorBudget
 from openrlhf.trajectory import Prompt, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -14,20 +14,20 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.kl import KLController
+from openrlhf.batches import Experience, TokenRows
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.distributed.worker_group import WorkerGroup, gather
-from openrlhf.experience import Experience, TokenRows
 from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
-from openrlhf.rollout.rewards import ErrorBudget
+from openrlhf.observability.recorder import Recorder
+from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.filtering import pass_rate
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.publisher import WeightPublisher
-from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.sources import SyncSource, evaluation_metrics
 from openrlhf.trainers.update_plan import RankUpdate, plan_update, rows_of_rank
 from openrlhf.trajectory import Trajectory

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+from openrlhf.batches import TokenRows
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.sft import SFTDataset
-from openrlhf.experience import TokenRows
 from openrlhf.trainers.update_plan import share
 
 

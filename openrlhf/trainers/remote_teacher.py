@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.options import ConfigError
 from openrlhf.data.errors import DataError
-from openrlhf.remote.engines import in_background, remote_engine
-from openrlhf.remote.http_rewards import ServerError
+from openrlhf.rewards.remote_engines import in_background, remote_engine
+from openrlhf.rewards.servers import ServerError
 from openrlhf.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.supervised_losses import PAIRWISE_LOSSES
+from openrlhf.batches import Pairs, offsets_of
 from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.supervised import PreferenceDataConfig, RMConfig
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.loading import Table
-from openrlhf.experience import Pairs, offsets_of
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.supervised import Rows

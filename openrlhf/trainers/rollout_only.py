@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from openrlhf.observability.metrics import Last, values
-from openrlhf.rollout.rewards import ErrorBudget
+from openrlhf.observability.recorder import Recorder
+from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.trainers.ppo import step_metrics, trainable
-from openrlhf.trainers.recorder import Recorder
 from openrlhf.trainers.sources import SyncSource
 
 

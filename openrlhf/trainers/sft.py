@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.supervised_losses import token_nll
+from openrlhf.batches import TokenRows
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset, SFTRow
-from openrlhf.experience import TokenRows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean, Metric

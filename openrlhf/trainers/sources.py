@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.prompts import PromptDataset, PromptRow
 from openrlhf.observability.metrics import Metric
-from openrlhf.recording.generators import Generator
 from openrlhf.rollout.generator import Rejects, SamplingSpec
+from openrlhf.rollout.recorded import Generator
 from openrlhf.trainers.filtering import DynamicFilter, by_prompt
 from openrlhf.trajectory import Prompt, Trajectory
 

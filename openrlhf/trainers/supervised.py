@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from openrlhf.batches import Ragged
 from openrlhf.checkpoints import Checkpoint, CheckpointManager, EngineLayout, RunState, StagedCheckpoint
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.config.shared import CheckpointConfig, TrainConfig
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.distributed.strategy import Strategy, TrainEngine
-from openrlhf.experience import Ragged
 from openrlhf.observability.metrics import Last, Max, Metric, merge_all, values
+from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
-from openrlhf.trainers.recorder import Recorder
 from openrlhf.workers.base import MicroBatchLimits
 
 Row = TypeVar("Row", contravariant=True)

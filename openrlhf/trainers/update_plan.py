@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from openrlhf.batches import Experience
 from openrlhf.data.batching import balanced_partition
-from openrlhf.experience import Experience
 
 
 @dataclass(frozen=True, kw_only=True)

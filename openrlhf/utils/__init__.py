@@ -6,19 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openrlhf.remote.engines import remote_engine
-    from openrlhf.remote.http_rewards import ServerError
-    from openrlhf.verifiers.graders import extract_boxed_answer, grade_answer
-    from openrlhf.verifiers.sandbox import run_program
+    from openrlhf.processes.sandbox import run_program
+    from openrlhf.rewards.graders import extract_boxed_answer, grade_answer
+    from openrlhf.rewards.remote_engines import remote_engine
+    from openrlhf.rewards.servers import ServerError
 
 __all__ = ["ServerError", "extract_boxed_answer", "grade_answer", "remote_engine", "run_program"]
 
 _HOMES = {
-    "ServerError": "openrlhf.remote.http_rewards",
-    "extract_boxed_answer": "openrlhf.verifiers.graders",
-    "grade_answer": "openrlhf.verifiers.graders",
-    "remote_engine": "openrlhf.remote.engines",
-    "run_program": "openrlhf.verifiers.sandbox",
+    "ServerError": "openrlhf.rewards.http",
+    "extract_boxed_answer": "openrlhf.rewards.graders",
+    "grade_answer": "openrlhf.rewards.graders",
+    "remote_engine": "openrlhf.rewards.remote_engines",
+    "run_program": "openrlhf.processes.sandbox",
 }
 
 

@@ -15,8 +15,8 @@ from openrlhf.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
-    from openrlhf.remote.engines import remote_engine
-    from openrlhf.remote.http_rewards import ServerError
+    from openrlhf.rewards.remote_engines import remote_engine
+    from openrlhf.rewards.servers import ServerError
 
 __all__ = [
     "AgentExecutorBase",
@@ -31,8 +31,8 @@ __all__ = [
 
 _HOMES = {  # of names that load a web server or client: where they are asked for
     "OpenAIAgentExecutor": "openrlhf.agents.openai_endpoint",
-    "ServerError": "openrlhf.remote.http_rewards",
-    "remote_engine": "openrlhf.remote.engines",
+    "ServerError": "openrlhf.rewards.http",
+    "remote_engine": "openrlhf.rewards.remote_engines",
 }
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from openrlhf.batches import Experience, Layout
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.data.batching import micro_batches
 from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.strategy import Metrics, StepResult, Strategy
-from openrlhf.experience import Experience, Layout
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import Last, Max, Mean, merge_all
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf.batches import Experience
 from openrlhf.distributed.strategy import Strategy
-from openrlhf.experience import Experience
 from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar

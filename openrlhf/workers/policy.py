@@ -13,11 +13,11 @@ from openrlhf.algorithms.kl import kl_clamped, kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, aggregation_weights
 from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.algorithms.tensors import log_ratio, masked_sum
+from openrlhf.batches import Experience, TokenRows
 from openrlhf.distributed.buckets import SentWeights, TensorSpec, WeightManifest
 from openrlhf.distributed.devices import free_port, node_address
 from openrlhf.distributed.strategy import Metrics, Strategy, full_shape
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
-from openrlhf.experience import Experience, TokenRows
 from openrlhf.models.loading import load_causal_lm, stored_tensors
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Max, Mean

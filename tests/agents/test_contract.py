@@ -19,10 +19,10 @@ from openrlhf.agents import pool
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.agents.pool import AgentPool, AgentSettings
 from openrlhf.config.options import ConfigError
-from openrlhf.remote import engines as remote_engines
+from openrlhf.rewards import remote_engines
+from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.engine import EngineError, RequestRefused
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
-from openrlhf.rollout.rewards import ErrorBudget
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory
 from tests.openai_server import openai_server
@@ -205,7 +205,7 @@ def test_a_function_step_of_older_releases_is_wrapped(logs: Path) -> None:
     [
         ("missing.py", "No such file"),
         ("old_queue.py", "is written for releases 0.8.7 to 0.9.0"),
-        ("../../rollout/reward_files/trouble.py", "has no class AgentExecutor; its classes are: none. Around an"),
+        ("../../rewards/reward_files/trouble.py", "has no class AgentExecutor; its classes are: none. Around an"),
         ("misspelt.py", "Game has no method step"),
         ("openai_client.py", "put one, as chat_template.jinja, into the model's folder"),
     ],

@@ -13,7 +13,7 @@ import pytest
 
 from openrlhf.agents import pool as pool_module
 from openrlhf.agents.pool import AgentPool, AgentSettings, Episode, EpisodeError, Generate
-from openrlhf.rollout.host import HostError
+from openrlhf.processes.host import HostError
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure
 from tests.tiny import character_tokenizer

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.window_worker import OPTIMIZER, STEPS, batch
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
 
 LAYOUTS = [

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from openrlhf.batches import TokenRows
 from openrlhf.config.shared import AdamConfig, EngineConfig, OptimizerConfig
 from openrlhf.distributed.strategy import Strategy
-from openrlhf.experience import TokenRows
 from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.observability.run_folder import read_lines
-from tests.launch import ROOT
+from tests.ranks import ROOT
 
 PLAIN = (sys.executable, "-m")
 # Other tests of this process may have made it a world of one.

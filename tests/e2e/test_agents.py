@@ -12,8 +12,8 @@ import pytest
 from examples.agents.calculator_task import make_task
 from openrlhf.observability.run_folder import read_lines
 from tests.e2e.commands import Flags, column, numbers, run, samples, write_rows
-from tests.launch import ROOT
 from tests.openai_server import openai_server
+from tests.ranks import ROOT
 from tests.tiny import character_tokenizer, save_tiny_model
 
 EXAMPLES, AGENTS = ROOT / "examples/agents", ROOT / "tests/agents/agent_files"

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import parse_config
 from openrlhf.evaluation.runs import run_evaluation
-from openrlhf.rollout.rewards import RewardErrors
+from openrlhf.rewards.budget import RewardErrors
 from tests.e2e.commands import Finished, as_arguments, numbers, run, samples, write_rows
 from tests.judge_server import judge_server
 from tests.tiny import character_tokenizer, save_tiny_model, tiny_config

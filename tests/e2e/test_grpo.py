@@ -21,10 +21,10 @@ from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.evaluation.runs import run_evaluation
+from openrlhf.launch.reinforcement import run_ppo
 from openrlhf.observability.glossary import GLOSSARY
 from openrlhf.observability.run_folder import read_lines
-from openrlhf.trainers.launch import run_ppo
-from openrlhf.verifiers.graders import grade_math
+from openrlhf.rewards.graders import grade_math
 from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
 from tests.e2e.processes import Process, descendants, survivors
 from tests.reward_server import reward_server
@@ -551,7 +551,7 @@ def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_s
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The score of a sample is whether it has an a: prompts all of whose samples have one, or none, are replaced."""
-    monkeypatch.setattr("openrlhf.trainers.recorder.SAMPLES_PER_STEP", 1000)
+    monkeypatch.setattr("openrlhf.observability.recorder.SAMPLES_PER_STEP", 1000)
     folder = workspace / "filtered"
     changes = {
         "algo.dynamic_filtering_enable": True,

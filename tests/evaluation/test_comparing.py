@@ -20,7 +20,7 @@ from openrlhf.evaluation.comparing import (
     win_rate,
 )
 from openrlhf.observability.glossary import find_spec
-from openrlhf.rollout.rewards import RewardErrors
+from openrlhf.rewards.budget import RewardErrors
 from tests.trainers.episodes import episode, failed
 
 

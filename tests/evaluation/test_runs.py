@@ -16,8 +16,9 @@ from openrlhf.data.errors import DataError
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.evaluation.runs import WrittenAnswers, given_text, read_answers, readable, run_evaluation, sampled
 from openrlhf.models.loading import ModelError
+from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
-from openrlhf.rollout.rewards import ErrorBudget, RewardRequest, RewardResult
 from openrlhf.trainers.sources import evaluate
 from tests.tiny import character_tokenizer, save_tiny_model
 

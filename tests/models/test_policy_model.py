@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.algorithms import tensors
-from openrlhf.experience import offsets_of
+from openrlhf.batches import offsets_of
 from openrlhf.models import packed_attention
 from openrlhf.models.policy import PolicyModel, reject_transformed_logits
 from tests.allocations import LargestTensor

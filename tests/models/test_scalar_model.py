@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, CohereConfig
 
+from openrlhf.batches import Layout, offsets_of
 from openrlhf.checkpoints.export import export_hf
-from openrlhf.experience import Layout, offsets_of
 from openrlhf.models import packed_attention
 from openrlhf.models.loading import LoadSpec, ModelError, load_causal_lm
 from openrlhf.models.scalar import (
@@ -25,7 +25,7 @@ from openrlhf.models.scalar import (
     load_scalar,
     state_values,
 )
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 from tests.tiny import character_tokenizer, save_tiny_model, tiny_config
 
 LENGTHS = [5, 1, 9, 3]

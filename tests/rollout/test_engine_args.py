@@ -7,8 +7,8 @@ import pytest
 from openrlhf.config.engine_args import FLAGS, REASONS
 from openrlhf.config.flags import flags_in
 from openrlhf.config.options import ConfigError
+from openrlhf.launch.reinforcement import run_ppo
 from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments
-from openrlhf.trainers.launch import run_ppo
 from tests.config.commands import ppo
 
 # Made from the machine and not from a flag: a user may know better.

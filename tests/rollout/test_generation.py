@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.observability.metrics import values
+from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.engine import EngineSettings, RequestRefused, RolloutEngine, SamplingParams, engine_environment
 from openrlhf.rollout.generator import RolloutError, RolloutGenerator, SamplingSpec
-from openrlhf.rollout.rewards import ErrorBudget
 from openrlhf.trajectory import Prompt, Trajectory
 from tests.tiny import character_tokenizer, save_tiny_model
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from openrlhf.observability.metrics import values
+from openrlhf.rewards.budget import ErrorBudget, RewardErrors
+from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.measures import SampleCost, generation_metrics, tail_seconds
-from openrlhf.rollout.rewards import ErrorBudget, RewardErrors, RewardRequest, RewardResult
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from openrlhf.algorithms.kl import FixedKL
-from openrlhf.experience import Experience, offsets_of
+from openrlhf.batches import Experience, offsets_of
 from openrlhf.observability.metrics import values
-from openrlhf.trainers.experience_maker import CreditSettings, ExperienceMaker, combined, group_metrics
+from openrlhf.rewards.sums import combined
+from openrlhf.trainers.experience_maker import CreditSettings, ExperienceMaker, group_metrics
 from tests.reference import credit as reference
 from tests.trainers.episodes import episode
 

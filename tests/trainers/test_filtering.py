@@ -17,8 +17,9 @@ from torch.utils.data import Dataset
 from openrlhf.data.prompts import PromptRow
 from openrlhf.observability.metrics import values
 from openrlhf.observability.run_folder import SampleRow
+from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
-from openrlhf.rollout.rewards import ErrorBudget, RewardRequest, RewardResult
 from openrlhf.rollout.sampling import Generation
 from openrlhf.trainers.filtering import MOST_DRAWN, DynamicFilter, pass_rate, thrown_away
 from openrlhf.trainers.sources import SyncSource

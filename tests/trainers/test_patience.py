@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from openrlhf.batches import Experience
 from openrlhf.checkpoints import CheckpointManager
 from openrlhf.config.shared import CheckpointConfig, TrainConfig
 from openrlhf.distributed.strategy import StepResult
-from openrlhf.experience import Experience
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.ppo import LoopSettings, PPOTrainer

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from openrlhf.algorithms.kl import FixedKL
+from openrlhf.batches import Experience
 from openrlhf.config.shared import CheckpointConfig
-from openrlhf.experience import Experience
 from openrlhf.observability.metrics import Metric, values
-from openrlhf.rollout.rewards import ErrorBudget
+from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
 from openrlhf.trainers.ppo import LoopSettings, PPOTrainer, rollout_metrics, trainable
 from openrlhf.trajectory import Failure, StopReason, Trajectory

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from openrlhf.batches import Experience
 from openrlhf.config.options import ConfigError
 from openrlhf.data.errors import DataError
-from openrlhf.experience import Experience
-from openrlhf.remote.engines import VARIABLE, offer_engines
+from openrlhf.rewards.remote_engines import VARIABLE, offer_engines
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trajectory import Failure
 from tests.openai_server import OpenAIServer, openai_server

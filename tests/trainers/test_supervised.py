@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from openrlhf.batches import TokenRows
 from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig, EngineConfig, TrainConfig
-from openrlhf.experience import TokenRows
+from openrlhf.launch.offline import check_resumable
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.supervised import Schedule, SupervisedTrainer
-from openrlhf.trainers.tasks import check_resumable
 from openrlhf.workers.base import MicroBatchLimits
 from tests.tiny import character_tokenizer
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.experience import Experience, offsets_of
+from openrlhf.batches import Experience, offsets_of
 from openrlhf.trainers.update_plan import RankUpdate, plan_update, rows_of_rank, share
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=25)

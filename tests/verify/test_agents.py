@@ -9,7 +9,7 @@ import pytest
 
 from examples.agents.calculator_task import make_task
 from tests.e2e.commands import column, run
-from tests.launch import ROOT
+from tests.ranks import ROOT
 from tests.verify.results import write_result
 
 pytestmark = pytest.mark.verify

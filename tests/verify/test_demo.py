@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.commands import column
-from tests.launch import ROOT
+from tests.ranks import ROOT
 from tests.verify.results import write_result
 
 pytestmark = pytest.mark.verify

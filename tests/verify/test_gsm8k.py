@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.observability.run_folder import read_lines
-from tests.launch import ROOT
+from tests.ranks import ROOT
 from tests.tiny import save_tiny_model
 from tests.verify.results import write_result
 

@@ -15,8 +15,8 @@ import pytest
 
 from examples.demo.run import rl_flags, sft_flags
 from tests.e2e.commands import column
-from tests.launch import ROOT
 from tests.pages import flag_sets, write_pages
+from tests.ranks import ROOT
 from tests.verify.learning import LearningRun, record
 from tests.verify.results import versions
 

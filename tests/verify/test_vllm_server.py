@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.config.options import ConfigError
 from openrlhf.distributed.devices import free_port
-from openrlhf.remote.engines import VARIABLE, offer_engines, remote_engine
+from openrlhf.rewards.remote_engines import VARIABLE, offer_engines, remote_engine
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from tests.e2e.commands import run, write_rows
 from tests.tiny import save_tiny_model

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf.batches import Experience
 from openrlhf.distributed.strategy import NonFiniteError, Strategy
-from openrlhf.experience import Experience
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import values
 from openrlhf.workers.base import MicroBatchLimits, Update

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from openrlhf.algorithms.corrections import Correction
+from openrlhf.batches import Experience, Layout, TokenRows, offsets_of
 from openrlhf.config.shared import AdamConfig, EngineConfig, OptimizerConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import Metrics, Strategy
-from openrlhf.experience import Experience, Layout, TokenRows, offsets_of
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import merge_all, values
 from openrlhf.trainers.update_plan import plan_update, rows_of_rank, share

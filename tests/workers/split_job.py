@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from openrlhf.algorithms.corrections import Correction
-from openrlhf.experience import Experience
+from openrlhf.batches import Experience
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import values
 from openrlhf.workers.policy import Objective, PolicyWorker

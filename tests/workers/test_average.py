@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
 from tests.workers.average_job import BETA
 

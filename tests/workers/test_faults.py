@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
 from tests.workers.fault_job import BROKEN
 

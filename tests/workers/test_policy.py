@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from openrlhf.trainers.update_plan import plan_update
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 from tests.reference import policy as reference
 from tests.tiny import save_tiny_model
 from tests.workers.policy_job import (

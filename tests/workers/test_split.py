@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.trainers.update_plan import plan_update
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 from tests.reference import policy as reference
 from tests.tiny import save_tiny_model
 from tests.workers.policy_job import BATCH_SIZE, ENTROPY_COEF, KL_COEF, LENGTHS, OBJECTIVE, OPTIMIZER, PTX_COEF

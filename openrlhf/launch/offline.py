@@ -1,0 +1,134 @@
+"""From the flags to a finished offline run: rows, schedule, engine, resume, loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
+from openrlhf.config.options import ConfigError
+from openrlhf.config.shared import CheckpointConfig
+from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.data.errors import DataError
+from openrlhf.data.loading import Table, load_datasets
+from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.distributed.strategy import NonFiniteError, Strategy
+from openrlhf.models.loading import ModelError
+from openrlhf.observability.recorder import Recorder
+from openrlhf.trainers.best import BestMetric
+from openrlhf.trainers.supervised import Micro, Row, Rows, Schedule, SupervisedTrainer, layout_of
+from openrlhf.trainers.tasks import Config, OfflineTask
+
+# What a user can mend: printed without a traceback.
+USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError, NonFiniteError)
+ALL_ROWS = 10**8
+T = TypeVar("T")
+
+
+def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
+    """Train a task as its flags say: rows, schedule, engine, resume, loop. Runs in every process of the launcher.
+
+    Raises DataError for too few rows, and CheckpointError where --ckpt.load_enable finds a checkpoint of another run.
+    """
+    config = task.config
+    tokenizer = get_tokenizer(
+        config.model.model_name_or_path,
+        padding_side=task.padding_side,
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+        chat_template=config.data.tokenizer_chat_template,
+    )
+    train_rows, eval_rows = load_rows(config, lambda dataset: task.rows(dataset, tokenizer))
+    schedule = make_schedule(config, train_rows)
+    plan = f"{train_rows.summary} {schedule.total_steps} optimizer step(s) of {schedule.batch_size} rows"
+    if config.dry_run:
+        print(plan)
+        print(f"first row: {tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())!r}")
+        return
+    strategy = Strategy(config.ds, seed=config.train.seed, full_determinism=config.train.full_determinism_enable)
+    checkpoints = open_checkpoints(config.ckpt)
+    # One process looks: finding the newest checkpoint also tidies up after a save that was killed.
+    found = checkpoints.latest() if config.ckpt.load_enable and strategy.is_main else None
+    checkpoint: Checkpoint | None = strategy.broadcast(found)
+    if checkpoint:
+        check_resumable(checkpoint, schedule, strategy, seed=config.train.seed)
+    engine = strategy.trained(task.load_model, config, total_steps=schedule.total_steps)
+    recorder = None
+    if strategy.is_main:
+        recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
+        recorder.display.note(f"{plan} on {strategy.dp_size} process(es).")
+    trainer = SupervisedTrainer(
+        task,
+        engine,
+        strategy,
+        tokenizer=tokenizer,
+        train_rows=train_rows,
+        eval_rows=task.measured_rows(train_rows) if eval_rows is None else eval_rows,
+        schedule=schedule,
+        train=config.train,
+        ckpt=config.ckpt,
+        checkpoints=checkpoints,
+        best=follow_best(config),
+        eval_steps=config.eval.steps,
+        num_workers=config.data.dataloader_num_workers,
+        recorder=recorder,
+        run_dir=checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir),
+    )
+    try:
+        if checkpoint:
+            trainer.resume(checkpoint)
+        trainer.fit()
+    finally:
+        if recorder:
+            recorder.close()
+    torch.distributed.destroy_process_group()
+
+
+def load_rows(config: SupervisedConfig, encoded: Callable[[Table], T]) -> tuple[T, T | None]:
+    """The training and the evaluation rows, as `encoded` makes them; --data.max_samples is about training only."""
+    data, evaluation, seed = config.data, config.eval, config.train.seed
+    most, split, probs = data.max_samples, data.dataset_split, data.dataset_probs
+    train = encoded(load_datasets(data.dataset, split=split, probs=probs, max_samples=most, seed=seed))
+    if not evaluation.dataset:
+        return train, None
+    return train, encoded(load_datasets(evaluation.dataset, split=evaluation.split, max_samples=ALL_ROWS, seed=seed))
+
+
+def make_schedule(config: SupervisedConfig, rows: Rows) -> Schedule:
+    """The steps of a run. Raises DataError where the rows do not fill one optimizer step."""
+    train = config.train
+    schedule = Schedule(rows=len(rows), batch_size=train.batch_size, max_epochs=train.max_epochs)
+    if schedule.steps_per_epoch == 0:
+        raise DataError(
+            f"--data.dataset {config.data.dataset} has {len(rows)} usable rows, fewer than one "
+            f"--train.batch_size of {train.batch_size}: lower it. {rows.summary}"
+        )
+    return schedule
+
+
+def open_checkpoints(ckpt: CheckpointConfig) -> CheckpointManager:
+    """The checkpoints at --ckpt.path; with --ckpt.disable_ds they are exports only."""
+    parts = [] if ckpt.disable_ds else [""]
+    return CheckpointManager(ckpt.path, parts=parts, max_num=ckpt.max_num, max_mem_gib=ckpt.max_mem)
+
+
+def follow_best(config: SupervisedConfig) -> BestMetric:
+    """What the best checkpoint is of: the metric that is named, or with --eval.patience the first that ends in `loss`."""
+    patience = config.eval.patience
+    return BestMetric(config.ckpt.best_metric_key or ("" if patience else "none"), ending="loss", patience=patience)
+
+
+def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strategy, *, seed: int) -> None:
+    """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
+    checkpoint.check_continued_by(
+        {"": layout_of(strategy)},
+        layout="as many processes and the same --ds.zero_stage and --ds.param_dtype",
+        data={
+            "batch_size": (schedule.batch_size, "--train.batch_size"),
+            "rows": (schedule.rows, "--data.dataset and --data.max_samples"),
+            "seed": (seed, "--train.seed"),
+        },
+    )

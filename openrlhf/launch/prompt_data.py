@@ -1,0 +1,125 @@
+"""What an RL run reads from disk before any process starts: tokenizer, prompts, evaluation prompts, pretraining text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.errors import DataError
+from openrlhf.data.loading import load_datasets
+from openrlhf.data.prompts import PromptDataset
+from openrlhf.data.sft import SFTDataset
+from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.launch import settings
+from openrlhf.models.loading import check_is_causal, check_positions
+from openrlhf.models.scalar import check_is_scalar
+from openrlhf.trainers.pretraining_mix import PretrainingMix
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptData:
+    """What is read from disk before any process starts."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    eval: PromptDataset | None
+    pretraining: PretrainingMix | None
+
+
+def load_prompts(config: PPOConfig) -> PromptData:
+    """Tokenizer, training prompts and evaluation prompts. Raises DataError."""
+    data = config.data
+    tokenizer = policy_tokenizer(config, config.actor.model_name_or_path, flag="--actor.model_name_or_path")
+    if config.local_teacher:
+        check_language_model(config, config.local_teacher)
+    policy = f"--actor.model_name_or_path {config.actor.model_name_or_path}"
+    check_reward_models(config, tokenizer, policy=policy)
+    if config.local_teacher:
+        check_vocabulary(config, config.local_teacher, tokenizer, flag="--algo.distill.teacher", policy=policy)
+    prompts = partial(read_prompts, config, tokenizer, image_key=data.image_key)
+    return PromptData(
+        tokenizer=tokenizer,
+        train=prompts(data.prompt_dataset, split=data.prompt_split, probs=data.prompt_probs),
+        eval=prompts(config.eval.dataset, split=config.eval.split) if config.eval.dataset else None,
+        pretraining=load_pretraining_text(config, tokenizer) if config.algo.ptx.dataset else None,
+    )
+
+
+def policy_tokenizer(config: settings.Sampling, path: str, *, flag: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model that is to answer prompts. Raises DataError, and ModelError where the model cannot."""
+    tokenizer = get_tokenizer(
+        path,
+        padding_side="left",
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+        flag=flag,
+    )
+    check_language_model(config, path)
+    return tokenizer
+
+
+def check_language_model(config: settings.Sampling, path: str) -> None:
+    """Raise ModelError where a model is none of language, or has too few positions for --data.max_len."""
+    spec = settings.load_spec(config, path)
+    check_is_causal(spec)
+    check_positions(spec, config.data.max_len)
+
+
+def read_prompts(
+    config: settings.Sampling,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: str,
+    *,
+    split: str,
+    probs: str | None = None,
+    image_key: str = "images",
+) -> PromptDataset:
+    """The prompts of a dataset, as the columns and templates of --data.* say. Raises DataError."""
+    data = config.data
+    return PromptDataset(
+        load_datasets(spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed),
+        tokenizer,
+        input_key=data.input_key,
+        label_key=data.label_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        image_key=image_key,
+    )
+
+
+def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:
+    """The rows of --algo.ptx.dataset, every token of them a target. Raises DataError."""
+    ptx, data = config.algo.ptx, config.data
+    assert ptx.dataset
+    rows = load_datasets(
+        ptx.dataset, split=ptx.split, probs=ptx.probs, max_samples=data.max_samples, seed=config.train.seed
+    )
+    text = SFTDataset(rows, tokenizer, max_len=data.max_len, input_key=data.input_key, pretrain_mode=True)
+    return PretrainingMix(text, batch_size=config.train.batch_size, seed=config.train.seed)
+
+
+def check_reward_models(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, *, policy: str) -> None:
+    """Raise ModelError or DataError where one of them is none, or reads other tokens than the policy writes."""
+    for path in config.reward.models:
+        check_is_scalar(settings.load_spec(config, path))
+        check_vocabulary(config, path, tokenizer, flag="--reward.model_name_or_path", policy=policy)
+
+
+def check_vocabulary(
+    config: settings.Sampling, path: str, tokenizer: PreTrainedTokenizerBase, *, flag: str, policy: str
+) -> None:
+    """Raise DataError where a model means other tokens by the policy's numbers: it is given those, not a text.
+
+    `policy` is the flag that names the policy, with its value.
+    """
+    theirs = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code, flag=flag).get_vocab()
+    ours = tokenizer.get_vocab()
+    if differing := [token for token, number in ours.items() if theirs.get(token) != number]:
+        raise DataError(
+            f"{flag} {path} has another vocabulary than {policy}: {len(differing)} of {len(ours)} tokens have another number or none there, "
+            f"among them {differing[0]!r}. Use a model with the policy's tokenizer"
+            + (", or serve this one and name its URL with --reward.remote_url." if "reward" in flag else ".")
+        )

@@ -1,0 +1,392 @@
+"""From the flags to a running PPO trainer: data, placement, Ray, engines, workers; and the end of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.agents.play import AgentEpisodes
+from openrlhf.agents.pool import AgentPool
+from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
+from openrlhf.config.machine import count_gpus
+from openrlhf.config.options import ConfigError
+from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig, RefConfig, RewardConfig
+from openrlhf.config.rollout import RuleConfig
+from openrlhf.data.errors import DataError
+from openrlhf.data.prompts import PromptDataset
+from openrlhf.distributed import placement
+from openrlhf.distributed.buckets import PublicationError
+from openrlhf.distributed.cluster import ray_cluster
+from openrlhf.distributed.strategy import NonFiniteError
+from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
+from openrlhf.launch import settings
+from openrlhf.launch.processes import EngineGroup, start_hosts
+from openrlhf.launch.prompt_data import PromptData, load_prompts
+from openrlhf.launch.replay import identity, replay_folder
+from openrlhf.models.loading import ModelError
+from openrlhf.observability.recorder import Recorder
+from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy, RewardErrors
+from openrlhf.rewards.protocol import Reward
+from openrlhf.rewards.rule import offer_remote_engines, reward_of
+from openrlhf.rollout.engine_check import check_engine_args
+from openrlhf.rollout.engine_settings import Device
+from openrlhf.rollout.episode_files import EpisodeFolder
+from openrlhf.rollout.generator import RolloutError, RolloutGenerator
+from openrlhf.rollout.recorded import DumpingGenerator, Generator, ReplayGenerator
+from openrlhf.trainers.experience_maker import ExperienceMaker, with_rewards
+from openrlhf.trainers.filtering import DynamicFilter
+from openrlhf.trainers.ppo import Evaluate, PPOTrainer
+from openrlhf.trainers.publisher import WeightPublisher
+from openrlhf.trainers.remote_teacher import RemoteTeacher
+from openrlhf.trainers.rollout_only import RolloutOnly
+from openrlhf.trainers.sources import Scored, SyncSource, evaluate
+from openrlhf.workers.critic import CriticWorker
+from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
+from openrlhf.workers.policy import PolicyWorker
+
+# What a user can mend: printed without a traceback.
+USER_ERRORS = (
+    ConfigError,
+    DataError,
+    ModelError,
+    CheckpointError,
+    placement.PlacementError,
+    RewardErrors,
+    RolloutError,
+    WorkerError,
+    NonFiniteError,
+    PublicationError,
+)
+
+
+def run_ppo(config: PPOConfig) -> None:
+    """Train as the flags say, from a Ray that is there or one of our own."""
+    kind: Device = "cuda" if count_gpus() else "cpu"
+    generates = not config.rollout.replay_dir
+    if generates or config.remote_teacher:
+        offer_remote_engines(config.rollout, config.reward)
+    if generates:
+        check_engine_args(config.vllm.engine_args, kind)
+        check_reward(config.reward)
+    checkpoints = CheckpointManager(
+        config.ckpt.path,
+        parts=[] if config.ckpt.disable_ds else list(settings.engine_layouts(config)),
+        max_num=config.ckpt.max_num,
+        max_mem_gib=config.ckpt.max_mem,
+    )
+    checkpoint = checkpoints.latest() if config.ckpt.load_enable else None
+    data = load_prompts(config)
+    if generates:
+        check_agents(config, data.tokenizer)
+    if teacher := make_remote_teacher(config):
+        teacher.check(data.tokenizer, max_len=config.data.max_len)
+    if checkpoint:
+        check_resumable(checkpoint, config, data)
+    done, consumed = (checkpoint.state.step, checkpoint.state.consumed) if checkpoint else (0, 0)
+    replay = replay_folder(config, data, done=done, consumed=consumed)
+    plan = plan_placement(config, kind)
+    if config.dry_run:
+        show_plan(config, data, plan)
+        return
+    with ray_cluster(plan), Run(config, data, plan, kind, checkpoints, checkpoint, replay) as run, run.naming_logs():
+        run.trainer.fit()
+
+
+def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
+    """Which roles there are, and which of them share devices."""
+    roles: dict[str, ActorConfig | RefConfig | CriticConfig | RewardConfig] = {}
+    roles["actor"] = config.actor
+    if config.algo.kl.init_coef > 0:
+        roles["ref"] = config.ref
+    if settings.has_critic(config):
+        roles["critic"] = config.critic
+    if config.reward.model_name_or_path:
+        roles["reward"] = config.reward
+    if config.local_teacher:
+        roles["teacher"] = config.ref
+    together = [("actor", "ref", "teacher")] if config.train.colocate_actor_ref else []
+    together += [("critic", "reward")] if config.train.colocate_critic_reward else []
+    return placement.plan(
+        {
+            name: (role.num_nodes, role.num_gpus_per_node)
+            for name, role in roles.items()
+            if name == "reward" or not config.rollout.only
+        },
+        engines=0 if config.rollout.replay_dir else config.vllm.num_engines,
+        on_gpus=kind == "cuda",
+        colocated=together,
+    )
+
+
+def show_plan(config: PPOConfig, data: PromptData, plan: placement.Placement) -> None:
+    """What --dry_run prints: who goes where, and the first prompts."""
+    print(plan.describe())
+    steps = -(-len(data.train) // config.rollout.batch_size) * config.train.num_episodes
+    most = "at most " if config.algo.dynamic_filtering_enable else ""
+    print(f"{len(data.train)} prompts, {most}{steps} steps of {config.rollout.batch_size} prompts")
+    show_prompts(data.train)
+
+
+def show_prompts(prompts: PromptDataset) -> None:
+    """Print the first ones."""
+    for row in (prompts[i] for i in range(min(3, len(prompts)))):
+        print(f"prompt {row.text!r} ({len(row.tokens)} tokens), label {row.label!r}")
+
+
+class Run:
+    """Everything that lives as long as a run: engines, workers, reward hosts, trainer. Leaving it ends them all."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        data: PromptData,
+        plan: placement.Placement,
+        kind: Device,
+        checkpoints: CheckpointManager,
+        checkpoint: Checkpoint | None,
+        replay: EpisodeFolder | None,
+    ) -> None:
+        self.config, self.data, self.plan = config, data, plan
+        self.kind: Device = kind
+        self.run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
+        self.recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
+        self.log_dir = str(self.recorder.folder.logs.absolute())
+        self.hosts: list[HostHandles] = []
+        self.ends = ExitStack()  # what has to end with the run; the last that was made ends first
+        self.checkpoints, self.checkpoint, self.replay = checkpoints, checkpoint, replay
+        self.engines: EngineGroup | None = None
+        self.reward: Reward | None = None
+        self.trainer: PPOTrainer | RolloutOnly
+
+    def __enter__(self) -> Run:
+        with ExitStack() as self.ends:
+            self.ends.callback(self.recorder.close)
+            if not self.replay:
+                self.reward = self.ends.enter_context(reward_of(self.config.reward, log_dir=Path(self.log_dir)))
+                if self.reward:
+                    asyncio.run(self.reward.check())
+                self.engines = EngineGroup(
+                    self.plan.group_of("vllm"),
+                    settings.engine_settings(
+                        self.config, self.config.actor.model_name_or_path, self.kind, self.data.tokenizer
+                    ),
+                    log_dir=self.log_dir,
+                    timeout_s=self.config.train.setup_timeout,
+                )
+                self.ends.callback(self.engines.close)
+            groups = self._start_workers()
+            if self.engines:
+                self.engines.wait()
+            self.trainer = self._make_trainer(groups)
+            if self.checkpoint and isinstance(self.trainer, PPOTrainer):
+                self.trainer.resume(self.checkpoint)
+            self.ends = self.ends.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ends.close()
+
+    def naming_logs(self) -> AbstractContextManager[None]:
+        """Within it, an engine's failure is a RolloutError that names the logs."""
+        return self.engines.naming_logs() if self.engines else nullcontext()
+
+    def _start_workers(self) -> dict[str, WorkerGroup]:
+        """Processes for every host group, and the models of all roles in them; by role."""
+        for group in self.plan.groups:
+            if group.name != "vllm":
+                hosts = start_hosts(self.config, group, on_gpus=self.plan.on_gpus, log_dir=self.log_dir)
+                self.ends.callback(hosts.close)
+                self.hosts.append(hosts)
+        steps = settings.optimizer_steps(self.config, len(self.data.train))
+        moving = settings.optimizer_steps(self.config, len(self.data.train), after=settings.freezing_steps(self.config))
+        frozen = partial(settings.reference_settings, self.config)
+        workers: dict[str, tuple[type, Callable[[], Any]]] = {
+            "actor": (PolicyWorker, partial(settings.policy_settings, self.config, self.kind, moving)),
+            "ref": (ReferenceWorker, partial(frozen, self.config.actor.model_name_or_path)),
+            "teacher": (ReferenceWorker, partial(frozen, self.config.local_teacher or "")),
+            "critic": (CriticWorker, partial(settings.critic_settings, self.config, self.kind, steps)),
+            "reward": (RewardWorker, partial(settings.reward_settings, self.config)),
+        }
+        groups, created, logs = {}, [], []
+        for hosts in self.hosts:
+            for role in hosts.group.roles:
+                groups[role] = WorkerGroup(hosts, role)
+                worker, made_from = workers[role]
+                created += groups[role].create(worker, made_from())
+                logs += groups[role].logs
+        gather(created, timeout_s=self.config.train.setup_timeout, doing="load the models", logs=logs)
+        return groups
+
+    def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
+        config = self.config
+        on_error = ErrorPolicy.parse(config.reward.on_error)
+        errors = ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error)
+        models, weights = groups.get("reward"), config.reward.weights or ()
+        scored = partial(with_rewards, models=models, weights=weights, timeout_s=config.train.step_timeout)
+        generator = self._make_generator(errors)
+        source = self._make_source(generator, scored, errors)
+        if config.rollout.only:
+            return RolloutOnly(source, self.recorder, errors, needs_groups=settings.needs_groups(config))
+        policy, kl = groups["actor"], make_kl(config)
+        maker = ExperienceMaker(
+            policy,
+            groups.get("ref"),
+            groups.get("critic"),
+            groups.get("teacher"),
+            settings.credit_settings(config),
+            kl,
+            recompute_old=settings.needs_old_logprobs(config),
+            timeout_s=config.train.step_timeout,
+            remote_teacher=make_remote_teacher(config),
+        )
+        publisher = WeightPublisher(
+            policy,
+            self.engines.actors if self.engines else [],
+            engine_logs=self.engines.logs if self.engines else [],
+            transport="nccl" if self.kind == "cuda" else "gloo",
+            timeout_s=config.train.publish_timeout,
+        )
+        return PPOTrainer(
+            source,
+            maker,
+            policy,
+            groups.get("critic"),
+            publisher,
+            kl=kl,
+            errors=errors,
+            evaluate=self._make_evaluation(generator, scored),
+            pretraining=self.data.pretraining,
+            checkpoints=self.checkpoints,
+            ckpt=config.ckpt,
+            tokenizer=self.data.tokenizer,
+            recorder=self.recorder,
+            settings=settings.loop_settings(config, self.run_dir),
+        )
+
+    def _make_generator(self, errors: ErrorBudget) -> Generator:
+        """The engines and the reward; where --rollout.dump_dir writes down what they give, or it was written down, that."""
+        config = self.config
+        if self.replay:
+            return ReplayGenerator(self.replay, self._steps_made)
+        assert self.engines
+        generator = RolloutGenerator(
+            self.engines.actors,
+            self.data.tokenizer,
+            self.reward,
+            agents=make_agents(
+                config,
+                self.data.tokenizer,
+                needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
+                log_dir=Path(self.log_dir),
+            ),
+            errors=errors,
+            timeout_s=config.train.step_timeout,
+        )
+        self.ends.callback(generator.close)
+        generator.check_agents()
+        if not config.rollout.dump_dir:
+            return generator
+        folder = EpisodeFolder(config.rollout.dump_dir)
+        folder.begin(after=self.checkpoint.state.step if self.checkpoint else -1)
+        return DumpingGenerator(generator, folder, self._steps_made, run=identity(config, self.data))
+
+    def _make_source(self, generator: Generator, scored: Scored, errors: ErrorBudget) -> SyncSource:
+        config = self.config
+        low, high = config.algo.dynamic_filtering_range
+        source = SyncSource(
+            self.data.train,
+            generator,
+            settings.train_sampling(config),
+            scored,
+            batch_size=config.rollout.batch_size,
+            at_once=config.rollout.vllm_generate_batch_size,
+            episodes=config.train.num_episodes,
+            seed=config.train.seed,
+            num_workers=config.data.dataloader_num_workers,
+            keep=DynamicFilter(low=low, high=high, errors=errors) if config.algo.dynamic_filtering_enable else None,
+            ended=lambda: self.replay is not None and self.trainer.step >= self.replay.last_step,
+        )
+        if self.replay and self.replay.last_step < source.total_steps:
+            self.recorder.display.note(
+                f"--rollout.replay_dir ends with step {self.replay.last_step}, of {source.total_steps} that the prompts may make."
+            )
+        return source
+
+    def _make_evaluation(self, generator: Generator, scored: Scored) -> Evaluate | None:
+        prompts, spec, wave = self.data.eval, settings.eval_sampling(self.config), self.config.rollout.batch_size
+        if prompts is None or self.replay:
+            return None
+        return lambda: scored(evaluate(prompts, generator, spec, wave=wave))
+
+    def _steps_made(self) -> int:
+        return self.trainer.step
+
+
+def make_kl(config: PPOConfig) -> KLController:
+    """The coefficient of the KL term, fixed or following a target."""
+    kl = config.algo.kl
+    if kl.target is None:
+        return FixedKL(kl.init_coef)
+    return AdaptiveKL(kl.init_coef, kl.target, kl.horizon)
+
+
+def make_remote_teacher(config: PPOConfig) -> RemoteTeacher | None:
+    """The teacher behind a server, where --algo.distill.teacher names one."""
+    return RemoteTeacher(config.remote_teacher) if config.remote_teacher else None
+
+
+def make_agents(
+    config: settings.Sampling,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    needs_reward: bool = True,
+    log_dir: Path | None = None,
+) -> AgentEpisodes | None:
+    """The user's agents, where there are some; their hosts start with their first episodes."""
+    made_of = settings.agent_settings(config)
+    if made_of is None:
+        return None
+    pool = AgentPool(made_of, tokenizer, log_dir=log_dir)
+    return AgentEpisodes(pool, tokenizer, needs_reward=needs_reward)
+
+
+def check_agents(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Load the agent's file, before any device is touched. Raises ConfigError."""
+
+    async def check(agents: AgentEpisodes) -> None:
+        try:
+            await agents.check()
+        finally:
+            await agents.close()
+
+    if agents := make_agents(config, tokenizer):
+        asyncio.run(check(agents))
+
+
+def check_reward(rule: RuleConfig) -> None:
+    """Load the reward function, or reach the servers, before anything else. Raises ConfigError."""
+    if rule.remote_url:
+        with reward_of(rule, workers=1) as reward:
+            assert reward is not None
+            asyncio.run(reward.check())
+
+
+def check_resumable(checkpoint: Checkpoint, config: PPOConfig, data: PromptData) -> None:
+    """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
+    checkpoint.check_continued_by(
+        settings.engine_layouts(config),
+        layout="the same estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role",
+        data={
+            "prompts": (len(data.train), "--data.prompt_dataset and --data.max_samples"),
+            "batch_size": (config.rollout.batch_size, "--rollout.batch_size"),
+            "seed": (config.train.seed, "--train.seed"),
+        },
+    )

@@ -1,1 +1,0 @@
-"""A run in halves: episodes written to disk, and read back in place of engines."""

@@ -1,0 +1,1 @@
+"""What rewards an episode: Python functions, HTTP servers, verifiers, judges, and weighted sums of them."""

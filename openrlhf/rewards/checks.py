@@ -1,0 +1,169 @@
+"""Built-in rewards that check a response against its label: its format, its length, the code in it.
+
+`math` is in `graders`. Each verifier takes a response, without special tokens, and its label, and
+runs in a host, so that --reward.timeout bounds whatever a label's regular expression does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf.processes.sandbox import run_program
+
+TEST_SECONDS = 10.0  # of CPU time for one test
+SHARE_OF_TIMEOUT = 0.8  # of the call, for all tests of a program; the rest is for starting sandboxes
+_FENCED = re.compile(r"```(\w*)[^\n]*\n(.*?)```", re.DOTALL)
+_RANGE = re.compile(r"\s*(?:(\d+)\s*-\s*)?(\d+)\s*")
+
+# Runs inside the sandbox. The token comes out only where every line before it was executed.
+_HARNESS = """
+import json, os, sys
+program, tests, name, arguments, token = json.load(sys.stdin)
+write, dumps, output = os.write, json.dumps, os.dup(1)
+names = {"__name__": "solution"}
+exec(compile(program, "solution.py", "exec"), names)
+exec(compile(tests, "tests.py", "exec"), names)
+result = None
+if name:
+    function = getattr(names["Solution"](), name) if "Solution" in names else names[name]
+    result = function(*arguments)
+write(output, (token + dumps(result)).encode())
+"""
+
+
+def grade_format(response: str, label: str) -> float:
+    """1.0 where the whole response matches the label, a regular expression in which . matches line breaks too.
+
+    An empty label asks for `<think>…</think>` once, then an answer; the opening tag may be the end
+    of the prompt instead.
+    """
+    if label:
+        return float(re.fullmatch(label, response.strip(), re.DOTALL) is not None)
+    thought, _, answer = response.partition("</think>")
+    rest = thought.strip().removeprefix("<think>") + answer
+    return float(bool(answer.strip()) and "<think>" not in rest and "</think>" not in rest)
+
+
+def grade_length(response: str, label: str) -> float:
+    """1.0 for as many words as the label says: `200` is at most 200, `100-200` is from 100 to 200.
+
+    Outside it falls linearly: to 0 at no words, and at twice the upper bound.
+    """
+    bounds = _RANGE.fullmatch(label)
+    if bounds is None or int(bounds[2]) < max(1, int(bounds[1] or 0)):
+        raise ValueError(f"--reward.verifier length takes a label like 200 or 100-200, in words, not {label[:200]!r}")
+    low, high, words = int(bounds[1] or 0), int(bounds[2]), len(response.split())
+    if words < low:
+        return words / low
+    return max(0.0, 1 - max(0, words - high) / high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTests:
+    """The label of a coding problem: asserts, or inputs and expected outputs."""
+
+    asserts: str = ""
+    function: str = ""  # called with each input, instead of the program reading it
+    cases: Sequence[tuple[Any, Any]] = ()
+
+    @classmethod
+    def parse(cls, label: str) -> CodeTests:
+        """`{"tests": "assert …", "entry": name}` or `{"inputs": […], "outputs": […], "fn_name": name}`. Raises ValueError."""
+        try:
+            given = json.loads(label)
+        except ValueError:
+            given = None
+        if not isinstance(given, Mapping) or not (given.get("tests") or given.get("inputs")):
+            raise ValueError(
+                f'--reward.verifier code takes a label with "tests" or "inputs" and "outputs": {label[:200]!r}'
+            )
+        name = given.get("fn_name") or given.get("entry") or ""
+        if asserts := given.get("tests"):
+            asserts = asserts if isinstance(asserts, str) else "\n".join(asserts)
+            return cls(asserts=asserts + (f"\ncheck({name})" if name and "def check(" in asserts else ""))
+        inputs, outputs = given["inputs"], given.get("outputs") or []
+        if len(inputs) != len(outputs):
+            raise ValueError(f"the label has {len(inputs)} inputs and {len(outputs)} outputs: {label[:200]!r}")
+        return cls(function=name, cases=list(zip(inputs, outputs, strict=True)))
+
+
+def grade_code(response: str, label: str, timeout: float) -> dict[str, Any]:
+    """1.0 where the program in the response passes all tests of its label, else 0.0; the share it passes is logged.
+
+    After a test that ran out of time, or when `SHARE_OF_TIMEOUT` of `timeout` (seconds) is used up, the
+    rest counts as failed.
+    """
+    tests, program, passed = CodeTests.parse(label), program_in(response), 0
+    deadline = time.monotonic() + SHARE_OF_TIMEOUT * timeout
+    for case in tests.cases or [None]:
+        seconds = min(TEST_SECONDS, (deadline - time.monotonic()) / 2)  # a run may take twice that by the clock
+        right, late = _passes(program, tests, case, seconds) if seconds > 0.1 else (False, True)
+        passed += right
+        if late:
+            break
+    share = passed / max(1, len(tests.cases))
+    return {"rewards": float(share == 1), "extra_logs": {"tests_passed": share}}
+
+
+def program_in(response: str) -> str:
+    """The last block between ``` and ```, of Python or of no named language; without one, the whole response."""
+    blocks = [
+        block for language, block in _FENCED.findall(response) if language.lower() in ("python", "python3", "py", "")
+    ]
+    return blocks[-1] if blocks else response
+
+
+def _passes(program: str, tests: CodeTests, case: tuple[Any, Any] | None, seconds: float) -> tuple[bool, bool]:
+    """Whether one test is passed, and whether it ran out of time."""
+    if case and not tests.function:
+        ran = run_program(program, _text(case[0]), seconds=seconds)
+        return ran.ok and same_output(ran.output, _text(case[1])), ran.late
+    token = secrets.token_hex(16)
+    arguments = _arguments(case[0]) if case else []
+    ran = run_program(_HARNESS, json.dumps([program, tests.asserts, tests.function, arguments, token]), seconds=seconds)
+    _, reached, result = ran.output.partition(token)
+    if not (ran.ok and reached):
+        return False, ran.late
+    if case is None:
+        return True, False
+    returned, expected = json.JSONDecoder().raw_decode(result)[0], _value(case[1])
+    return returned == expected or [returned] == expected, False
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Whether two outputs are the same words; where a decimal point is expected, up to a millionth."""
+    ours, theirs = output.split(), expected.split()
+    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
+
+
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
+        return True
+    try:
+        return "." in expected and math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-6)
+    except ValueError:
+        return False
+
+
+def _text(value: Any) -> str:
+    """Standard input or output, which some datasets hold as a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _arguments(given: Any) -> list[Any]:
+    """The arguments of a call: a list, or text with one JSON value per line."""
+    return [_value(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+
+
+def _value(given: Any) -> Any:
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given

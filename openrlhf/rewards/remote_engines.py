@@ -1,0 +1,138 @@
+"""OpenAI-compatible servers that were not started here: agents and reward functions ask them by name.
+
+The process that starts hosts leaves names and URLs in its environment, which hosts have too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from functools import cache
+from typing import Any, TypeVar
+
+from openrlhf.rewards.servers import HTTPServers, ServerError
+
+FLAG = "--rollout.remote_engines"
+VARIABLE = "OPENRLHF_REMOTE_ENGINES"
+T = TypeVar("T")
+MODELS: dict[HTTPServers, str] = {}  # the first in a server's list, until it refuses something
+
+
+def offer_engines(urls: Mapping[str, str], *, timeout: float, retries: int) -> None:
+    """Have hosts that start from now on know these engines, once all of them answer. Raises ConfigError."""
+    servers = HTTPServers(list(urls.values()), timeout=timeout, retries=retries, kind="remote engine", flag=FLAG)
+    asyncio.run(servers.check())
+    os.environ[VARIABLE] = json.dumps({"urls": dict(urls), "timeout": timeout, "retries": retries})
+
+
+class RemoteEngine:
+    """One server. `model`: its name there, asked of the server where it is None; `parameters` are those of the OpenAI API.
+
+    Methods raise ServerError where the server is gone, slow, refuses, or answers something else. Those whose names end in
+    `_sync` are for code that is not async; they may be called from any thread. Requests of a process share their connections.
+    """
+
+    def __init__(self, servers: HTTPServers, model: str | None = None) -> None:
+        self._servers, self._model = servers, model
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
+        """The text of the reply to a conversation."""
+        return await asyncio.wrap_future(in_background(self._chat(messages, parameters)))
+
+    async def completion(self, prompt: str | Sequence[int], **parameters: Any) -> str:
+        """The text that follows a prompt, given as text or as tokens."""
+        return await asyncio.wrap_future(in_background(self._completion(prompt, parameters)))
+
+    def chat_sync(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
+        """`chat`, waited for."""
+        return in_background(self._chat(messages, parameters)).result()
+
+    def completion_sync(self, prompt: str | Sequence[int], **parameters: Any) -> str:
+        """`completion`, waited for."""
+        return in_background(self._completion(prompt, parameters)).result()
+
+    async def _chat(self, messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]) -> str:
+        answered = await self.ask("/chat/completions", {"messages": list(messages), **parameters})
+        return self.read(answered, "choices", 0, "message", "content", kind=str)
+
+    async def _completion(self, prompt: str | Sequence[int], parameters: Mapping[str, Any]) -> str:
+        answered = await self.ask("/completions", {"prompt": prompt, **parameters})
+        return self.read(answered, "choices", 0, "text", kind=str)
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """What the server answers to `body`, with a model's name in it. Raises ServerError."""
+        if "model" not in body:
+            body = {"model": self._model or await self._first_model(), **body}
+        return await self._answer(body, path)
+
+    async def _first_model(self) -> str:
+        if self._servers not in MODELS:
+            MODELS[self._servers] = self.read(await self._answer(None, "/models"), "data", 0, "id", kind=str)
+        return MODELS[self._servers]
+
+    async def room(self) -> int | None:
+        """Tokens that a request and its answer may have together; None where the server does not tell, as vLLM's do."""
+        listed = self.read(await self._answer(None, "/models"), "data", 0, kind=dict)
+        return listed.get("max_model_len")
+
+    async def _answer(self, body: Mapping[str, Any] | None, path: str) -> Any:
+        try:
+            return await self._servers.ask(body, path)
+        except ValueError as error:
+            MODELS.pop(self._servers, None)  # it may serve another by now
+            raise ServerError(f"{self._servers.kind} {error}") from error
+
+    def read(self, answered: Any, *path: str | int, kind: type[T]) -> T:
+        """What is at a place in an answer. Raises ServerError where there is no such thing."""
+        found = answered
+        try:
+            for step in path:
+                found = found[step]
+        except (KeyError, IndexError, TypeError):
+            found = None
+        if not isinstance(found, kind):
+            place = ".".join(map(str, path))
+            servers = self._servers
+            raise ServerError(
+                f"{servers.kind} {servers.servers[0].url} sent no {kind.__name__} at {place}: {str(answered)[:200]!r}"
+            )
+        return found
+
+
+def remote_engine(
+    name: str, model: str | None = None, *, timeout: float | None = None, key: str | None = None
+) -> RemoteEngine:
+    """The engine of that name in --rollout.remote_engines. Raises LookupError where there is none.
+
+    `timeout` (seconds) bounds one attempt; without it, --reward.timeout does. `key`, or else OPENAI_API_KEY, goes along.
+    """
+    offered = json.loads(os.environ.get(VARIABLE, '{"urls": {}}'))
+    if name not in offered["urls"]:
+        known = ", ".join(offered["urls"]) or "none"
+        raise LookupError(f"{FLAG} has no engine {name!r}; its engines: {known}")
+    key = key or os.environ.get("OPENAI_API_KEY")
+    servers = _servers(offered["urls"][name], timeout or offered["timeout"], offered["retries"], key, os.getpid())
+    return RemoteEngine(servers, model)
+
+
+@cache
+def _servers(url: str, timeout: float, retries: int, key: str | None, process: int) -> HTTPServers:
+    """One per server, and per process: a fork does not have the threads of its parent."""
+    return HTTPServers([url.rstrip("/")], timeout=timeout, retries=retries, kind="remote engine", flag=FLAG, key=key)
+
+
+@cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """An event loop that runs in a thread of its own: that of all requests, whatever loop they come from."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="remote engines", daemon=True).start()
+    return loop
+
+
+def in_background(asked: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run something that asks engines in that loop."""
+    return asyncio.run_coroutine_threadsafe(asked, _loop(os.getpid()))

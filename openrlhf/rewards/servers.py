@@ -1,0 +1,167 @@
+"""HTTP servers that this run did not start: routing, retries, rests after failures, error messages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from openrlhf.config.options import ConfigError
+from openrlhf.trajectory import Failure
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 128  # requests under way at a time; more wait here, where no deadline runs
+LONGEST_PAUSE_S = 30.0
+START_S = 30  # how long `check` waits for a server that is still starting
+RETRIED = {408, 425, 429, *range(500, 600)}  # statuses that another attempt may change
+
+
+class ServerError(RuntimeError):
+    """A server did not answer, or answered that it cannot now: worth another attempt."""
+
+    failure = Failure.SERVER  # what it counts as where user code lets it through
+
+
+@dataclass
+class _Server:
+    url: str
+    kind: str
+    in_flight: int = 0
+    failures: int = 0  # since it last answered
+    rests_until: float = 0.0  # time of the event loop
+
+    def answered(self) -> None:
+        self.failures, self.rests_until = 0, 0.0
+
+    def failed(self, problem: str) -> ServerError:
+        """Leave it alone, twice as long after each failure in a row; the error to raise."""
+        now = asyncio.get_running_loop().time()
+        if now >= self.rests_until:  # requests that were under way together count as one failure
+            if self.failures == 0:
+                logger.warning(f"{self.kind} %s: %s", self.url, problem)
+            self.failures = min(self.failures + 1, 10)
+            self.rests_until = now + min(0.5 * 2**self.failures, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+        return ServerError(f"{self.kind} {self.url}: {problem}")
+
+
+class HTTPServers:
+    """Servers that answer with JSON, each as well as the next.
+
+    `timeout` (seconds) bounds one attempt, `retries` says how many may follow a failed one. An attempt goes to the server
+    with the fewest requests under way; one that failed rests, longer each time, while another is there. `kind` is what
+    messages call a server, `flag` where its URL comes from, `key` what goes with every request.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        timeout: float,
+        retries: int,
+        kind: str = "reward server",
+        flag: str = "--reward.remote_url",
+        key: str | None = None,
+    ) -> None:
+        self.servers = [_Server(url, kind) for url in urls]
+        self.timeout, self.retries = timeout, retries
+        self.kind, self.flag = kind, flag
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client: httpx.AsyncClient | None = None  # of the loop that `ask` runs in
+        self._turns = asyncio.Semaphore(IN_FLIGHT)
+
+    async def check(self) -> None:
+        """Wait for the servers. Raises ConfigError naming those that nothing answers at."""
+        async with httpx.AsyncClient() as client:
+            problems = await asyncio.gather(*(_await_server(client, s.url) for s in self.servers))
+        if problems := [problem for problem in problems if problem]:
+            mend = f"Start the {self.kind}, or mend host and port."
+            raise ConfigError("\n".join(f"{self.flag}: {problem}. {mend}" for problem in problems))
+
+    async def ask(self, body: Mapping[str, Any] | None, path: str = "") -> Any:
+        """The first answer in `retries` + 1 attempts to POST `body`, or without one to GET, at the URL with `path` behind it.
+
+        Raises ServerError after the last, ValueError or TypeError for no JSON.
+        """
+        tried: list[str] = []
+        for _ in range(self.retries):
+            try:
+                return await self._attempt(body, path, tried)
+            except ServerError:
+                await asyncio.sleep(self._shortest_rest())
+        try:
+            return await self._attempt(body, path, tried)
+        except ServerError as error:
+            raise ServerError(f"{error} (attempt {self.retries + 1} of {self.retries + 1})") from error
+
+    async def _attempt(self, body: Mapping[str, Any] | None, path: str, tried: list[str]) -> Any:
+        """What one server says, rather one not yet `tried`. Raises ServerError, or ValueError where asking again is no use."""
+        async with self._turns:
+            server = min(self.servers, key=lambda each: (tried.count(each.url), self._rest(each), each.in_flight))
+            tried.append(server.url)
+            server.in_flight += 1
+            try:
+                response = await self._send(server, body, path)
+            finally:
+                server.in_flight -= 1
+        server.answered()
+        if response.is_error:
+            raise ValueError(f"{server.url}{path} answered {_refusal(response)}")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ValueError(f"{server.url}{path} sent no JSON: {response.text[:200]!r}") from error
+
+    async def _send(self, server: _Server, body: Mapping[str, Any] | None, path: str) -> httpx.Response:
+        if self._client is None:
+            limits = httpx.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
+            self._client = httpx.AsyncClient(timeout=None, follow_redirects=True, limits=limits, headers=self.headers)
+        try:
+            async with asyncio.timeout(self.timeout):
+                method = "GET" if body is None else "POST"
+                response = await self._client.request(method, server.url + path, json=body)
+        except TimeoutError as error:
+            late = f"no answer within {self.timeout:g} s (--reward.timeout)"
+            raise server.failed(late) from error
+        except httpx.HTTPError as error:
+            raise server.failed(_told(error)) from error
+        if response.status_code in RETRIED:
+            raise server.failed(_refusal(response))
+        return response
+
+    def _rest(self, server: _Server) -> float:
+        """Seconds that a server is still left alone."""
+        return max(0.0, server.rests_until - asyncio.get_running_loop().time())
+
+    def _shortest_rest(self) -> float:
+        return min(map(self._rest, self.servers))
+
+
+async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
+    """What is wrong with a server that had START_S to come up; None once it answers anything."""
+    problem = None
+    for second in range(START_S):
+        try:
+            await client.head(url)
+            return None
+        except httpx.ReadTimeout:
+            return None  # it took the connection, and is busy
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            problem = f"{url} does not answer: {_told(error)}"
+        if second == 0:
+            logger.warning("%s; waiting up to %d s for it", problem, START_S)
+        await asyncio.sleep(1)
+    return problem
+
+
+def _refusal(response: httpx.Response) -> str:
+    return f"status {response.status_code}: {response.text[:200]!r}"
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".strip()

@@ -1,0 +1,86 @@
+"""What follows from the flags of RL for the workers and the loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from openrlhf.config.options import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.launch.settings import needs_old_logprobs, optimizer_steps
+from openrlhf.trainers.update_plan import plan_update
+from tests.e2e.commands import as_arguments
+from tests.tiny import tiny_config
+
+ON_POLICY = {
+    "rollout.batch_size": 4,
+    "rollout.n_samples_per_prompt": 2,
+    "train.batch_size": 8,
+    "train.micro_batch_size": 1,
+    "rollout.micro_batch_size": 1,
+    "algo.advantage.estimator": "group_norm",
+    "algo.kl.init_coef": 0.01,
+    "algo.kl.use_loss": True,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configurations of a model without dropout, and of one with it."""
+    made = tmp_path_factory.mktemp("models")
+    tiny_config("qwen2-tied").save_pretrained(made / "plain")
+    tiny_config("qwen2-tied", attention_dropout=0.1).save_pretrained(made / "dropout")
+    return made
+
+
+def config_of(folder: Path, model: str = "plain", **changes: Any) -> PPOConfig:
+    flags = {
+        "actor.model_name_or_path": folder / model,
+        "data.prompt_dataset": "owner/prompts",
+        "reward.verifier": "math",
+        "data.label_key": "label",
+        **ON_POLICY,
+        **changes,
+    }
+    return parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray")
+
+
+def test_a_strictly_on_policy_update_needs_no_old_logprobs(folder: Path) -> None:
+    assert not needs_old_logprobs(config_of(folder))
+    assert not needs_old_logprobs(config_of(folder, **{"algo.kl.init_coef": 0.0}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.batch_size": 4},  # two optimizer steps per batch
+        {"train.max_epochs": 2},
+        {"algo.kl.use_loss": None},  # the KL in the reward is that of the rollout's policy
+        {"model": "dropout"},  # a second forward would not give the same numbers
+    ],
+    ids=str,
+)
+def test_anything_that_looks_at_the_old_policy_has_its_logprobs_computed(folder: Path, changes: dict[str, Any]) -> None:
+    assert needs_old_logprobs(config_of(folder, **changes))
+
+
+@given(
+    prompts=st.integers(1, 20),
+    steps_per_batch=st.sampled_from([1, 2, 4]),
+    epochs=st.integers(1, 3),
+    episodes=st.integers(1, 3),
+)
+@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_learning_rate_schedule_is_as_long_as_the_run(
+    folder: Path, prompts: int, steps_per_batch: int, epochs: int, episodes: int
+) -> None:
+    changes = {"train.batch_size": 8 // steps_per_batch, "train.max_epochs": epochs, "train.num_episodes": episodes}
+    config = config_of(folder, **changes)
+    drawn = [min(4, prompts - first) for first in range(0, prompts, 4)] * episodes
+    plans = [plan_update([3] * 2 * n, ranks=1, batch_size=8 // steps_per_batch, epochs=epochs, seed=0) for n in drawn]
+    assert optimizer_steps(config, prompts) == sum(len(plan.steps) for [plan] in plans)

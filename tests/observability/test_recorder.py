@@ -1,0 +1,93 @@
+"""What a run writes down; a resumed run goes on in the same files from the step it resumes at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf.checkpoints import RunState
+from openrlhf.config.shared import LoggerConfig, RunConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.observability.recorder import SAMPLES_PER_STEP, Recorder
+from openrlhf.observability.run_folder import read_lines
+from openrlhf.trainers.filtering import thrown_away
+from openrlhf.trajectory import Failure
+from tests.trainers.episodes import episode, failed
+
+
+def recorder(folder: Path, *, resume_step: int | None = None, logging_steps: int = 1) -> Recorder:
+    config = SFTConfig(logger=LoggerConfig(logging_steps=logging_steps), run=RunConfig(dir=str(folder), quiet=True))
+    resumed = None if resume_step is None else RunState(step=resume_step, run_dir=str(folder))
+    return Recorder(config, resumed=resumed)
+
+
+def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "time"} for row in read_lines(folder / name)]
+
+
+def log_steps(recorder: Recorder, first: int, last: int) -> None:
+    """Samples, the numbers of the step and an evaluation, as the loops log them."""
+    for step in range(first, last + 1):
+        recorder.samples(step, [episode(step, score=1.0)])
+        recorder.step(step, {"train/loss": float(step)})
+        recorder.evaluation(step, {"eval/score": float(step)})
+
+
+def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    log_steps(recorder(whole), 1, 4)
+    killed = recorder(cut)
+    log_steps(killed, 1, 3)
+    killed.samples(4, [episode(99, score=0.0)])  # generated, and then the process was killed
+    log_steps(recorder(cut, resume_step=2), 3, 4)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert rows(cut, name) == rows(whole, name)
+        assert len(rows(cut, name)) > 3
+
+
+def test_a_new_run_in_the_same_folder_starts_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log_steps(recorder(tmp_path), 1, 3)
+    assert "earlier run" not in capsys.readouterr().out
+    log_steps(recorder(tmp_path), 1, 1)
+    assert f"is now in {tmp_path / 'earlier/1'}." in capsys.readouterr().out.replace("\n", " ")
+    assert {row["step"] for row in rows(tmp_path, "metrics.jsonl")} == {1}
+    assert {row["step"] for row in rows(tmp_path / "earlier/1", "metrics.jsonl")} == {1, 2, 3}
+
+
+def test_logging_steps_thins_out_steps_but_not_evaluations(tmp_path: Path) -> None:
+    log_steps(recorder(tmp_path, logging_steps=2), 1, 4)
+    logged = [(row["step"], "train/loss" in row) for row in rows(tmp_path, "metrics.jsonl")]
+    assert logged == [(1, False), (2, True), (2, False), (3, False), (4, True), (4, False)]
+
+
+def test_failed_episodes_are_written_beside_a_full_share_of_good_ones(tmp_path: Path) -> None:
+    many = [episode(0, i, score=1.0) for i in range(SAMPLES_PER_STEP + 5)]
+    recorder(tmp_path).samples(1, [*many, failed(1, 0)])
+    written = rows(tmp_path, "samples.jsonl")
+    assert len(written) == SAMPLES_PER_STEP + 1
+    assert (written[-1]["stop_reason"], written[-1]["error"]) == ("failed", "it broke")
+
+
+def test_a_rare_kind_of_failure_is_written_though_another_fills_the_share(tmp_path: Path) -> None:
+    late = [failed(0, i).failing("slow", Failure.TIMEOUT) for i in range(SAMPLES_PER_STEP + 5)]
+    recorder(tmp_path).samples(1, [*late, failed(1, 0).failing("gone", Failure.EXIT)])
+    kinds = [row["failure"] for row in rows(tmp_path, "samples.jsonl")]
+    assert kinds == ["timeout", "exit", *["timeout"] * (SAMPLES_PER_STEP - 2)]
+
+
+def test_filtered_episodes_are_written_beside_a_full_share_of_kept_ones_and_marked(tmp_path: Path) -> None:
+    many = [episode(0, i, score=1.0) for i in range(SAMPLES_PER_STEP + 5)]
+    recorder(tmp_path).samples(1, [*map(thrown_away, many), *many])
+    written = rows(tmp_path, "samples.jsonl")
+    assert [row["filtered"] for row in written] == [False] * SAMPLES_PER_STEP + [True] * SAMPLES_PER_STEP
+    assert {row["reward"] for row in written} == {1.0}
+
+
+def test_closing_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = recorder(tmp_path)
+    log_steps(made, 1, 2)
+    made.close()
+    assert "Loss: loss" in (tmp_path / "report.html").read_text()  # the name of a curve
+    assert str(tmp_path / "report.html") in capsys.readouterr().out

@@ -1,0 +1,51 @@
+"""The reward functions in examples/rewards, called as a run calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from openrlhf.processes.hosts import HostPool
+from openrlhf.rewards.function import FunctionReward
+from openrlhf.rewards.protocol import RewardRequest, RewardResult
+from tests.sources import ROOT
+
+EXAMPLES = ROOT / "examples/rewards"
+SQUARES = json.dumps({"inputs": ["2\n", "3\n"], "outputs": ["4\n", "9\n"]})
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[HostPool]:
+    with HostPool(1, memory_gib=2) as pool:
+        yield pool
+
+
+def score(pool: HostPool, file: str, response: str, label: str) -> RewardResult:
+    reward = FunctionReward(EXAMPLES / file, pool=pool, timeout=60)
+    return asyncio.run(reward.score([RewardRequest(query="Q: " + response, prompt="Q: ", label=label)]))[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "response", "label", "expected"),
+    [
+        ("math_answers.py", r"So \boxed{\frac{1}{2}}.", "0.5", RewardResult(reward=1, score=1, extra_logs={"boxed": 1})),
+        ("math_answers.py", "So 0.5.", "0.5", RewardResult(reward=0, score=0, extra_logs={"boxed": 0})),
+        ("math_format.py", r"<think>a</think> \boxed{4}", "4", RewardResult(reward=1, score=1, extra_logs={"form": 1})),
+        ("math_format.py", r"<think>a</think> \boxed{5}", "4", RewardResult(reward=0.1, score=0, extra_logs={"form": 1})),
+        ("math_format.py", r"\boxed{4}", "4", RewardResult(reward=0, score=0, extra_logs={"form": 0})),
+        ("code_share.py", "```python\nprint(int(input()) ** 2)\n```", SQUARES, RewardResult(reward=1, score=1)),
+        ("code_share.py", "```python\nprint(4)\n```", SQUARES, RewardResult(reward=0.5, score=0)),
+        ("code_share.py", "print(4)", SQUARES, RewardResult(reward=0, score=0)),
+    ],
+)  # fmt: skip
+def test_an_example_scores_as_its_first_line_says(
+    pool: HostPool, file: str, response: str, label: str, expected: RewardResult
+) -> None:
+    assert score(pool, file, response, label) == expected
+
+
+def test_every_example_is_tried() -> None:
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {"math_answers.py", "math_format.py", "code_share.py"}

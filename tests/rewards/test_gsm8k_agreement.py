@@ -1,0 +1,48 @@
+"""The math verifier against GSM8K's own graded solutions: 1,319 problems, four models each."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf.rewards.graders import grade_math
+
+ROOT = Path(__file__).parents[2]
+SOLUTIONS = ROOT / os.environ.get("OPENRLHF_TEST_DATA", "../shared/data") / "gsm8k/example_model_solutions.jsonl"
+FORMATS = ["A: {}", "#### {}", r"The answer is \boxed{{{}}}.<|im_end|>", "The final answer is ${}$."]
+
+
+def problems() -> list[dict[str, Any]]:
+    if not SOLUTIONS.exists():
+        pytest.skip(f"{SOLUTIONS} is not there; OPENRLHF_TEST_DATA names the folder of test data")
+    return [json.loads(line) for line in SOLUTIONS.read_text().splitlines()]
+
+
+def disagreements(rows: list[dict[str, Any]], style: str) -> list[tuple[str, str, bool]]:
+    """(end of the solution, right answer, GSM8K's verdict) wherever the verifier says otherwise."""
+    found = []
+    for row in rows:
+        label = row["ground_truth"].rpartition("A:")[2].strip()
+        for graded in (value for value in row.values() if isinstance(value, dict)):
+            work, marker, answer = graded["solution"].rpartition("A:")
+            response = work + style.format(answer.strip()) if marker else graded["solution"]
+            if bool(grade_math(response, label)) != graded["is_correct"]:
+                found.append((response[-60:], label, graded["is_correct"]))
+    return found
+
+
+@pytest.mark.parametrize("style", FORMATS)
+def test_the_verifier_agrees_with_gsm8k_on_a_slice(style: str):
+    assert disagreements(problems()[::20], style) == []
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("style", FORMATS)
+def test_the_verifier_agrees_with_gsm8k_on_all_solutions(style: str):
+    rows = problems()
+    assert len(rows) == 1319
+    assert disagreements(rows, style) == []

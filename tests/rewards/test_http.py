@@ -1,0 +1,129 @@
+"""Rewards from servers that answer, are slow, fail, lie or are not there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from openrlhf.config.options import ConfigError
+from openrlhf.distributed.devices import free_port
+from openrlhf.rewards import servers as http_servers
+from openrlhf.rewards.http import HTTPReward
+from openrlhf.rewards.protocol import RewardRequest, RewardResult
+from tests.reward_server import RewardServer, reward_server
+
+
+@pytest.fixture
+def server() -> Iterator[RewardServer]:
+    with reward_server() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_servers, "LONGEST_PAUSE_S", 0.1)
+
+
+def request(response: str, label: object = "") -> RewardRequest:
+    return RewardRequest(query=f"say e:{response}", prompt="say e:", label=label)
+
+
+def score(
+    urls: list[str], *requests: RewardRequest, timeout: float = 20, retries: int = 2, batch: bool = False
+) -> list[RewardResult]:
+    return asyncio.run(HTTPReward(urls, timeout=timeout, retries=retries, batch=batch).score(requests))
+
+
+def test_a_request_holds_one_sample_in_lists_of_length_one(server: RewardServer):
+    results = score([server.url + "/get_reward"], request("ee", "yes"), request("", {"a": 1}))
+    assert [result.reward for result in results] == [2.0, 0.0]
+    assert [result.score for result in results] == [2.0, 0.0]
+    assert [dict(result.extra_logs) for result in results] == [{"letters": 8.0}, {"letters": 6.0}]
+    assert sorted(server.bodies, key=str) == [
+        {"query": ["say e:"], "prompts": ["say e:"], "labels": [{"a": 1}]},
+        {"query": ["say e:ee"], "prompts": ["say e:"], "labels": ["yes"]},
+    ]
+
+
+def test_with_batch_a_request_holds_all_samples(server: RewardServer):
+    results = score([server.url + "/scores"], request("ee"), request("e"), batch=True)
+    assert [(result.reward, result.score) for result in results] == [(2.0, 0.25), (1.0, 0.25)]
+    assert [len(body["query"]) for body in server.bodies] == [2]
+
+
+def test_many_samples_share_few_connections(server: RewardServer):
+    results = score([server.url], *[request("e" * (i % 7)) for i in range(600)])
+    assert [result.reward for result in results] == [i % 7 for i in range(600)]
+
+
+def test_a_busy_server_is_asked_again(server: RewardServer):
+    assert score([server.url + "/busy_twice"], request("e"))[0].reward == 1.0
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "error"),
+    [
+        ("broken", 3, r"server http.*/broken: status 500: .*out of memory.* \(attempt 3 of 3\)"),
+        ("hang", 3, r"no answer within 0\.5 s \(--reward\.timeout\) \(attempt 3 of 3\)"),
+        ("close", 3, r"ReadError|RemoteProtocolError"),
+        ("wrong_query", 1, "answered status 422: .*field missing"),
+        ("no_json", 1, "sent no JSON: '<html>'"),
+        ("too_many", 1, "returned 3 rewards for 1 samples"),
+        ("huge", 1, "int too large"),
+        ("not_finite", 1, "returned rewards that are not finite"),
+    ],
+)
+def test_no_reward_is_an_error_that_tells_the_server_and_why(server: RewardServer, path: str, asked: int, error: str):
+    timeout = 0.5 if path == "hang" else 20
+    (result,) = score([f"{server.url}/{path}"], request("e"), timeout=timeout)
+    assert result.reward is None
+    assert result.error is not None
+    assert re.search(error, result.error), result.error
+    assert len(server.bodies) == asked
+
+
+def test_a_label_that_no_json_can_hold_is_the_samples_error(server: RewardServer):
+    good, bad = score([server.url], request("e"), request("e", label=object()))
+    assert (good.reward, bad.reward) == (1.0, None)
+    assert "not JSON serializable" in str(bad.error)
+
+
+def test_the_load_is_shared_and_servers_that_fail_are_left_alone(
+    server: RewardServer, caplog: pytest.LogCaptureFixture
+):
+    dead = f"http://127.0.0.1:{free_port()}"
+    with reward_server() as second, caplog.at_level(logging.WARNING):
+        urls = [dead, server.url, second.url + "/broken", second.url]
+        results = score(urls, *[request("e")] * 200)
+    assert {result.reward for result in results} == {1.0}
+    assert min(len(server.bodies), len(second.bodies)) > 40
+    warned = [record.getMessage() for record in caplog.records if "reward server" in record.msg]
+    assert len(warned) == len(set(warned)) <= 4
+
+
+def test_a_server_that_is_not_there_is_named_before_the_run(server: RewardServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_servers, "START_S", 2)
+    dead = f"http://127.0.0.1:{free_port()}/get_reward"
+    asyncio.run(HTTPReward([server.url], timeout=1, retries=0).check())
+    with pytest.raises(ConfigError, match=f"{dead} does not answer.*Start the reward server"):
+        asyncio.run(HTTPReward([server.url, dead], timeout=1, retries=0).check())
+
+
+def test_a_server_that_fails_thousands_of_times_is_only_a_server_that_fails(server: RewardServer):
+    reward = HTTPReward([f"http://127.0.0.1:{free_port()}"], timeout=1, retries=0)
+    reward.servers[0].failures = 5000
+    (result,) = asyncio.run(reward.score([request("e")]))
+    assert "attempt 1 of 1" in str(result.error)
+
+
+def test_no_request_waits_for_a_connection_while_its_time_runs(server: RewardServer):
+    """The server answers when as many have come as may be under way at a time."""
+    server.together = threading.Barrier(http_servers.IN_FLIGHT)
+    results = score([server.url + "/together"], *[request("e")] * http_servers.IN_FLIGHT, retries=0)
+    assert {result.error for result in results} == {None}

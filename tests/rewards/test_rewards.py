@@ -1,0 +1,237 @@
+"""Rewards: what a user's function may look like and return, and what becomes of an error."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf.config.options import ConfigError
+from openrlhf.processes.hosts import HostPool
+from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy, RewardErrors
+from openrlhf.rewards.function import FunctionReward, notice
+from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards
+from openrlhf.rewards.verifiers import VerifierReward
+from openrlhf.trajectory import Prompt, StopReason, Trajectory
+
+FILES = Path(__file__).parent / "reward_files"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[HostPool]:
+    with HostPool(2, memory_gib=2) as pool:
+        yield pool
+
+
+def function(pool: HostPool, file: str, name: str = "reward_func", **kwargs: Any) -> FunctionReward:
+    return FunctionReward(FILES / file, function=name, pool=pool, **{"timeout": 30, **kwargs})
+
+
+def request(response: str, label: Any = "", prompt: str = "2+2=") -> RewardRequest:
+    return RewardRequest(query=prompt + response, prompt=prompt, label=label)
+
+
+def score(reward: FunctionReward | VerifierReward, *requests: RewardRequest) -> list[RewardResult]:
+    return asyncio.run(reward.score(requests))
+
+
+def rewards_of(results: list[RewardResult]) -> list[float | None]:
+    assert [result.error for result in results] == [None] * len(results)
+    return [result.reward for result in results]
+
+
+def test_a_function_is_called_once_per_sample_with_lists_of_length_one(pool: HostPool):
+    results = score(function(pool, "exact.py"), request("4", "4"), request("5", "4"), request(" 4 ", "4"))
+    assert results == [
+        RewardResult(reward=1.0, score=0.5, extra_logs={"calls": 1.0}),
+        RewardResult(reward=0.0, score=0.0, extra_logs={"calls": 1.0}),
+        RewardResult(reward=1.0, score=0.5, extra_logs={"calls": 1.0}),
+    ]
+
+
+def test_in_batch_mode_it_gets_all_samples_at_once_and_its_lists_are_dealt_out(pool: HostPool):
+    results = score(function(pool, "exact.py", batch=True), request("5", "4"), request("4", "4"))
+    assert results == [
+        RewardResult(reward=0.0, score=0.0, extra_logs={"calls": 2.0}),
+        RewardResult(reward=1.0, score=0.5, extra_logs={"calls": 2.0}),
+    ]
+
+
+def test_no_samples_need_no_call(pool: HostPool):
+    assert score(function(pool, "exact.py", batch=True)) == score(function(pool, "exact.py")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("other_names", 1.0), ("keywords_only", 1.0), ("asynchronous", 1.0), ("bfloat16", 0.5), ("without_labels", 5.0)],
+)
+def test_functions_of_other_signatures_and_tensors_are_accepted(pool: HostPool, name: str, expected: float):
+    assert rewards_of(score(function(pool, "legacy.py", name), request("4", "4"))) == [expected]
+
+
+def test_a_function_without_labels_or_a_dict_is_noticed_once(pool: HostPool, caplog: pytest.LogCaptureFixture):
+    notice.cache_clear()
+    with caplog.at_level(logging.WARNING, "openrlhf"):
+        for _ in range(2):
+            reward = function(pool, "legacy.py", "without_labels")
+            assert rewards_of(score(reward, request("4"), request("four"))) == [5.0, 8.0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "without_labels takes no labels" in messages[0] and "returns rewards alone" in messages[1]
+
+
+def test_a_function_whose_names_mean_something_else_is_refused(pool: HostPool):
+    words = r"takes \(prompts, completions\), but is called with \(queries, prompts, labels\)"
+    with pytest.raises(ConfigError, match=words):
+        asyncio.run(function(pool, "legacy.py", "of_another_trainer").check())
+
+
+def test_a_function_that_follows_the_contract_is_not_remarked_on(pool: HostPool, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "openrlhf"):
+        score(function(pool, "exact.py"), request("4", "4"))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("label", "reward", "score_expected"), [("zero score", 2.0, 0.0), ("true", 1.0, 1.0), ("bare", 0.25, 0.25)]
+)
+def test_scores_are_the_rewards_unless_given_and_zero_counts_as_given(
+    pool: HostPool, label: str, reward: float, score_expected: float
+):
+    [result] = score(function(pool, "returns.py", "returns"), request("", label))
+    assert (result.reward, result.score, result.error) == (reward, score_expected, None)
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        ("raises", "ZeroDivisionError: nobody divides by that"),
+        ("nothing", "returned rewards that are not numbers: None"),
+        ("nan", r"returned rewards that are not finite: [nan]"),
+        ("infinite", r"returned rewards that are not finite: [inf]"),
+        ("two", "returned 2 rewards for 1 samples: [1.0, 2.0]"),
+        ("text", "returned rewards that are not numbers: 'good'"),
+        ("no rewards", "returned a dict without 'rewards'; its keys are ['reward']"),
+        ("bad scores", "returned scores that are not finite: [nan]"),
+        ("bad logs", "returned extra_logs['note'] that are not numbers: 'fine'"),
+        ("logs as a list", "returned extra_logs that are no dict: [1.0]"),
+        ("opaque", "returned type Opaque"),
+    ],
+)
+def test_what_is_no_reward_becomes_an_error_that_says_what_it_was(pool: HostPool, label: str, text: str):
+    bad, good = score(function(pool, "returns.py", "returns"), request("", label), request("", "bare"))
+    assert bad.error is not None and text in bad.error and "returns.py:returns" in bad.error
+    assert bad.reward is None and bad.score is None
+    assert good.reward == 0.25
+
+
+def test_in_batch_mode_one_bad_answer_fails_the_samples_of_its_call(pool: HostPool):
+    results = score(function(pool, "returns.py", "returns", batch=True), request("", "two"), request("", "bare"))
+    assert rewards_of(results) == [1.0, 2.0]
+    results = score(function(pool, "returns.py", "returns", batch=True), request("", "bare"), request("", "two"))
+    assert all(result.error and "returned 1 rewards for 2 samples" in result.error for result in results)
+
+
+def test_a_hanging_or_dying_function_fails_its_sample_only(tmp_path: Path, pool: HostPool):
+    file = tmp_path / "moody.py"
+    file.write_text(
+        "import os, time\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    if labels[0] == 'hang': time.sleep(100)\n"
+        "    if labels[0] == 'exit': os._exit(3)\n"
+        "    return {'rewards': [1.0]}\n"
+    )
+    reward = FunctionReward(file, pool=pool, timeout=1.0)
+    results = score(reward, *(request("", label) for label in ("hang", "", "exit", "", "")))
+    assert [result.reward for result in results] == [None, 1.0, None, 1.0, 1.0]
+    assert "took more than 1 s" in str(results[0].error) and "exited with status 3" in str(results[2].error)
+
+
+def test_a_file_that_cannot_be_loaded_is_a_mistake_in_the_flags(tmp_path: Path, pool: HostPool):
+    file = tmp_path / "broken.py"
+    file.write_text("def reward_func(queries, prompts, labels)\n    return 1\n")
+    reward = FunctionReward(file, pool=pool, timeout=1)
+    with pytest.raises(ConfigError, match=r"--reward.remote_url: .*broken.py:reward_func(\n|.)*SyntaxError"):
+        asyncio.run(reward.check())
+    assert "SyntaxError" in str(score(reward, request(""))[0].error)
+
+
+def test_several_samples_may_have_nested_lists_and_numbers_per_name():
+    results = read_rewards({"rewards": [[1], [0.5]], "scores": None, "extra_logs": {"a": [3, 4]}}, 2)
+    assert [(result.reward, result.score) for result in results] == [(1.0, 1.0), (0.5, 0.5)]
+    assert [result.extra_logs for result in results] == [{"a": 3.0}, {"a": 4.0}]
+    with pytest.raises(ValueError, match="returned 1 extra_logs\\['a'\\] for 2 samples"):
+        read_rewards({"rewards": [1, 2], "extra_logs": {"a": 3}}, 2)
+
+
+def test_a_long_answer_is_quoted_in_part():
+    with pytest.raises(ValueError) as caught:
+        read_rewards(list(range(10_000)), 1)
+    assert "10000 rewards for 1 samples" in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_the_response_is_what_follows_the_prompt_unless_given():
+    assert RewardRequest(query="<s>2+2=4", prompt="2+2=").response_text == "4"
+    assert RewardRequest(query="cut+2=4", prompt="2+2=").response_text == "cut+2=4"
+    assert RewardRequest(query="2+2=4", prompt="2+2=", response="four").response_text == "four"
+
+
+def test_the_math_verifier_grades_responses_not_prompts(pool: HostPool):
+    reward = VerifierReward("math", pool=pool, timeout=30)
+    asyncio.run(reward.check())
+    results = score(
+        reward,
+        request(r"thus \boxed{\frac{1}{2}}<|im_end|>", "0.5"),
+        request("A: 1,000", "So it is 1000.\n#### 1,000"),
+        request("I cannot say", "7", prompt=r"An example: \boxed{7}. Now you: "),
+        request("A: 7", 7),
+    )
+    assert rewards_of(results) == [1.0, 1.0, 0.0, 1.0]
+
+
+def test_the_error_policy_is_fail_drop_or_a_finite_number():
+    assert ErrorPolicy.parse("fail") == ErrorPolicy(fallback=None, counts=True)
+    assert ErrorPolicy.parse("drop") == ErrorPolicy(fallback=None, counts=False)
+    assert ErrorPolicy.parse("-1").fallback == -1.0
+    for text in ("", "ignore", "nan", "inf"):
+        with pytest.raises(ConfigError, match=r"--reward.on_error is .* it takes fail, drop or a number"):
+            ErrorPolicy.parse(text)
+
+
+def episodes(failed: int, total: int) -> list[Trajectory]:
+    prompt = Prompt(index=0, text="", tokens=[1])
+    return [
+        Trajectory(
+            tokens=[1, 2],
+            action_mask=[False, True],
+            rollout_logprobs=[0.0, -1.0],
+            prompt=prompt,
+            sample_index=i,
+            stop_reason=StopReason.FAILED if i < failed else StopReason.STOP,
+            error=f"traceback of {i}" if i < failed else None,
+        )
+        for i in range(total)
+    ]
+
+
+def test_the_run_stops_with_the_first_traceback_above_the_error_rate_and_not_at_it():
+    budget = ErrorBudget(max_error_rate=0.1)
+    budget.check(episodes(2, 20))
+    budget.check([])
+    with pytest.raises(RewardErrors, match=r"3 of 20 episodes failed.*max_error_rate 0.1(.|\n)*traceback of 0"):
+        budget.check(episodes(3, 20))
+    with pytest.raises(RewardErrors):
+        ErrorBudget(max_error_rate=0).check(episodes(1, 1000))
+
+
+def test_dropped_episodes_stop_no_run():
+    ErrorBudget(max_error_rate=0, policy=ErrorPolicy.parse("drop")).check(episodes(5, 5))
+
+
+def test_with_a_fixed_reward_what_fails_all_the_same_still_counts():
+    with pytest.raises(RewardErrors):
+        ErrorBudget(max_error_rate=0.1, policy=ErrorPolicy.parse("0")).check(episodes(1, 2))

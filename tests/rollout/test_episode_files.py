@@ -1,0 +1,183 @@
+"""Episodes come back from disk as they were; a file is whole or is not there; a damaged one is named, with its line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from openrlhf.data.errors import DataError
+from openrlhf.rollout.episode_files import EpisodeFolder
+from openrlhf.trajectory import Failure, Prompt, Trajectory
+from tests.trainers.episodes import episode, failed
+
+RUN = {"--rollout.batch_size": 2, "prompts": 24}
+IN_ONE_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def anything(draw: st.DrawFn) -> Trajectory:
+    """An episode with any value in any field, those to come included."""
+    length = draw(st.integers(0, 5))
+    values = {name: st.from_type(hint) for name, hint in get_type_hints(Trajectory).items()}
+    values |= {
+        "tokens": st.lists(st.integers(0, 2**20), min_size=length, max_size=length),
+        "action_mask": st.lists(st.booleans(), min_size=length, max_size=length),
+        "rollout_logprobs": st.lists(st.floats(width=32), min_size=length, max_size=length),
+        "extra_logs": st.dictionaries(st.text(), st.floats(), max_size=3),
+        "prompt": st.builds(Prompt, label=JSON, images=JSON, datasource=st.text()),
+    }
+    return Trajectory(**{name: draw(value) for name, value in values.items()})
+
+
+def written(folder: Path, *episodes: Trajectory) -> EpisodeFolder:
+    made = EpisodeFolder(folder)
+    made.begin(after=-1)
+    made.write("step", 7, episodes, run=RUN)
+    return made
+
+
+@IN_ONE_FOLDER
+@given(st.lists(anything(), max_size=3))
+def test_episodes_come_back_as_they_were(tmp_path: Path, episodes: list[Trajectory]) -> None:
+    """Compared as text, in which a tuple is no list, an enumeration no string, and NaN is NaN."""
+    assert repr(written(tmp_path, *episodes).read("step", 7)) == repr(episodes)
+
+
+@pytest.mark.parametrize("text", ["naïve 中文 🙂", "line\nbreak\r\u2028\x00", "\ud83d alone"])
+def test_odd_texts_stay_on_their_line(tmp_path: Path, text: str) -> None:
+    one = episode(score=1.0, text=text, response_text=text, error=text, failure=Failure.EXCEPTION)
+    folder = written(tmp_path, one, one)
+    assert folder.read("step", 7) == [one, one]
+    assert len(gzip.decompress(folder.file("step", 7).read_bytes()).splitlines()) >= 3
+    assert gzip.decompress(folder.file("step", 7).read_bytes()).count(b"\n") == 3
+
+
+def test_a_label_that_json_cannot_express_is_written_as_its_text(tmp_path: Path) -> None:
+    one = episode(score=1.0)
+    odd = replace(one, prompt=replace(one.prompt, label={"key": b"bytes"}))
+    [read] = written(tmp_path, odd).read("step", 7)
+    assert read.prompt.label == {"key": "b'bytes'"}
+
+
+def test_any_program_can_read_a_file(tmp_path: Path) -> None:
+    folder = written(tmp_path, episode(3, 1, score=0.5), failed(4, 0))
+    with gzip.open(folder.file("step", 7), "rt", encoding="utf-8") as file:
+        head, *rows = map(json.loads, file)
+    assert head == {"format": 1, "kind": "step", "step": 7, "episodes": 2, "run": RUN}
+    assert [row.keys() for row in rows] == [{field.name for field in fields(Trajectory)}] * 2
+    assert (rows[0]["prompt"]["index"], rows[0]["sample_index"], rows[0]["score"]) == (3, 1, 0.5)
+    assert (rows[1]["stop_reason"], rows[1]["error"]) == ("failed", "it broke")
+
+
+def test_the_same_episodes_are_the_same_bytes(tmp_path: Path) -> None:
+    """So a resumed run that makes the same samples writes the same files, whenever it does."""
+    one, two = (written(tmp_path / name, episode(score=1.0)).file("step", 7) for name in "ab")
+    assert one.read_bytes() == two.read_bytes()
+
+
+# ---- a folder
+
+
+def test_a_new_run_sets_all_files_aside_and_a_resumed_one_those_of_later_steps(tmp_path: Path) -> None:
+    folder = written(tmp_path, episode(score=1.0))
+    folder.write("step", 8, [failed()], run=RUN)
+    folder.write("eval", 7, [failed()], run=RUN)
+    (tmp_path / "notes.txt").write_text("mine")
+    folder.begin(after=7)
+    assert (folder.steps(), folder.last_step) == ([7], 7)
+    assert folder.read("eval", 7) == [failed()]
+    assert [path.name for path in tmp_path.glob("earlier/1/*")] == ["step-000008.jsonl.gz"]
+    folder.begin(after=-1)
+    assert (folder.steps(), folder.last_step) == ([], 0)
+    assert len(list(tmp_path.glob("earlier/2/*"))) == 2
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_a_killed_write_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(tmp_path, episode(score=1.0))
+
+    def killed(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)
+    for step in (7, 8):
+        with pytest.raises(KeyboardInterrupt):
+            folder.write("step", step, [failed(), failed()], run=RUN)
+    assert folder.steps() == [7]
+    assert folder.read("step", 7) == [episode(score=1.0)]
+
+
+# ---- damage
+
+
+def test_a_file_that_lost_its_end_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+    folder = written(tmp_path, episode(0, score=1.0), episode(1, score=0.0))
+    path = folder.file("step", 7)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match=r"step-000007.jsonl.gz, line \d, cannot be read"):
+            folder.read("step", 7)
+
+
+@IN_ONE_FOLDER
+@given(st.data())
+def test_a_flipped_bit_is_found_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
+    """Harmless are a few bits at the head of a gzip file, such as its date."""
+    episodes = [episode(index, score=float(index), actions=5) for index in range(3)]
+    folder = written(tmp_path, *episodes)
+    content = bytearray(folder.file("step", 7).read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    folder.file("step", 7).write_bytes(content)
+    try:
+        assert folder.read("step", 7) == episodes
+    except DataError as error:
+        assert str(folder.file("step", 7)) in str(error)
+
+
+def edited(folder: EpisodeFolder, *lines: Any) -> EpisodeFolder:
+    """The file with other lines: episodes by their number, anything else as JSON."""
+    path = folder.file("step", 7)
+    old = gzip.decompress(path.read_bytes()).splitlines()
+    new = [old[line] if isinstance(line, int) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(gzip.compress(b"\n".join(new)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([0, 1], ["line 3", "ends after 1 of 2 episodes"]),
+        ([0, 1, 2, 2], ["line 5", "ends after 3 of 2 episodes"]),
+        ([{"format": 2}, 1, 2], ["line 1", "its format is 2", "knows 1"]),
+        ([{"hello": "world"}], ["line 1"]),
+        ([[1, 2, 3]], ["line 1"]),
+        ([], ["line 1"]),
+        ([0, 1, {"tokens": [1]}], ["line 3", "missing"]),
+        ([0, {"tokens": [1], "colour": "red"}, 2], ["line 2", "colour"]),
+        ([0, 1, "text"], ["line 3"]),
+        ([0, 1, 0], ["line 3"]),
+    ],
+    ids=["too few", "too many", "other format", "foreign", "no object", "empty", "fields missing", "unknown field",
+         "no episode", "two headers"],
+)  # fmt: skip
+def test_a_line_that_is_no_episode_is_named(tmp_path: Path, lines: list[Any], words: list[str]) -> None:
+    folder = edited(written(tmp_path, episode(0, score=1.0), episode(1, score=0.0)), *lines)
+    with pytest.raises(DataError) as caught:
+        folder.read("step", 7)
+    assert all(word in str(caught.value) for word in [*words, "step-000007.jsonl.gz", "--rollout.dump_dir"]), (
+        caught.value
+    )

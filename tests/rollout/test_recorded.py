@@ -1,0 +1,188 @@
+"""A replay gives the loop what the run gave that wrote the episodes: steps, filtering, place in the prompts, and any start."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.data.errors import DataError
+from openrlhf.data.prompts import PromptRow
+from openrlhf.observability.metrics import Metric
+from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rollout.episode_files import EpisodeFolder
+from openrlhf.rollout.generator import Rejects, SamplingSpec
+from openrlhf.rollout.recorded import DumpingGenerator, Generator, ReplayGenerator
+from openrlhf.trainers.filtering import DynamicFilter
+from openrlhf.trainers.sources import SyncSource, evaluate
+from openrlhf.trajectory import Prompt, Trajectory
+from tests.rollout.test_episode_files import IN_ONE_FOLDER
+from tests.trainers.episodes import episode
+
+SPEC = SamplingSpec(
+    purpose="train", n_samples=2, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=8, seed=0
+)
+EVALUATION = SamplingSpec(**{**vars(SPEC), "purpose": "eval"})
+FILTER = DynamicFilter(low=0.0, high=1.0, errors=ErrorBudget(max_error_rate=1.0))
+
+
+class Prompts:
+    """Rows whose text tells them apart."""
+
+    def __init__(self, count: int, name: str = "row") -> None:
+        self.count, self.name = count, name
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> PromptRow:
+        return PromptRow(text=f"{self.name} {index}", tokens=[index], label=b"not JSON")
+
+
+class Dice:
+    """Samples with scores by chance, of which half the prompts teach nothing."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+
+    def rollout(
+        self,
+        prompts: Iterable[Prompt],
+        spec: SamplingSpec,
+        *,
+        groups: int | None = None,
+        rejects: Rejects = lambda group: False,
+        may_end_early: bool = False,
+    ) -> list[Trajectory]:
+        found: list[Trajectory] = []
+        taken = 0
+        for prompt in prompts:
+            samples = [
+                episode(prompt.index, sample, score=float(self.draw.randint(0, 1)), text=prompt.text)
+                for sample in range(spec.n_samples)
+            ]
+            found += [Trajectory(**{**vars(t), "prompt": prompt}) for t in samples]
+            taken += not rejects(samples)
+            if taken == groups:
+                break
+        return found
+
+    def metrics(self) -> dict[str, Metric]:
+        return {}
+
+
+class Loop:
+    """What the trainer does with a source: counts the steps that have something to learn from."""
+
+    def __init__(self, prompts: Prompts, *, batch_size: int = 2, filtered: bool = False, consumed: int = 0) -> None:
+        self.step = 0
+        self.prompts, self.fields = prompts, {"batch_size": batch_size, "keep": FILTER if filtered else None}
+        self.consumed = consumed
+
+    def go(self, generator: Generator, ended: Callable[[], bool] = lambda: False) -> list[tuple[int, int, list[Any]]]:
+        """Step, prompts consumed and episodes, each time the source gives some."""
+        source = SyncSource(self.prompts, generator, SPEC, list, episodes=2, seed=0, ended=ended, **self.fields)  # pyright: ignore
+        source.consumed = self.consumed
+        seen = []
+        for trajectories in source:
+            seen.append((self.step + 1, source.consumed, trajectories))
+            self.step += not all(t.filtered for t in trajectories)
+        return seen
+
+
+def dumped(folder: Path, prompts: Prompts, *, seed: int = 0, **fields: Any) -> list[tuple[int, int, list[Any]]]:
+    loop, files = Loop(prompts, **fields), EpisodeFolder(folder)
+    files.begin(after=-1)
+    return loop.go(DumpingGenerator(Dice(seed), files, lambda: loop.step, run={}))
+
+
+def replayed(
+    folder: Path, prompts: Prompts, *, done: int = 0, consumed: int = 0, **fields: Any
+) -> list[tuple[int, int, list[Any]]]:
+    loop, files = Loop(prompts, consumed=consumed, **fields), EpisodeFolder(folder)
+    loop.step = done
+    return loop.go(ReplayGenerator(files, lambda: loop.step), lambda: loop.step >= files.last_step)
+
+
+@settings(IN_ONE_FOLDER, max_examples=40)
+@given(st.integers(0, 999), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.data())
+def test_a_replay_gives_the_loop_what_the_run_gave_it(
+    tmp_path: Path, seed: int, count: int, batch_size: int, filtered: bool, data: st.DataObject
+) -> None:
+    """Also where the rest of a pass is all filtered and makes no step, from any step on, with labels that JSON cannot express."""
+    fields: dict[str, Any] = {"batch_size": batch_size, "filtered": filtered}
+    seen = dumped(tmp_path, Prompts(count), seed=seed, **fields)
+    steps = EpisodeFolder(tmp_path).steps()
+    assert steps == sorted({step for step, _, _ in seen})
+    assert replayed(tmp_path, Prompts(count), **fields) == seen
+    if len(steps) > 1:
+        done = data.draw(st.sampled_from(steps[:-1]))
+        consumed = max(consumed for step, consumed, ts in seen if step == done and not all(t.filtered for t in ts))
+        rest = [each for each in seen if each[0] > done]
+        assert replayed(tmp_path, Prompts(count), done=done, consumed=consumed, **fields) == rest
+
+
+def test_filtered_episodes_are_written_with_their_tokens(tmp_path: Path) -> None:
+    seen = dumped(tmp_path, Prompts(9), filtered=True)
+    assert any(t.filtered for _, _, trajectories in seen for t in trajectories)
+    files = EpisodeFolder(tmp_path)
+    assert all(t.num_actions and not t.filtered for step in files.steps() for t in files.read("step", step))
+
+
+def test_a_replay_ends_with_the_last_step_that_was_written(tmp_path: Path) -> None:
+    seen = dumped(tmp_path, Prompts(8))
+    for path in sorted(tmp_path.glob("step-*"))[3:]:
+        path.unlink()
+    assert replayed(tmp_path, Prompts(8)) == seen[:3]
+
+
+def test_evaluations_have_files_of_their_own_however_many_waves_they_take(tmp_path: Path) -> None:
+    files = EpisodeFolder(tmp_path)
+    files.begin(after=-1)
+    generator = DumpingGenerator(Dice(0), files, lambda: 6, run={})
+    first = generator.rollout([Prompt(index=0, text="a", tokens=[1])], SPEC)
+    found = evaluate(Prompts(5), generator, EVALUATION, wave=2)  # pyright: ignore
+    assert repr(files.read("eval", 6)) == repr(found).replace("b'not JSON'", repr("b'not JSON'"))
+    assert files.read("step", 7) == first
+
+
+def test_a_repeated_step_takes_the_place_of_the_first_attempt(tmp_path: Path) -> None:
+    dumped(tmp_path, Prompts(8))
+    loop, files = Loop(Prompts(8), consumed=4), EpisodeFolder(tmp_path)
+    loop.step = 2  # two steps of two prompts
+    files.begin(after=2)
+    again = loop.go(DumpingGenerator(Dice(1), files, lambda: loop.step, run={}))
+    assert files.steps() == list(range(1, 9))
+    assert replayed(tmp_path, Prompts(8))[2:] == again
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fields", "words"),
+    [
+        (Prompts(8, "line"), {}, ["prompt 0 is 'row", "and 'line", "--data.prompt_dataset"]),
+        (Prompts(8), {"batch_size": 3}, ["has no sample of prompt 2", "step 1", "--rollout.batch_size"]),
+        (Prompts(7), {}, ["there and 'row", "--data.prompt_dataset"]),
+    ],
+    ids=["other texts", "larger batches", "another order"],
+)
+def test_prompts_that_are_not_those_of_the_files_are_told(
+    tmp_path: Path, prompts: Prompts, fields: dict[str, Any], words: list[str]
+) -> None:
+    dumped(tmp_path, Prompts(8))
+    with pytest.raises(DataError) as caught:
+        replayed(tmp_path, prompts, **fields)
+    assert all(word in str(caught.value) for word in [*words, str(tmp_path), ".jsonl.gz"]), caught.value
+
+
+def test_another_tokenizer_is_told_by_the_tokens_of_a_prompt(tmp_path: Path) -> None:
+    files = EpisodeFolder(tmp_path)
+    files.begin(after=-1)
+    prompt = Prompt(index=0, text="a", tokens=[1])
+    DumpingGenerator(Dice(0), files, lambda: 0, run={}).rollout([prompt], SPEC)
+    with pytest.raises(DataError, match=r"prompt 0 has other tokens there.*use the tokenizer"):
+        ReplayGenerator(files, lambda: 0).rollout([Prompt(index=0, text="a", tokens=[2])], SPEC)
