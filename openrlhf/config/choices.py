@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimator:
+class EstimatorTraits:
     """What an advantage estimator asks of a run."""
 
     needs_groups: bool = False  # compares samples of one prompt: two or more of them
@@ -20,7 +20,7 @@ class Estimator:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss:
+class LossTraits:
     """What a policy loss brings with it."""
 
     aggregation: str = "token"  # used where --algo.loss.aggregation is not given
@@ -28,7 +28,7 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Correction:
+class CorrectionPreset:
     """A preset of the correction of train/rollout mismatch: two axes of `algo.correction`."""
 
     level: str
@@ -36,7 +36,7 @@ class Correction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLEstimator:
+class KLTraits:
     """Where an estimator of KL(π‖π_ref) belongs."""
 
     in_reward: bool = False  # unbiased as a number
@@ -44,27 +44,27 @@ class KLEstimator:
 
 
 ESTIMATORS = {
-    "gae": Estimator(needs_critic=True, whitened=True),
-    "reinforce": Estimator(whitened=True),
-    "rloo": Estimator(needs_groups=True, forces_gamma_one=True),
-    "reinforce_baseline": Estimator(needs_groups=True, whitened=True, forces_gamma_one=True),
-    "group_norm": Estimator(needs_groups=True, forces_gamma_one=True),
-    "dr_grpo": Estimator(needs_groups=True, forces_gamma_one=True),
+    "gae": EstimatorTraits(needs_critic=True, whitened=True),
+    "reinforce": EstimatorTraits(whitened=True),
+    "rloo": EstimatorTraits(needs_groups=True, forces_gamma_one=True),
+    "reinforce_baseline": EstimatorTraits(needs_groups=True, whitened=True, forces_gamma_one=True),
+    "group_norm": EstimatorTraits(needs_groups=True, forces_gamma_one=True),
+    "dr_grpo": EstimatorTraits(needs_groups=True, forces_gamma_one=True),
 }
-POLICY_LOSSES = {"ppo": PolicyLoss(), "gspo": PolicyLoss(aggregation="sequence"), "cispo": PolicyLoss(clip=(1.0, 0.28))}
+POLICY_LOSSES = {"ppo": LossTraits(), "gspo": LossTraits(aggregation="sequence"), "cispo": LossTraits(clip=(1.0, 0.28))}
 CORRECTIONS = {
-    "tis": Correction(level="token", mode="clip"),
-    "icepop": Correction(level="token", mode="mask"),
-    "seq-mask-tis": Correction(level="geometric", mode="mask"),
+    "tis": CorrectionPreset(level="token", mode="clip"),
+    "icepop": CorrectionPreset(level="token", mode="mask"),
+    "seq-mask-tis": CorrectionPreset(level="geometric", mode="mask"),
 }
-KL_ESTIMATORS = {"k1": KLEstimator(in_reward=True), "k2": KLEstimator(in_loss=True), "k3": KLEstimator(in_loss=True)}
+KL_ESTIMATORS = {"k1": KLTraits(in_reward=True), "k2": KLTraits(in_loss=True), "k3": KLTraits(in_loss=True)}
 
-Properties = Estimator | PolicyLoss | Correction | KLEstimator
+Properties = EstimatorTraits | LossTraits | CorrectionPreset | KLTraits
 TABLES: dict[type[Properties], dict[str, Any]] = {
-    Estimator: ESTIMATORS,
-    PolicyLoss: POLICY_LOSSES,
-    Correction: CORRECTIONS,
-    KLEstimator: KL_ESTIMATORS,
+    EstimatorTraits: ESTIMATORS,
+    LossTraits: POLICY_LOSSES,
+    CorrectionPreset: CORRECTIONS,
+    KLTraits: KL_ESTIMATORS,
 }
 
 

@@ -10,7 +10,7 @@ from openrlhf.config.flags import Section, option, required
 from openrlhf.config.ppo import RLEvalConfig
 from openrlhf.config.rollout import PromptColumns, RewardConfig, RolloutConfig, VLLMConfig
 from openrlhf.config.rules import Given, Replaced, Sentences
-from openrlhf.config.supervised import PairColumns, RMEngineConfig
+from openrlhf.config.supervised import PairColumns, RMDeepSpeedConfig
 
 TASKS = ("pass_k", "rm_accuracy", "win_rate")
 # Flags and sections without effect, in every task and in one.
@@ -71,7 +71,7 @@ class EvaluationConfig(shared.RecordedCommand, title="Evaluation of a checkpoint
     vllm: VLLMConfig = VLLMConfig()
     rollout: RolloutConfig = RolloutConfig(micro_batch_size=8)
     train: ProcessConfig = ProcessConfig()
-    ds: RMEngineConfig = RMEngineConfig()
+    ds: RMDeepSpeedConfig = RMDeepSpeedConfig()
 
     @property
     def samples_answers(self) -> bool:

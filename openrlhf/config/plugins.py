@@ -71,13 +71,13 @@ def _registered() -> Iterator[tuple[str, choices.Properties]]:
     """What flags need to know of the entries of the registries."""
     for name, e in _entries("advantages", "ADVANTAGE_ESTIMATORS"):
         groups = {"needs_groups": e.per_group, "forces_gamma_one": e.per_group}
-        yield name, choices.Estimator(needs_critic=e.needs_critic, whitened=e.whiten, **groups)
+        yield name, choices.EstimatorTraits(needs_critic=e.needs_critic, whitened=e.whiten, **groups)
     for name, e in _entries("policy_losses", "POLICY_LOSSES"):
-        yield name, choices.PolicyLoss(aggregation=e.aggregation)
+        yield name, choices.LossTraits(aggregation=e.aggregation)
     for name, (level, mode) in _entries("corrections", "PRESETS"):
-        yield name, choices.Correction(level=level, mode=mode)
+        yield name, choices.CorrectionPreset(level=level, mode=mode)
     for name, _ in _entries("kl", "KL_ESTIMATORS"):
-        yield name, choices.KLEstimator(in_reward=True, in_loss=True)
+        yield name, choices.KLTraits(in_reward=True, in_loss=True)
 
 
 def _entries(module: str, registry: str) -> list[tuple[str, Any]]:

@@ -114,7 +114,7 @@ class RLTrainConfig(shared.TrainConfig, title="Batches, epochs, seed, placement,
 class RLLoraConfig(shared.LoraConfig):
     publish: str = option("merged", "What engines are sent.", choices=("merged", "adapter"))
 
-class RLEngineConfig(shared.LMEngineConfig):
+class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
     enable_sleep: bool = option(False, "Move the engines' state to CPU memory between uses.")
     value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
     lora: RLLoraConfig = RLLoraConfig()
@@ -141,7 +141,7 @@ class PPOConfig(shared.Root, title="Reinforcement learning."):
     train: RLTrainConfig = RLTrainConfig(micro_batch_size=1)
     data: RLDataConfig = RLDataConfig(max_samples=100_000_000)
     eval: RLEvalConfig = RLEvalConfig()
-    ds: RLEngineConfig = RLEngineConfig()
+    ds: RLDeepSpeedConfig = RLDeepSpeedConfig()
     placement: PlacementConfig = PlacementConfig()
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(
         path="./ckpt/checkpoints_ppo_ray", max_mem=float("inf"))
@@ -159,7 +159,7 @@ class PPOConfig(shared.Root, title="Reinforcement learning."):
         return self.actor.num_nodes * self.actor.num_gpus_per_node
 
     @property
-    def estimator(self) -> choices.Estimator:
+    def estimator(self) -> choices.EstimatorTraits:
         """What the advantage estimator asks for."""
         return choices.ESTIMATORS[self.algo.advantage.estimator]
 

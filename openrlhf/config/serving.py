@@ -14,13 +14,13 @@ class ServedModelConfig(Section, title="The reward model."):
     normalize_enable: bool = option(False, "Normalise by stored mean and deviation.")
 
 
-class ServingEngineConfig(shared.LoadingConfig):
+class ServedLoadingConfig(shared.LoadingConfig):
     value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
 
 
 class ServeConfig(shared.Command, title="HTTP server of a reward model."):
     reward: ServedModelConfig = ServedModelConfig()
-    ds: ServingEngineConfig = ServingEngineConfig()
+    ds: ServedLoadingConfig = ServingEngineConfig()
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: every one of this machine.")
     port: int = option(5000, "TCP port; 0: any that is free.", ge=0, le=65535)
     truncation_side: str = option(

@@ -75,7 +75,7 @@ class LoadingConfig(Section, title="How models are loaded and run."):
     packing_samples: bool = option(False, "Concatenate samples instead of padding them.")
     load_in_4bit: bool = option(False, "QLoRA: hold the frozen weights in 4 bits (NF4).")
 
-class EngineConfig(LoadingConfig, title="DeepSpeed: precision, memory, parallelism."):
+class DeepSpeedConfig(LoadingConfig, title="DeepSpeed: precision, memory, parallelism."):
     zero_stage: int = option(2, "ZeRO stage.", ge=0, le=3)
     zpg: int = option(1, "Ranks of a secondary partition (ZeRO++ hpZ, stage 3).", ge=1)
     adam_offload: bool = option(False, "Keep the optimizer's state in CPU memory.")
@@ -97,7 +97,7 @@ class EngineConfig(LoadingConfig, title="DeepSpeed: precision, memory, paralleli
         """Ranks that get the same samples: those of ring attention and tensor parallelism."""
         return max(1, self.ring_attn_size * self.tensor_parallel_size)
 
-class LMEngineConfig(EngineConfig):  # of commands that train a language model
+class LMDeepSpeedConfig(DeepSpeedConfig):  # of commands that train a language model
     use_liger_kernel: bool = option(False, "Load the model with Liger's fused kernels.")
 
 class TokenizerConfig(Section, title="Tokenizer."):
@@ -188,7 +188,7 @@ class RecordedCommand(Command, title="What every command with a run folder has."
     run_name_prefix: ClassVar[str] = ""
 
     data: DataConfig = DataConfig()
-    ds: EngineConfig = EngineConfig()
+    ds: DeepSpeedConfig = DeepSpeedConfig()
     logger: LoggerConfig = LoggerConfig()
     run: RunConfig = RunConfig()
 

@@ -11,7 +11,7 @@ from openrlhf.config.rules import Given, Replaced, Sentences
 
 class SupervisedConfig(shared.OptimizerConfig, shared.Root, title="What the offline commands share."):
     model: shared.ModelConfig = shared.ModelConfig()
-    ds: shared.EngineConfig = shared.EngineConfig()
+    ds: shared.DeepSpeedConfig = shared.DeepSpeedConfig()
     data: shared.OfflineDataConfig = shared.OfflineDataConfig()
 
     def derived_values(self, given: Given) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class SFTConfig(SupervisedConfig, title="Supervised fine-tuning."):
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_sft"))
     train: shared.TrainConfig = shared.TrainConfig(max_epochs=2)
     model: SFTModelConfig = SFTModelConfig()
-    ds: shared.LMEngineConfig = shared.LMEngineConfig()
+    ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
     data: SFTDataConfig = SFTDataConfig(input_template="User: {}\nAssistant: ")
 
     def mistakes(self) -> Sentences:
@@ -104,7 +104,7 @@ class RMModelConfig(shared.ModelConfig):
     reinit_head: bool = option(False, "A fresh scalar head even where one is stored.")
 
 
-class RMEngineConfig(shared.EngineConfig):
+class RMDeepSpeedConfig(shared.DeepSpeedConfig):
     value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
 
 
@@ -117,7 +117,7 @@ class RMConfig(SupervisedConfig, title="Reward model from preference pairs."):
     adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
     train: shared.TrainConfig = shared.TrainConfig(micro_batch_size=1)
     model: RMModelConfig = RMModelConfig()
-    ds: RMEngineConfig = RMEngineConfig()
+    ds: RMDeepSpeedConfig = RMDeepSpeedConfig()
     data: PreferenceDataConfig = PreferenceDataConfig(max_len=512)
 
     def notices(self, replaced: Replaced, given: Given) -> Sentences:

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from openrlhf.config.shared import EngineConfig
+from openrlhf.config.shared import DeepSpeedConfig
 
 # Parameters whose names end like this are not decayed (biases and normalisations).
 NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 
 
-def training_config(engine: EngineConfig, *, max_norm: float) -> dict[str, Any]:
+def training_config(engine: DeepSpeedConfig, *, max_norm: float) -> dict[str, Any]:
     """DeepSpeed's configuration of a trained model.
 
     The optimizer-step window is ours: `managed_gradient_accumulation` off means that every backward accumulates and every
@@ -26,17 +26,17 @@ def training_config(engine: EngineConfig, *, max_norm: float) -> dict[str, Any]:
     }
 
 
-def training_stage(engine: EngineConfig) -> int:
+def training_stage(engine: DeepSpeedConfig) -> int:
     """The ZeRO stage that trains. DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32; stage 1 does the same sums."""
     return 1 if engine.zero_stage == 0 and engine.param_dtype == "bf16" else engine.zero_stage
 
 
-def inference_config(engine: EngineConfig) -> dict[str, Any]:
+def inference_config(engine: DeepSpeedConfig) -> dict[str, Any]:
     """DeepSpeed's configuration of a frozen model: sharded with ZeRO 3 where the trained one is, else whole."""
     return _common(engine) | {"zero_optimization": _zero(engine, 3 if engine.zero_stage == 3 else 0)}
 
 
-def _common(engine: EngineConfig) -> dict[str, Any]:
+def _common(engine: DeepSpeedConfig) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed; the real sizes are the window's
         "steps_per_print": 10**9,
@@ -48,7 +48,7 @@ def _common(engine: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _zero(engine: EngineConfig, stage: int) -> dict[str, Any]:
+def _zero(engine: DeepSpeedConfig, stage: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     if engine.overlap_comm and engine.zero_stage >= 2:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}

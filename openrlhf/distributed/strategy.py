@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import enable_full_determinism, get_scheduler, set_seed
 
-from openrlhf.config.shared import EngineConfig, OptimizerConfig
+from openrlhf.config.shared import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import devices, ds_config
 from openrlhf.observability.metrics import Metric, merge_all, values
 
@@ -67,7 +67,7 @@ class Strategy:
     """This process's place among its peers: device, ranks, reductions, and how models become engines."""
 
     def __init__(
-        self, engine: EngineConfig, *, seed: int, full_determinism: bool = False, timeout_s: float = 3600
+        self, engine: DeepSpeedConfig, *, seed: int, full_determinism: bool = False, timeout_s: float = 3600
     ) -> None:
         self.config = engine
         self.kind = devices.device_kind()

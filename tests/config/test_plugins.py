@@ -16,8 +16,8 @@ from tests.config.commands import ppo, violations
 
 PLUGIN = """
 from openrlhf.config import choices, plugins
-choices.extend("mine", choices.Estimator(needs_groups=True))
-choices.extend("my_loss", choices.PolicyLoss(aggregation="sequence"))
+choices.extend("mine", choices.EstimatorTraits(needs_groups=True))
+choices.extend("my_loss", choices.LossTraits(aggregation="sequence"))
 """
 TABLES = (choices.ESTIMATORS, choices.POLICY_LOSSES, choices.CORRECTIONS, choices.KL_ESTIMATORS)
 
@@ -82,7 +82,7 @@ def clipped(*args, **kwargs): ...
 @KL_ESTIMATORS.register("my_kl")
 def kl(log_ratio): return log_ratio
 PRESETS["my_correction"] = ("sequence", "truncate")
-choices.extend("my_clipped_loss", choices.PolicyLoss(clip=(0.5, 0.25)))
+choices.extend("my_clipped_loss", choices.LossTraits(clip=(0.5, 0.25)))
 """
 ACCEPTED = """
 import sys
@@ -97,7 +97,7 @@ assert config.algo.loss.aggregation == "sequence"
 assert config.estimator.forces_gamma_one and not config.estimator.needs_critic
 assert (config.algo.kl.estimator, config.actor.eps_clip_low_high) == ("my_kl", (0.2, 0.2))
 correction = choices.CORRECTIONS[config.algo.advantage.is_correction_type]
-assert correction == choices.Correction(level="sequence", mode="truncate")
+assert correction == choices.CorrectionPreset(level="sequence", mode="truncate")
 assert ppo(line + "my_clipped_loss").actor.eps_clip_low_high == (0.5, 0.25)
 """
 
@@ -113,10 +113,10 @@ def test_what_a_plugin_registers_among_the_algorithms_is_a_choice_of_its_flag(tm
 
 
 NAMES = {
-    "--algo.advantage.estimator": choices.Estimator(),
-    "--actor.policy_loss_type": choices.PolicyLoss(),
-    "--algo.kl.estimator": choices.KLEstimator(in_reward=True, in_loss=True),
-    "--algo.advantage.is_correction_type": choices.Correction(level="token", mode="clip"),
+    "--algo.advantage.estimator": choices.EstimatorTraits(),
+    "--actor.policy_loss_type": choices.LossTraits(),
+    "--algo.kl.estimator": choices.KLTraits(in_reward=True, in_loss=True),
+    "--algo.advantage.is_correction_type": choices.CorrectionPreset(level="token", mode="clip"),
 }
 
 
@@ -144,10 +144,10 @@ def test_a_plugin_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
 
 def test_a_name_cannot_be_taken_twice() -> None:
     for properties, name in (
-        (choices.Estimator(), "gae"),
-        (choices.PolicyLoss(), "ppo"),
-        (choices.Correction(level="token", mode="mask"), "tis"),
-        (choices.KLEstimator(), "k1"),
+        (choices.EstimatorTraits(), "gae"),
+        (choices.LossTraits(), "ppo"),
+        (choices.CorrectionPreset(level="token", mode="mask"), "tis"),
+        (choices.KLTraits(), "k1"),
     ):
         with pytest.raises(ValueError, match=f"'{name}' is there already"):
             choices.extend(name, properties)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from openrlhf.batches import TokenRows
-from openrlhf.config.shared import AdamConfig, EngineConfig, OptimizerConfig
+from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
@@ -63,7 +63,7 @@ def main() -> None:
     results = {}
     for layout in layouts:
         parts = layout.split("-")
-        engine = EngineConfig(
+        engine = DeepSpeedConfig(
             zero_stage=int(parts[0].removeprefix("zero")), param_dtype="bf16" if "bf16" in parts else "fp32"
         )
         strategy = Strategy(engine, seed=0)

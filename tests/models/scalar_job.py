@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.checkpoints.export import export_hf
-from openrlhf.config.shared import AdamConfig, EngineConfig, OptimizerConfig
+from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
@@ -22,7 +22,7 @@ OPTIMIZER = OptimizerConfig(adam=AdamConfig(lr=0.1, eps=1.0), lr_scheduler="cons
 
 def run(stage: int, path: str, out: str) -> dict[str, Any]:
     """Raise the rewards of the batch; every rank has the same rows."""
-    strategy = Strategy(EngineConfig(zero_stage=stage, param_dtype="fp32"), seed=0)
+    strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype="fp32"), seed=0)
     spec = LoadSpec(path=path, param_dtype="fp32", attention="sdpa", packing=True)
     frozen = strategy.frozen(lambda: load_scalar(spec, seed=5))
     engine = strategy.trained(lambda: load_scalar(spec, seed=5), OPTIMIZER, total_steps=3)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from openrlhf.batches import TokenRows
 from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager, EngineLayout, RunState
-from openrlhf.config.shared import CheckpointConfig, EngineConfig, TrainConfig
+from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, TrainConfig
 from openrlhf.launch.offline import check_resumable
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.best import BestMetric
@@ -70,7 +70,7 @@ class OneOfMany:
     is_main = False
 
     def __init__(self, rank: int, ranks: int, stage: int) -> None:
-        self.dp_rank, self.dp_size, self.config = rank, ranks, EngineConfig(zero_stage=stage)
+        self.dp_rank, self.dp_size, self.config = rank, ranks, DeepSpeedConfig(zero_stage=stage)
 
     def gather(self, value: Any) -> list[Any]:
         return [value]

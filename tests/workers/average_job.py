@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from openrlhf.config.shared import EngineConfig
+from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
@@ -27,7 +27,7 @@ def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
 
 def run(stage: int, dtype: str, model: str, out: str) -> list[dict[str, Any]]:
     """The weights at the start and after each step; exports in `out`: of the whole run, and of the resumed one."""
-    strategy = Strategy(EngineConfig(zero_stage=stage, param_dtype=dtype), seed=0)
+    strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype=dtype), seed=0)
     load = LoadSpec(path=model, param_dtype=dtype, attention="sdpa", packing=True)
     settings = replace(policy_settings(load, MicroBatchLimits(size=2)), ema_beta=BETA)
     plan = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[strategy.rank]

@@ -10,7 +10,7 @@ import torch
 
 from openrlhf.algorithms.corrections import Correction
 from openrlhf.batches import Experience, Layout, TokenRows, offsets_of
-from openrlhf.config.shared import AdamConfig, EngineConfig, OptimizerConfig
+from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import Metrics, Strategy
 from openrlhf.models.loading import LoadSpec
@@ -109,7 +109,7 @@ def limits_of(name: str) -> MicroBatchLimits:
 
 def strategy_of(name: str) -> Strategy:
     """`zero2`: float32 under ZeRO stage 2."""
-    return Strategy(EngineConfig(zero_stage=int(name.removeprefix("zero")), param_dtype="fp32"), seed=0)
+    return Strategy(DeepSpeedConfig(zero_stage=int(name.removeprefix("zero")), param_dtype="fp32"), seed=0)
 
 
 def update(policy: PolicyWorker, experience: Experience) -> Metrics:
