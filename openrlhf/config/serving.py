@@ -20,7 +20,7 @@ class ServedLoadingConfig(shared.LoadingConfig):
 
 class ServeConfig(shared.Command, title="HTTP server of a reward model."):
     reward: ServedModelConfig = ServedModelConfig()
-    ds: ServedLoadingConfig = ServingEngineConfig()
+    ds: ServedLoadingConfig = ServedLoadingConfig()
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: every one of this machine.")
     port: int = option(5000, "TCP port; 0: any that is free.", ge=0, le=65535)
     truncation_side: str = option(
