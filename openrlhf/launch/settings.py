@@ -70,8 +70,8 @@ def updates_of(config: PPOConfig, prompts: int) -> int:
 
 
 def freezing_steps(config: PPOConfig) -> int:
-    """Steps in which only the critic learns, where there is one."""
-    return config.critic.freezing_steps if has_critic(config) else 0
+    """Steps that train the critic alone; 0 if the estimator has no critic, or if the flag is unset (−1)."""
+    return max(0, config.critic.freezing_steps) if has_critic(config) else 0
 
 
 def load_spec(config: Sampling, path: str) -> LoadSpec:

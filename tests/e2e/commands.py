@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import get_scheduler
 
 from openrlhf.observability.run_folder import read_lines
 from tests.ranks import ROOT
@@ -108,6 +112,24 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 def column(folder: Path, name: str) -> list[float]:
     """All values of a logged number, in order."""
     return [row[name] for row in numbers(folder) if name in row]
+
+
+def default_schedule(peak: float, steps: int) -> list[float]:
+    """Learning rates of a run of `steps` optimizer steps by Transformers' own scheduler, as the default flags choose it."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler = get_scheduler(
+        "cosine_with_min_lr",
+        optimizer,
+        num_warmup_steps=math.ceil(0.03 * steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs={"min_lr_rate": 0.1},
+    )
+    rates = []
+    for _ in range(steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.e2e.commands import column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
+from tests.e2e.commands import (
+    column,
+    default_schedule,
+    kill_when,
+    launch,
+    numbers,
+    run,
+    samples,
+    steps_logged,
+    write_rows,
+)
 from tests.e2e.servers import reward_model_server
 from tests.tiny import character_tokenizer, save_tiny_model
 
@@ -104,6 +114,23 @@ def test_the_reward_model_learns_which_answer_is_preferred(reward_model: Path) -
     losses = column(reward_model / "run", "train/loss")
     assert losses[-1] < 0.5 * losses[0]
     assert column(reward_model / "run", "eval/acc_mean")[-1] > 0.9
+
+
+def test_the_learning_rate_is_that_of_transformers_schedule(reward_model: Path) -> None:
+    assert column(reward_model / "run", "train/lr") == default_schedule(3e-3, 20)
+
+
+def test_the_learning_rates_of_ppo_are_those_of_transformers_schedule(
+    workspace: Path, reward_model: Path, ppo: Path
+) -> None:
+    """Two optimizer steps a batch, of which the second is logged. While the critic warms up, the policy's has not begun."""
+    assert column(ppo / "run", "train/critic_lr") == default_schedule(1e-3, 8)[1::2]
+    assert column(ppo / "run", "train/actor_lr") == default_schedule(1e-3, 6)[1::2]
+    unset = {"critic.freezing_steps": None, "actor.adam.lr": None, "critic.adam.lr": None, "ckpt.save_steps": None}
+    out = workspace / "default rates"
+    run("train_ppo_ray", ppo_flags(workspace, reward_model, out, **unset, **{"train.batch_size": 16}))
+    assert column(out / "run", "train/actor_lr") == default_schedule(1e-6, 4)
+    assert column(out / "run", "train/critic_lr") == default_schedule(9e-6, 4)
 
 
 def test_mean_and_deviation_of_the_rewards_are_stored_with_the_model(reward_model: Path) -> None:

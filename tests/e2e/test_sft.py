@@ -18,7 +18,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.cli.train_sft import main
 from openrlhf.distributed.devices import free_port
-from tests.e2e.commands import as_arguments, column, finish, kill_when, launch, numbers, run, steps_logged, write_rows
+from tests.e2e.commands import (
+    as_arguments,
+    column,
+    default_schedule,
+    finish,
+    kill_when,
+    launch,
+    numbers,
+    run,
+    steps_logged,
+    write_rows,
+)
 from tests.tiny import save_tiny_model
 
 TRAIN_ROWS, EVAL_ROWS, BATCH, EPOCHS = 52, 13, 8, 5
@@ -102,6 +113,10 @@ def test_the_model_learns(whole: Path) -> None:
     assert losses[0] == pytest.approx(math.log(64), abs=0.1)  # a random model over 64 tokens
     assert losses[-1] < 2.5
     assert column(whole, "eval/eval gpt_loss")[-1] < 2.5
+
+
+def test_the_learning_rate_is_that_of_transformers_schedule(whole: Path) -> None:
+    assert column(whole, "train/lr") == default_schedule(1e-2, STEPS)
 
 
 def test_the_run_folder_holds_configuration_numbers_and_report(whole: Path) -> None:

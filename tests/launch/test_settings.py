@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.launch.settings import needs_old_logprobs, optimizer_steps
+from openrlhf.launch.settings import freezing_steps, needs_old_logprobs, optimizer_steps
 from openrlhf.trainers.update_plan import plan_update
 from tests.e2e.commands import as_arguments
 from tests.tiny import tiny_config
@@ -84,3 +84,13 @@ def test_the_learning_rate_schedule_is_as_long_as_the_run(
     drawn = [min(4, prompts - first) for first in range(0, prompts, 4)] * episodes
     plans = [plan_update([3] * 2 * n, ranks=1, batch_size=8 // steps_per_batch, epochs=epochs, seed=0) for n in drawn]
     assert optimizer_steps(config, prompts) == sum(len(plan.steps) for [plan] in plans)
+
+
+@pytest.mark.parametrize(("flag", "frozen"), [(None, 0), (-1, 0), (0, 0), (2, 2)])
+def test_the_policys_schedule_leaves_out_the_steps_that_train_the_critic_alone(
+    folder: Path, flag: int | None, frozen: int
+) -> None:
+    """With one optimizer step a batch: a schedule that is shorter than the run would begin again and again."""
+    config = config_of(folder, **{"algo.advantage.estimator": "gae", "critic.freezing_steps": flag})
+    assert freezing_steps(config) == frozen
+    assert optimizer_steps(config, 40, after=freezing_steps(config)) == 10 - frozen
