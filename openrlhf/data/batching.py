@@ -16,21 +16,15 @@ from torch.utils.data import Sampler
 def pack_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Bins of row numbers whose lengths sum to at most `budget` tokens; every row is in one bin.
 
-    Best fit, longest rows first: at most about 11/9 of the fewest possible bins. Raises ValueError
-    for a row that is longer than the budget. Johnson et al. 1974, doi:10.1137/0203025
+    A row that is longer than the budget has a bin of its own. Best fit, longest rows first: at most about 11/9 of the
+    fewest possible bins. Johnson et al. 1974, doi:10.1137/0203025
     """
     bins: list[list[int]] = []
     space: list[tuple[int, int]] = []  # (free tokens, bin number), ascending
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        if lengths[row] > budget:
-            raise ValueError(
-                f"row {row} has {lengths[row]} tokens, but a micro-batch may hold {budget}. Raise "
-                "--train.max_tokens_per_gpu and --rollout.max_tokens_per_gpu, or lower "
-                "--data.max_len."
-            )
         tightest = bisect_left(space, (lengths[row], 0))
         if tightest == len(space):
-            insort(space, (budget - lengths[row], len(bins)))
+            insort(space, (max(budget - lengths[row], 0), len(bins)))
             bins.append([row])
         else:
             free, bin_number = space.pop(tightest)
@@ -86,11 +80,11 @@ def _longest_first(lengths: Sequence[int], parts: int) -> _Groups:
 
 
 def micro_batches(lengths: Sequence[int], *, size: int | None, max_tokens: int | None) -> list[list[int]]:
-    """Row numbers of each micro-batch, none of them empty; together they are all rows, once.
+    """Row numbers of each micro-batch. Every row is in one micro-batch, and no micro-batch is empty.
 
-    With `size`, consecutive rows, at most `size` in each, as even as can be. With `max_tokens`,
-    groups of nearly equal token counts that never exceed it. No rows give none. Raises ValueError
-    unless exactly one limit is given, and for a row longer than `max_tokens`.
+    With `size`, consecutive rows, at most `size` in each, as even as possible. With `max_tokens`, groups of nearly equal
+    token counts, at most `max_tokens` each; a longer row is a micro-batch of its own. Raises ValueError unless exactly one
+    limit is given.
     """
     if (size is None) == (max_tokens is None):
         raise ValueError(f"give either size or max_tokens, not size={size} and max_tokens={max_tokens}")

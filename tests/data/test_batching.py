@@ -42,9 +42,11 @@ def test_no_two_bins_could_be_one(lengths: list[int], budget: int) -> None:
     assert len(tokens) == 1 or tokens[0] + tokens[1] > budget
 
 
-def test_a_row_longer_than_the_budget_is_an_error_with_the_flags() -> None:
-    with pytest.raises(ValueError, match=r"row 1 has 11 tokens.* hold 10.*--data\.max_len"):
-        pack_by_budget([3, 11], 10)
+@given(st.lists(st.integers(1, 120), min_size=1, max_size=40), st.integers(20, 60))
+def test_a_row_longer_than_the_budget_is_a_micro_batch_of_its_own(lengths: list[int], budget: int) -> None:
+    batches = micro_batches(lengths, size=None, max_tokens=budget)
+    assert rows_of(batches) == list(range(len(lengths)))
+    assert all(len(rows) == 1 or sum(lengths[row] for row in rows) <= budget for rows in batches)
 
 
 # ---- balancing
