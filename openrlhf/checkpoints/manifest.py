@@ -16,7 +16,7 @@ from typing import Any
 from openrlhf.checkpoints.files import fingerprint
 
 FORMAT = 1
-GONE = ("loader", "rng")  # fields of the state that older manifests have, always empty
+GONE = ("loader", "rng", "extra")  # fields of the state that older manifests have
 MINIMISED = ("loss", "truncated_rate", "failed_episodes")  # ends of the names of metrics of which less is better
 
 
@@ -60,7 +60,7 @@ class RunState:
     evaluations_since_best: int = 0
     run_dir: str = ""
     engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part → layout
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that continues has to have in common
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -117,12 +117,11 @@ class Checkpoint:
         return str(self.root / part)
 
     def check_continued_by(
-        self, engines: Mapping[str, EngineLayout], *, layout: str, data: Mapping[str, tuple[Any, str]]
+        self, engines: Mapping[str, EngineLayout], *, layout: str, identity: Mapping[str, Any]
     ) -> None:
-        """Raise CheckpointError, naming every reason, where a run is not one that this checkpoint can continue.
+        """Raise CheckpointError, naming every difference, if a run with these engines and this identity cannot continue it.
 
-        `layout`: what sets the layout of its engines, in words. `data`: by name in `state.extra`, what decides which rows
-        have been seen: its value in this run, and the flags that set it.
+        `layout`: the flags that set the layout of the engines, in words.
         """
         reasons = []
         if dict(self.state.engines) != dict(engines):
@@ -130,12 +129,11 @@ class Checkpoint:
                 ", ".join(f"{part} {of}".strip() for part, of in e.items()) for e in (self.state.engines, engines)
             )
             reasons.append(f"was written by {there}, and this run is {here}: use {layout}")
-        for name, (now, flags) in data.items():
-            if (then := self.state.extra.get(name)) != now:
-                reasons.append(
-                    f"was written with {name} {then}, and this run has {now}, so that its place in the data would shift: "
-                    f"use the same {flags}"
-                )
+        if different := differences(self.state.identity, identity):
+            reasons.append(
+                "is of another run. Continue it with what it was written with, or choose another --ckpt.path:"
+                + "".join(f"\n  {difference}" for difference in different)
+            )
         if reasons:
             raise CheckpointError("\n".join(f"{self.tag} in --ckpt.path {self.root} {reason}." for reason in reasons))
 
@@ -153,6 +151,11 @@ class Checkpoint:
             if fingerprint(path) != digest:
                 return f"the contents of {name} are not those that were saved"
         return None
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Each value that is not the same in two runs, with both values; a name that only one of them knows is left out."""
+    return [f"{name}: {then[name]} there, {now[name]} here" for name in now if name in then and then[name] != now[name]]
 
 
 def manifest_text(checkpoint: Checkpoint) -> str:

@@ -185,21 +185,22 @@ class TrainEngine:
         *,
         counts: Callable[[M], Totals],
         loss: Callable[[M, Totals], tuple[Tensor, Metrics]],
+        before: Callable[[M], tuple[M, Totals]] | None = None,
         max_nonfinite: int = 3,
     ) -> StepResult:
         """One optimizer step over a window of micro-batches.
 
         `counts(micro)` names the denominators of a micro-batch (tokens, sequences); `loss(micro, totals)` returns its share of
-        the window's loss, already divided by the totals over the window and all ranks. Raises NonFiniteError after
-        `max_nonfinite` skipped steps in a row.
+        the window's loss, already divided by the totals over the window and all ranks. `before(micro)` is a first pass over
+        the window: micro-batches, perhaps with more columns, and numbers whose sums are among the totals too. Raises
+        NonFiniteError after `max_nonfinite` skipped steps in a row.
         """
-        local = [counts(micro) for micro in window]
-        names = sorted(local[0])
-        summed = self.strategy.all_reduce([math.fsum(c[name] for c in local) for name in names])
-        totals = {name: total or 1.0 for name, total in zip(names, summed, strict=True)}  # nothing ÷ 1 is nothing
-        if not any(summed):
-            return StepResult(applied=False, grad_norm=0.0, lr=self._lr())
         [rounds] = self.strategy.all_reduce([len(window)], "max")
+        window, sums = self._first_pass(window, before, int(rounds)) if before else (window, {})
+        counted = self._summed([counts(micro) for micro in window])
+        if not any(counted.values()):
+            return StepResult(applied=False, grad_norm=0.0, lr=self._lr())
+        totals = {name: total or 1.0 for name, total in counted.items()} | sums  # nothing ÷ 1 is nothing
         shares: list[_Share] = []
         with self._watched_gradients() as broken:
             for turn in range(int(rounds)):
@@ -209,6 +210,22 @@ class TrainEngine:
                 self.engine.backward(share * self.strategy.dp_size if real else share * 0.0)
                 shares += [(share.detach(), metrics)] if real else []
         return self._step(shares, broken, max_nonfinite)
+
+    def _first_pass(
+        self, window: Sequence[M], before: Callable[[M], tuple[M, Totals]], rounds: int
+    ) -> tuple[list[M], dict[str, float]]:
+        """`before` over the window, without gradient and dropout; every rank calls it `rounds` times."""
+        self.module.eval()
+        with torch.no_grad():
+            seen = [before(window[min(turn, len(window) - 1)]) for turn in range(rounds)][: len(window)]
+        self.module.train()
+        return [micro for micro, _ in seen], self._summed([numbers for _, numbers in seen])
+
+    def _summed(self, numbers: Sequence[Totals]) -> dict[str, float]:
+        """The sums of numbers by name, over the window and all ranks."""
+        names = sorted(numbers[0])
+        sums = [math.fsum(part[name] for part in numbers) for name in names]
+        return dict(zip(names, self.strategy.all_reduce(sums), strict=True)) if names else {}
 
     def _step(self, shares: list[_Share], broken: list[str], max_nonfinite: int) -> StepResult:
         lr = self._lr()
@@ -280,16 +297,19 @@ class TrainEngine:
         return float(self.engine.get_lr()[0])
 
     def save(self, directory: str, tag: str) -> None:
-        """Write weights, optimizer, schedule and random state to `directory/tag`. Collective over the ranks."""
-        self.engine.save_checkpoint(directory, tag=tag, save_latest=False)
+        """Write weights, optimizer, schedule, random state and the count of skipped steps to `directory/tag`. Collective over the ranks."""
+        skipped = {"nonfinite_steps": self.nonfinite_steps, "nonfinite_in_a_row": self.nonfinite_in_a_row}
+        self.engine.save_checkpoint(directory, tag=tag, client_state=skipped, save_latest=False)
         torch.save(random_state(), Path(directory) / tag / f"random_state_{self.strategy.rank}.pt")
         self.strategy.barrier()
 
     def load(self, directory: str, tag: str) -> None:
         """Read what `save` wrote, in a run with as many ranks and the same ZeRO stage. Collective over the ranks."""
-        path, _ = self.engine.load_checkpoint(directory, tag=tag)
+        path, skipped = self.engine.load_checkpoint(directory, tag=tag)
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
+        self.nonfinite_steps = skipped.get("nonfinite_steps", 0)
+        self.nonfinite_in_a_row = skipped.get("nonfinite_in_a_row", 0)
         restore_random_state(
             torch.load(Path(directory) / tag / f"random_state_{self.strategy.rank}.pt", weights_only=False)
         )

@@ -16,11 +16,12 @@ from openrlhf.data.errors import DataError
 from openrlhf.data.loading import Table, load_datasets
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import NonFiniteError, Strategy
+from openrlhf.launch.identity import Identity, offline_identity
 from openrlhf.models.loading import ModelError
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
-from openrlhf.trainers.supervised import Micro, Row, Rows, Schedule, SupervisedTrainer, layout_of
-from openrlhf.trainers.tasks import Config, OfflineTask
+from openrlhf.trainers.supervised import Schedule, SupervisedTrainer, layout_of
+from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
 
 # What a user can mend: printed without a traceback.
 USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError, NonFiniteError)
@@ -49,13 +50,15 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         print(f"first row: {tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())!r}")
         return
     strategy = Strategy(config.ds, seed=config.train.seed, full_determinism=config.train.full_determinism_enable)
+    identity = offline_identity(task, train_rows)
     checkpoints = open_checkpoints(config.ckpt)
     # One process looks: finding the newest checkpoint also tidies up after a save that was killed.
     found = checkpoints.latest() if config.ckpt.load_enable and strategy.is_main else None
     checkpoint: Checkpoint | None = strategy.broadcast(found)
     if checkpoint:
-        check_resumable(checkpoint, schedule, strategy, seed=config.train.seed)
+        check_resumable(checkpoint, strategy, identity)
     engine = strategy.trained(task.load_model, config, total_steps=schedule.total_steps)
+    task.frozen = {name: strategy.frozen(load) for name, load in task.frozen_models().items()}
     recorder = None
     if strategy.is_main:
         recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
@@ -76,6 +79,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         num_workers=config.data.dataloader_num_workers,
         recorder=recorder,
         run_dir=checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir),
+        identity=identity,
     )
     try:
         if checkpoint:
@@ -121,14 +125,10 @@ def follow_best(config: SupervisedConfig) -> BestMetric:
     return BestMetric(config.ckpt.best_metric_key or ("" if patience else "none"), ending="loss", patience=patience)
 
 
-def check_resumable(checkpoint: Checkpoint, schedule: Schedule, strategy: Strategy, *, seed: int) -> None:
-    """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
+def check_resumable(checkpoint: Checkpoint, strategy: Strategy, identity: Identity) -> None:
+    """Raise CheckpointError, naming every difference, if the checkpoint is of another run."""
     checkpoint.check_continued_by(
         {"": layout_of(strategy)},
         layout="as many processes and the same --ds.zero_stage and --ds.param_dtype",
-        data={
-            "batch_size": (schedule.batch_size, "--train.batch_size"),
-            "rows": (schedule.rows, "--data.dataset and --data.max_samples"),
-            "seed": (seed, "--train.seed"),
-        },
+        identity=identity,
     )

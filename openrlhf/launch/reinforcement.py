@@ -28,9 +28,10 @@ from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.launch import settings
+from openrlhf.launch.identity import episode_identity, rl_identity
 from openrlhf.launch.processes import EngineGroup, start_hosts
 from openrlhf.launch.prompt_data import PromptData, load_prompts
-from openrlhf.launch.replay import identity, replay_folder
+from openrlhf.launch.replay import replay_folder
 from openrlhf.models.loading import ModelError
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy, RewardErrors
@@ -268,7 +269,9 @@ class Run:
             ckpt=config.ckpt,
             tokenizer=self.data.tokenizer,
             recorder=self.recorder,
-            settings=settings.loop_settings(config, self.run_dir),
+            settings=settings.loop_settings(
+                config, self.run_dir, rl_identity(config, self.data.train, self.data.tokenizer)
+            ),
         )
 
     def _make_generator(self, errors: ErrorBudget) -> Generator:
@@ -296,7 +299,8 @@ class Run:
             return generator
         folder = EpisodeFolder(config.rollout.dump_dir)
         folder.begin(after=self.checkpoint.state.step if self.checkpoint else -1)
-        return DumpingGenerator(generator, folder, self._steps_made, run=identity(config, self.data))
+        identity = episode_identity(config, self.data.train, self.data.tokenizer)
+        return DumpingGenerator(generator, folder, self._steps_made, run=identity)
 
     def _make_source(self, generator: Generator, scored: Scored, errors: ErrorBudget) -> SyncSource:
         config = self.config
@@ -380,13 +384,9 @@ def check_reward(rule: RuleConfig) -> None:
 
 
 def check_resumable(checkpoint: Checkpoint, config: PPOConfig, data: PromptData) -> None:
-    """Raise CheckpointError, naming every reason, where the run is not one that the checkpoint can continue."""
+    """Raise CheckpointError, naming every difference, if the checkpoint is of another run."""
     checkpoint.check_continued_by(
         settings.engine_layouts(config),
         layout="the same estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role",
-        data={
-            "prompts": (len(data.train), "--data.prompt_dataset and --data.max_samples"),
-            "batch_size": (config.rollout.batch_size, "--rollout.batch_size"),
-            "seed": (config.train.seed, "--train.seed"),
-        },
+        identity=rl_identity(config, data.train, data.tokenizer),
     )

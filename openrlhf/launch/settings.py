@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -274,7 +275,7 @@ def eval_sampling(config: Sampling) -> SamplingSpec:
     )
 
 
-def loop_settings(config: PPOConfig, run_dir: str) -> LoopSettings:
+def loop_settings(config: PPOConfig, run_dir: str, identity: Mapping[str, Any]) -> LoopSettings:
     """What the loop itself needs to know."""
     return LoopSettings(
         batch_size=config.train.batch_size,
@@ -289,6 +290,7 @@ def loop_settings(config: PPOConfig, run_dir: str) -> LoopSettings:
         patience=config.eval.patience,
         step_timeout=config.train.step_timeout,
         run_dir=run_dir,
+        identity=identity,
         layouts=engine_layouts(config),
         freezing_steps=freezing_steps(config),
         stop_run=config.algo.kl.stop_run,

@@ -7,7 +7,7 @@ has; `values` makes the floats that are logged. What each name means: `glossary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -35,6 +35,34 @@ class Mean:
     def value(self) -> float:
         """sum / count; NaN where nothing was counted."""
         return self.sum / self.count if self.count else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """An unbiased standard deviation. Distances are from the mean, so that rounding cannot replace a small one.
+
+    Chan, Golub and LeVeque 1979, STAN-CS-79-773, eq. 1.5
+    """
+
+    count: float
+    mean: float
+    squares: float  # sum of the squared distances from the mean
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Deviation:
+        """The deviation of some numbers."""
+        mean = math.fsum(numbers) / len(numbers)
+        return cls(len(numbers), mean, math.fsum((number - mean) ** 2 for number in numbers))
+
+    def merge(self, other: Deviation) -> Deviation:
+        count, apart = self.count + other.count, other.mean - self.mean
+        squares = self.squares + other.squares + apart**2 * self.count * other.count / count
+        return Deviation(count, self.mean + apart * other.count / count, squares)
+
+    @property
+    def value(self) -> float:
+        """√(squares / (count − 1)); 0 for a single number."""
+        return math.sqrt(self.squares / max(self.count - 1, 1))
 
 
 @dataclass(frozen=True, slots=True)

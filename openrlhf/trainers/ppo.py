@@ -55,6 +55,7 @@ class LoopSettings:
     patience: int | None  # evaluations in a row without a new best that end the run
     step_timeout: float  # seconds
     run_dir: str
+    identity: Mapping[str, Any]  # of the run, for the checkpoint
     layouts: Mapping[str, EngineLayout]  # of the models' states, for the checkpoint
     freezing_steps: int  # steps in which only the critic learns
     stop_run: float | None  # KL to the reference, nats per token, that ends the run
@@ -250,7 +251,7 @@ class PPOTrainer:
             kl_coef=self.kl.coef,
             run_dir=self.settings.run_dir,
             engines=self.settings.layouts,
-            extra=self.source.identity,
+            identity=self.settings.identity,
             **self.best.state(),
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,9 +17,8 @@ from openrlhf.config.supervised import PreferenceDataConfig, RMConfig
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.loading import Table
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
-from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.supervised import Rows
-from openrlhf.trainers.tasks import OfflineTask, load_spec, offline_task
+from openrlhf.observability.metrics import Deviation, Mean, Metric
+from openrlhf.trainers.tasks import OfflineTask, Rows, load_spec, offline_task
 from openrlhf.workers.base import MicroBatchLimits, balancing_term
 
 MEASURED = 0.01  # of the training rows: mean and deviation are those of their rewards where there is no evaluation set
@@ -32,6 +30,7 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
 
     root: ClassVar = RMConfig
     padding_side: ClassVar = "left"
+    objective: ClassVar = ("model.loss_type", "model.margin_loss_enable", "model.aux_loss_coef")
 
     def __init__(self, config: RMConfig) -> None:
         super().__init__(config)
@@ -88,22 +87,20 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
             "train/acc_mean": accuracy,
             "train/chosen_reward": Mean(float(chosen.detach().sum()), pairs),
             "train/reject_reward": Mean(float(rejected.detach().sum()), pairs),
-            "reward_square": Mean(float(seen.double().square().sum()), 2 * pairs),
+            "rewards": Deviation.of(seen.double().tolist()),
         }
         balance, balance_metrics = balancing_term(outputs.aux_loss, self.config.model.aux_loss_coef, pairs)
         return (summed + balance) / totals["pairs"], metrics | balance_metrics
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Loss, accuracy, and mean and unbiased standard deviation of all rewards, chosen and rejected."""
-        square = metrics["reward_square"]
-        assert isinstance(square, Mean)
-        mean = (metrics["train/chosen_reward"].value + metrics["train/reject_reward"].value) / 2
-        variance = max(square.value - mean**2, 0.0) * square.count / max(square.count - 1, 1)
+        rewards = metrics["rewards"]
+        assert isinstance(rewards, Deviation)
         return {
             "eval/eval_loss": metrics["train/loss"],
             "eval/acc_mean": metrics["train/acc"],
-            "eval/reward_mean": Mean(mean, 1),
-            "eval/reward_std": Mean(max(math.sqrt(variance), 1e-8), 1),
+            "eval/reward_mean": Mean(rewards.mean, 1),
+            "eval/reward_std": Mean(max(rewards.value, 1e-8), 1),
         }
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:

@@ -54,11 +54,6 @@ class SyncSource:
         self._drawn = 0  # prompts handed to the generator, over all passes
 
     @property
-    def identity(self) -> dict[str, int]:
-        """What has to be the same for `consumed` to mean the same prompts: how many there are, their order, the batches."""
-        return {"prompts": len(self.prompts), "batch_size": self.batch_size, "seed": self.seed}
-
-    @property
     def steps_per_episode(self) -> int:
         """Batches per pass over the prompts."""
         return -(-len(self.prompts) // self.batch_size)

@@ -1,19 +1,17 @@
-"""The offline loop: windows of rows, one optimizer step each. A `Task` supplies the model, the counts and the loss."""
+"""The offline loop: windows of rows, one optimizer step each. A task supplies rows, models, counts and loss."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from openrlhf.batches import Ragged
 from openrlhf.checkpoints import Checkpoint, CheckpointManager, EngineLayout, RunState, StagedCheckpoint
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.config.shared import CheckpointConfig, TrainConfig
@@ -22,55 +20,8 @@ from openrlhf.distributed.strategy import Strategy, TrainEngine
 from openrlhf.observability.metrics import Last, Max, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
+from openrlhf.trainers.tasks import Micro, OfflineTask, Row, Rows
 from openrlhf.workers.base import MicroBatchLimits
-
-Row = TypeVar("Row", contravariant=True)
-Micro = TypeVar("Micro", bound=Ragged)
-
-
-class Task(Protocol[Row, Micro]):
-    """One offline stage: how its rows become micro-batches, and what is minimised."""
-
-    @abstractmethod
-    def collate(self, rows: Sequence[Row]) -> Micro:
-        """Rows of the dataset as one ragged batch."""
-        ...
-
-    @abstractmethod
-    def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
-        """The batch, cut; what belongs together stays together."""
-        ...
-
-    @abstractmethod
-    def counts(self, micro: Micro) -> Mapping[str, float]:
-        """The denominators of a micro-batch."""
-        ...
-
-    @abstractmethod
-    def loss(self, model: Any, micro: Micro, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
-        """The micro-batch's share of the window's loss, and its metrics under their logged names."""
-        ...
-
-    @abstractmethod
-    def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """What an evaluation logs, from the metrics of all its rows."""
-        ...
-
-    @abstractmethod
-    def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
-        """Let the model learn something from its evaluation. Called in every process with the same numbers."""
-        ...
-
-
-class Rows(Protocol):
-    """A dataset of tokenised rows that can say in a sentence what it holds."""
-
-    @property
-    def summary(self) -> str: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +48,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def __init__(
         self,
-        task: Task[Row, Micro],
+        task: OfflineTask[Any, Row, Micro],
         engine: TrainEngine,
         strategy: Strategy,
         *,
@@ -113,12 +64,14 @@ class SupervisedTrainer(Generic[Row, Micro]):
         num_workers: int,
         recorder: Recorder | None,
         run_dir: str,
+        identity: Mapping[str, Any],
     ) -> None:
         self.task, self.engine, self.strategy, self.tokenizer = task, engine, strategy, tokenizer
         self.train_rows, self.eval_rows = train_rows, eval_rows
         self.schedule, self.train, self.ckpt = schedule, train, ckpt
         self.eval_steps = eval_steps if eval_steps > 0 else schedule.steps_per_epoch
-        self.num_workers, self.recorder, self.run_dir = num_workers, recorder, run_dir
+        self.num_workers, self.recorder = num_workers, recorder
+        self.run_dir, self.identity = run_dir, identity
         self.limits = MicroBatchLimits(size=train.micro_batch_size)
         self.checkpoints, self.best = checkpoints, best
         self.step = self.resumed_at = 0
@@ -132,6 +85,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 window,
                 counts=self.task.counts,
                 loss=lambda micro, totals: self.task.loss(self.engine, micro.to(self.strategy.device), totals),
+                before=lambda micro: self.task.before(self.engine, micro.to(self.strategy.device)),
                 max_nonfinite=self.train.max_nonfinite,
             )
             self.step += 1
@@ -170,7 +124,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             sampler=sampler,
             collate_fn=list,
             num_workers=self.num_workers,
-            persistent_workers=False,
+            generator=torch.Generator(),  # by default an iterator draws a seed from the state that dropout draws from
         )
 
     def after_step(self, metrics: Mapping[str, Metric]) -> None:
@@ -200,7 +154,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         with torch.no_grad():
             for rows, counts in self._evaluation_batches():
                 micro = self.task.collate(rows).to(self.strategy.device)
-                _, metrics = self.task.loss(self.engine, micro, self.task.counts(micro))
+                micro, numbers = self.task.before(self.engine, micro)
+                _, metrics = self.task.loss(self.engine, micro, {**self.task.counts(micro), **numbers})
                 parts += [metrics] if counts else []
         model.train()
         merged = merge_all(part for rank in self.strategy.gather(parts) for part in rank)
@@ -248,7 +203,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             consumed=self.step * self.schedule.batch_size,
             run_dir=self.run_dir,
             engines={"": layout_of(self.strategy)},
-            extra={"batch_size": self.schedule.batch_size, "rows": self.schedule.rows, "seed": self.train.seed},
+            identity=self.identity,
             **self.best.state(),
         )
 

@@ -1,52 +1,98 @@
-"""Offline tasks by name. `openrlhf sft` trains the task "sft"; a plug-in's task is a verb too."""
+"""Offline tasks by name. `openrlhf sft` trains the task "sft"; the name of a plug-in's task is a verb too."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.registry import Registry
+from openrlhf.batches import Ragged
 from openrlhf.config.supervised import SFTConfig, SupervisedConfig
 from openrlhf.data.loading import Table
 from openrlhf.models.loading import LoadSpec
-from openrlhf.trainers.supervised import Micro, Row, Rows, Task
+from openrlhf.observability.metrics import Metric
 from openrlhf.workers.base import MicroBatchLimits
 
 Config = TypeVar("Config", bound=SupervisedConfig)
+Row = TypeVar("Row")
+Micro = TypeVar("Micro", bound=Ragged)
 Kind = TypeVar("Kind", bound="type[OfflineTask[Any, Any, Any]]")
 
 
-class OfflineTask(Task[Row, Micro], Generic[Config, Row, Micro]):
-    """A task with what its command needs besides: its flags, its rows and its model."""
+class Rows(Protocol):
+    """A dataset of tokenized rows; `summary` says in a sentence what the dataset holds."""
 
+    @property
+    def summary(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class OfflineTask(ABC, Generic[Config, Row, Micro]):
+    """One offline stage: its flags, rows and models, the loss that is minimised, and what is logged."""
+
+    name: ClassVar[str] = ""  # the verb, set by `offline_task`
     root: ClassVar[type[SupervisedConfig]] = SFTConfig  # the flags
     padding_side: ClassVar[str] = "right"
+    objective: ClassVar[tuple[str, ...]] = ("model.aux_loss_coef",)  # flags; a resumed run needs the same values
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.frozen: Mapping[str, Any] = {}  # the models of `frozen_models`, loaded before training begins
 
     @abstractmethod
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
-        """The rows of a dataset, tokenised."""
+        """The rows of a dataset, tokenized."""
 
     @abstractmethod
     def load_model(self) -> nn.Module:
         """The model to train; its submodule `hf` is exported."""
 
+    def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
+        """How to load each model that is needed besides the trained one, by its name in `self.frozen`."""
+        return {}
+
+    @abstractmethod
+    def collate(self, rows: Sequence[Row]) -> Micro:
+        """Rows of the dataset as one ragged batch."""
+
     def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
-        """Any row may go with any other."""
+        """The batch in parts. By default any row may go with any other."""
         return batch.split(limits.cut(batch.lengths))
 
+    def before(self, model: Any, micro: Micro) -> tuple[Micro, Mapping[str, float]]:
+        """A first pass over every micro-batch of an optimizer step, without gradient, before the loss of any of them.
+
+        Returns the micro-batch, perhaps with more columns (log-probabilities of a frozen model), and numbers. `loss` finds
+        the sums of these numbers over the whole window and all ranks among its totals. Every micro-batch has to make the
+        same forwards: they are collective under ZeRO 3.
+        """
+        return micro, {}
+
+    @abstractmethod
+    def counts(self, micro: Micro) -> Mapping[str, float]:
+        """The denominators of a micro-batch. `loss` finds their sums over the whole window and all ranks in its totals."""
+
+    @abstractmethod
+    def loss(self, model: Any, micro: Micro, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+        """The micro-batch's part of the window's loss, and its metrics under their logged names."""
+
+    @abstractmethod
+    def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """What an evaluation logs, from the metrics of all its rows."""
+
     def measured_rows(self, train_rows: Rows) -> Rows | None:
-        """What is evaluated where no --eval.dataset is given: nothing."""
+        """The rows to evaluate if there is no --eval.dataset. By default there is no evaluation then."""
         return None
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
-        """Nothing to keep with the model."""
+        """Called after each evaluation, in every process with the same numbers: the model may keep some of them."""
 
 
 OFFLINE_TASKS: Registry[type[OfflineTask[Any, Any, Any]]] = Registry("offline task")
@@ -57,15 +103,16 @@ def offline_task(name: str) -> Callable[[Kind], Kind]:
 
     def decorate(task: Kind) -> Kind:
         OFFLINE_TASKS.add(name, task)
+        task.name = name
         return task
 
     return decorate
 
 
-def load_spec(config: SupervisedConfig) -> LoadSpec:
-    """How the flags ask for the model."""
+def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
+    """How the flags ask for a model: the one to train, or another one at `path`."""
     return LoadSpec(
-        path=config.model.model_name_or_path,
+        path=path or config.model.model_name_or_path,
         param_dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
         packing=config.ds.packing_samples,

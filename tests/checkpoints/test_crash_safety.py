@@ -50,7 +50,7 @@ def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -
         with suppress(OSError):
             manager.abort(staged)
         raise RankError from None
-    state = RunState(step=step, extra={"label": label})
+    state = RunState(step=step, identity={"label": label})
     manager.commit(staged, state=state, metric_key="pass1", metric_value=1 / step)
 
 
@@ -61,8 +61,8 @@ def newest_label(manager: CheckpointManager) -> str | None:
         assert checkpoint.damage() is None, checkpoint.tag
         for place in checkpoint.places:
             text = (manager.root / place / "weights").read_text()
-            assert text == checkpoint.state.extra["label"] * 9, place
-    return newest.state.extra["label"] if newest else None
+            assert text == checkpoint.state.identity["label"] * 9, place
+    return newest.state.identity["label"] if newest else None
 
 
 Step = Callable[[Path], None]

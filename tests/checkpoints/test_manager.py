@@ -119,7 +119,7 @@ def test_the_run_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
         best_metric_value=-math.inf,
         run_dir="runs/π",
         engines={"_actor": EngineLayout(world_size=4, zero_stage=3, tensor_parallel_size=2)},
-        extra={"epoch": 1, "nested": [{"seed": 2**63}, None, True]},
+        identity={"epoch": 1, "nested": [{"seed": 2**63}, None, True]},
     )
     manager = CheckpointManager(tmp_path)
     staged = manager.begin(7)
@@ -130,10 +130,10 @@ def test_the_run_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert found is not None and found.state == state
 
 
-@pytest.mark.parametrize("extra", [{"t": (1, 2)}, {3: 4}, {"b": b"\0"}, {"s": {1}}])
-def test_a_state_that_json_would_bend_is_refused_by_name(extra: dict) -> None:
-    with pytest.raises(TypeError, match=r"RunState\.extra does not survive JSON"):
-        RunState(step=1, extra=extra)
+@pytest.mark.parametrize("identity", [{"t": (1, 2)}, {3: 4}, {"b": b"\0"}, {"s": {1}}])
+def test_a_state_that_json_would_bend_is_refused_by_name(identity: dict) -> None:
+    with pytest.raises(TypeError, match=r"RunState\.identity does not survive JSON"):
+        RunState(step=1, identity=identity)
 
 
 def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_manifest_with_the_fields_that_the_state_once_had_is_read(tmp_path: Pa
     saved = save(CheckpointManager(tmp_path), 1)
     path = tmp_path / "global_step1.manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["checkpoint"]["state"] |= {"loader": {}, "rng": {}}
+    manifest["checkpoint"]["state"] |= {"loader": {}, "rng": {}, "extra": {"rows": 13}}
     sealed = json.dumps(manifest["checkpoint"], sort_keys=True).encode()
     path.write_text(json.dumps(manifest | {"sha256": hashlib.sha256(sealed).hexdigest()}))
     assert CheckpointManager(tmp_path).latest() == saved

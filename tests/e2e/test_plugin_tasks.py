@@ -69,19 +69,22 @@ def alone(workspace: Path) -> Path:
     return folder
 
 
-def test_its_loss_is_that_of_its_formula(alone: Path, workspace: Path) -> None:
-    """Of the first step, by plain Transformers in float64."""
+def answer_logprobs(workspace: Path) -> list[float]:
+    """log π of every target token before training, by plain Transformers in float64."""
     tokenizer = AutoTokenizer.from_pretrained(workspace / "model")
     hf = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float64)
-    losses: list[float] = []
+    found: list[float] = []
     for line in (workspace / "words.jsonl").read_text().splitlines():
         row = json.loads(line)
         prompt, answer = (tokenizer(text).input_ids for text in (TEMPLATE.format(row["input"]), row["output"]))
         with torch.no_grad():
             logprobs = torch.log_softmax(hf(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1], -1)
-        for place, token in enumerate(answer):
-            log_p = float(logprobs[place, token])
-            losses.append(-((1 - math.exp(log_p)) ** 2) * log_p)
+        found += [float(logprobs[place, token]) for place, token in enumerate(answer)]
+    return found
+
+
+def test_its_loss_is_that_of_its_formula(alone: Path, workspace: Path) -> None:
+    losses = [-((1 - math.exp(log_p)) ** 2) * log_p for log_p in answer_logprobs(workspace)]
     assert column(alone, "train/gpt_loss")[0] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
     assert column(alone, "train/gpt_loss")[-1] < column(alone, "train/gpt_loss")[0]
 
@@ -121,6 +124,34 @@ def test_a_task_with_rows_and_a_model_of_its_own(workspace: Path) -> None:
     assert len(column(folder, "eval/acc")) == 3
     assert column(folder, "eval/acc")[-1] == 1.0
     assert AutoModelForSequenceClassification.from_pretrained(folder / "model").config.num_labels == 1
+
+
+PLUGIN = ROOT / "tests/e2e/plugin_files/distillation.py"
+
+
+@pytest.mark.parametrize("task", ["stay_close", "above_average"])
+def test_a_frozen_model_and_a_number_of_the_window_do_not_depend_on_the_split(workspace: Path, task: str) -> None:
+    """One process with whole batches; two that hold shards of both models and cut their rows into three."""
+    whole, split = workspace / f"{task}-whole", workspace / f"{task}-split"
+    changes = {"plugin": PLUGIN, "eval.dataset": workspace / "words.jsonl", "adam.lr": 2e-3}
+    run(f"main {task}", flags(workspace, whole, **changes, **{"train.micro_batch_size": 16}))
+    two = ("torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), "-m")
+    parts = {"train.micro_batch_size": 1, "ds.zero_stage": 3, "ds.packing_samples": True}
+    run(f"main {task}", flags(workspace, split, **changes, **parts), launcher=two)
+    for name in ("train/gpt_loss", "train/grad_norm"):
+        assert column(split, name) == pytest.approx(column(whole, name), rel=2e-4), name
+    if task == "stay_close":
+        apart = column(whole, "train/apart")
+        assert apart[0] == pytest.approx(0, abs=1e-6) and apart[2] > 1e-3  # the frozen model stays behind
+
+
+def test_a_number_of_the_window_is_that_of_its_formula(workspace: Path) -> None:
+    """Of the first step, by plain Transformers in float64."""
+    folder = workspace / "formula"
+    run("main above_average", flags(workspace, folder, plugin=PLUGIN, **{"train.max_epochs": 1}))
+    logprobs = torch.tensor(answer_logprobs(workspace), dtype=torch.float64)
+    expected = -(torch.sigmoid(logprobs - logprobs.mean()) * logprobs).mean()
+    assert column(folder, "train/gpt_loss")[0] == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_flags_of_a_task_are_checked_as_those_of_sft(workspace: Path) -> None:

@@ -193,6 +193,40 @@ def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(whole: Path, wo
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+def test_a_resumed_run_with_dropout_logs_what_an_unbroken_one_logs(workspace: Path) -> None:
+    """Of SFT and of a reward model, which draw the same dropout after a checkpoint; in the middle of an epoch."""
+    save_tiny_model(workspace / "dropout", attention_dropout=0.3)
+    pairs = [{"chosen": row["output"], "rejected": row["input"] + EOS} for row in task_rows(24, seed=3)]
+    write_rows(workspace / "pairs.jsonl", pairs)
+    for command in ("train_sft", "train_rm"):
+        folder = workspace / f"dropout-{command}"
+        flags = sft_flags(workspace, folder) | {
+            "model.model_name_or_path": workspace / "dropout",
+            "train.max_epochs": 2,
+            "ckpt.save_steps": 2,
+        }
+        if command == "train_rm":
+            flags |= {"data.dataset": workspace / "pairs.jsonl", "eval.dataset": None}
+            del flags["data.input_key"], flags["data.output_key"], flags["data.input_template"]
+        run(command, flags)
+        unbroken = numbers(folder)
+        for path in (folder / "checkpoints").glob("global_step*.manifest.json"):
+            if path.name != "global_step2.manifest.json":
+                path.unlink()
+        run(command, {**flags, "ckpt.load_enable": True, "run.dir": None, "ckpt.max_num": 9})
+        assert numbers(folder) == unbroken, command
+
+
+def test_a_checkpoint_of_another_run_in_the_same_folder_is_refused(whole: Path, workspace: Path) -> None:
+    """With as many rows, and the same batch size, seed and layout; each difference is named."""
+    write_rows(workspace / "others.jsonl", task_rows(TRAIN_ROWS, seed=4))
+    others = {"data.dataset": workspace / "others.jsonl", "ckpt.load_enable": True, "run.dir": workspace / "grafted"}
+    done = run("train_sft", sft_flags(workspace, whole, **others), status=2)
+    assert "is of another run" in done.errors
+    assert re.search(r"rows of --data\.dataset, tokenized: 52, \w+ there, 52, \w+ here", done.errors), done.errors
+    assert "Traceback" not in done.errors
+
+
 # ---- a run that overfits
 
 

@@ -2,10 +2,13 @@
 
 import math
 import pickle
+import statistics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from openrlhf.observability.metrics import Last, Max, Mean, merge_all, values
+from openrlhf.observability.metrics import Deviation, Last, Max, Mean, merge_all, values
 
 
 def test_a_mean_of_unequal_parts_is_the_mean_of_the_whole():
@@ -21,6 +24,19 @@ def test_a_maximum_is_the_largest_of_all_parts():
 def test_a_maximum_does_not_hide_a_nan_in_either_order(order):
     merged = merge_all({"m": Max(value)} for value in order)
     assert math.isnan(merged["m"].value)
+
+
+@given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5), min_size=1, max_size=5))
+def test_a_deviation_does_not_depend_on_the_parts(parts):
+    whole = [number for part in parts for number in part]
+    merged = merge_all({"std": Deviation.of(part)} for part in parts)["std"]
+    assert merged.value == pytest.approx(statistics.stdev(whole) if len(whole) > 1 else 0.0, rel=1e-6, abs=1e-9)
+    assert merged.mean == pytest.approx(statistics.mean(whole), abs=1e-9)
+
+
+def test_a_small_deviation_is_not_lost_beside_a_large_mean():
+    parts = [{"std": Deviation.of([1e9 + 0.25, 1e9 - 0.25])}, {"std": Deviation.of([1e9 + 0.25, 1e9 - 0.25])}]
+    assert merge_all(parts)["std"].value == pytest.approx(0.25 * math.sqrt(4 / 3), rel=1e-6)
 
 
 def test_last_is_the_value_of_the_last_part():

@@ -115,6 +115,7 @@ class Supervised(SupervisedTrainer[int, Any]):
             num_workers=0,
             recorder=self.log,  # pyright: ignore[reportArgumentType]
             run_dir=str(folder),
+            identity={},
         )
         self.dies_after = STEPS + 1
 
@@ -130,7 +131,7 @@ class Supervised(SupervisedTrainer[int, Any]):
 class Prompts:
     """A source of as many batches as there are steps."""
 
-    total_steps, episode, identity, keep = STEPS, 0, {}, None
+    total_steps, episode, keep = STEPS, 0, None
     consumed = 0
 
     @property
@@ -167,6 +168,7 @@ class OnPolicy(PPOTrainer):
             patience=patience,
             step_timeout=1.0,
             run_dir=str(folder),
+            identity={},
             layouts={},
             freezing_steps=0,
             stop_run=None,

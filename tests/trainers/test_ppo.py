@@ -104,7 +104,7 @@ class Steps:
     """A source of given steps, the last prompt of which has been drawn when the last one is handed out."""
 
     keep = DynamicFilter(low=0.0, high=1.0, errors=ErrorBudget(max_error_rate=1.0))
-    episode, consumed, identity, total_steps = 0, 0, {}, 4
+    episode, consumed, total_steps = 0, 0, 4
 
     def __init__(self, steps: list[list[Trajectory]]) -> None:
         self.steps = steps
@@ -169,7 +169,7 @@ def events(steps: list[list[Trajectory]], *, eval_steps: int) -> list[str]:
     notes, nothing = Notes(), Nothing()
     settings: Any = LoopSettings(
         batch_size=2, epochs=1, seed=0, needs_groups=True, eval_steps=eval_steps, eval_at_start=False, eval_samples=1,
-        best_metric_key="none", patience=None, step_timeout=1.0, run_dir="", layouts={}, freezing_steps=0, save_critic=False, stop_run=None, updates_per_step=1,
+        best_metric_key="none", patience=None, step_timeout=1.0, run_dir="", identity={}, layouts={}, freezing_steps=0, save_critic=False, stop_run=None, updates_per_step=1,
     )  # fmt: skip
     parts: dict[str, Any] = {
         "source": Steps(steps), "maker": nothing, "policy": None, "critic": None, "weights": nothing,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 from openrlhf.batches import TokenRows
 from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, TrainConfig
+from openrlhf.config.supervised import RMConfig
 from openrlhf.launch.offline import check_resumable
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.supervised import Schedule, SupervisedTrainer
-from openrlhf.workers.base import MicroBatchLimits
+from openrlhf.trainers.tasks import OfflineTask
 from tests.tiny import character_tokenizer
 
 
@@ -36,18 +38,18 @@ class Numbers:
         return index
 
 
-class CountingTask:
-    """Remembers the rows of every forward, and what was counted of them."""
+class CountingTask(OfflineTask[Any, int, TokenRows]):
+    """Remembers the rows of every forward, and what was counted of them. Its models are never asked for."""
+
+    rows = load_model = None  # pyright: ignore
 
     def __init__(self) -> None:
+        super().__init__(RMConfig())
         self.forwards: list[list[int]] = []
         self.numbers: Mapping[str, float] = {}
 
     def collate(self, rows: Sequence[int]) -> TokenRows:
         return TokenRows.from_lists([[row] for row in rows], [[True] for _ in rows])
-
-    def micro_batches(self, batch: TokenRows, limits: MicroBatchLimits) -> list[TokenRows]:
-        return batch.split(limits.cut(batch.lengths))
 
     def counts(self, micro: TokenRows) -> dict[str, float]:
         return {"rows": float(micro.num_samples)}
@@ -102,6 +104,7 @@ def trainer(
         num_workers=0,
         recorder=None,
         run_dir=str(folder),
+        identity={},
     )
 
 
@@ -168,8 +171,10 @@ def test_under_zero_3_every_rank_runs_as_many_forwards_as_the_one_with_most_rows
 
 # ---- what a checkpoint can continue
 
+IDENTITY = {"task": "sft", "--train.batch_size": 4, "rows of --data.dataset": "13, 5ac3", "--train.seed": 42}
 
-def checkpoint_of(*, world_size: int = 1, param_dtype: str = "bf16", **extra: int) -> Checkpoint:
+
+def checkpoint_of(*, world_size: int = 1, param_dtype: str = "bf16", **changes: Any) -> Checkpoint:
     return Checkpoint(
         root=Path("checkpoints"),
         tag="global_step4",
@@ -182,16 +187,15 @@ def checkpoint_of(*, world_size: int = 1, param_dtype: str = "bf16", **extra: in
         state=RunState(
             step=4,
             engines={"": EngineLayout(world_size=world_size, zero_stage=2, param_dtype=param_dtype)},
-            extra={"batch_size": 4, "rows": 13, "seed": 42} | extra,
+            identity=IDENTITY | changes,
         ),
     )
 
 
 def complaints(checkpoint: Checkpoint) -> str:
-    schedule = Schedule(rows=13, batch_size=4, max_epochs=3)
     place: Any = OneOfMany(0, 1, stage=2)
     try:
-        check_resumable(checkpoint, schedule, place, seed=42)
+        check_resumable(checkpoint, place, IDENTITY)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -201,20 +205,26 @@ def test_a_checkpoint_of_the_same_run_can_be_continued() -> None:
     assert complaints(checkpoint_of()) == ""
 
 
+def test_what_a_checkpoint_does_not_know_is_no_difference() -> None:
+    older = checkpoint_of()
+    assert complaints(replace(older, state=replace(older.state, identity={"task": "sft", "gone": 1}))) == ""
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"world_size": 2}, ["2 process(es)", "1 process(es)", "as many processes"]),
         ({"param_dtype": "fp32"}, ["stage 2 in fp32", "stage 2 in bf16", "--ds.param_dtype"]),
-        ({"batch_size": 8}, ["batch_size 8", "has 4", "--train.batch_size"]),
-        ({"rows": 12}, ["rows 12", "has 13", "--data.dataset"]),
-        ({"seed": 7}, ["seed 7", "has 42", "--train.seed"]),
+        ({"--train.batch_size": 8}, ["--train.batch_size: 8 there, 4 here"]),
+        ({"rows of --data.dataset": "13, 770f"}, ["rows of --data.dataset: 13, 770f there, 13, 5ac3 here"]),
+        ({"--train.seed": 7, "task": "rm"}, ["--train.seed: 7 there, 42 here", "task: rm there, sft here"]),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_with_both_values(changes: dict[str, Any], words: list[str]) -> None:
     message = complaints(checkpoint_of(**changes))
-    assert all(word in message for word in [*words, "global_step4"]), message
+    assert all(word in message for word in [*words, "global_step4 in --ckpt.path"]), message
 
 
 def test_all_reasons_are_given_at_once() -> None:
-    assert len(complaints(checkpoint_of(world_size=2, rows=12)).splitlines()) == 2
+    message = complaints(checkpoint_of(world_size=2, task="rm"))
+    assert "as many processes" in message and "task: rm there" in message

@@ -1,0 +1,111 @@
+"""What makes two runs the same run: compared when a checkpoint is continued and when recorded episodes are replayed.
+
+An identity maps flags, or what they name, to values that survive JSON. A hash stands for what is long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from openrlhf.checkpoints.files import fingerprint
+from openrlhf.config.flags import value_at
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.prompts import PromptDataset
+from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
+
+COMPARED_ROWS = 64  # of a dataset, evenly spread
+RL_OBJECTIVE = (
+    "algo.advantage.estimator",
+    "actor.policy_loss_type",
+    "algo.kl.estimator",
+    "algo.kl.use_loss",
+    "reward.verifier",
+)
+
+Identity = dict[str, Any]
+
+
+def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows) -> Identity:
+    """The identity of an offline run."""
+    config = task.config
+
+    def columns(row: int) -> list[Any]:
+        return [column.tolist() for column in vars(task.collate([rows[row]])).values() if isinstance(column, Tensor)]
+
+    model, flags = config.model, ("train.batch_size", "train.seed", *task.objective)
+    return {
+        "task": task.name,
+        **_values(config, flags),
+        "rows of --data.dataset, tokenized": of_rows(len(rows), columns),
+        "--model.model_name_or_path": of_model(model.model_name_or_path, trust_remote_code=model.trust_remote_code),
+    }
+
+
+def rl_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
+    """The identity of an RL run."""
+    path = config.actor.model_name_or_path
+    return {
+        **_values(config, RL_OBJECTIVE),
+        **prompt_identity(config, prompts, tokenizer),
+        "--actor.model_name_or_path": of_model(path, trust_remote_code=config.model.trust_remote_code),
+    }
+
+
+def episode_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
+    """What decides which prompts the steps of an RL run take, and how their samples are drawn."""
+    sampling = "rollout.n_samples_per_prompt", "rollout.temperature", "rollout.max_new_tokens", "data.max_len"
+    algo = config.algo
+    filtering = list(algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None
+    return {
+        **prompt_identity(config, prompts, tokenizer),
+        **_values(config, sampling),
+        "--algo.dynamic_filtering_range": filtering,
+    }
+
+
+def prompt_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
+    """Which prompts there are, and in which batches and order they are drawn."""
+
+    def contents(number: int) -> list[Any]:
+        return [prompts[number].tokens, prompts[number].label]
+
+    tokens = sorted(tokenizer.get_vocab().items())
+    return {
+        **_values(config, ("rollout.batch_size", "train.seed")),
+        "prompts of --data.prompt_dataset, with --data.input_template and labels": of_rows(len(prompts), contents),
+        "vocabulary of --actor.model_name_or_path": f"{len(tokenizer)} tokens, {_hash(tokens)}",
+    }
+
+
+def of_rows(count: int, contents: Callable[[int], Any]) -> str:
+    """The number of rows, and a hash of the contents of some of them."""
+    numbers = {number * (count - 1) // (COMPARED_ROWS - 1) for number in range(COMPARED_ROWS)}
+    return f"{count}, {_hash([contents(number) for number in sorted(numbers)])}"
+
+
+def of_model(path: str, *, trust_remote_code: bool = False) -> str:
+    """The architecture of a model, and a hash of its weights; of a model on the hub, its name."""
+    stored = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
+    architecture = {
+        name: value for name, value in stored.items() if name not in ("transformers_version", "_name_or_path")
+    }
+    folder = Path(path).expanduser()
+    files = sorted(file for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
+    weights = _hash([fingerprint(file) for file in files]) if folder.is_dir() else path
+    return f"{stored.get('model_type')} {_hash(architecture)}, weights {weights}"
+
+
+def _values(config: Any, paths: tuple[str, ...]) -> Identity:
+    return {f"--{path}": value_at(config, path) for path in paths}
+
+
+def _hash(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]

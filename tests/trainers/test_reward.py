@@ -1,0 +1,43 @@
+"""What a reward model's evaluation says about its rewards."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from openrlhf.config.supervised import RMConfig
+from openrlhf.data.feedback import PairRow
+from openrlhf.observability.metrics import merge_all, values
+from openrlhf.trainers.reward import RewardTask
+
+TASK = RewardTask(RMConfig())
+
+
+def evaluation(rewards: list[float], *, pairs_at_once: int) -> dict[str, float]:
+    """The numbers of an evaluation; `rewards`: of the chosen and the rejected answer of each pair, in turn."""
+    batch = TASK.collate([PairRow(chosen=[4, 5], rejected=[4, 6])] * (len(rewards) // 2))
+    metrics = []
+    for first in range(0, len(rewards), 2 * pairs_at_once):
+        part = rewards[first : first + 2 * pairs_at_once]
+        scores = torch.tensor(part).repeat_interleave(2)  # the head's output at both tokens
+        model: Any = lambda tokens, offsets, scores=scores: SimpleNamespace(values=scores, aux_loss=None)  # noqa: E731
+        metrics.append(TASK.loss(model, batch.select(range(len(part))), {"pairs": 1.0})[1])
+    return values(TASK.evaluation_names(merge_all(metrics)))
+
+
+def test_rewards_that_are_all_the_same_have_no_deviation_beyond_the_smallest_that_is_stored() -> None:
+    assert evaluation([0.7] * 14, pairs_at_once=2)["eval/reward_std"] == 1e-8
+
+
+@pytest.mark.parametrize("pairs_at_once", [1, 3, 8])
+def test_the_deviation_is_exact_beside_a_large_mean(pairs_at_once: int) -> None:
+    rewards = [50 + 0.0117 * math.sin(number) for number in range(16)]
+    seen = [float(torch.tensor(reward)) for reward in rewards]  # float32
+    numbers = evaluation(rewards, pairs_at_once=pairs_at_once)
+    assert numbers["eval/reward_mean"] == pytest.approx(statistics.mean(seen), rel=1e-12)
+    assert numbers["eval/reward_std"] == pytest.approx(statistics.stdev(seen), rel=1e-9)
