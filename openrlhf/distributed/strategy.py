@@ -27,6 +27,7 @@ from transformers import enable_full_determinism, get_scheduler, set_seed
 
 from openrlhf.config.shared import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import devices, ds_config
+from openrlhf.distributed.layout import RankLayout
 from openrlhf.observability.metrics import Metric, merge_all, values
 
 # At import DeepSpeed looks for its accelerator, and asks the linker for libraries, whose complaints mean nothing.
@@ -78,8 +79,9 @@ class Strategy:
         if not dist.is_initialized():
             backend = devices.collective_backend(self.kind)
             deepspeed.init_distributed(backend, timeout=timedelta(seconds=timeout_s), verbose=False)
-        self.rank, self.dp_size = dist.get_rank(), dist.get_world_size()
-        self.dp_rank = self.rank
+        self.rank, self.layout = dist.get_rank(), RankLayout(dp=dist.get_world_size())
+        self.dp_rank, self.dp_size = self.layout.place(self.rank).dp, self.layout.dp
+        seed = self.layout.noise_seed(seed, self.rank)
         enable_full_determinism(seed) if full_determinism else set_seed(seed)
 
     @property
@@ -88,14 +90,14 @@ class Strategy:
         return self.rank == 0
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
-        """Sums (or `max`, `min`) of a few numbers over the data-parallel ranks."""
+        """Sums over the data slices (or `max`, `min` over all ranks) of a few numbers, which ranks of a slice have in common."""
         block = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(block, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op])
-        return block.tolist()
+        return (block / (self.layout.sp * self.layout.tp) if op == "sum" else block).tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, on every rank. Pickles: for small things."""
-        gathered: list[Any] = [None] * self.dp_size
+        gathered: list[Any] = [None] * self.layout.world_size
         dist.all_gather_object(gathered, value)
         return gathered
 
@@ -207,7 +209,7 @@ class TrainEngine:
                 # Under ZeRO 2 and 3 every rank runs as many backwards as any: a short one repeats its last with weight 0.
                 share, metrics = loss(window[min(turn, len(window) - 1)], totals)
                 real = turn < len(window)
-                self.engine.backward(share * self.strategy.dp_size if real else share * 0.0)
+                self.engine.backward(share * self.strategy.dp_size if real else share * 0.0)  # DeepSpeed takes means
                 shares += [(share.detach(), metrics)] if real else []
         return self._step(shares, broken, max_nonfinite)
 

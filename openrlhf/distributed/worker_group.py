@@ -1,7 +1,7 @@
 """Worker hosts and groups: one Ray actor per device slot, any set of roles in it, calls by method reference.
 
-group.launch(PolicyWorker.update, [slice_of_rank_0, slice_of_rank_1])  ->  object references
-gather(references, timeout_s=…, doing="the policy update")             ->  results, or an error that names the culprit
+group.launch(PolicyWorker.update, [first_slice, second_slice])  ->  calls, one for every data slice
+gather(calls, timeout_s=…, doing="update the policy")           ->  results, or an error that names the culprit
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError
 
 from openrlhf.config.plugins import load_plugins
 from openrlhf.distributed.devices import device_kind, free_port, node_address, redirect_output, worker_environment
+from openrlhf.distributed.layout import RankLayout, order_by_node
 from openrlhf.distributed.placement import HostGroup, actor_options, reserve
 
 
@@ -87,22 +88,19 @@ class HostHandles:
         settings: dict[str, Any],
         plugins: Sequence[str] = (),
     ) -> None:
-        self.group, self.name = group, group.name
-        self.log_dir = log_dir
+        self.group, self.layout = group, RankLayout(dp=group.slots)
+        folder = Path(log_dir).absolute()
+        self.logs = [str(folder / f"{group.name}-{slot}.log") for slot in range(group.slots)]  # by rank
         self._reserved = reserved = reserve(group, on_gpus=on_gpus, timeout_s=timeout_s)
         environment = worker_environment("cuda" if on_gpus else "cpu", threads=threads)
         host_class: Any = ray.remote(WorkerHost)
-        self.actors: list[Any] = [
+        self.actors: list[Any] = [  # by rank
             host_class.options(
-                **actor_options(reserved, rank, on_gpus=on_gpus), runtime_env={"env_vars": environment}
-            ).remote(self.log_path(rank))
-            for rank in range(group.slots)
+                **actor_options(reserved, slot, on_gpus=on_gpus), runtime_env={"env_vars": environment}
+            ).remote(log)
+            for slot, log in enumerate(self.logs)
         ]
         self._connect(settings, plugins, timeout_s)
-
-    def log_path(self, rank: int) -> str:
-        """Where the process of a rank writes its log."""
-        return str(Path(self.log_dir).absolute() / f"{self.name}-{rank}.log")
 
     def close(self) -> None:
         """End the processes and give their slots back."""
@@ -111,14 +109,16 @@ class HostHandles:
         ray.util.remove_placement_group(self._reserved)
 
     def _connect(self, settings: dict[str, Any], plugins: Sequence[str], timeout_s: float) -> None:
-        doing = f"start the {self.name} processes"
-        nodes = gather([host.node.remote() for host in self.actors], timeout_s=timeout_s, doing=doing)
+        doing = f"start the {self.group.name} processes"
+        nodes = gather([host.node.remote() for host in self.actors], timeout_s=timeout_s, doing=doing, logs=self.logs)
+        order = order_by_node(nodes)
+        self.actors, self.logs, nodes = ([column[slot] for slot in order] for column in (self.actors, self.logs, nodes))
         local_ranks = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
-        [address] = gather([self.actors[0].rendezvous.remote()], timeout_s=timeout_s, doing=doing)
+        [address] = gather([self.actors[0].rendezvous.remote()], timeout_s=timeout_s, doing=doing, logs=self.logs)
         joined = [
             host.connect.remote(rank, local_ranks, address, settings, plugins) for rank, host in enumerate(self.actors)
         ]
-        gather(joined, timeout_s=timeout_s, doing=doing, logs=[self.log_path(r) for r in range(len(joined))])
+        gather(joined, timeout_s=timeout_s, doing=doing, logs=self.logs)
 
 
 class WorkerGroup:
@@ -129,52 +129,57 @@ class WorkerGroup:
         self.role = role
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.hosts.actors)
+    def slices(self) -> int:
+        """Into how many data slices a batch is cut for this role."""
+        return self.hosts.layout.dp
 
     @property
     def logs(self) -> list[str]:
         """Log file of each rank."""
-        return [self.hosts.log_path(rank) for rank in range(self.size)]
+        return self.hosts.logs
 
     def create(self, worker: type, settings: Any) -> list[Any]:
         """Create the role's worker in every process. Returns references."""
         return [host.add_role.remote(self.role, worker, settings) for host in self.hosts.actors]
 
-    def launch(self, method: Callable[..., Any], per_rank: Sequence[Any]) -> list[Any]:
-        """Call `method` on every rank, each with its own argument. Returns references."""
-        calls = zip(self.hosts.actors, per_rank, strict=True)
-        return [host.call.remote(self.role, method.__name__, argument) for host, argument in calls]
+    def launch(self, method: Callable[..., Any], per_slice: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Send each data slice to every rank that works on it. Returns one call per slice: the references of its ranks."""
+        slices = zip(self.hosts.layout.slice_ranks(), map(ray.put, per_slice), strict=True)
+        return [tuple(self._call(rank, method, argument) for rank in ranks) for ranks, argument in slices]
 
     def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `method` on every rank with the same arguments. Returns references."""
-        return [host.call.remote(self.role, method.__name__, *args) for host in self.hosts.actors]
+        return [self._call(rank, method, *args) for rank in range(self.hosts.layout.world_size)]
+
+    def _call(self, rank: int, method: Callable[..., Any], *args: Any) -> Any:
+        return self.hosts.actors[rank].call.remote(self.role, method.__name__, *args)
 
 
 def gather(
-    references: Sequence[Any],
+    calls: Sequence[Any],
     *,
     timeout_s: float,
     doing: str,
     logs: Sequence[str] = (),
     flag: str = "--train.step_timeout (or --train.setup_timeout while a run starts)",
 ) -> list[Any]:
-    """The results, in order. `doing` completes "… did not <doing> in time", `flag` is what sets that time; `logs[i]` is the log behind
-    reference i.
+    """The results, in order; of a call to several ranks that of the first, when all have answered.
 
-    The first failure ends the wait: its peers may hang in a collective because of it. Raises WorkerError when a process died
-    or the deadline passed; an exception of a worker's code is raised as it is.
+    `doing` completes "… did not <doing> within …", `flag` is the flag that sets that time, `logs[i]` the log behind the i-th
+    reference. The first failure ends the wait: its peers may hang in a collective because of it. Raises WorkerError when a
+    process died or the timeout passed; an exception of a worker's code is raised as it is.
     """
     deadline = time.monotonic() + timeout_s
-    waiting = list(references)
+    each = [call if isinstance(call, tuple) else (call,) for call in calls]
+    references = [reference for call in each for reference in call]
+    waiting = references
     try:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 raise WorkerError(_late(references, waiting, timeout_s, doing, logs, flag))
             ray.get(done)
-        return ray.get(list(references))
+        return ray.get([call[0] for call in each])
     except RayActorError as error:
         raise WorkerError(
             f"a process died while the run was about to {doing}: {error}. Logs: {', '.join(logs) or 'see the run folder'}"

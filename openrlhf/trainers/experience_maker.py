@@ -227,7 +227,7 @@ class _Pending:
         self.experience, self.group, self.per_sample = experience, group, per_sample
         lengths = experience.lengths.tolist()
         # A rank without rows repeats the first one: some forwards are collective. Its result is the same number twice.
-        self.parts = [rows or [0] for rows in share(lengths, range(len(lengths)), group.size)]
+        self.parts = [rows or [0] for rows in share(lengths, range(len(lengths)), group.slices)]
         self.references = group.launch(method, experience.split(self.parts))
 
     def collect(self, timeout_s: float) -> Tensor:

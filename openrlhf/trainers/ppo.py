@@ -143,12 +143,12 @@ class PPOTrainer:
         if self.critic:
             jobs = [
                 Update(experience=rows_of_rank(experience, plan), steps=plan.steps)
-                for plan in self._plans(lengths, self.critic.size)
+                for plan in self._plans(lengths, self.critic.slices)
             ]
             launched += self.critic.launch(CriticWorker.update, jobs)
             logs += self.critic.logs
         if self.step + 1 > self.settings.freezing_steps:
-            plans = self._plans(lengths, self.policy.size)
+            plans = self._plans(lengths, self.policy.slices)
             texts = self._pretraining_text(len(plans[0].steps))
             jobs = [
                 PolicyUpdate(
@@ -173,9 +173,9 @@ class PPOTrainer:
     def _pretraining_text(self, steps: int) -> list[list[TokenRows]]:
         """Each rank's plain text for the next `steps` optimizer steps; none where none is mixed in."""
         if not self.pretraining:
-            return [[] for _ in range(self.policy.size)]
+            return [[] for _ in range(self.policy.slices)]
         first = self.step * self.settings.updates_per_step
-        return self.pretraining.for_ranks(range(first, first + steps), self.policy.size)
+        return self.pretraining.for_ranks(range(first, first + steps), self.policy.slices)
 
     def _gather(self, launched: list[Any], doing: str, logs: list[str]) -> list[Any]:
         return gather(launched, timeout_s=self.settings.step_timeout, doing=doing, logs=logs)

@@ -1,0 +1,80 @@
+"""Calls to the workers of a role: which ranks get which data slice, whose result counts, and how a wait ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from openrlhf.distributed.layout import RankLayout
+from openrlhf.distributed.worker_group import WorkerError, WorkerGroup, gather
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Worker:
+    """Says which rank did what."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def double(self, number: int) -> tuple[int, int]:
+        return self.rank, 2 * number
+
+    def fail_on_rank_3(self, number: int) -> int:
+        if self.rank == 3:
+            raise ValueError("rank 3 cannot")
+        return number
+
+    def sleep_on_rank_3(self, number: int) -> int:
+        time.sleep(600 * (self.rank == 3))
+        return number
+
+
+class Host:
+    """A worker host with one role, without a process group."""
+
+    def __init__(self, rank: int) -> None:
+        self.worker = Worker(rank)
+
+    def call(self, role: str, method: str, *args: Any) -> Any:
+        return getattr(self.worker, method)(*args)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[WorkerGroup]:
+    """Four ranks, of which each two share a data slice."""
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    host: Any = ray.remote(Host)
+    actors = [host.options(num_cpus=0).remote(rank) for rank in range(4)]
+    logs = [f"host-{rank}.log" for rank in range(4)]
+    yield WorkerGroup(SimpleNamespace(layout=RankLayout(dp=2, tp=2), actors=actors, logs=logs), "actor")  # type: ignore[arg-type]
+    ray.shutdown()
+
+
+def test_each_slice_goes_to_the_ranks_that_share_it_and_the_first_gives_the_result(group: WorkerGroup) -> None:
+    assert group.slices == 2
+    calls = group.launch(Worker.double, [10, 20])
+    assert [ray.get(list(call)) for call in calls] == [[(0, 20), (1, 20)], [(2, 40), (3, 40)]]
+    assert gather(calls, timeout_s=60, doing="double") == [(0, 20), (2, 40)]
+
+
+def test_a_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
+    assert gather(group.broadcast(Worker.double, 1), timeout_s=60, doing="double") == [(rank, 2) for rank in range(4)]
+
+
+def test_a_failure_on_any_rank_of_a_slice_is_raised(group: WorkerGroup) -> None:
+    with pytest.raises(ValueError, match="rank 3 cannot"):
+        gather(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=60, doing="fail", logs=group.logs)
+
+
+def test_a_rank_that_does_not_answer_is_named_with_its_log_and_the_flag(group: WorkerGroup) -> None:
+    calls = group.launch(Worker.sleep_on_rank_3, [1, 2])
+    with pytest.raises(
+        WorkerError, match=r"1 of 4 processes did not sleep within 5 s: host-3\.log.*--train\.step_timeout"
+    ):
+        gather(calls, timeout_s=5, doing="sleep", logs=group.logs)
