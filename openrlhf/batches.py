@@ -158,8 +158,8 @@ class TokenRows(Ragged):
     def from_lists(cls, tokens: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]]) -> TokenRows:
         """One sequence per pair of lists."""
         return cls(
-            tokens=torch.tensor([t for row in tokens for t in row], dtype=torch.long),
-            loss_mask=torch.tensor([m for row in loss_mask for m in row], dtype=torch.bool),
+            tokens=_flat(tokens, torch.long),
+            loss_mask=_flat(loss_mask, torch.bool),
             offsets=offsets_of([len(row) for row in tokens]),
         )
 
@@ -175,15 +175,15 @@ class Pairs(Ragged):
 class Experience(Ragged):
     """A batch of episodes on its way through annotation, credit assignment and the update.
 
-    Columns that are None have not been computed yet, or nothing needs them.
+    Columns that are None have not been computed yet, or whoever holds the batch does not read them.
     """
 
     action_mask: Bool[Tensor, " N"] = per_token()
-    rollout_logprobs: Float[Tensor, " N"] = per_token()
     group_ids: Int[Tensor, " B"] = per_sample()  # same prompt
     rewards: Float[Tensor, " B"] = per_sample()  # NaN until a reward worker has scored the sample
     truncated: Bool[Tensor, " B"] = per_sample()
 
+    rollout_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
     turn_rewards: Float[Tensor, " N"] | None = per_token(default=None)  # shares of the reward, at the ends of turns
     old_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
     ref_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
@@ -196,20 +196,32 @@ class Experience(Ragged):
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Experience:
         """Flatten finished episodes; the group of a sample is its prompt's running number."""
-        flat_logprobs = [x for t in trajectories for x in t.rollout_logprobs]
-        judged = [t.teacher_logprobs for t in trajectories] or [None]
+        judged = [t.teacher_logprobs for t in trajectories if t.teacher_logprobs is not None]
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
         return cls(
-            tokens=torch.tensor([x for t in trajectories for x in t.tokens], dtype=torch.long),
+            tokens=_flat([t.tokens for t in trajectories], torch.long),
             offsets=offsets_of([len(t.tokens) for t in trajectories]),
-            action_mask=torch.tensor([x for t in trajectories for x in t.action_mask], dtype=torch.bool),
-            rollout_logprobs=torch.tensor(flat_logprobs, dtype=torch.float32),
+            action_mask=_flat([t.action_mask for t in trajectories], torch.bool),
+            rollout_logprobs=_flat([t.rollout_logprobs for t in trajectories], torch.float32),
             group_ids=torch.tensor([t.prompt.index for t in trajectories], dtype=torch.long),
             rewards=torch.tensor(rewards, dtype=torch.float32),
             truncated=torch.tensor([t.truncated for t in trajectories], dtype=torch.bool),
-            turn_rewards=_turn_rewards(trajectories) if any(t.turn_rewards for t in trajectories) else None,
-            teacher_logprobs=None if None in judged else torch.tensor([x for t in judged if t for x in t]),
+            turn_rewards=turn_reward_column(trajectories),
+            teacher_logprobs=_flat(judged, torch.float32) if judged and len(judged) == len(trajectories) else None,
         )
+
+    def targets(self) -> TokenRows:
+        """What the log-probabilities and values of the sampled tokens are computed from: nothing else is sent."""
+        return TokenRows(tokens=self.tokens, offsets=self.offsets, loss_mask=self.action_mask)
+
+    def texts(self) -> Ragged:
+        """What reward models read."""
+        return Ragged(tokens=self.tokens, offsets=self.offsets)
+
+    def only(self, *columns: str) -> Self:
+        """The same batch with, of the columns that may be None, these alone."""
+        optional = (f.name for f in fields(self) if f.default is None)
+        return replace(self, **dict.fromkeys(name for name in optional if name not in columns))
 
     @property
     def num_actions(self) -> Int[Tensor, " B"]:
@@ -218,8 +230,15 @@ class Experience(Ragged):
         return counts.index_add_(0, self.sample_of_token(), self.action_mask.long())
 
 
-def _turn_rewards(trajectories: Sequence[Trajectory]) -> Float[Tensor, " N"]:
-    """Each turn's reward at the turn's last token, zero elsewhere."""
+def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+    """Rows one behind the other. Row by row, because a Python loop over the tokens of a large batch takes minutes."""
+    return torch.cat([torch.tensor(row, dtype=dtype) for row in rows] or [torch.empty(0, dtype=dtype)])
+
+
+def turn_reward_column(trajectories: Sequence[Trajectory]) -> Float[Tensor, " N"] | None:
+    """Each turn's reward at the turn's last token, zero elsewhere; None if no episode has rewards of turns."""
+    if not any(t.turn_rewards for t in trajectories):
+        return None
     column = [0.0] * sum(len(t.tokens) for t in trajectories)
     start = 0
     for trajectory in trajectories:

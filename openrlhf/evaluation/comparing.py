@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from openrlhf.observability.run_folder import ComparedRow
 from openrlhf.rewards.budget import RewardErrors
-from openrlhf.trainers.sources import of_sources
+from openrlhf.rollout.episode_metrics import of_sources
 from openrlhf.trajectory import Failure, Trajectory
 
 

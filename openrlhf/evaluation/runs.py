@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -37,7 +37,7 @@ from openrlhf.evaluation.comparing import (
     win_metrics,
 )
 from openrlhf.launch import settings
-from openrlhf.launch.processes import EngineGroup, start_hosts
+from openrlhf.launch.hosts import start_hosts
 from openrlhf.launch.prompt_data import check_reward_models, policy_tokenizer, read_prompts
 from openrlhf.launch.reinforcement import check_agents, check_reward, make_agents, show_prompts
 from openrlhf.observability.display import DisplayMode
@@ -47,13 +47,16 @@ from openrlhf.observability.source_table import print_sources
 from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy
 from openrlhf.rewards.judge import Judge
 from openrlhf.rewards.rule import offer_remote_engines, reward_of
+from openrlhf.rollout.background import CLOSE_S, BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
-from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
+from openrlhf.rollout.episode_metrics import evaluation_metrics, of_sources, source_columns
+from openrlhf.rollout.fleet import Fleet
+from openrlhf.rollout.generator import Engines, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.trainers.experience_maker import with_rewards
 from openrlhf.trainers.reward import read_pairs
-from openrlhf.trainers.sources import evaluate, evaluation_metrics, of_sources, source_columns
+from openrlhf.trainers.sources import evaluate
+from openrlhf.trainers.stages import RewardModels
 from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
 from openrlhf.workers.frozen import RewardWorker
 
@@ -203,38 +206,34 @@ class Evaluation:
         self.recorder.display.note(f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each.")
         group = HostGroup(name=name, roles=(name,), nodes=1, slots_per_node=config.vllm.num_engines)
         made_of = settings.engine_settings(config, model.path, self.kind, model.tokenizer)
-        started = EngineGroup(group, made_of, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
-        with closing(started) as engines, engines.naming_logs():
-            engines.wait()
+        started = Fleet(group, made_of, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
+        with closing(started) as fleet, fleet.naming_logs():
+            fleet.wait()
             scored_later = config.reward.models or config.judge.url
             agents = make_agents(config, model.tokenizer, needs_reward=not scored_later, log_dir=Path(self.log_dir))
-            answers = self._sample(model, engines.actors, spec, agents)
-            engines.stop()
+            answers = self._sample(model, fleet, spec, agents)
+            fleet.stop()
         return answers
 
     def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:
         """Answers that are there already, one to each prompt, rewarded like sampled ones."""
         spec = replace(settings.eval_sampling(self.config), n_samples=1)
-        return self._sample(model, [WrittenAnswers(spec, model.prompts, answers)], spec)
+        return self._sample(model, WrittenAnswers(spec, model.prompts, answers), spec)
 
     def _sample(
-        self, model: Candidate, engines: Sequence[Any], spec: SamplingSpec, agents: AgentEpisodes | None = None
+        self, model: Candidate, engines: Engines, spec: SamplingSpec, agents: AgentEpisodes | None = None
     ) -> list[Trajectory]:
         config = self.config
         with (
+            closing(BackgroundLoop()) as loop,
             reward_of(config.reward, log_dir=Path(self.log_dir)) as rule,
-            closing(
-                RolloutGenerator(
-                    engines,
-                    model.tokenizer,
-                    rule,
-                    agents=agents,
-                    errors=self.errors,
-                    timeout_s=config.train.step_timeout,
-                )
-            ) as generator,
+            ExitStack() as ends,
         ):
-            return evaluate(model.prompts, generator, spec, wave=config.rollout.batch_size)
+            if agents:
+                ends.callback(lambda: loop.run(agents.close(), CLOSE_S))
+            generator = RolloutGenerator(engines, model.tokenizer, rule, agents=agents, on_error=self.errors.policy)
+            at_once, timeout_s = config.rollout.batch_size, config.train.step_timeout
+            return evaluate(model.prompts, generator, loop, spec, step=0, at_once=at_once, timeout_s=timeout_s)
 
     def rewarded(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
         """The answers with the rewards of the reward models added. Starts these for it, and ends them."""
@@ -247,7 +246,7 @@ class Evaluation:
             created = models.create(RewardWorker, settings.reward_settings(config))
             gather(created, timeout_s=config.train.setup_timeout, doing="load the models", logs=models.logs)
             weights = config.reward.weights or ()
-            return with_rewards(answers, models, weights, timeout_s=config.train.step_timeout)
+            return RewardModels(models, weights, timeout_s=config.train.step_timeout).score(answers)
 
     def compared(self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
         """The pairs, the answer with the larger reward the better one."""
@@ -293,19 +292,18 @@ def reward_hosts(config: EvaluationConfig) -> HostGroup:
 
 
 class WrittenAnswers:
-    """Stands where the generator expects an engine, and answers each prompt with what was written for it."""
+    """Stands in the engines' place: answers each prompt with what was written for it."""
 
     def __init__(self, spec: SamplingSpec, prompts: PromptDataset, answers: Sequence[list[int]]) -> None:
-        self.generate = self  # called as a Ray actor's method: engine.generate.remote(…)
         self._answers: dict[tuple[int, ...], deque[list[int]]] = {}
         for number, answer in enumerate(answers):
             asked = tuple(spec.clip_prompt(prompts[number].tokens))
             self._answers.setdefault(asked, deque()).append(answer)
 
-    async def remote(self, prompt_tokens: list[int], params: Sequence[SamplingParams]) -> list[Generation]:
+    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         """The next answer to this prompt."""
-        tokens = self._answers[tuple(prompt_tokens)].popleft()
-        return [Generation(tokens=tokens, logprobs=[0.0] * len(tokens), finish_reason="stop", stop_reason=None, weight_versions=())]  # fmt: skip
+        answer = self._answers[tuple(tokens)].popleft()
+        return [Generation(tokens=answer, logprobs=[0.0] * len(answer), finish_reason="stop", stop_reason=None, weight_versions=())]  # fmt: skip
 
 
 def given_text(tokenizer: PreTrainedTokenizerBase, number: int, source: str, tokens: list[int]) -> Trajectory:

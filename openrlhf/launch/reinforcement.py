@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.agents.pool import AgentPool
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from openrlhf.batches import Experience
 from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
 from openrlhf.config.machine import count_gpus
 from openrlhf.config.options import ConfigError
@@ -28,8 +29,8 @@ from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.launch import settings
+from openrlhf.launch.hosts import start_hosts
 from openrlhf.launch.identity import episode_identity, rl_identity
-from openrlhf.launch.processes import EngineGroup, start_hosts
 from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder
 from openrlhf.models.loading import ModelError
@@ -37,18 +38,22 @@ from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy, RewardErrors
 from openrlhf.rewards.protocol import Reward
 from openrlhf.rewards.rule import offer_remote_engines, reward_of
+from openrlhf.rollout.background import CLOSE_S, BackgroundLoop, RolloutError
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.episode_files import EpisodeFolder
-from openrlhf.rollout.generator import RolloutError, RolloutGenerator
-from openrlhf.rollout.recorded import DumpingGenerator, Generator, ReplayGenerator
-from openrlhf.trainers.experience_maker import ExperienceMaker, with_rewards
+from openrlhf.rollout.fleet import Fleet
+from openrlhf.rollout.generator import Generator, RolloutGenerator, as_sampled
+from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
+from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trainers.ppo import Evaluate, PPOTrainer
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.rollout_only import RolloutOnly
-from openrlhf.trainers.sources import Scored, SyncSource, evaluate
+from openrlhf.trainers.sources import SyncSource, evaluate
+from openrlhf.trainers.stages import RewardModels, Stage
+from openrlhf.trajectory import Trajectory
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
 from openrlhf.workers.policy import PolicyWorker
@@ -161,20 +166,22 @@ class Run:
         self.recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.hosts: list[HostHandles] = []
+        self.loop = BackgroundLoop()
         self.ends = ExitStack()  # what has to end with the run; the last that was made ends first
         self.checkpoints, self.checkpoint, self.replay = checkpoints, checkpoint, replay
-        self.engines: EngineGroup | None = None
+        self.fleet: Fleet | None = None
         self.reward: Reward | None = None
         self.trainer: PPOTrainer | RolloutOnly
 
     def __enter__(self) -> Run:
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
+            self.ends.callback(self.loop.close)
             if not self.replay:
                 self.reward = self.ends.enter_context(reward_of(self.config.reward, log_dir=Path(self.log_dir)))
                 if self.reward:
                     asyncio.run(self.reward.check())
-                self.engines = EngineGroup(
+                self.fleet = Fleet(
                     self.plan.group_of("vllm"),
                     settings.engine_settings(
                         self.config, self.config.actor.model_name_or_path, self.kind, self.data.tokenizer
@@ -182,10 +189,10 @@ class Run:
                     log_dir=self.log_dir,
                     timeout_s=self.config.train.setup_timeout,
                 )
-                self.ends.callback(self.engines.close)
+                self.ends.callback(self.fleet.close)
             groups = self._start_workers()
-            if self.engines:
-                self.engines.wait()
+            if self.fleet:
+                self.fleet.wait()
             self.trainer = self._make_trainer(groups)
             if self.checkpoint and isinstance(self.trainer, PPOTrainer):
                 self.trainer.resume(self.checkpoint)
@@ -197,7 +204,7 @@ class Run:
 
     def naming_logs(self) -> AbstractContextManager[None]:
         """Within it, an engine's failure is a RolloutError that names the logs."""
-        return self.engines.naming_logs() if self.engines else nullcontext()
+        return self.fleet.naming_logs() if self.fleet else nullcontext()
 
     def _start_workers(self) -> dict[str, WorkerGroup]:
         """Processes for every host group, and the models of all roles in them; by role."""
@@ -230,40 +237,34 @@ class Run:
         config = self.config
         on_error = ErrorPolicy.parse(config.reward.on_error)
         errors = ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error)
-        models, weights = groups.get("reward"), config.reward.weights or ()
-        scored = partial(with_rewards, models=models, weights=weights, timeout_s=config.train.step_timeout)
-        generator = self._make_generator(errors)
-        source = self._make_source(generator, scored, errors)
-        if config.rollout.only:
-            return RolloutOnly(source, self.recorder, errors, needs_groups=settings.needs_groups(config))
-        policy, kl = groups["actor"], make_kl(config)
+        models = None
+        if "reward" in groups:
+            weights = config.reward.weights or ()
+            models = RewardModels(groups["reward"], weights, timeout_s=config.train.step_timeout)
+        generator = self._make_generator(on_error)
+        source = self._make_source(generator, models, errors)
+        kl = make_kl(config)
         maker = ExperienceMaker(
-            policy,
-            groups.get("ref"),
-            groups.get("critic"),
-            groups.get("teacher"),
+            make_stages(config, groups),
+            models if source.keep is None else None,
             settings.credit_settings(config),
             kl,
-            recompute_old=settings.needs_old_logprobs(config),
+            needs_groups=settings.needs_groups(config),
             timeout_s=config.train.step_timeout,
             remote_teacher=make_remote_teacher(config),
         )
-        publisher = WeightPublisher(
-            policy,
-            self.engines.actors if self.engines else [],
-            engine_logs=self.engines.logs if self.engines else [],
-            transport="nccl" if self.kind == "cuda" else "gloo",
-            timeout_s=config.train.publish_timeout,
-        )
+        if config.rollout.only:
+            return RolloutOnly(source, maker, self.recorder, errors)
+        policy, transport = groups["actor"], "nccl" if self.kind == "cuda" else "gloo"
         return PPOTrainer(
             source,
             maker,
             policy,
             groups.get("critic"),
-            publisher,
+            WeightPublisher(policy, self.fleet, transport=transport, timeout_s=config.train.publish_timeout),
             kl=kl,
             errors=errors,
-            evaluate=self._make_evaluation(generator, scored),
+            evaluate=self._make_evaluation(generator, models),
             pretraining=self.data.pretraining,
             checkpoints=self.checkpoints,
             ckpt=config.ckpt,
@@ -274,49 +275,48 @@ class Run:
             ),
         )
 
-    def _make_generator(self, errors: ErrorBudget) -> Generator:
-        """The engines and the reward; where --rollout.dump_dir writes down what they give, or it was written down, that."""
+    def _make_generator(self, on_error: ErrorPolicy) -> Generator:
+        """The engines and the reward; with --rollout.dump_dir, what they give is written down, with --rollout.replay_dir read."""
         config = self.config
         if self.replay:
-            return ReplayGenerator(self.replay, self._steps_made)
-        assert self.engines
-        generator = RolloutGenerator(
-            self.engines.actors,
+            return ReplayGenerator(self.replay)
+        assert self.fleet
+        agents = make_agents(
+            config,
             self.data.tokenizer,
-            self.reward,
-            agents=make_agents(
-                config,
-                self.data.tokenizer,
-                needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
-                log_dir=Path(self.log_dir),
-            ),
-            errors=errors,
-            timeout_s=config.train.step_timeout,
+            needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
+            log_dir=Path(self.log_dir),
         )
-        self.ends.callback(generator.close)
-        generator.check_agents()
+        if agents:
+            self.ends.callback(lambda: self.loop.run(agents.close(), CLOSE_S))
+            self.loop.run(agents.check(), config.train.setup_timeout)
+        generator = RolloutGenerator(self.fleet, self.data.tokenizer, self.reward, agents=agents, on_error=on_error)
         if not config.rollout.dump_dir:
             return generator
         folder = EpisodeFolder(config.rollout.dump_dir)
         folder.begin(after=self.checkpoint.state.step if self.checkpoint else -1)
         identity = episode_identity(config, self.data.train, self.data.tokenizer)
-        return DumpingGenerator(generator, folder, self._steps_made, run=identity)
+        return DumpingGenerator(generator, folder, run=identity)
 
-    def _make_source(self, generator: Generator, scored: Scored, errors: ErrorBudget) -> SyncSource:
+    def _make_source(self, generator: Generator, models: RewardModels | None, errors: ErrorBudget) -> SyncSource:
         config = self.config
         low, high = config.algo.dynamic_filtering_range
+        keep = DynamicFilter(low=low, high=high) if config.algo.dynamic_filtering_enable else None
         source = SyncSource(
             self.data.train,
             generator,
+            self.loop,
             settings.train_sampling(config),
-            scored,
             batch_size=config.rollout.batch_size,
-            at_once=config.rollout.vllm_generate_batch_size,
-            episodes=config.train.num_episodes,
+            epochs=config.train.num_episodes,
             seed=config.train.seed,
+            errors=errors,
+            timeout_s=config.train.step_timeout,
+            at_once=config.rollout.vllm_generate_batch_size,
+            keep=keep,
+            annotated=models.score_group if keep and models else as_sampled,
+            last_step=self.replay.last_step if self.replay else None,
             num_workers=config.data.dataloader_num_workers,
-            keep=DynamicFilter(low=low, high=high, errors=errors) if config.algo.dynamic_filtering_enable else None,
-            ended=lambda: self.replay is not None and self.trainer.step >= self.replay.last_step,
         )
         if self.replay and self.replay.last_step < source.total_steps:
             self.recorder.display.note(
@@ -324,14 +324,38 @@ class Run:
             )
         return source
 
-    def _make_evaluation(self, generator: Generator, scored: Scored) -> Evaluate | None:
-        prompts, spec, wave = self.data.eval, settings.eval_sampling(self.config), self.config.rollout.batch_size
+    def _make_evaluation(self, generator: Generator, models: RewardModels | None) -> Evaluate | None:
+        config, prompts = self.config, self.data.eval
         if prompts is None or self.replay:
             return None
-        return lambda: scored(evaluate(prompts, generator, spec, wave=wave))
 
-    def _steps_made(self) -> int:
-        return self.trainer.step
+        def evaluation(step: int) -> list[Trajectory]:
+            trajectories = evaluate(
+                prompts,
+                generator,
+                self.loop,
+                settings.eval_sampling(config),
+                step=step,
+                at_once=config.rollout.batch_size,
+                timeout_s=config.train.step_timeout,
+            )
+            return models.score(trajectories) if models else trajectories
+
+        return evaluation
+
+
+def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[Stage]:
+    """The columns that something needs, and the workers that compute them."""
+    stages: list[Stage] = []
+    if "actor" in groups and settings.needs_old_logprobs(config):
+        stages.append(Stage(writes="old_logprobs", by=groups["actor"], method=PolicyWorker.logprobs))
+    for role, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
+        if role in groups:
+            stages.append(Stage(writes=column, by=groups[role], method=ReferenceWorker.logprobs))
+    if "critic" in groups:
+        values = Stage(writes="values", by=groups["critic"], method=CriticWorker.values, reads=Experience.texts)
+        stages.append(values)
+    return stages
 
 
 def make_kl(config: PPOConfig) -> KLController:

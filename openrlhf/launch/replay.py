@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import islice
 
 from openrlhf.checkpoints.manifest import differences
@@ -12,7 +13,9 @@ from openrlhf.launch import settings
 from openrlhf.launch.identity import episode_identity
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.rollout.episode_files import EpisodeFolder
+from openrlhf.rollout.generator import Request
 from openrlhf.rollout.recorded import ReplayGenerator
+from openrlhf.trajectory import Prompt
 
 
 def replay_folder(config: PPOConfig, data: PromptData, *, done: int, consumed: int) -> EpisodeFolder | None:
@@ -42,5 +45,15 @@ def replay_folder(config: PPOConfig, data: PromptData, *, done: int, consumed: i
     rest_of_pass = ResumableSampler(len(data.train), seed=config.train.seed, consumed=consumed, drop_last=False)
     rows = islice(rest_of_pass, config.rollout.batch_size)
     prompts = [data.train[row].drawn(place) for place, row in enumerate(rows, consumed)]
-    ReplayGenerator(folder, lambda: done).rollout(prompts, settings.train_sampling(config))
+    check_samples(ReplayGenerator(folder), prompts, Request(spec=settings.train_sampling(config), step=done + 1))
     return folder
+
+
+def check_samples(replay: ReplayGenerator, prompts: list[Prompt], request: Request) -> None:
+    """Raise DataError if the samples of the next step are of other prompts."""
+
+    async def read() -> None:
+        async for _ in replay.stream(prompts, request, groups=len(prompts)):
+            pass
+
+    asyncio.run(read())

@@ -282,7 +282,6 @@ def loop_settings(config: PPOConfig, run_dir: str, identity: Mapping[str, Any]) 
         epochs=config.train.max_epochs,
         updates_per_step=updates_of(config, config.rollout.batch_size),
         seed=config.train.seed,
-        needs_groups=needs_groups(config),
         eval_steps=config.eval.steps,
         eval_at_start=config.eval.at_start,
         eval_samples=config.eval.n_samples_per_prompt,

@@ -1,37 +1,27 @@
-"""Prompts in, rewarded trajectories out: fan-out over the engines, rewards as samples finish, batches in prompt order."""
+"""Prompts in, finished groups out: samples of every prompt from the engines, rewarded as they finish, one stream."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import logging
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from itertools import islice
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.distributed.worker_group import give_up
 from openrlhf.observability.metrics import Metric
-from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rewards.budget import ErrorPolicy
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
-from openrlhf.rollout.engine import Generation, SamplingParams
 from openrlhf.rollout.measures import SampleCost, generation_metrics
-from openrlhf.rollout.routing import Router
+from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
-T = TypeVar("T")
-Rejects = Callable[
-    [Sequence[Trajectory]], bool
-]  # whether the samples of a prompt are to be replaced by those of another
+Group = list[Trajectory]  # all samples of one prompt, failed ones among them
 logger = logging.getLogger(__name__)
-CLOSE_S = 60.0  # for hosts to end
-
-
-class RolloutError(RuntimeError):
-    """Generation failed or did not finish in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,106 +79,131 @@ def sample_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
+def in_prompt_order(groups: Iterable[Group]) -> list[Trajectory]:
+    """The samples of groups that came as they finished."""
+    return [t for group in sorted(groups, key=lambda group: group[0].prompt.index) for t in group]
+
+
+Annotate = Callable[[Group], Awaitable[Group]]
+
+
+async def as_sampled(group: Group) -> Group:
+    """The group as it is: nothing is added before the filter looks at it."""
+    return group
+
+
+def keeps_all(group: Group) -> bool:
+    """No group is rejected."""
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a stream of groups is generated for. It travels with the prompts, so nothing is read back from the trainer.
+
+    `annotated` adds what `rejects` looks at besides the reward function's scores (those of reward models).
+    A rejected prompt is replaced by the next one, so that the stream has as many groups that are not rejected as were asked for.
+    """
+
+    spec: SamplingSpec
+    step: int  # the training step; for an evaluation, the number of steps trained so far
+    annotated: Annotate = as_sampled
+    rejects: Callable[[Group], bool] = keeps_all
+
+
+class Generator(Protocol):
+    """Gives prompts their samples: from engines, or from files of an earlier run."""
+
+    def stream(
+        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+    ) -> AsyncIterator[Group]:
+        """Finished groups as they finish, until `groups` of them are not rejected or the prompts are used up.
+
+        At most `at_once` prompts (by default `groups`) are being sampled at a time.
+        """
+        ...
+
+    def metrics(self) -> dict[str, Metric]:
+        """What the training samples since the last call cost."""
+        ...
+
+
+class Engines(Protocol):
+    """What samples tokens. Samples with the same `key` share a prefix."""
+
+    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]: ...
+
+
 Generate = Callable[[Prompt, SamplingSpec, list[int], list[SamplingParams]], Awaitable[list[Generation]]]
 
 
 class Agents(Protocol):
-    """What plays episodes in place of single samples, with an engine to `generate` with."""
+    """Plays episodes in place of single samples, with an engine to `generate` with."""
 
-    async def check(self) -> None:
-        """Raise ConfigError where it cannot work."""
-        ...
-
-    async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> list[Trajectory]: ...
-
-    async def close(self) -> None: ...
+    async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group: ...
 
 
 class RolloutGenerator:
-    """Draws samples from the engines and has them rewarded. Lives in the controller; user code runs elsewhere.
+    """Draws samples from the engines and has them rewarded. Lives in the controller; user code runs in other processes.
 
-    `engines` are handles of `RolloutEngine` actors. Without `agents` an episode is one sample of the prompt, which `reward`
-    scores; with them it is what they make of it. `timeout_s` bounds one call of `rollout`.
+    Without `agents` an episode is one sample of the prompt, and `reward` scores the episode; with agents an episode is what
+    the agent makes of the prompt. Without a reward, reward models score the finished episodes later.
     """
 
     def __init__(
         self,
-        engines: Sequence[Any],
+        engines: Engines,
         tokenizer: PreTrainedTokenizerBase,
         reward: Reward | None,
         *,
         agents: Agents | None = None,
-        errors: ErrorBudget,
-        timeout_s: float,
+        on_error: ErrorPolicy,
     ) -> None:
-        self.engines = list(engines)
-        self.tokenizer = tokenizer
-        self.reward, self.agents = reward, agents
-        self.errors = errors
-        self.timeout_s = timeout_s
-        self._clipped = False  # a prompt, and the user was told
-        self._loop = BackgroundLoop()
-        self._router = Router(len(self.engines))
-        self._costs: list[SampleCost] = []  # of training samples, since `metrics` was last asked
+        self.engines, self.tokenizer = engines, tokenizer
+        self.reward, self.agents, self.on_error = reward, agents, on_error
+        self._clipped = False  # a prompt was clipped, and the user was warned
+        self._costs: list[SampleCost] = []  # of training samples, since `metrics` was last called
 
-    def rollout(
-        self,
-        prompts: Iterable[Prompt],
-        spec: SamplingSpec,
-        *,
-        groups: int | None = None,
-        rejects: Rejects = lambda group: False,
-        may_end_early: bool = False,
-    ) -> list[Trajectory]:
-        """All samples of all prompts, in prompt order, samples of a prompt adjacent, failed ones among them.
+    async def stream(
+        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+    ) -> AsyncIterator[Group]:
+        """See `Generator`. Closing the stream gives up the samples under way. Raises what an engine raised if one fails."""
+        waiting = iter(prompts)
+        missing = groups  # prompts still to start, if none of those under way is rejected
+        under_way: set[asyncio.Task[Group]] = set()
 
-        With `groups`, prompts are taken until the samples of so many are not rejected: the next one as soon as one is.
-        Where the batch `may_end_early`, it does, with those that are finished, once so many have failed that the error budget
-        is exceeded whatever becomes of the others.
-        Raises RolloutError when the deadline passes, and what an engine raised when one fails.
-        """
-        if groups is None:
-            prompts = list(prompts)
-            groups = len(prompts)
-        work = self._rollout(iter(prompts), spec, groups, rejects, may_end_early=may_end_early)
-        return self._loop.run(work, self.timeout_s)
+        def start(count: int) -> int:
+            fresh = [asyncio.ensure_future(self._finished(prompt, request)) for prompt in islice(waiting, count)]
+            under_way.update(fresh)
+            return len(fresh)
 
-    async def _rollout(
-        self, prompts: Iterator[Prompt], spec: SamplingSpec, groups: int, rejects: Rejects, *, may_end_early: bool
-    ) -> list[Trajectory]:
-        tried: dict[int, list[Trajectory]] = {}
-
-        async def sample_until_one_stays() -> int:
-            for prompt in prompts:
-                tried[prompt.index] = group = await self._sample_group(prompt, spec)
-                if not rejects(group):
-                    return sum(trajectory.failed for trajectory in group)
-            return 0
-
-        sampling = [asyncio.ensure_future(sample_until_one_stays()) for _ in range(groups)]
         try:
-            failed = 0
-            for finished in asyncio.as_completed(sampling):
-                failed += await finished
-                if may_end_early and self.errors.exceeded_by(failed, of=groups * spec.n_samples):
-                    break
+            missing -= start(min(missing, at_once or missing))
+            while under_way:
+                done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                missing += sum(request.rejects(task.result()) for task in done)
+                missing -= start(min(missing, len(done)))
+                for task in done:
+                    under_way.discard(task)
+                    yield task.result()
         finally:
-            for task in sampling:
+            for task in under_way:
                 task.cancel()
-            await asyncio.gather(*sampling, return_exceptions=True)
-        return [trajectory for index in sorted(tried) for trajectory in tried[index]]
+            await asyncio.gather(*under_way, return_exceptions=True)
 
-    async def _sample_group(self, prompt: Prompt, spec: SamplingSpec) -> list[Trajectory]:
-        if self.agents:
-            return await self.agents.play(prompt, spec, self._generate)
+    async def _finished(self, prompt: Prompt, request: Request) -> Group:
+        sampled = self.agents.play if self.agents else self._sample
+        return await request.annotated(await sampled(prompt, request.spec, self._generate))
+
+    async def _sample(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group:
         tokens = spec.clip_prompt(prompt.tokens)
         if len(tokens) < len(prompt.tokens) and not self._clipped:
             self._clipped = True
             logger.warning(
-                "Prompt %d has %d tokens and keeps its last %d, like all that leave no room for a response in --data.max_len.",
+                "Prompt %d has %d tokens and keeps its last %d, like every prompt that leaves no room for a response in --data.max_len.",
                 prompt.index, len(prompt.tokens), len(tokens),
             )  # fmt: skip
-        generations = await self._generate(prompt, spec, tokens, spec.params_for(prompt, len(tokens)))
+        generations = await generate(prompt, spec, tokens, spec.params_for(prompt, len(tokens)))
         requests = [
             RewardRequest(
                 query=self._decode(tokens + generation.tokens),
@@ -199,17 +214,11 @@ class RolloutGenerator:
             )
             for generation in generations
         ]
-        # Without a reward here, a reward worker scores the finished episodes.
         results = await self.reward.score(requests) if self.reward else [RewardResult()] * len(requests)
         return [
             self._trajectory(prompt, sample, tokens, generation, request.response_text, result)
             for sample, (generation, request, result) in enumerate(zip(generations, requests, results, strict=True))
         ]
-
-    def check_agents(self) -> None:
-        """Load the agent's file. Raises ConfigError with the traceback where that fails."""
-        if self.agents:
-            self._loop.run(self.agents.check(), self.timeout_s)
 
     def _decode(self, tokens: list[int]) -> str:
         """The text that rewards and samples show: special tokens kept."""
@@ -218,16 +227,8 @@ class RolloutGenerator:
     async def _generate(
         self, prompt: Prompt, spec: SamplingSpec, tokens: list[int], params: list[SamplingParams]
     ) -> list[Generation]:
-        key, asked = (spec.purpose, prompt.index), time.perf_counter()
-        engine = self._router.pick(key, len(params))
-        answer = self.engines[engine].generate.remote(tokens, params)
-        try:
-            generations = await answer
-        except asyncio.CancelledError:  # the engine is to give it up too
-            give_up(answer)
-            raise
-        finally:
-            self._router.done(key, engine, len(params))
+        asked = time.perf_counter()
+        generations = await self.engines.generate((spec.purpose, prompt.index), tokens, params)
         if spec.purpose == "train":
             self._costs += [
                 SampleCost(asked=asked, seconds=g.seconds, prompt_tokens=len(tokens), cached_tokens=g.cached_tokens)
@@ -268,41 +269,10 @@ class RolloutGenerator:
 
     def _failed_reward(self, finished: Trajectory) -> Trajectory:
         """Apply --reward.on_error: keep the episode with a fixed reward, or mark it failed. Its error stays with it."""
-        fallback = self.errors.policy.fallback
+        fallback = self.on_error.fallback
         if fallback is None:
             return finished.failing(finished.error, finished.failure)
         return replace(finished, reward=fallback, score=fallback)
 
-    def close(self) -> None:
-        """Stop the background loop, and end the agents."""
-        if self.agents:
-            self._loop.run(self.agents.close(), CLOSE_S)
-        self._loop.close()
-
 
 _STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
-
-
-class BackgroundLoop:
-    """An event loop in a thread of its own, for asynchronous work asked for by synchronous code."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """The result of `work`. Raises RolloutError when it takes longer than `timeout_s` seconds."""
-        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop)
-        try:
-            return future.result()
-        except TimeoutError as error:
-            raise RolloutError(
-                f"generation and rewards of one batch took longer than {timeout_s:g} s. If the responses are merely long, "
-                "raise --train.step_timeout, or lower --rollout.max_new_tokens or --rollout.batch_size."
-            ) from error
-
-    def close(self) -> None:
-        """Stop the loop and its thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)

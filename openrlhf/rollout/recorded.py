@@ -2,57 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from openrlhf.data.errors import DataError
 from openrlhf.observability.metrics import Metric
 from openrlhf.rollout.episode_files import EpisodeFolder, Kind
-from openrlhf.rollout.generator import Rejects, SamplingSpec
+from openrlhf.rollout.generator import Generator, Group, Request, in_prompt_order
 from openrlhf.trajectory import Prompt, Trajectory
 
 
-class Generator(Protocol):
-    """Gives prompts their samples; see `RolloutGenerator.rollout`."""
-
-    def rollout(
-        self,
-        prompts: Iterable[Prompt],
-        spec: SamplingSpec,
-        *,
-        groups: int | None = None,
-        rejects: Rejects = ...,
-        may_end_early: bool = False,
-    ) -> list[Trajectory]: ...
-
-    def metrics(self) -> dict[str, Metric]: ...
-
-
 class DumpingGenerator:
-    """Writes down all that another generator gives, before anybody looks at it.
+    """Writes down every group that another generator gives, before reward models and filters look at the group.
 
-    `step`: steps the run has made. `run`: what a run that replays the files has to have in common with this one.
+    `run`: what a run that replays the files has to have in common with this run.
     """
 
-    def __init__(
-        self, generator: Generator, folder: EpisodeFolder, step: Callable[[], int], *, run: Mapping[str, Any]
-    ) -> None:
-        self.generator, self.folder, self.step, self.run = generator, folder, step, run
+    def __init__(self, generator: Generator, folder: EpisodeFolder, *, run: Mapping[str, Any]) -> None:
+        self.generator, self.folder, self.run = generator, folder, run
         self._file: tuple[Kind, int] | None = None
         self._episodes: list[Trajectory] = []  # of that file
 
-    def rollout(self, prompts: Iterable[Prompt], spec: SamplingSpec, **options: Any) -> list[Trajectory]:
-        """As the other generator. A step, or an evaluation, may take several calls: its file grows with each."""
-        episodes = self.generator.rollout(prompts, spec, **options)
-        file: tuple[Kind, int] = ("eval", self.step()) if spec.purpose == "eval" else ("step", self.step() + 1)
+    async def stream(
+        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+    ) -> AsyncIterator[Group]:
+        """As the other generator. A step, or an evaluation, may take several streams: its file grows with each."""
+        file: tuple[Kind, int] = (("eval" if request.spec.purpose == "eval" else "step"), request.step)
         if file != self._file:
             self._file, self._episodes = file, []
-        if episodes:
-            self._episodes += episodes
-            self.folder.write(*file, self._episodes, run=self.run)
-        return episodes
+        sampled: list[Group] = []
+
+        async def recorded(group: Group) -> Group:
+            sampled.append(group)
+            return await request.annotated(group)
+
+        try:
+            options = {"groups": groups, "at_once": at_once}
+            async for group in self.generator.stream(prompts, replace(request, annotated=recorded), **options):
+                yield group
+        finally:
+            if sampled:
+                self._episodes += in_prompt_order(sampled)
+                self.folder.write(*file, self._episodes, run=self.run)
 
     def metrics(self) -> dict[str, Metric]:
         """Those of the other generator."""
@@ -60,48 +53,38 @@ class DumpingGenerator:
 
 
 class ReplayGenerator:
-    """Gives the prompts of a step the samples that were written down for them; nothing once the folder has no further step.
+    """Gives the prompts of a step the samples that an earlier run wrote down for them; nothing after the folder's last step.
 
-    `step`: steps the run has made. Raises DataError where the files are damaged, or are not of these prompts.
+    Raises DataError if the files are damaged, or are of other prompts.
     """
 
-    def __init__(self, folder: EpisodeFolder, step: Callable[[], int]) -> None:
-        self.folder, self.step = folder, step
+    def __init__(self, folder: EpisodeFolder) -> None:
+        self.folder = folder
         self._read = 0  # the step whose samples are here
-        self._samples: dict[int, list[Trajectory]] = {}  # by prompt
+        self._samples: dict[int, Group] = {}  # by prompt
 
-    def rollout(
-        self,
-        prompts: Iterable[Prompt],
-        spec: SamplingSpec,
-        *,
-        groups: int | None = None,
-        rejects: Rejects = lambda group: False,
-        may_end_early: bool = False,
-    ) -> list[Trajectory]:
-        """As `RolloutGenerator.rollout`: prompts are taken until the samples of `groups` of them are not rejected."""
-        step = self.step() + 1
-        if step > self.folder.last_step:
-            return []
-        if step != self._read:
-            episodes = self.folder.read("step", step)
+    async def stream(
+        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+    ) -> AsyncIterator[Group]:
+        """See `Generator`: the groups come in prompt order."""
+        if request.step > self.folder.last_step:
+            return
+        if request.step != self._read:
+            episodes = self.folder.read("step", request.step)
             self._samples = {index: list(group) for index, group in groupby(episodes, key=lambda t: t.prompt.index)}
-            self._read = step
-        found: list[Trajectory] = []
-        taken = 0
+            self._read = request.step
         for prompt in prompts:
-            samples = self._samples_of(prompt)
-            found += samples
-            taken += not rejects(samples)
-            if taken == groups:
-                break
-        return found
+            group = await request.annotated(self._samples_of(prompt))
+            groups -= not request.rejects(group)
+            yield group
+            if not groups:
+                return
 
     def metrics(self) -> dict[str, Metric]:
         """None: nothing was generated."""
         return {}
 
-    def _samples_of(self, prompt: Prompt) -> list[Trajectory]:
+    def _samples_of(self, prompt: Prompt) -> Group:
         file = self.folder.file("step", self._read)
         samples = self._samples.get(prompt.index)
         if not samples:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,16 +19,12 @@ from openrlhf.algorithms.advantages import (
 )
 from openrlhf.algorithms.kl import KLController, kl_estimate
 from openrlhf.algorithms.rewards import clip_rewards, overlong_penalty, stop_properly_penalty, token_rewards
-from openrlhf.batches import Experience, Layout
-from openrlhf.distributed.worker_group import WorkerGroup, gather
+from openrlhf.batches import Experience, turn_reward_column
 from openrlhf.observability.metrics import Last, Mean, Metric
-from openrlhf.rewards.sums import combined
 from openrlhf.trainers.remote_teacher import RemoteTeacher
-from openrlhf.trainers.update_plan import share
+from openrlhf.trainers.stages import RewardModels, Stage
 from openrlhf.trajectory import Trajectory
-from openrlhf.workers.critic import CriticWorker
-from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
-from openrlhf.workers.policy import PolicyWorker, kl_metrics
+from openrlhf.workers.policy import kl_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,57 +46,81 @@ class CreditSettings:
     max_len: int  # tokens
 
 
-class ExperienceMaker:
-    """Annotates a batch with what the workers know, and credits its tokens.
+@dataclass(frozen=True, kw_only=True)
+class Annotated:
+    """A batch with what the workers computed. `trajectories` are all episodes with their rewards; `kept` are the rows of `experience`."""
 
-    `recompute_old`: π_old is computed by the trainer before the update; without it the update takes its own log-probabilities.
+    experience: Experience
+    trajectories: list[Trajectory]
+    kept: list[Trajectory]
+    timing: dict[str, Metric]
+
+
+def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list[int]:
+    """The places of the episodes to train on: not failed, not filtered, with sampled tokens.
+
+    If samples of a prompt are compared (`needs_groups`), lone samples are left out too.
+    """
+    finished = [i for i, t in enumerate(trajectories) if not t.failed and not t.filtered and t.num_actions]
+    peers = Counter(trajectories[i].prompt.index for i in finished)
+    return [i for i in finished if not needs_groups or peers[trajectories[i].prompt.index] > 1]
+
+
+class ExperienceMaker:
+    """Annotates a batch with what the workers compute, and credits its tokens.
+
+    `stages` are the columns that something needs. `reward_models` are None if nothing is left for them to score: there
+    are none, or dynamic filtering had to see their scores before.
     """
 
     def __init__(
         self,
-        policy: WorkerGroup,
-        reference: WorkerGroup | None,
-        critic: WorkerGroup | None,
-        teacher: WorkerGroup | None,
+        stages: Sequence[Stage],
+        reward_models: RewardModels | None,
         settings: CreditSettings,
         kl: KLController,
         *,
-        recompute_old: bool,
+        needs_groups: bool,
         timeout_s: float,
         remote_teacher: RemoteTeacher | None = None,
     ) -> None:
-        self.policy, self.reference = policy, reference
-        self.critic, self.teacher, self.remote_teacher = critic, teacher, remote_teacher
+        self.stages, self.reward_models, self.remote_teacher = stages, reward_models, remote_teacher
         self.settings, self.kl = settings, kl
-        self.recompute_old, self.timeout_s = recompute_old, timeout_s
+        self.needs_groups, self.timeout_s = needs_groups, timeout_s
 
-    def taught(self, trajectories: Sequence[Trajectory]) -> tuple[Sequence[Trajectory], dict[str, Metric]]:
-        """The episodes, those to be trained on with what a remote teacher says of them, where there is one; how long it took."""
-        if self.remote_teacher is None:
-            return trajectories, {}
-        start = time.perf_counter()
-        taught = self.remote_teacher.taught(trajectories)
-        return taught, {"timing/teacher_logprobs": Last(time.perf_counter() - start)}
+    def annotate(self, trajectories: Sequence[Trajectory]) -> Annotated:
+        """R, log π_old, log π_ref, log π_teacher and V, as far as something needs them: launched side by side, gathered.
 
-    def annotate(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
-        """Add log π_old, log π_ref, log π_teacher and V where something needs them: launched side by side, gathered.
-
-        The metrics tell how long each took; a pass that nothing needs is not run and has none.
+        The metrics have the seconds that each took, from the common start; a stage that nothing needs has none.
         """
-        columns: dict[str, _Pending] = {}
-        if self.recompute_old:
-            columns["old_logprobs"] = _Pending(experience, self.policy, PolicyWorker.logprobs)
-        if self.reference:
-            columns["ref_logprobs"] = _Pending(experience, self.reference, ReferenceWorker.logprobs)
-        if self.teacher:
-            columns["teacher_logprobs"] = _Pending(experience, self.teacher, ReferenceWorker.logprobs)
-        if self.critic:
-            columns["values"] = _Pending(experience, self.critic, CriticWorker.values)
         start, timing = time.perf_counter(), dict[str, Metric]()
+
+        def clock(name: str) -> None:
+            timing[f"timing/{name}"] = Last(time.perf_counter() - start)
+
+        if self.remote_teacher:
+            trajectories = self.remote_teacher.annotated(trajectories)
+            clock("teacher_logprobs")
+        kept = [trajectories[i] for i in trainable(trajectories, needs_groups=self.needs_groups)]
+        experience = Experience.from_trajectories(kept)
+        if not kept:
+            return Annotated(experience=experience, trajectories=list(trajectories), kept=kept, timing=timing)
+        pending_rewards = self.reward_models.launch(experience) if self.reward_models else None
+        columns = {stage.writes: stage.launch(experience) for stage in self.stages}
+        if self.reward_models and pending_rewards:
+            kept = self.reward_models.summed(kept, pending_rewards.collect(self.timeout_s))
+            clock("reward_models")
+            place = {(t.prompt.index, t.sample_index): t for t in kept}
+            trajectories = [place.get((t.prompt.index, t.sample_index), t) for t in trajectories]
+            rewards = torch.tensor([t.reward or 0.0 for t in kept])
+            experience = replace(experience, rewards=rewards, turn_rewards=turn_reward_column(kept))
         for name, pending in columns.items():
             experience = experience.with_columns(**{name: pending.collect(self.timeout_s)})
-            timing[f"timing/{name}"] = Last(time.perf_counter() - start)
-        return experience, timing
+            clock(name)
+        rows = trainable(kept, needs_groups=self.needs_groups)  # a reward model's number may not have been finite
+        if len(rows) < len(kept):
+            experience, kept = experience.select(rows), [kept[i] for i in rows]
+        return Annotated(experience=experience, trajectories=list(trajectories), kept=kept, timing=timing)
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """r_t, Â_t and Ĝ_t, and the metrics of the batch."""
@@ -192,19 +213,6 @@ class ExperienceMaker:
         return metrics
 
 
-def with_rewards(
-    trajectories: Sequence[Trajectory], models: WorkerGroup | None, weights: Sequence[float], *, timeout_s: float
-) -> list[Trajectory]:
-    """The episodes, the finished ones with the sum of all their rewards: those of reward models, and the rule's they came with."""
-    finished = [t for t in trajectories if not t.failed]
-    scores: list[list[float]] = [[] for _ in finished]
-    if models and finished:
-        batch = Experience.from_trajectories(finished)
-        scores = _Pending(batch, models, RewardWorker.rewards, per_sample=True).collect(timeout_s).tolist()
-    by_models = iter(scores)
-    return [t if t.failed else combined(t, next(by_models), weights) for t in trajectories]
-
-
 def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:
     """How the rewards of a prompt's samples differ, as means over the prompts with two samples or more."""
     stats = group_statistics(rewards, groups)
@@ -216,31 +224,3 @@ def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:
         "train/group_reward_std": Mean(float((stats.std * share_of_group).sum()), number),
         "train/dead_groups": Mean(float(share_of_group[stats.std == 0].sum()), number),
     }
-
-
-class _Pending:
-    """A column (or several, as a matrix) on its way: rows scattered over the ranks of a group, results gathered back into place."""
-
-    def __init__(
-        self, experience: Experience, group: WorkerGroup, method: Callable[..., Tensor], *, per_sample: bool = False
-    ) -> None:
-        self.experience, self.group, self.per_sample = experience, group, per_sample
-        lengths = experience.lengths.tolist()
-        # A rank without rows repeats the first one: some forwards are collective. Its result is the same number twice.
-        self.parts = [rows or [0] for rows in share(lengths, range(len(lengths)), group.slices)]
-        self.references = group.launch(method, experience.split(self.parts))
-
-    def collect(self, timeout_s: float) -> Tensor:
-        """(N,) where ranks gave their tokens numbers; (B,) or (B, K) where they gave their rows numbers."""
-        results: Sequence[Tensor] = gather(
-            self.references, timeout_s=timeout_s, doing=f"score the batch ({self.group.role})", logs=self.group.logs
-        )
-        size = self.experience.num_samples if self.per_sample else self.experience.num_tokens
-        column = torch.zeros(size, *results[0].shape[1:])
-        for rows, scored in zip(self.parts, results, strict=True):
-            index = torch.tensor(rows)
-            if not self.per_sample:
-                place = Layout.of(self.experience.offsets, index)
-                index = place.positions[place.real]
-            column[index] = scored
-        return column

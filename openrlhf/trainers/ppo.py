@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +18,16 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.distributed.worker_group import WorkerGroup, gather
-from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rollout.episode_metrics import evaluation_metrics, rollout_metrics
 from openrlhf.trainers.best import BestMetric
-from openrlhf.trainers.experience_maker import ExperienceMaker
+from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker
 from openrlhf.trainers.filtering import pass_rate
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.publisher import WeightPublisher
-from openrlhf.trainers.sources import SyncSource, evaluation_metrics
+from openrlhf.trainers.sources import Source
 from openrlhf.trainers.update_plan import RankUpdate, plan_update, rows_of_rank
 from openrlhf.trajectory import Trajectory
 from openrlhf.workers.base import TrainedWorker, Update
@@ -36,7 +35,7 @@ from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 
 logger = logging.getLogger(__name__)
-Evaluate = Callable[[], list[Trajectory]]
+Evaluate = Callable[[int], list[Trajectory]]  # of the weights after that step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,6 @@ class LoopSettings:
     epochs: int  # passes over a rollout batch
     updates_per_step: int  # optimizer steps of a full rollout batch
     seed: int
-    needs_groups: bool  # the estimator compares samples of a prompt: a lone one teaches nothing
     eval_steps: int  # ≤ 0: no evaluation while training
     eval_at_start: bool
     eval_samples: int  # the k of pass@k
@@ -67,7 +65,7 @@ class PPOTrainer:
 
     def __init__(
         self,
-        source: SyncSource,
+        source: Source,
         maker: ExperienceMaker,
         policy: WorkerGroup,
         critic: WorkerGroup | None,
@@ -100,22 +98,21 @@ class PPOTrainer:
         self.weights.publish(self.step)  # π_old ← π, also after a resume
         if self.settings.eval_at_start and self.step == 0 and self.best.step is None:
             self.run_evaluation()
-        for trajectories in self.timed("generation", self.source):  # τ ~ π_old, R
+        for trajectories in self.timed("generation", self.source):  # τ ~ π_old
             with self.clock("make_experience"):
-                experience, rollout = self.collect(trajectories)
-            if all(t.filtered for t in trajectories):  # what was left of an episode teaches nothing
+                batch = self.maker.annotate(trajectories)  # R, log π_old, log π_ref, V
+            self.record(batch)
+            if all(t.filtered for t in trajectories):  # what is left of an epoch teaches nothing
                 continue
-            if not experience.num_samples:
-                self.after_step(rollout)
-                continue
-            with self.clock("make_experience"):
-                experience, passes = self.maker.annotate(experience)  # log π_old, log π_ref, V
-                experience, credit = self.maker.credit(experience)  # r_t, Â_t, Ĝ_t
-            with self.clock("ppo_train"):
-                update = self.improve(experience)  # V, π
-            with self.clock("broadcast"):
-                self.weights.publish(self.step + 1)  # π_old ← π
-            self.after_step(merge_all([rollout, passes, credit, update]))
+            metrics = [step_metrics(self.source, batch)]
+            if batch.kept:
+                with self.clock("make_experience"):
+                    experience, credit = self.maker.credit(batch.experience)  # r_t, Â_t, Ĝ_t
+                with self.clock("ppo_train"):
+                    metrics += [credit, self.improve(experience)]  # V, π
+                with self.clock("broadcast"):
+                    self.publish()  # π_old ← π
+            self.after_step(merge_all(metrics))
             if self.stopped:
                 break
         if self.settings.eval_steps > 0 and self.best.evaluated_at < self.step:  # nothing came of the last prompts
@@ -125,13 +122,20 @@ class PPOTrainer:
         self.return_to_best()
         self.export_final(Path(self.ckpt.output_dir).expanduser().absolute())
 
-    def collect(self, trajectories: Sequence[Trajectory]) -> tuple[Experience, dict[str, Metric]]:
-        """Drop what failed or was filtered, count it, and flatten the rest. Raises RewardErrors when too much has failed."""
-        trajectories, timing = self.maker.taught(trajectories)
-        self.recorder.samples(self.step + 1, trajectories)
-        self.errors.check(trajectories)
-        kept = trainable(trajectories, needs_groups=self.settings.needs_groups)
-        return Experience.from_trajectories(kept), step_metrics(self.source, trajectories, kept) | timing
+    def record(self, batch: Annotated) -> None:
+        """Show samples of the batch. Raises RewardErrors if too many of its episodes have failed."""
+        self.recorder.samples(self.step + 1, batch.trajectories)
+        self.errors.check(batch.trajectories)
+
+    def publish(self) -> None:
+        """Bring the weights of the step under way to the engines, unless they are the weights that the engines have."""
+        if not self.policy_is_frozen:
+            self.weights.publish(self.step + 1)
+
+    @property
+    def policy_is_frozen(self) -> bool:
+        """Whether the step under way trains the critic alone (--critic.freezing_steps)."""
+        return self.step < self.settings.freezing_steps
 
     def improve(self, experience: Experience) -> dict[str, Metric]:
         """Update critic and policy on a credited batch: both at once where they do not share devices.
@@ -142,17 +146,18 @@ class PPOTrainer:
         launched, logs = [], []
         if self.critic:
             jobs = [
-                Update(experience=rows_of_rank(experience, plan), steps=plan.steps)
+                Update(experience=rows_of_rank(experience.only(*CriticWorker.reads), plan), steps=plan.steps)
                 for plan in self._plans(lengths, self.critic.slices)
             ]
             launched += self.critic.launch(CriticWorker.update, jobs)
             logs += self.critic.logs
-        if self.step + 1 > self.settings.freezing_steps:
+        if not self.policy_is_frozen:
             plans = self._plans(lengths, self.policy.slices)
             texts = self._pretraining_text(len(plans[0].steps))
+            read = experience.only(*PolicyWorker.reads)
             jobs = [
                 PolicyUpdate(
-                    experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=self.kl.coef, pretraining=text
+                    experience=rows_of_rank(read, plan), steps=plan.steps, kl_coef=self.kl.coef, pretraining=text
                 )
                 for plan, text in zip(plans, texts, strict=True)
             ]
@@ -221,7 +226,7 @@ class PPOTrainer:
         if self.evaluate is None:
             return
         with self.clock("evaluation"):
-            trajectories = self.evaluate()
+            trajectories = self.evaluate(self.step)
         metrics = evaluation_metrics(trajectories, k=self.settings.eval_samples)
         timing = {"timing/evaluation": self.timing.pop("timing/evaluation").value}
         self.recorder.evaluation(self.step, metrics | timing)
@@ -246,7 +251,7 @@ class PPOTrainer:
     def _state(self) -> RunState:
         return RunState(
             step=self.step,
-            epoch=self.source.episode,
+            epoch=self.source.epoch,
             consumed=self.source.consumed,
             kl_coef=self.kl.coef,
             run_dir=self.settings.run_dir,
@@ -259,7 +264,8 @@ class PPOTrainer:
         """Continue where a checkpoint stands."""
         state = checkpoint.state
         self._load(checkpoint)
-        self.step, self.source.consumed = state.step, state.consumed
+        self.step = state.step
+        self.source.resume(step=state.step, consumed=state.consumed)
         self.best.evaluated_at = self.step if self.evaluation_is_due else -1
         if state.kl_coef is not None:
             self.kl.resume(state.kl_coef)
@@ -312,47 +318,7 @@ class PPOTrainer:
         self.timing[f"timing/{name}"] = Last(before + time.perf_counter() - start)
 
 
-def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list[Trajectory]:
-    """Without the failed and the filtered ones and those with nothing sampled; where samples are compared, without lone ones too."""
-    finished = [t for t in trajectories if not t.failed and not t.filtered and t.num_actions]
-    if not needs_groups:
-        return finished
-    peers: dict[int, int] = {}
-    for t in finished:
-        peers[t.prompt.index] = peers.get(t.prompt.index, 0) + 1
-    return [t for t in finished if peers[t.prompt.index] > 1]
-
-
-def step_metrics(
-    source: SyncSource, trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]
-) -> dict[str, Metric]:
+def step_metrics(source: Source, batch: Annotated) -> dict[str, Metric]:
     """What a step's rollout looked like, what it cost, and what dynamic filtering left of it."""
-    metrics = rollout_metrics(trajectories, kept) | source.metrics()
-    return metrics | ({"train/dynamic_filtering_pass_rate": pass_rate(trajectories)} if source.keep else {})
-
-
-def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, Metric]:
-    """What the rollout itself looked like, and the means of the user's extra numbers over the samples that gave them."""
-    rewards = [t.reward for t in kept if t.reward is not None]
-    count = len(rewards)
-    mean = sum(rewards) / count if count else 0.0
-    variance = sum((r - mean) ** 2 for r in rewards) / (count - 1) if count > 1 else 0.0
-    metrics: dict[str, Metric] = {
-        "rollout/reward_mean": Mean(sum(rewards), count),
-        "rollout/reward_std": Last(variance**0.5),
-        "rollout/response_length_mean": Mean(sum(t.num_actions for t in kept), len(kept)),
-        "rollout/truncated_rate": Mean(sum(t.truncated for t in kept), len(kept)),
-        "rollout/num_samples": Last(float(len(kept))),
-        "train/score": Mean(sum(t.score for t in kept if t.score is not None), sum(t.score is not None for t in kept)),
-        "train/failed_episodes": Last(float(sum(t.failed for t in trajectories))),
-    }
-    for failure, number in Counter(t.failure for t in trajectories if t.failure).items():
-        metrics[f"train/failed_{failure}"] = Last(float(number))
-    logs = [{_logged_as(name): Mean(value, 1) for name, value in t.extra_logs.items()} for t in kept]
-    return metrics | merge_all(logs)
-
-
-def _logged_as(name: str) -> str:
-    """The metric of a number beside a reward. The user's own `kl` is not ours."""
-    ours = find_spec(f"train/{name}") is not None and not name.startswith("reward_")
-    return f"train/user_{name}" if ours else f"train/{name}"
+    metrics = rollout_metrics(batch.trajectories, batch.kept) | source.metrics() | batch.timing
+    return metrics | ({"train/dynamic_filtering_pass_rate": pass_rate(batch.trajectories)} if source.keep else {})

@@ -29,15 +29,15 @@ class RemoteTeacher:
     def __init__(self, name: str) -> None:
         self.flag, self.engine = f"--algo.distill.teacher {name}", remote_engine(name)
 
-    def taught(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The episodes, those to be trained on with log π_teacher; one whose teacher does not answer has failed."""
 
-        async def all_taught() -> list[Trajectory]:
-            return await asyncio.gather(*map(self._taught, trajectories))
+        async def all_annotated() -> list[Trajectory]:
+            return await asyncio.gather(*map(self._annotated, trajectories))
 
-        return in_background(all_taught()).result()
+        return in_background(all_annotated()).result()
 
-    async def _taught(self, trajectory: Trajectory) -> Trajectory:
+    async def _annotated(self, trajectory: Trajectory) -> Trajectory:
         if trajectory.failed or trajectory.filtered:
             return trajectory
         try:

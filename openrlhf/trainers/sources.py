@@ -2,78 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
-from typing import TypeVar
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Protocol
 
 from torch.utils.data import DataLoader
 
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.prompts import PromptDataset, PromptRow
 from openrlhf.observability.metrics import Metric
-from openrlhf.rollout.generator import Rejects, SamplingSpec
-from openrlhf.rollout.recorded import Generator
-from openrlhf.trainers.filtering import DynamicFilter, by_prompt
+from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rollout.background import BackgroundLoop
+from openrlhf.rollout.generator import (
+    Annotate,
+    Generator,
+    Group,
+    Request,
+    SamplingSpec,
+    as_sampled,
+    in_prompt_order,
+    keeps_all,
+)
+from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trajectory import Prompt, Trajectory
 
-Scored = Callable[[Sequence[Trajectory]], list[Trajectory]]  # with what reward models say
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """What the loop sees of generation. `consumed` is kept in checkpoints."""
+
+    keep: DynamicFilter | None
+
+    @property
+    def total_steps(self) -> int: ...
+
+    @property
+    def exhausted(self) -> bool: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def consumed(self) -> int: ...
+
+    def resume(self, *, step: int, consumed: int) -> None: ...
+
+    def metrics(self) -> dict[str, Metric]: ...
+
+    def __iter__(self) -> Iterator[list[Trajectory]]: ...
 
 
 class SyncSource:
-    """Generates when it is asked for a step that is not waiting, with the weights of the last publication.
+    """Generates a step when the step is asked for, with the weights of the last publication.
 
-    `batch_size`: prompts per step, those that `keep` rejects not counted. `at_once`: prompts generated together, at least as
-    many. When they are more, those left over wait, and their steps train weights newer than those that sampled them.
-    `episodes`: passes over the prompts; the last batch of a pass may be short; the generator may have `ended` before.
-    `consumed`: prompts that steps have had, counted over all passes; a resumed run starts there, and draws those again
-    that were waiting.
+    `batch_size`: prompts per step, rejected prompts not counted. `at_once`: prompts generated together, at least as many as
+    a step has. If there are more, the groups left over wait, and their steps train weights newer than the weights that
+    sampled them. `epochs`: passes over the prompts; the last batch of an epoch may be short. `annotated` adds the scores of
+    reward models before the filter `keep` looks at a group. `last_step`: the generator gives nothing after that step.
+    `consumed`: prompts that steps have had, over all epochs; a resumed run starts there, and draws the waiting prompts again.
     """
 
     def __init__(
         self,
         prompts: PromptDataset,
         generator: Generator,
+        loop: BackgroundLoop,
         spec: SamplingSpec,
-        scored: Scored,
         *,
         batch_size: int,
-        at_once: int | None = None,
-        episodes: int,
+        epochs: int,
         seed: int,
-        num_workers: int = 0,
+        errors: ErrorBudget,
+        timeout_s: float,
+        at_once: int | None = None,
         keep: DynamicFilter | None = None,
-        ended: Callable[[], bool] = lambda: False,
+        annotated: Annotate = as_sampled,
+        last_step: int | None = None,
+        num_workers: int = 0,
     ) -> None:
-        self.prompts, self.generator, self.spec = prompts, generator, spec
-        self.scored, self.keep = scored, keep
-        self.batch_size, self.episodes, self.seed = batch_size, episodes, seed
+        self.prompts, self.generator, self.loop, self.spec = prompts, generator, loop, spec
+        self.batch_size, self.epochs, self.seed = batch_size, epochs, seed
+        self.errors, self.timeout_s = errors, timeout_s
         self.at_once = at_once or batch_size
-        self.num_workers, self.ended = num_workers, ended
-        self.consumed = 0
-        self._drawn = 0  # prompts handed to the generator, over all passes
+        self.keep, self.annotated = keep, annotated
+        self.last_step, self.num_workers = last_step, num_workers
+        self.step = self.consumed = 0  # steps handed out; prompts they have had
+        self._drawn = 0  # prompts handed to the generator, over all epochs
 
     @property
-    def steps_per_episode(self) -> int:
-        """Batches per pass over the prompts."""
+    def steps_per_epoch(self) -> int:
+        """Batches per epoch."""
         return -(-len(self.prompts) // self.batch_size)
 
     @property
     def total_steps(self) -> int:
         """Batches of the whole run; at most so many where prompts are filtered."""
-        return self.steps_per_episode * self.episodes
+        return self.steps_per_epoch * self.epochs
 
     @property
-    def episode(self) -> int:
-        """Passes over the prompts that are complete."""
+    def epoch(self) -> int:
+        """Complete passes over the prompts."""
         return self.consumed // len(self.prompts)
 
     @property
     def exhausted(self) -> bool:
-        """Whether steps have had every prompt of every pass, or nothing comes for those that are left."""
-        return self.episode >= self.episodes or self.ended()
+        """Whether steps have had every prompt of every epoch, or the generator gives nothing more."""
+        return self.epoch >= self.epochs or (self.last_step is not None and self.step >= self.last_step)
 
-    def _rest_of_pass(self) -> Iterator[Prompt]:
+    def _rest_of_epoch(self) -> Iterator[Prompt]:
         """Prompts one by one; `_drawn` counts those handed out, not those that the loader has read ahead."""
         self._drawn = self.consumed
         for row in chain.from_iterable(self._loader()):
@@ -86,38 +124,63 @@ class SyncSource:
             self.prompts, batch_size=self.batch_size, sampler=sampler, collate_fn=list, num_workers=self.num_workers
         )
 
+    def resume(self, *, step: int, consumed: int) -> None:
+        """Continue after `step`, which left the source at `consumed` prompts."""
+        self.step, self.consumed = step, consumed
+
     def metrics(self) -> dict[str, Metric]:
-        """What generation has cost since this was last asked."""
+        """What generation has cost since the last call."""
         return self.generator.metrics()
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         while not self.exhausted:
-            yield from self._steps_of_pass(self._rest_of_pass())
+            yield from self._steps_of_epoch(self._rest_of_epoch())
             self.consumed = self._drawn
 
-    def _steps_of_pass(self, prompts: Iterator[Prompt]) -> Iterator[list[Trajectory]]:
-        """The scored samples of each step. Those of a rejected prompt go with the kept ones before them."""
-        waiting: list[list[Trajectory]] = []  # the groups of later steps
-        while True:
+    def _steps_of_epoch(self, prompts: Iterator[Prompt]) -> Iterator[list[Trajectory]]:
+        """The samples of each step. Samples of a rejected prompt belong to the step of the kept group before them."""
+        waiting: list[Group] = []  # the groups of later steps
+        while not self.exhausted:
             if len(_kept(waiting)) < self.batch_size:
-                waiting += by_prompt(self._generate(prompts))
+                waiting += self._generate(prompts)
             if not waiting:
                 return
             end = next(iter(_kept(waiting)[self.batch_size :]), len(waiting))
             step, waiting = waiting[:end], waiting[end:]
             self.consumed = waiting[0][0].prompt.index if waiting else self._drawn
-            yield [trajectory for group in step for trajectory in group]
+            self.step += bool(_kept(step))  # what is left of an epoch may teach nothing: no step
+            yield list(chain.from_iterable(step))
 
-    def _generate(self, prompts: Iterator[Prompt]) -> list[Trajectory]:
-        """Scored samples of the next prompts; none where the pass is over."""
+    def _generate(self, prompts: Iterator[Prompt]) -> list[Group]:
+        """The groups of the next prompts, in prompt order; none if the epoch is over.
+
+        A batch that is lost ends early, for the loop to report the errors: if too many samples have failed whatever becomes
+        of the others. Not a batch of several steps: the prompts given up would be missing in the epoch.
+        """
+        rejects = self.keep.rejects if self.keep else keeps_all
+        request = Request(spec=self.spec, step=self.step + 1, annotated=self.annotated, rejects=rejects)
+        may_end_early = self.keep is not None or self.at_once == self.batch_size
+        groups: list[Group] = []
+        failed = samples = 0
+        lost = False
+        stream = self.generator.stream(prompts, request, groups=self.at_once)
+        for group in self.loop.iterate(stream, self.timeout_s):
+            groups.append(group)
+            failed, samples = failed + sum(t.failed for t in group), samples + len(group)
+            planned = max(samples, self.at_once * self.spec.n_samples)
+            lost = self.errors.exceeded_by(failed, of=planned)
+            if may_end_early and lost:
+                break
+        groups.sort(key=lambda group: group[0].prompt.index)
         if self.keep is None:
-            one_step = self.at_once == self.batch_size  # that of a larger batch which fails would not be known here
-            batch = islice(prompts, self.at_once)
-            return self.scored(self.generator.rollout(batch, self.spec, may_end_early=one_step))
-        return self.keep.fill(self.at_once, prompts, self._refilled)
-
-    def _refilled(self, prompts: Iterator[Prompt], groups: int, rejects: Rejects) -> list[Trajectory]:
-        return self.scored(self.generator.rollout(prompts, self.spec, groups=groups, rejects=rejects))
+            return groups
+        groups = [self.keep.marked(group) for group in groups]
+        if groups and not _kept(groups) and not lost:
+            logger.warning(
+                "The last %d prompts of an epoch teach nothing: none has a mean score between %g and %g (--algo.dynamic_filtering_range).",
+                len(groups), self.keep.low, self.keep.high,
+            )  # fmt: skip
+        return groups
 
 
 def _kept(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
@@ -125,70 +188,17 @@ def _kept(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
     return [place for place, group in enumerate(groups) if not group[0].filtered]
 
 
-def evaluate(prompts: PromptDataset, generator: Generator, spec: SamplingSpec, *, wave: int) -> list[Trajectory]:
-    """Episodes of every evaluation prompt, generated in waves of `wave` prompts."""
-    trajectories: list[Trajectory] = []
-    for first in range(0, len(prompts), wave):
-        indices = range(first, min(first + wave, len(prompts)))
-        trajectories += generator.rollout([prompts[i].drawn(i) for i in indices], spec)
-    return trajectories
-
-
-def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
-    """pass@1 and pass@k per data source, rewards, response lengths and truncation, under the logged names.
-
-    pass@1 is the mean over prompts of the mean score of their samples, pass@k of the best one. Failed samples are left
-    out and counted.
-    """
-    finished = [t for t in trajectories if not t.failed]
-    metrics = {
-        "eval/eval_num_samples": float(len(trajectories)),
-        "eval/eval_failed_episodes": float(len(trajectories) - len(finished)),
-    }
-    for source, members in of_sources(finished, lambda t: t).items():
-        metrics |= _source_metrics(f"eval/eval_{source}", members, k=k)
-    if finished:
-        metrics["eval/eval_response_length_mean"] = _mean([t.num_actions for t in finished])
-        metrics["eval/eval_truncated_rate"] = _mean([t.truncated for t in finished])
-    return metrics
-
-
-def of_sources(items: Iterable[T], episode: Callable[[T], Trajectory]) -> dict[str, list[T]]:
-    """The items of each data source, which is that of their episode."""
-    sources: dict[str, list[T]] = {}
-    for item in items:
-        sources.setdefault(episode(item).prompt.datasource, []).append(item)
-    return dict(sorted(sources.items()))
-
-
-def source_columns(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
-    """What a table shows of the episodes of a data source."""
-    finished = [t for t in trajectories if not t.failed]
-    numbers = _source_metrics("", finished, k=k)
-    return {
-        "prompts": len({t.prompt.index for t in trajectories}),
-        "pass@1": numbers["_pass1"],
-        f"pass@{k}": numbers[f"_pass{k}"],
-        "reward": numbers["_reward_mean"],
-        "tokens": numbers["_response_length_mean"],
-        "truncated": numbers["_truncated_rate"],
-        "failed": len(trajectories) - len(finished),
-    }
-
-
-def _source_metrics(prefix: str, members: Sequence[Trajectory], *, k: int) -> dict[str, float]:
-    scores: dict[int, list[float]] = {}
-    for t in members:
-        if t.score is not None:
-            scores.setdefault(t.prompt.index, []).append(t.score)
-    return {
-        f"{prefix}_pass{k}": _mean([max(group) for group in scores.values()]),
-        f"{prefix}_pass1": _mean([_mean(group) for group in scores.values()]),
-        f"{prefix}_reward_mean": _mean([t.reward for t in members if t.reward is not None]),
-        f"{prefix}_response_length_mean": _mean([t.num_actions for t in members]),
-        f"{prefix}_truncated_rate": _mean([t.truncated for t in members]),
-    }
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers) if numbers else float("nan")
+def evaluate(
+    prompts: PromptDataset,
+    generator: Generator,
+    loop: BackgroundLoop,
+    spec: SamplingSpec,
+    *,
+    step: int,
+    at_once: int,
+    timeout_s: float,
+) -> list[Trajectory]:
+    """Episodes of every evaluation prompt, at most `at_once` prompts under way, for the weights after `step`."""
+    drawn = (prompts[index].drawn(index) for index in range(len(prompts)))
+    stream = generator.stream(drawn, Request(spec=spec, step=step), groups=len(prompts), at_once=at_once)
+    return in_prompt_order(loop.iterate(stream, timeout_s))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from openrlhf.batches import Experience, Layout
+from openrlhf.batches import Experience, Layout, Ragged
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.data.batching import micro_batches
@@ -20,6 +20,8 @@ from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.strategy import Metrics, StepResult, Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import Last, Max, Mean, merge_all
+
+Rows = TypeVar("Rows", bound=Ragged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,40 +37,40 @@ class MicroBatchLimits:
 
 
 def annotate_rows(
-    experience: Experience, forward: Callable[[Experience], Tensor], limits: MicroBatchLimits, strategy: Strategy
+    batch: Rows, forward: Callable[[Rows], Tensor], limits: MicroBatchLimits, strategy: Strategy
 ) -> list[tuple[list[int], Tensor]]:
     """`forward` over micro-batches of the rows, without gradient: (row numbers, result on the CPU) of each.
 
     Under ZeRO 3 a forward is collective: every rank runs as many micro-batches as the rank that has most.
     """
-    parts = limits.cut(experience.lengths)
+    parts = limits.cut(batch.lengths)
     sharded = strategy.config.zero_stage == 3
     rounds = int(strategy.all_reduce([len(parts)], "max")[0]) if sharded else len(parts)
     results: list[tuple[list[int], Tensor]] = []
     with torch.no_grad():
         for turn in range(rounds):
             rows = parts[min(turn, len(parts) - 1)]
-            results.append((rows, forward(experience.select(rows).to(strategy.device)).cpu()))
+            results.append((rows, forward(batch.select(rows).to(strategy.device)).cpu()))
     return results
 
 
 def per_token_column(
-    experience: Experience, forward: Callable[[Experience], Tensor], limits: MicroBatchLimits, strategy: Strategy
+    batch: Rows, forward: Callable[[Rows], Tensor], limits: MicroBatchLimits, strategy: Strategy
 ) -> Tensor:
     """A column (N,) from a `forward` that gives the tokens of a micro-batch their numbers."""
-    column = torch.zeros(experience.num_tokens)
-    for rows, numbers in annotate_rows(experience, forward, limits, strategy):
-        place = Layout.of(experience.offsets, torch.tensor(rows))
+    column = torch.zeros(batch.num_tokens)
+    for rows, numbers in annotate_rows(batch, forward, limits, strategy):
+        place = Layout.of(batch.offsets, torch.tensor(rows))
         column[place.positions[place.real]] = numbers
     return column
 
 
 def per_sample_column(
-    experience: Experience, forward: Callable[[Experience], Tensor], limits: MicroBatchLimits, strategy: Strategy
+    batch: Rows, forward: Callable[[Rows], Tensor], limits: MicroBatchLimits, strategy: Strategy
 ) -> Tensor:
     """A column (B,) from a `forward` that gives the rows of a micro-batch their numbers."""
-    column = torch.zeros(experience.num_samples)
-    for rows, numbers in annotate_rows(experience, forward, limits, strategy):
+    column = torch.zeros(batch.num_samples)
+    for rows, numbers in annotate_rows(batch, forward, limits, strategy):
         column[rows] = numbers
     return column
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.policy_losses import value_loss
 from openrlhf.algorithms.tensors import masked_sum
-from openrlhf.batches import Experience
+from openrlhf.batches import Experience, Ragged
 from openrlhf.distributed.strategy import Metrics, Strategy
 from openrlhf.models.backbone import has_balanced_experts
 from openrlhf.models.scalar import ScalarModel, load_scalar, state_values
@@ -32,6 +32,7 @@ class CriticWorker(TrainedWorker[Update]):
     """V."""
 
     name = "critic"
+    reads = ("values", "returns")  # columns of an update
 
     def __init__(self, strategy: Strategy, settings: CriticSettings) -> None:
         self.settings = settings
@@ -50,14 +51,14 @@ class CriticWorker(TrainedWorker[Update]):
 
         super().__init__(strategy, settings, load)
 
-    def values(self, experience: Experience) -> Tensor:
+    def values(self, texts: Ragged) -> Tensor:
         """V of the state before each token of this rank's rows, (N,)."""
         self.engine.module.eval()
-        column = per_token_column(experience, self._score, self.settings.forward, self.strategy)
+        column = per_token_column(texts, self._score, self.settings.forward, self.strategy)
         self.engine.module.train()
         return column
 
-    def _score(self, micro: Experience) -> Tensor:
+    def _score(self, micro: Ragged) -> Tensor:
         return state_values(self.engine.module(micro.tokens, micro.offsets).values, micro.offsets)
 
     def counts(self, micro: Experience) -> Mapping[str, float]:

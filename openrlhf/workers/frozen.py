@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.batches import Experience
+from openrlhf.batches import Ragged, TokenRows
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
@@ -34,12 +34,12 @@ class ReferenceWorker:
         self.settings = settings
         self.model = strategy.frozen(lambda: PolicyModel(load_causal_lm(settings.load), packing=settings.load.packing))
 
-    def logprobs(self, experience: Experience) -> Tensor:
-        """log π_ref of every sampled token of this rank's rows, (N,)."""
-        return per_token_column(experience, self._score, self.settings.forward, self.strategy)
+    def logprobs(self, rows: TokenRows) -> Tensor:
+        """log π_ref of every target of this rank's rows, (N,)."""
+        return per_token_column(rows, self._score, self.settings.forward, self.strategy)
 
-    def _score(self, micro: Experience) -> Tensor:
-        return self.model(micro.tokens, micro.offsets, micro.action_mask, self.settings.temperature).logprobs
+    def _score(self, micro: TokenRows) -> Tensor:
+        return self.model(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,11 @@ class RewardWorker:
         settings = self.settings
         return load_scalar(spec, head_prefix=settings.head_prefix, require_head=True, normalize=settings.normalize)
 
-    def rewards(self, experience: Experience) -> Tensor:
+    def rewards(self, texts: Ragged) -> Tensor:
         """Rewards of this rank's rows by every model, (B, K)."""
         scorers = [partial(self._score, model) for model in self.models]
-        columns = [per_sample_column(experience, s, self.settings.forward, self.strategy) for s in scorers]
+        columns = [per_sample_column(texts, s, self.settings.forward, self.strategy) for s in scorers]
         return torch.stack(columns, dim=1)
 
-    def _score(self, model: Any, micro: Experience) -> Tensor:
+    def _score(self, model: Any, micro: Ragged) -> Tensor:
         return last_token_scores(model(micro.tokens, micro.offsets).values, micro.offsets)

@@ -64,6 +64,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     """π_θ."""
 
     name = "actor"
+    reads = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")  # columns of an update
 
     def __init__(self, strategy: Strategy, settings: PolicySettings) -> None:
         self.settings = settings
@@ -73,15 +74,15 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         )
         self.sender = WeightSender()
 
-    def logprobs(self, experience: Experience) -> Tensor:
-        """log π_θ of every sampled token of this rank's rows, (N,), as they are now: π_old of the coming update."""
+    def logprobs(self, rows: TokenRows) -> Tensor:
+        """log π_θ of every target of this rank's rows, (N,), as they are now: π_old of the coming update."""
         self.engine.module.eval()
-        scored = per_token_column(experience, self._score, self.settings.forward, self.strategy)
+        scored = per_token_column(rows, self._score, self.settings.forward, self.strategy)
         self.engine.module.train()
         return scored
 
-    def _score(self, micro: Experience) -> Tensor:
-        return self.engine.module(micro.tokens, micro.offsets, micro.action_mask, self.settings.temperature).logprobs
+    def _score(self, micro: TokenRows) -> Tensor:
+        return self.engine.module(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs
 
     def _weights(self, mask: Tensor) -> tuple[Tensor, float]:
         objective = self.settings.objective
@@ -140,7 +141,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     ) -> tuple[Tensor, Metrics]:
         """The surrogate of the sampled tokens, each weighed by how far engine and trainer agree about it."""
         objective, layout = self.settings.objective, micro.layout
-        assert micro.advantages is not None
+        assert micro.advantages is not None and micro.rollout_logprobs is not None
         surrogate = POLICY_LOSSES[objective.policy_loss].function(
             logprobs,
             old,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from openrlhf.agents.play import AgentEpisodes
 from openrlhf.agents.pool import AgentPool, AgentSettings
 from openrlhf.config.options import ConfigError
 from openrlhf.rewards import remote_engines
-from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rewards.budget import ErrorPolicy
+from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine import EngineError, RequestRefused
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory
 from tests.openai_server import openai_server
+from tests.streams import rollout
 from tests.tiny import character_tokenizer
 
 FILES = Path(__file__).parent / "agent_files"
@@ -40,9 +42,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], SamplingParams]] = []
-        self.generate = self
 
-    async def remote(self, tokens: list[int], params: Sequence[SamplingParams]) -> list[Generation]:
+    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         self.asked += [(tokens, each) for each in params]
         return [answer(tokens, each) for each in params]
 
@@ -73,14 +74,19 @@ class Stand:
         made_of = AgentSettings(path=str(FILES / file), **{**settings, "workers": 1, "memory_gib": 1.0, **changes})
         self.engine = Engine()
         self.logs = logs
-        self.generator = RolloutGenerator(
-            [self.engine], tokenizer, None,
-            agents=AgentEpisodes(AgentPool(made_of, tokenizer, log_dir=logs), tokenizer, needs_reward=True),
-            errors=ErrorBudget(max_error_rate=1.0), timeout_s=120,
-        )  # fmt: skip
+        self.loop = BackgroundLoop()
+        self.agents = AgentEpisodes(AgentPool(made_of, tokenizer, log_dir=logs), tokenizer, needs_reward=True)
+        self.generator = RolloutGenerator(self.engine, tokenizer, None, agents=self.agents, on_error=ErrorPolicy())
 
     def rollout(self, *prompts: Prompt, **changes: Any) -> list[Trajectory]:
-        return self.generator.rollout(prompts, spec(**changes))
+        return rollout(self.generator, prompts, spec(**changes), loop=self.loop)
+
+    def check(self) -> None:
+        self.loop.run(self.agents.check(), 120)
+
+    def close(self) -> None:
+        self.loop.run(self.agents.close(), 60)
+        self.loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +98,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def turns(logs: Path) -> Iterator[Stand]:
     stand = Stand("turns.py", logs / "turns")
     yield stand
-    stand.generator.close()
+    stand.close()
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +107,7 @@ def trouble(logs: Path) -> Iterator[Stand]:
         patch.setattr(pool, "GRACE_S", 0.5)
         stand = Stand("trouble.py", logs / "trouble", step_timeout=1.5)
         yield stand
-        stand.generator.close()
+        stand.close()
 
 
 def test_an_environment_of_the_documented_contract_runs_as_it_is(turns: Stand) -> None:
@@ -156,14 +162,14 @@ def test_a_limit_of_turns_ends_the_episode_as_truncated(logs: Path) -> None:
     for trajectory in stand.rollout(prompt()):
         assert trajectory.truncated and trajectory.extra_logs == {"steps": 2.0}
         assert len(sampled_pieces(trajectory)) == 2
-    stand.generator.close()
+    stand.close()
 
 
 @pytest.fixture(scope="module")
 def own_loop(logs: Path) -> Iterator[Stand]:
     stand = Stand("own_loop.py", logs / "own")
     yield stand
-    stand.generator.close()
+    stand.close()
 
 
 def test_an_executor_may_have_a_loop_of_its_own(own_loop: Stand) -> None:
@@ -197,7 +203,7 @@ def test_a_function_step_of_older_releases_is_wrapped(logs: Path) -> None:
         assert trajectory.reward == len(first) + len(second)
         assert (trajectory.score, trajectory.extra_logs) == (0.5, {"actions": 1.0})
     assert "it is wrapped" in (logs / "old/agent-0.log").read_text()
-    stand.generator.close()
+    stand.close()
 
 
 @pytest.mark.parametrize(
@@ -213,9 +219,9 @@ def test_a_function_step_of_older_releases_is_wrapped(logs: Path) -> None:
 def test_a_file_that_is_no_agent_is_refused_with_what_to_do(logs: Path, file: str, words: str) -> None:
     stand = Stand(file, logs / "refused")
     with pytest.raises(ConfigError, match=words) as refused:
-        stand.generator.check_agents()
+        stand.check()
     assert "--train.agent_func_path" in str(refused.value)
-    stand.generator.close()
+    stand.close()
 
 
 @pytest.mark.parametrize(
@@ -281,7 +287,7 @@ def test_episodes_in_the_same_host_survive_the_one_that_ends_it(trouble: Stand) 
 def clients(logs: Path) -> Iterator[Stand]:
     stand = Stand("openai_client.py", logs / "clients", tokenizer=calculator_tokenizer())
     yield stand
-    stand.generator.close()
+    stand.close()
 
 
 def test_an_agent_that_knows_only_an_openai_client_is_recorded_token_by_token(clients: Stand) -> None:
@@ -317,15 +323,15 @@ def test_the_endpoint_does_what_stock_clients_expect(clients: Stand, label: str)
 class StuckEngine(Engine):
     """Answers the first turn of an episode, and none that follows."""
 
-    async def remote(self, tokens: list[int], params: Sequence[SamplingParams]) -> list[Generation]:
+    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         if tokens.count(calculator_tokenizer().convert_tokens_to_ids("<|user|>")) > 1:
             await asyncio.sleep(1000)
-        return await super().remote(tokens, params)
+        return await super().generate(key, tokens, params)
 
 
 def test_requests_that_a_client_gave_up_end_with_the_episode(clients: Stand) -> None:
     engines = clients.generator.engines
-    clients.generator.engines = [StuckEngine()]
+    clients.generator.engines = StuckEngine()
     try:
         for index in range(2):
             [trajectory] = clients.rollout(prompt("1+3", "give_up", index=index), n_samples=1)
@@ -346,17 +352,17 @@ class FailingEngine(Engine):
         super().__init__()
         self.error = error
 
-    async def remote(self, tokens: list[int], params: Sequence[SamplingParams]) -> list[Generation]:
+    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         raise self.error
 
 
 def test_a_request_that_the_engine_refuses_is_the_agents_affair_and_a_dead_engine_is_not(trouble: Stand) -> None:
     engines = trouble.generator.engines
     try:
-        trouble.generator.engines = [FailingEngine(RequestRefused("no such token"))]
+        trouble.generator.engines = FailingEngine(RequestRefused("no such token"))
         [refused] = trouble.rollout(prompt(label="fine"), n_samples=1)
         assert refused.failure is Failure.EXCEPTION and "no such token" in str(refused.error)
-        trouble.generator.engines = [FailingEngine(EngineError("it is dead"))]
+        trouble.generator.engines = FailingEngine(EngineError("it is dead"))
         with pytest.raises(EngineError, match="it is dead"):
             trouble.rollout(prompt(label="fine"), n_samples=1)
     finally:
@@ -381,7 +387,7 @@ def test_an_agent_asks_a_remote_engine_and_its_failures_are_the_servers(
         stand = Stand("asks.py", logs / "asks")
         models = ["loud", "broken", "slow", "wrong_json"]
         episodes = stand.rollout(*(prompt(label=model, index=i) for i, model in enumerate(models)), n_samples=1)
-        stand.generator.close()
+        stand.close()
     assert [episode.reward for episode in episodes] == [1.0, None, None, None]
     assert [episode.failure for episode in episodes] == [None, *[Failure.SERVER] * 3]
     assert ("/v1/chat/completions", {"model": "loud", "messages": GOOD, "temperature": 0}) in server.asked
@@ -391,7 +397,7 @@ def test_an_agent_asks_a_remote_engine_and_its_failures_are_the_servers(
 def mistakes(logs: Path) -> Iterator[Stand]:
     stand = Stand("mistakes.py", logs / "mistakes")
     yield stand
-    stand.generator.close()
+    stand.close()
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from openrlhf.data.errors import DataError
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.evaluation.runs import WrittenAnswers, given_text, read_answers, readable, run_evaluation, sampled
 from openrlhf.models.loading import ModelError
-from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rewards.budget import ErrorPolicy
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
+from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.trainers.sources import evaluate
 from tests.tiny import character_tokenizer, save_tiny_model
@@ -45,11 +46,10 @@ def test_written_answers_meet_their_prompts_and_are_rewarded_like_sampled_ones()
     prompts = PromptDataset(Dataset.from_dict({"input": asked}), tokenizer, input_key="input")
     answers = [tokenizer(texts[text])["input_ids"] for text in asked]
     answers[2] = tokenizer("bbb")["input_ids"]
-    engine = WrittenAnswers(SPEC, prompts, answers)
-    with closing(
-        RolloutGenerator([engine], tokenizer, Length(), errors=ErrorBudget(max_error_rate=1.0), timeout_s=60)
-    ) as generator:
-        episodes = evaluate(prompts, generator, SPEC, wave=3)
+    engines = WrittenAnswers(SPEC, prompts, answers)
+    generator = RolloutGenerator(engines, tokenizer, Length(), on_error=ErrorPolicy())
+    with closing(BackgroundLoop()) as loop:
+        episodes = evaluate(prompts, generator, loop, SPEC, step=0, at_once=3, timeout_s=60)
     assert [episode.response_text for episode in episodes] == ["b", "cc", "bbb", "x"]
     assert [episode.reward for episode in episodes] == [1.0, 2.0, 3.0, None]
     assert [episode.failed for episode in episodes] == [False, False, False, True]

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Hashable, Sequence
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
 
 from openrlhf.observability.metrics import values
-from openrlhf.rewards.budget import ErrorBudget, RewardErrors
-from openrlhf.rewards.protocol import RewardRequest, RewardResult
-from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
+from openrlhf.rewards.budget import ErrorPolicy
+from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
+from openrlhf.rollout.background import BackgroundLoop, RolloutError
+from openrlhf.rollout.fleet import checked
+from openrlhf.rollout.generator import Request, RolloutGenerator, SamplingSpec, keeps_all
 from openrlhf.rollout.measures import SampleCost, generation_metrics, tail_seconds
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt
+from tests.streams import rollout
 
 SPEC = SamplingSpec(
     purpose="train", n_samples=4, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=64, seed=0
@@ -23,15 +29,15 @@ SPEC = SamplingSpec(
 PROMPTS = [Prompt(index=index, text=f"prompt {index}", tokens=[index] * 40) for index in range(6)]
 
 
-class Engine:
-    """The handle of an engine: answers with the seed, as a token; all but the first sample of a prompt find it cached."""
+class Engines:
+    """Answers with the seed, as a token; all but the first sample of a prompt find the prompt cached."""
 
-    def __init__(self, seconds: float = 1.0) -> None:
-        self.generate, self.seconds = self, seconds
-        self.asked: list[int] = []  # prompts
+    def __init__(self, seconds: float = 1.0, slow: int | None = None) -> None:
+        self.seconds, self.slow = seconds, slow  # `slow`: the prompt that takes 101 seconds
+        self.asked: list[Any] = []  # keys
 
-    async def remote(self, tokens: list[int], params: Sequence[SamplingParams]) -> list[Generation]:
-        self.asked.append(tokens[0])
+    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
+        self.asked.append(key)
         await asyncio.sleep(0)
         return [
             Generation(
@@ -41,7 +47,7 @@ class Engine:
                 finish_reason="stop",
                 stop_reason=None,
                 cached_tokens=32 if sample else 0,
-                seconds=self.seconds,
+                seconds=101.0 if tokens[0] == self.slow else self.seconds,
             )
             for sample, each in enumerate(params)
         ]
@@ -54,77 +60,135 @@ class Decoder:
         return str(tokens)
 
 
-@pytest.fixture
-def made() -> Iterator[Any]:
-    generators: list[RolloutGenerator] = []
-
-    def make(*engines: Engine) -> RolloutGenerator:
-        tokenizer: Any = Decoder()
-        generators.append(
-            RolloutGenerator(engines, tokenizer, None, errors=ErrorBudget(max_error_rate=1.0), timeout_s=60)
-        )
-        return generators[-1]
-
-    yield make
-    for generator in generators:
-        generator.close()
+def made(engines: Engines | None = None, reward: Reward | None = None) -> RolloutGenerator:
+    tokenizer: Any = Decoder()
+    return RolloutGenerator(engines or Engines(), tokenizer, reward, on_error=ErrorPolicy())
 
 
-def test_prompts_are_spread_and_one_that_comes_again_goes_where_it_was(made) -> None:
-    engines = [Engine(), Engine()]
-    generator = made(*engines)
-    generator.rollout(PROMPTS, SPEC)
-    generator.rollout(reversed(PROMPTS), SPEC)
-    assert [engine.asked for engine in engines] == [[0, 2, 4, 4, 2, 0], [1, 3, 5, 5, 3, 1]]
+def test_samples_of_a_prompt_share_a_key_and_evaluation_has_keys_of_its_own() -> None:
+    engines = Engines()
+    rollout(made(engines), PROMPTS[:2], SPEC)
+    rollout(made(engines), PROMPTS[:1], replace(SPEC, purpose="eval"))
+    assert engines.asked == [("train", 0), ("train", 1), ("eval", 0)]
 
 
-def test_a_sample_has_one_seed_whatever_the_number_of_engines_and_the_order(made) -> None:
-    alone = made(Engine()).rollout(PROMPTS, SPEC)
-    spread = made(*(Engine() for _ in range(3))).rollout(reversed(PROMPTS), SPEC)
-    assert [t.tokens for t in alone] == [t.tokens for t in spread]
-    assert len({t.tokens[-1] for t in alone}) == len(PROMPTS) * SPEC.n_samples
+def test_a_sample_has_one_seed_whatever_the_order() -> None:
+    forwards = rollout(made(), PROMPTS, SPEC)
+    backwards = rollout(made(), reversed(PROMPTS), SPEC)
+    assert [t.tokens for t in forwards] == [t.tokens for t in backwards]
+    assert len({t.tokens[-1] for t in forwards}) == len(PROMPTS) * SPEC.n_samples
 
 
-def test_what_the_training_samples_cost_is_told_once_and_evaluation_is_no_part_of_it(made) -> None:
-    generator = made(Engine())
-    generator.rollout(PROMPTS, SPEC)
-    generator.rollout(PROMPTS, replace(SPEC, purpose="eval"))
+def test_the_cost_of_training_samples_is_reported_once_and_evaluation_is_no_part_of_it() -> None:
+    generator = made()
+    rollout(generator, PROMPTS, SPEC)
+    rollout(generator, PROMPTS, replace(SPEC, purpose="eval"))
     assert values(generator.metrics())["timing/prefill_cached"] == pytest.approx(3 * 32 / (4 * 40))
     assert values(generator.metrics()) == {}
 
 
-class Broken:
-    """A reward that fails for the first two prompts, and never comes for the others."""
+def test_one_slow_prompt_is_a_long_tail() -> None:
+    prompts = [Prompt(index=index, text="", tokens=[index]) for index in range(12)]
+    shares = []
+    for engines in (Engines(), Engines(slow=7)):
+        generator = made(engines)
+        rollout(generator, prompts, SPEC)
+        shares.append(values(generator.metrics())["timing/tail_share"])
+    assert shares == pytest.approx([0, 100 / 101], abs=0.05)
+
+
+# ---- the stream
+
+
+def groups_of(**options: Any) -> list[int]:
+    """The prompts whose groups a stream gives."""
+
+    async def collect() -> list[int]:
+        request = Request(spec=SPEC, step=1, rejects=options.pop("rejects", keeps_all))
+        return [group[0].prompt.index async for group in made().stream(iter(PROMPTS), request, **options)]
+
+    return asyncio.run(collect())
+
+
+def test_a_stream_takes_as_many_prompts_as_groups_are_asked_for() -> None:
+    assert sorted(groups_of(groups=4)) == [0, 1, 2, 3]
+    assert sorted(groups_of(groups=9)) == list(range(6))
+
+
+def test_a_rejected_group_is_given_and_replaced() -> None:
+    assert sorted(groups_of(groups=2, rejects=lambda group: group[0].prompt.index in (0, 2))) == [0, 1, 2, 3]
+    assert sorted(groups_of(groups=2, rejects=lambda group: True)) == list(range(6))
+
+
+class Gate:
+    """A reward that waits until it is opened, and counts the prompts that wait."""
+
+    def __init__(self) -> None:
+        self.waiting, self.most, self.given_up = 0, 0, 0
 
     async def check(self) -> None: ...
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        if int(requests[0].prompt) > 1:
-            await asyncio.sleep(1000)
-        return [RewardResult(error="it broke", failure=Failure.EXCEPTION)] * len(requests)
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        try:
+            await asyncio.sleep(0.01 if requests[0].prompt != "prompt 5" else 1000)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        finally:
+            self.waiting -= 1
+        return [RewardResult(reward=1.0)] * len(requests)
 
 
-def test_a_batch_is_given_up_once_too_many_have_failed_whatever_becomes_of_the_others() -> None:
-    tokenizer: Any = Decoder()
-    errors = ErrorBudget(max_error_rate=0.1)
-    generator = RolloutGenerator([Engine()], tokenizer, Broken(), errors=errors, timeout_s=60)
-    prompts = [Prompt(index=index, text=str(index), tokens=[index]) for index in range(8)]
-    finished = generator.rollout(prompts, SPEC, may_end_early=True)
-    generator.close()
-    assert {t.prompt.index for t in finished} <= {0, 1}
-    assert len(finished) > 0.1 * len(prompts) * SPEC.n_samples
-    with pytest.raises(RewardErrors, match="it broke"):
-        errors.check(finished)
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_no_more_prompts_are_under_way_than_are_allowed_at_once(at_once: int) -> None:
+    gate = Gate()
+
+    async def collect() -> list[int]:
+        stream = made(reward=gate).stream(PROMPTS[:5], Request(spec=SPEC, step=1), groups=5, at_once=at_once)
+        return [group[0].prompt.index async for group in stream]
+
+    assert sorted(asyncio.run(collect())) == [0, 1, 2, 3, 4]
+    assert gate.most == at_once
 
 
-def test_one_slow_engine_is_a_long_tail(made) -> None:
-    fast, slow = made(*(Engine() for _ in range(12))), made(*(Engine() for _ in range(11)), Engine(seconds=101.0))
-    prompts = [Prompt(index=index, text="", tokens=[index]) for index in range(12)]
-    shares = []
-    for generator in (fast, slow):
-        generator.rollout(prompts, SPEC)
-        shares.append(values(generator.metrics())["timing/tail_share"])
-    assert shares == pytest.approx([0, 100 / 101], abs=0.05)
+def test_a_stream_that_is_closed_gives_up_what_is_under_way() -> None:
+    gate = Gate()
+    with closing(BackgroundLoop()) as loop:
+        stream = loop.iterate(made(reward=gate).stream(PROMPTS, Request(spec=SPEC, step=1), groups=6), 60)
+        assert len(list(islice(stream, 5))) == 5
+        stream.close()
+    assert (gate.given_up, gate.waiting) == (1, 0)
+
+
+def test_a_group_that_does_not_come_in_time_is_an_error_that_names_the_flag() -> None:
+    gate = Gate()
+    with closing(BackgroundLoop()) as loop, pytest.raises(RolloutError, match=r"within 0\.5 s.*--train\.step_timeout"):
+        list(loop.iterate(made(reward=gate).stream(PROMPTS, Request(spec=SPEC, step=1), groups=6), 0.5))
+    assert gate.given_up == 1
+
+
+# ---- what an engine may not answer
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_log_probability_that_is_not_finite_fails_its_sample_and_names_the_engine(bad: float) -> None:
+    good = Generation(
+        tokens=[5, 6], logprobs=[-0.5, -1.0], finish_reason="stop", stop_reason=None, weight_versions=(0,)
+    )
+    assert checked(good, engine=3) is good
+    broken = checked(replace(good, logprobs=[-0.5, bad]), engine=3)
+    assert broken.logprobs == [0.0, 0.0]
+
+    class Broken(Engines):
+        async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
+            return [broken if number else good for number, _ in enumerate(params)]
+
+    fine, *failed = rollout(made(Broken()), PROMPTS[:1], SPEC)
+    assert not fine.failed
+    assert {t.failure for t in failed} == {Failure.ENGINE}
+    assert all("engine 3 gave its token 1 the log-probability" in (t.error or "") for t in failed)
 
 
 # ---- the tail, by hand

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,23 @@ from openrlhf.data.errors import DataError
 from openrlhf.data.prompts import PromptRow
 from openrlhf.observability.metrics import Metric
 from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.episode_files import EpisodeFolder
-from openrlhf.rollout.generator import Rejects, SamplingSpec
-from openrlhf.rollout.recorded import DumpingGenerator, Generator, ReplayGenerator
+from openrlhf.rollout.generator import Generator, Group, Request, SamplingSpec
+from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
 from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trainers.sources import SyncSource, evaluate
 from openrlhf.trajectory import Prompt, Trajectory
 from tests.rollout.test_episode_files import IN_ONE_FOLDER
+from tests.streams import rollout
 from tests.trainers.episodes import episode
 
 SPEC = SamplingSpec(
     purpose="train", n_samples=2, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=8, seed=0
 )
 EVALUATION = SamplingSpec(**{**vars(SPEC), "purpose": "eval"})
-FILTER = DynamicFilter(low=0.0, high=1.0, errors=ErrorBudget(max_error_rate=1.0))
+FILTER = DynamicFilter(low=0.0, high=1.0)
+LOOP = BackgroundLoop()
 
 
 class Prompts:
@@ -50,63 +53,56 @@ class Dice:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
 
-    def rollout(
-        self,
-        prompts: Iterable[Prompt],
-        spec: SamplingSpec,
-        *,
-        groups: int | None = None,
-        rejects: Rejects = lambda group: False,
-        may_end_early: bool = False,
-    ) -> list[Trajectory]:
-        found: list[Trajectory] = []
-        taken = 0
+    async def stream(
+        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+    ) -> AsyncIterator[Group]:
         for prompt in prompts:
             samples = [
                 episode(prompt.index, sample, score=float(self.draw.randint(0, 1)), text=prompt.text)
-                for sample in range(spec.n_samples)
+                for sample in range(request.spec.n_samples)
             ]
-            found += [Trajectory(**{**vars(t), "prompt": prompt}) for t in samples]
-            taken += not rejects(samples)
-            if taken == groups:
-                break
-        return found
+            group = await request.annotated([Trajectory(**{**vars(t), "prompt": prompt}) for t in samples])
+            groups -= not request.rejects(group)
+            yield group
+            if not groups:
+                return
 
     def metrics(self) -> dict[str, Metric]:
         return {}
 
 
-class Loop:
-    """What the trainer does with a source: counts the steps that have something to learn from."""
-
-    def __init__(self, prompts: Prompts, *, batch_size: int = 2, filtered: bool = False, consumed: int = 0) -> None:
-        self.step = 0
-        self.prompts, self.fields = prompts, {"batch_size": batch_size, "keep": FILTER if filtered else None}
-        self.consumed = consumed
-
-    def go(self, generator: Generator, ended: Callable[[], bool] = lambda: False) -> list[tuple[int, int, list[Any]]]:
-        """Step, prompts consumed and episodes, each time the source gives some."""
-        source = SyncSource(self.prompts, generator, SPEC, list, episodes=2, seed=0, ended=ended, **self.fields)  # pyright: ignore
-        source.consumed = self.consumed
-        seen = []
-        for trajectories in source:
-            seen.append((self.step + 1, source.consumed, trajectories))
-            self.step += not all(t.filtered for t in trajectories)
-        return seen
+def run(
+    prompts: Prompts,
+    generator: Generator,
+    *,
+    batch_size: int = 2,
+    filtered: bool = False,
+    done: int = 0,
+    consumed: int = 0,
+    last_step: int | None = None,
+) -> list[tuple[int, int, list[Any]]]:
+    """Step, prompts consumed and episodes, each time the source gives some."""
+    source = SyncSource(
+        prompts, generator, LOOP, SPEC, batch_size=batch_size, epochs=2, seed=0, errors=ErrorBudget(max_error_rate=1.0),
+        timeout_s=60, keep=FILTER if filtered else None, last_step=last_step,
+    )  # fmt: skip  # pyright: ignore
+    source.resume(step=done, consumed=consumed)
+    seen = []
+    for trajectories in source:
+        rest = all(t.filtered for t in trajectories)  # of an epoch: it makes no step
+        seen.append((source.step + rest, source.consumed, trajectories))
+    return seen
 
 
 def dumped(folder: Path, prompts: Prompts, *, seed: int = 0, **fields: Any) -> list[tuple[int, int, list[Any]]]:
-    loop, files = Loop(prompts, **fields), EpisodeFolder(folder)
+    files = EpisodeFolder(folder)
     files.begin(after=-1)
-    return loop.go(DumpingGenerator(Dice(seed), files, lambda: loop.step, run={}))
+    return run(prompts, DumpingGenerator(Dice(seed), files, run={}), **fields)
 
 
-def replayed(
-    folder: Path, prompts: Prompts, *, done: int = 0, consumed: int = 0, **fields: Any
-) -> list[tuple[int, int, list[Any]]]:
-    loop, files = Loop(prompts, consumed=consumed, **fields), EpisodeFolder(folder)
-    loop.step = done
-    return loop.go(ReplayGenerator(files, lambda: loop.step), lambda: loop.step >= files.last_step)
+def replayed(folder: Path, prompts: Prompts, **fields: Any) -> list[tuple[int, int, list[Any]]]:
+    files = EpisodeFolder(folder)
+    return run(prompts, ReplayGenerator(files), last_step=files.last_step, **fields)
 
 
 @settings(IN_ONE_FOLDER, max_examples=40)
@@ -141,22 +137,30 @@ def test_a_replay_ends_with_the_last_step_that_was_written(tmp_path: Path) -> No
     assert replayed(tmp_path, Prompts(8)) == seen[:3]
 
 
-def test_evaluations_have_files_of_their_own_however_many_waves_they_take(tmp_path: Path) -> None:
+def test_evaluations_have_files_of_their_own(tmp_path: Path) -> None:
     files = EpisodeFolder(tmp_path)
     files.begin(after=-1)
-    generator = DumpingGenerator(Dice(0), files, lambda: 6, run={})
-    first = generator.rollout([Prompt(index=0, text="a", tokens=[1])], SPEC)
-    found = evaluate(Prompts(5), generator, EVALUATION, wave=2)  # pyright: ignore
+    generator = DumpingGenerator(Dice(0), files, run={})
+    first = rollout(generator, [Prompt(index=0, text="a", tokens=[1])], SPEC, step=7)
+    found = evaluate(Prompts(5), generator, LOOP, EVALUATION, step=6, at_once=2, timeout_s=60)  # pyright: ignore
     assert repr(files.read("eval", 6)) == repr(found).replace("b'not JSON'", repr("b'not JSON'"))
     assert files.read("step", 7) == first
 
 
+def test_a_file_grows_with_each_stream_of_its_step(tmp_path: Path) -> None:
+    files = EpisodeFolder(tmp_path)
+    files.begin(after=-1)
+    generator = DumpingGenerator(Dice(0), files, run={})
+    prompts = [Prompt(index=index, text="a", tokens=[1]) for index in range(3)]
+    parts = [rollout(generator, [prompt], SPEC, step=1) for prompt in prompts]
+    assert files.read("step", 1) == [t for part in parts for t in part]
+
+
 def test_a_repeated_step_takes_the_place_of_the_first_attempt(tmp_path: Path) -> None:
     dumped(tmp_path, Prompts(8))
-    loop, files = Loop(Prompts(8), consumed=4), EpisodeFolder(tmp_path)
-    loop.step = 2  # two steps of two prompts
+    files = EpisodeFolder(tmp_path)
     files.begin(after=2)
-    again = loop.go(DumpingGenerator(Dice(1), files, lambda: loop.step, run={}))
+    again = run(Prompts(8), DumpingGenerator(Dice(1), files, run={}), done=2, consumed=4)
     assert files.steps() == list(range(1, 9))
     assert replayed(tmp_path, Prompts(8))[2:] == again
 
@@ -183,6 +187,6 @@ def test_another_tokenizer_is_told_by_the_tokens_of_a_prompt(tmp_path: Path) -> 
     files = EpisodeFolder(tmp_path)
     files.begin(after=-1)
     prompt = Prompt(index=0, text="a", tokens=[1])
-    DumpingGenerator(Dice(0), files, lambda: 0, run={}).rollout([prompt], SPEC)
+    rollout(DumpingGenerator(Dice(0), files, run={}), [prompt], SPEC)
     with pytest.raises(DataError, match=r"prompt 0 has other tokens there.*use the tokenizer"):
-        ReplayGenerator(files, lambda: 0).rollout([Prompt(index=0, text="a", tokens=[2])], SPEC)
+        rollout(ReplayGenerator(files), [Prompt(index=0, text="a", tokens=[2])], SPEC)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
 from openrlhf.algorithms.kl import FixedKL
-from openrlhf.batches import Experience, offsets_of
+from openrlhf.batches import Experience, TokenRows, offsets_of
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.sums import combined
-from openrlhf.trainers.experience_maker import CreditSettings, ExperienceMaker, group_metrics
+from openrlhf.trainers.experience_maker import Annotated, CreditSettings, ExperienceMaker, group_metrics, trainable
+from openrlhf.trainers.filtering import thrown_away
+from openrlhf.trainers.stages import RewardModels, Stage
+from openrlhf.workers.critic import CriticWorker
 from tests.reference import credit as reference
-from tests.trainers.episodes import episode
+from tests.trainers.episodes import episode, failed
 
 SETTINGS = CreditSettings(
     estimator="group_norm",
@@ -38,10 +41,6 @@ ROWS = [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 11)]
 ROOT = math.sqrt(0.5)  # the group norm of rewards 1 and 0: ±0.5 / √0.5
 
 
-class NoWorkers:
-    """Stands where credit assignment must not look: it computes on the controller alone."""
-
-
 def batch(rewards: list[float], **changes: Any) -> Experience:
     offsets = offsets_of([1 + actions for actions in ACTIONS])
     mask = torch.ones(11, dtype=torch.bool)
@@ -59,16 +58,7 @@ def batch(rewards: list[float], **changes: Any) -> Experience:
 
 
 def credited(experience: Experience, *, kl_coef: float = 0.1, **changes: Any) -> tuple[Experience, dict[str, float]]:
-    maker = ExperienceMaker(
-        NoWorkers(),  # pyright: ignore[reportArgumentType]
-        None,
-        None,
-        None,
-        replace(SETTINGS, **changes),
-        FixedKL(kl_coef),
-        recompute_old=True,
-        timeout_s=1.0,
-    )
+    maker = ExperienceMaker([], None, replace(SETTINGS, **changes), FixedKL(kl_coef), needs_groups=False, timeout_s=1.0)
     result, metrics = maker.credit(experience)
     return result, values(metrics)
 
@@ -250,3 +240,135 @@ def test_a_reward_that_is_no_number_of_float32_is_a_failed_episode(by_model: flo
     result = combined(episode(score=0.5), [by_model], [])
     assert (result.failed, result.reward, result.score) == (True, None, None)
     assert str(by_model) in str(result.error)
+
+
+# ---- annotation: workers made by hand
+
+
+class Here:
+    """A column that is there already."""
+
+    def __init__(self, column: torch.Tensor) -> None:
+        self.column = column
+
+    def collect(self, timeout_s: float) -> torch.Tensor:
+        return self.column
+
+
+class Lengths(Stage):
+    """Workers that give each target the length of its row, and tell what they were sent."""
+
+    def launch(self, experience: Experience) -> Any:
+        rows = self.reads(experience)
+        SENT.append({f.name for f in fields(rows)})
+        column = rows.lengths.repeat_interleave(rows.lengths).float()
+        return Here(column if not isinstance(rows, TokenRows) else column * rows.loss_mask)
+
+
+class Judge(RewardModels):
+    """Two reward models: 1 and the number of the row; a row that is listed in `broken` gets no finite number."""
+
+    broken: tuple[int, ...] = ()
+
+    def launch(self, experience: Experience) -> Any:
+        rows = torch.arange(experience.num_samples).float()
+        rows[list(self.broken)] = torch.nan
+        return Here(torch.stack([torch.ones(len(rows)), rows], 1))
+
+
+SENT: list[set[str]] = []
+NOBODY: Any = None
+
+
+def annotated(
+    trajectories: list[Any], *, broken: tuple[int, ...] | None = None, needs_groups: bool = True
+) -> Annotated:
+    stages = [
+        Lengths(writes="old_logprobs", by=NOBODY, method=NOBODY),
+        Lengths(writes="values", by=NOBODY, method=NOBODY, reads=Experience.texts),
+    ]
+    judge = None if broken is None else Judge(NOBODY, [0.5, 2.0, 1.0], timeout_s=1.0)
+    if judge and broken:
+        judge.broken = broken
+    maker = ExperienceMaker(stages, judge, SETTINGS, FixedKL(0.1), needs_groups=needs_groups, timeout_s=1.0)
+    return maker.annotate(trajectories)
+
+
+def test_a_stage_is_sent_the_columns_that_it_reads_and_nothing_else() -> None:
+    SENT.clear()
+    batch = annotated([episode(0, 0, score=1.0), episode(0, 1, score=0.0, actions=2)])
+    assert [{"tokens", "offsets", "loss_mask"}, {"tokens", "offsets"}] == SENT
+    assert batch.experience.old_logprobs is not None and batch.experience.values is not None
+    assert batch.experience.old_logprobs.tolist() == [0, 2, 0, 3, 3]
+    assert batch.experience.values.tolist() == [2, 2, 3, 3, 3]
+    assert set(batch.timing) == {"timing/old_logprobs", "timing/values"}
+
+
+def test_an_update_is_sent_the_columns_that_its_role_reads() -> None:
+    batch = annotated([episode(0, 0, score=1.0), episode(0, 1, score=0.0)])
+    sent = batch.experience.only(*CriticWorker.reads)
+    assert sent.values is not None
+    assert (sent.old_logprobs, sent.rollout_logprobs) == (None, None)
+
+
+def test_rewards_of_models_are_added_while_the_other_columns_are_computed() -> None:
+    came = [episode(0, 0, score=4.0), episode(0, 1, score=6.0, turn_rewards=((1, 6.0),)), failed(0, 2)]
+    batch = annotated(came, broken=())
+    assert batch.experience.rewards.tolist() == [4.5, 8.5]  # 0.5 · 1 + 2 · row + 1 · the rule's
+    assert [t.reward for t in batch.trajectories] == [4.5, 8.5, None]
+    assert batch.kept == batch.trajectories[:2]
+    assert batch.experience.turn_rewards is not None
+    assert batch.experience.turn_rewards.tolist() == [0, 0, 0, 6.0]
+    assert "timing/reward_models" in batch.timing
+
+
+def test_a_sample_without_a_finite_reward_fails_and_its_row_goes_with_its_columns() -> None:
+    came = [
+        episode(0, 0, score=1.0),
+        episode(0, 1, score=1.0),
+        episode(1, 0, score=1.0, actions=3),
+        episode(1, 1, score=1.0),
+    ]
+    batch = annotated(came, broken=(0,))
+    assert [t.failed for t in batch.trajectories] == [True, False, False, False]
+    assert batch.kept == batch.trajectories[2:]  # the second sample lost its peer
+    assert batch.experience.lengths.tolist() == [4, 2]
+    assert batch.experience.old_logprobs is not None
+    assert batch.experience.old_logprobs.tolist() == [0, 4, 4, 4, 0, 2]
+
+
+def test_where_everything_failed_no_worker_is_asked() -> None:
+    SENT.clear()
+    batch = annotated([failed(0, 0), failed(0, 1)], broken=())
+    assert (batch.kept, batch.experience.num_samples, SENT) == ([], 0, [])
+    assert len(batch.trajectories) == 2
+
+
+# ---- what can be trained on
+
+
+def kept(trajectories: list[Any], *, needs_groups: bool) -> list[Any]:
+    return [trajectories[i] for i in trainable(trajectories, needs_groups=needs_groups)]
+
+
+def test_failed_episodes_are_not_trained_on() -> None:
+    good = episode(0, 0, score=1.0)
+    assert kept([good, failed(0, 1)], needs_groups=False) == [good]
+
+
+def test_episodes_without_a_sampled_token_are_not_trained_on() -> None:
+    good = episode(0, 0, score=1.0)
+    assert kept([good, episode(0, 1, score=0.0, actions=0)], needs_groups=False) == [good]
+
+
+def test_a_sample_that_lost_its_peers_teaches_nothing_if_samples_are_compared() -> None:
+    pair = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
+    lone = [episode(1, 0, score=1.0), failed(1, 1)]
+    assert kept([*pair, *lone], needs_groups=True) == pair
+    assert kept([*pair, *lone], needs_groups=False) == [*pair, lone[0]]
+
+
+def test_filtered_episodes_are_not_trained_on() -> None:
+    pair = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
+    filtered = [thrown_away(episode(1, sample, score=1.0)) for sample in range(2)]
+    assert kept([*pair, *filtered], needs_groups=True) == pair

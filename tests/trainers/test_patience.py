@@ -19,6 +19,7 @@ from openrlhf.config.shared import CheckpointConfig, TrainConfig
 from openrlhf.distributed.strategy import StepResult
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.trainers.best import BestMetric
+from openrlhf.trainers.experience_maker import Annotated
 from openrlhf.trainers.ppo import LoopSettings, PPOTrainer
 from openrlhf.trainers.supervised import Schedule, SupervisedTrainer
 from openrlhf.workers.base import TrainedWorker
@@ -131,7 +132,7 @@ class Supervised(SupervisedTrainer[int, Any]):
 class Prompts:
     """A source of as many batches as there are steps."""
 
-    total_steps, episode, keep = STEPS, 0, None
+    total_steps, epoch, keep = STEPS, 0, None
     consumed = 0
 
     @property
@@ -143,8 +144,16 @@ class Prompts:
             self.consumed += 1
             yield [episode(score=1.0)]
 
+    def resume(self, *, step: int, consumed: int) -> None:
+        self.consumed = consumed
+
     def metrics(self) -> dict[str, Metric]:
         return {}
+
+
+def annotated(trajectories: list[Any]) -> Annotated:
+    experience = Experience.from_trajectories(trajectories)
+    return Annotated(experience=experience, trajectories=trajectories, kept=trajectories, timing={})
 
 
 class OnPolicy(PPOTrainer):
@@ -154,13 +163,12 @@ class OnPolicy(PPOTrainer):
         self, folder: Path, scores: Sequence[float], patience: int | None, save_steps: int = -1, at_start: bool = False
     ) -> None:
         self.weights_made, self.log, self.scores = Weights(), Log(), scores
-        same: Any = SimpleNamespace(taught=lambda t: (t, {}), annotate=lambda e: (e, {}), credit=lambda e: (e, {}))
+        same: Any = SimpleNamespace(annotate=annotated, credit=lambda e: (e, {}))
         settings = LoopSettings(
             batch_size=1,
             epochs=1,
             updates_per_step=1,
             seed=0,
-            needs_groups=False,
             eval_steps=1,
             eval_at_start=at_start,
             eval_samples=1,
@@ -186,7 +194,7 @@ class OnPolicy(PPOTrainer):
             nothing,
             kl=nothing,
             errors=nothing,
-            evaluate=lambda: [episode(score=self.scores[made.made_by - (not at_start)])],
+            evaluate=lambda step: [episode(score=self.scores[made.made_by - (not at_start)])],
             pretraining=None,
             checkpoints=CheckpointManager(folder, parts=["_actor"], max_num=STEPS),
             ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),

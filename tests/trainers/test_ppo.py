@@ -14,36 +14,12 @@ from openrlhf.batches import Experience
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.observability.metrics import Metric, values
 from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rollout.episode_metrics import rollout_metrics
+from openrlhf.trainers.experience_maker import Annotated, trainable
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
-from openrlhf.trainers.ppo import LoopSettings, PPOTrainer, rollout_metrics, trainable
+from openrlhf.trainers.ppo import LoopSettings, PPOTrainer
 from openrlhf.trajectory import Failure, StopReason, Trajectory
 from tests.trainers.episodes import episode, failed
-
-# ---- what can be trained on
-
-
-def test_failed_episodes_are_not_trained_on() -> None:
-    good = episode(0, 0, score=1.0)
-    assert trainable([good, failed(0, 1)], needs_groups=False) == [good]
-
-
-def test_episodes_without_a_sampled_token_are_not_trained_on() -> None:
-    good = episode(0, 0, score=1.0)
-    assert trainable([good, episode(0, 1, score=0.0, actions=0)], needs_groups=False) == [good]
-
-
-def test_a_sample_that_lost_its_peers_teaches_nothing_where_samples_are_compared() -> None:
-    pair = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
-    lone = [episode(1, 0, score=1.0), failed(1, 1)]
-    assert trainable([*pair, *lone], needs_groups=True) == pair
-    assert trainable([*pair, *lone], needs_groups=False) == [*pair, lone[0]]
-
-
-def test_filtered_episodes_are_not_trained_on() -> None:
-    kept = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
-    filtered = [thrown_away(episode(1, sample, score=1.0)) for sample in range(2)]
-    assert trainable([*kept, *filtered], needs_groups=True) == kept
-
 
 # ---- metrics of the rollout
 
@@ -103,8 +79,8 @@ def test_numbers_beside_a_reward_do_not_mix_with_ours() -> None:
 class Steps:
     """A source of given steps, the last prompt of which has been drawn when the last one is handed out."""
 
-    keep = DynamicFilter(low=0.0, high=1.0, errors=ErrorBudget(max_error_rate=1.0))
-    episode, consumed, total_steps = 0, 0, 4
+    keep = DynamicFilter(low=0.0, high=1.0)
+    epoch, consumed, total_steps = 0, 0, 4
 
     def __init__(self, steps: list[list[Trajectory]]) -> None:
         self.steps = steps
@@ -140,15 +116,18 @@ class Notes:
 
 
 class Nothing:
-    """Publishes nothing, and adds nothing to a batch."""
+    """Remembers what it publishes, and adds nothing to a batch."""
 
-    def publish(self, version: int) -> None: ...
+    def __init__(self) -> None:
+        self.published: list[int] = []
 
-    def taught(self, trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict[str, Metric]]:
-        return trajectories, {}
+    def publish(self, version: int) -> None:
+        self.published.append(version)
 
-    def annotate(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
-        return experience, {}
+    def annotate(self, trajectories: list[Trajectory]) -> Annotated:
+        kept = [trajectories[i] for i in trainable(trajectories, needs_groups=True)]
+        experience = Experience.from_trajectories(kept)
+        return Annotated(experience=experience, trajectories=trajectories, kept=kept, timing={})
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         return experience, {}
@@ -164,16 +143,19 @@ class Untrained(PPOTrainer):
         self.recorder.display.note("export")
 
 
-def events(steps: list[list[Trajectory]], *, eval_steps: int) -> list[str]:
+def events(
+    steps: list[list[Trajectory]], *, eval_steps: int = -1, freezing_steps: int = 0, weights: Nothing | None = None
+) -> list[str]:
     """What a run over these steps does."""
-    notes, nothing = Notes(), Nothing()
+    notes, nothing = Notes(), weights or Nothing()
     settings: Any = LoopSettings(
-        batch_size=2, epochs=1, seed=0, needs_groups=True, eval_steps=eval_steps, eval_at_start=False, eval_samples=1,
-        best_metric_key="none", patience=None, step_timeout=1.0, run_dir="", identity={}, layouts={}, freezing_steps=0, save_critic=False, stop_run=None, updates_per_step=1,
+        batch_size=2, epochs=1, seed=0, eval_steps=eval_steps, eval_at_start=False, eval_samples=1, best_metric_key="none",
+        patience=None, step_timeout=1.0, run_dir="", identity={}, layouts={}, freezing_steps=freezing_steps, save_critic=False,
+        stop_run=None, updates_per_step=1,
     )  # fmt: skip
     parts: dict[str, Any] = {
         "source": Steps(steps), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
-        "kl": FixedKL(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": list, "pretraining": None, "checkpoints": None,
+        "kl": FixedKL(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": None,
         "ckpt": CheckpointConfig(), "tokenizer": None, "recorder": notes, "settings": settings,
     }  # fmt: skip
     Untrained(**parts).fit()
@@ -198,3 +180,10 @@ def test_weights_that_have_been_evaluated_are_not_evaluated_again() -> None:
     end = ["Nothing is left to learn from after step 1.", "export"]
     assert events([KEPT, FILTERED], eval_steps=1) == ["step 1, 100%", "evaluation 1", *end]
     assert "evaluation" not in "".join(events([KEPT, FILTERED], eval_steps=-1))
+
+
+@pytest.mark.parametrize(("freezing_steps", "published"), [(0, [0, 1, 2, 3]), (2, [0, 3]), (-1, [0, 1, 2, 3])])
+def test_weights_are_published_when_the_policy_has_changed(freezing_steps: int, published: list[int]) -> None:
+    weights = Nothing()
+    events([KEPT] * 3, freezing_steps=freezing_steps, weights=weights)
+    assert weights.published == published

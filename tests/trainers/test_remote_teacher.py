@@ -33,11 +33,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAIServer]:
 
 
 def test_every_token_but_the_first_has_the_teachers_logprob(server: OpenAIServer) -> None:
-    taught = RemoteTeacher("wise").taught([episode(actions=3, score=1.0), episode(1, actions=1, score=0.0)])
-    assert [t.teacher_logprobs for t in taught] == [[0.0, -0.1, -0.2, -0.3], [0.0, -0.1]]
+    annotated = RemoteTeacher("wise").annotated([episode(actions=3, score=1.0), episode(1, actions=1, score=0.0)])
+    assert [t.teacher_logprobs for t in annotated] == [[0.0, -0.1, -0.2, -0.3], [0.0, -0.1]]
     wanted = {"model": "loud", "prompt": [0, 1, 2, 3], "prompt_logprobs": 0, "max_tokens": 1}
     assert ("/v1/completions", wanted) in server.asked
-    column = Experience.from_trajectories(taught).teacher_logprobs
+    column = Experience.from_trajectories(annotated).teacher_logprobs
     assert column is not None
     assert column.tolist() == pytest.approx([0.0, -0.1, -0.2, -0.3, 0.0, -0.1])
 
@@ -48,14 +48,14 @@ def test_without_a_remote_teacher_there_is_no_column() -> None:
 
 def test_episodes_that_teach_nothing_are_not_sent(server: OpenAIServer) -> None:
     episodes = [failed(), episode(score=1.0, filtered=True)]
-    assert RemoteTeacher("wise").taught(episodes) == episodes
+    assert RemoteTeacher("wise").annotated(episodes) == episodes
     assert server.asked == []
 
 
 @pytest.mark.parametrize("model", ["broken", "no_json", "wrong_json", "silent"])
 def test_an_episode_whose_teacher_does_not_answer_has_failed_as_server(server: OpenAIServer, model: str) -> None:
     server.models = [{"id": model}]
-    (lost,) = RemoteTeacher("wise").taught([episode(score=1.0)])
+    (lost,) = RemoteTeacher("wise").annotated([episode(score=1.0)])
     assert (lost.failed, lost.failure, lost.reward) == (True, Failure.SERVER, None)
     assert "--algo.distill.teacher wise: remote engine" in (lost.error or "")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -11,11 +12,16 @@ import pytest
 from torch.utils.data import Dataset
 
 from openrlhf.data.prompts import PromptRow
-from openrlhf.rollout.generator import SamplingSpec
-from openrlhf.trainers.sources import SyncSource, evaluate, evaluation_metrics
+from openrlhf.observability.metrics import Metric
+from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rollout.background import BackgroundLoop
+from openrlhf.rollout.episode_metrics import evaluation_metrics
+from openrlhf.rollout.generator import Group, Request, SamplingSpec
+from openrlhf.trainers.sources import SyncSource, evaluate
 from openrlhf.trajectory import Prompt, StopReason, Trajectory
 from tests.trainers.episodes import episode, failed
 
+Make = Callable[..., SyncSource]
 SPEC = SamplingSpec(
     purpose="train", n_samples=1, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=8, seed=0
 )
@@ -35,26 +41,51 @@ class Prompts(Dataset[PromptRow]):
 
 
 class EchoGenerator:
-    """Answers every prompt with one episode, and remembers in which calls they came."""
+    """Answers every prompt with one episode, and remembers in which streams they came."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, broken: bool = False) -> None:
         self.calls: list[list[Prompt]] = []
+        self.requests: list[Request] = []
+        self.most: list[int | None] = []
+        self.broken = broken
 
-    def rollout(
-        self, prompts: Iterable[Prompt], spec: SamplingSpec, *, may_end_early: bool = False
-    ) -> list[Trajectory]:
-        asked = list(prompts)
-        self.may_end_early = may_end_early
+    async def stream(
+        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+    ) -> AsyncIterator[Group]:
+        asked = list(islice(prompts, groups))
+        self.requests.append(request)
+        self.most.append(at_once)
         if asked:
             self.calls.append(asked)
-        return [episode(prompt.index, text=prompt.text, score=float(prompt.tokens[0])) for prompt in asked]
+        for prompt in reversed(asked):
+            yield [failed(prompt.index) if self.broken else self.answer(prompt)]
+
+    def answer(self, prompt: Prompt) -> Trajectory:
+        return episode(prompt.index, text=prompt.text, score=float(prompt.tokens[0]))
+
+    def metrics(self) -> dict[str, Metric]:
+        return {}
 
 
-def source(prompts: int = 10, *, consumed: int = 0, **changes: Any) -> SyncSource:
-    fields = {"batch_size": 4, "episodes": 2, "seed": 0} | changes
-    made = SyncSource(Prompts(prompts), EchoGenerator(), SPEC, list, **fields)  # pyright: ignore[reportArgumentType]
-    made.consumed = consumed
-    return made
+@pytest.fixture(scope="module")
+def loop() -> Iterator[BackgroundLoop]:
+    with closing(BackgroundLoop()) as running:
+        yield running
+
+
+LENIENT = ErrorBudget(max_error_rate=1.0)
+
+
+@pytest.fixture
+def source(loop: BackgroundLoop) -> Callable[..., SyncSource]:
+    def make(prompts: int = 10, *, consumed: int = 0, generator: Any = None, **changes: Any) -> SyncSource:
+        fields = {"batch_size": 4, "epochs": 2, "seed": 0, "errors": LENIENT, "timeout_s": 60.0} | changes
+        rows: Any = Prompts(prompts)
+        made = SyncSource(rows, generator or EchoGenerator(), loop, SPEC, **fields)
+        made.resume(step=0, consumed=consumed)
+        return made
+
+    return make
 
 
 def drawn(made: SyncSource) -> list[list[tuple[int, str]]]:
@@ -65,7 +96,7 @@ def drawn(made: SyncSource) -> list[list[tuple[int, str]]]:
 # ---- drawing prompts
 
 
-def test_every_prompt_is_drawn_once_per_pass_and_the_last_batch_may_be_short() -> None:
+def test_every_prompt_is_drawn_once_per_epoch_and_the_last_batch_may_be_short(source: Make) -> None:
     made = source()
     steps = drawn(made)
     assert [len(step) for step in steps] == [4, 4, 2, 4, 4, 2]
@@ -75,12 +106,12 @@ def test_every_prompt_is_drawn_once_per_pass_and_the_last_batch_may_be_short() -
         assert sorted(one_pass) == sorted(f"row {i}" for i in range(10))
 
 
-def test_prompts_are_numbered_through_the_whole_run() -> None:
+def test_prompts_are_numbered_through_the_whole_run(source: Make) -> None:
     numbers = [index for step in drawn(source()) for index, _ in step]
     assert numbers == list(range(20))
 
 
-def test_every_pass_has_an_order_of_its_own_and_the_seed_decides_them() -> None:
+def test_every_epoch_has_an_order_of_its_own_and_the_seed_decides_them(source: Make) -> None:
     texts = [text for step in drawn(source()) for _, text in step]
     assert texts[:10] != texts[10:]
     assert drawn(source()) == drawn(source())
@@ -88,24 +119,24 @@ def test_every_pass_has_an_order_of_its_own_and_the_seed_decides_them() -> None:
 
 
 @pytest.mark.parametrize("steps_done", range(7))
-def test_a_run_taken_up_after_any_step_draws_what_was_left(steps_done: int) -> None:
+def test_a_run_taken_up_after_any_step_draws_what_was_left(source: Make, steps_done: int) -> None:
     whole = drawn(source())
     consumed = sum(len(step) for step in whole[:steps_done])
     assert drawn(source(consumed=consumed)) == whole[steps_done:]
 
 
-def test_consumed_counts_the_prompts_that_were_handed_out() -> None:
+def test_consumed_counts_the_prompts_that_were_handed_out(source: Make) -> None:
     made = source()
     for _ in islice(made, 4):
         pass
-    assert (made.consumed, made.episode) == (14, 1)
+    assert (made.consumed, made.epoch) == (14, 1)
 
 
-def test_worker_processes_do_not_change_the_order() -> None:
+def test_worker_processes_do_not_change_the_order(source: Make) -> None:
     assert drawn(source(num_workers=2)) == drawn(source())
 
 
-def test_a_step_is_generated_when_it_is_asked_for_and_not_before() -> None:
+def test_a_step_is_generated_when_it_is_asked_for_and_not_before(source: Make) -> None:
     made = source()
     generator = made.generator
     assert isinstance(generator, EchoGenerator)
@@ -129,7 +160,7 @@ def test_a_step_is_generated_when_it_is_asked_for_and_not_before() -> None:
     ],
 )
 def test_prompts_generated_ahead_are_trained_on_once_each_and_the_pass_ends(
-    prompts: int, at_once: int, batch_size: int, steps_that_generate: list[int]
+    source: Make, prompts: int, at_once: int, batch_size: int, steps_that_generate: list[int]
 ) -> None:
     made = source(prompts, batch_size=batch_size, at_once=at_once)
     generator, when = made.generator, []
@@ -145,18 +176,30 @@ def test_prompts_generated_ahead_are_trained_on_once_each_and_the_pass_ends(
     assert when == [*steps_that_generate, *(len(steps) // 2 + step for step in steps_that_generate)]
 
 
-@pytest.mark.parametrize(("at_once", "may"), [(4, True), (5, False)])
-def test_a_batch_that_fails_may_end_early_where_it_is_one_step(at_once: int, may: bool) -> None:
-    """Of a larger one, the prompts that were given up would be missing in the pass."""
-    made = source(at_once=at_once)
-    generator = made.generator
-    assert isinstance(generator, EchoGenerator)
-    next(iter(made))
-    assert generator.may_end_early == may
+@pytest.mark.parametrize(("at_once", "handed_out"), [(4, 1), (8, 4)])
+def test_a_lost_batch_ends_early_if_the_batch_is_one_step(source: Make, at_once: int, handed_out: int) -> None:
+    """Of a larger batch, the prompts that were given up would be missing in the epoch."""
+    strict = ErrorBudget(max_error_rate=0.1)
+    made = source(at_once=at_once, generator=EchoGenerator(broken=True), errors=strict)
+    assert len(next(iter(made))) == handed_out
+
+
+def test_the_step_travels_with_the_request(source: Make) -> None:
+    made = source(at_once=8)
+    made.resume(step=5, consumed=0)
+    for _ in made:
+        pass
+    assert [request.step for request in made.generator.requests] == [6, 8, 9, 9, 11]  # the first 9 finds the epoch over
+
+
+def test_the_generator_may_end_before_the_prompts(source: Make) -> None:
+    made = source(last_step=2)
+    assert len(drawn(made)) == 2
+    assert made.exhausted and made.epoch == 0
 
 
 @pytest.mark.parametrize("steps_done", range(7))
-def test_a_run_taken_up_draws_again_what_was_generated_ahead(steps_done: int) -> None:
+def test_a_run_taken_up_draws_again_what_was_generated_ahead(source: Make, steps_done: int) -> None:
     whole = drawn(source(at_once=8))
     made = source(at_once=8)
     for _ in islice(made, steps_done):
@@ -165,10 +208,11 @@ def test_a_run_taken_up_draws_again_what_was_generated_ahead(steps_done: int) ->
     assert drawn(source(at_once=8, consumed=made.consumed)) == whole[steps_done:]
 
 
-def test_evaluation_asks_for_every_prompt_once_in_waves() -> None:
-    generator = EchoGenerator()
-    trajectories = evaluate(Prompts(5), generator, SPEC, wave=2)  # pyright: ignore[reportArgumentType]
-    assert [[p.index for p in call] for call in generator.calls] == [[0, 1], [2, 3], [4]]
+def test_evaluation_asks_for_every_prompt_once_a_few_at_a_time(loop: BackgroundLoop) -> None:
+    generator, prompts = EchoGenerator(), Prompts(5)
+    trajectories = evaluate(prompts, generator, loop, SPEC, step=7, at_once=2, timeout_s=60)  # pyright: ignore[reportArgumentType]
+    assert [[p.index for p in call] for call in generator.calls] == [[0, 1, 2, 3, 4]]
+    assert (generator.most, [request.step for request in generator.requests]) == ([2], [7])
     assert [t.score for t in trajectories] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 

@@ -78,7 +78,7 @@ def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tens
     """A column as the experience maker gathers it: each rank scores its share."""
     parts = share(LENGTHS, range(len(LENGTHS)), strategy.dp_size)
     column = torch.zeros(experience.num_tokens)
-    mine = worker.logprobs(experience.select(parts[strategy.rank]))
+    mine = worker.logprobs(experience.targets().select(parts[strategy.rank]))
     for rows, scored in zip(parts, strategy.gather(mine), strict=True):
         place = Layout.of(experience.offsets, torch.tensor(rows))
         column[place.positions[place.real]] = scored

@@ -1,0 +1,65 @@
+"""An event loop in a thread of its own: asynchronous generation for a loop that is not asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+CLOSE_S = 60.0  # for what is given up to end
+END = object()
+
+
+class RolloutError(RuntimeError):
+    """Generation failed or did not finish in time."""
+
+
+class BackgroundLoop:
+    """Runs coroutines for synchronous code; whatever they share (engines, agents, clients) has one event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """The result of `work`. Raises RolloutError if it takes longer than `timeout_s` seconds."""
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop)
+        try:
+            return future.result()
+        except TimeoutError as error:
+            raise RolloutError(
+                f"no group of samples was generated and rewarded within {timeout_s:g} s. If the responses are merely long, "
+                "raise --train.step_timeout, or lower --rollout.max_new_tokens or --rollout.batch_size."
+            ) from error
+        except BaseException:  # Ctrl-C: nobody waits any more
+            future.cancel()
+            raise
+
+    def iterate(self, stream: AsyncIterator[T], timeout_s: float) -> Iterator[T]:
+        """The items of `stream`, each waited for at most `timeout_s` seconds; the stream is closed at the end.
+
+        Raises RolloutError if an item takes longer.
+        """
+
+        async def advance() -> Any:
+            return await anext(stream, END)
+
+        async def close() -> None:
+            if isinstance(stream, AsyncGenerator):
+                await stream.aclose()
+
+        try:
+            while (item := self.run(advance(), timeout_s)) is not END:
+                yield item
+        finally:
+            with suppress(RuntimeError):  # still running after Ctrl-C: it was cancelled above
+                self.run(close(), CLOSE_S)
+
+    def close(self) -> None:
+        """Stop the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)

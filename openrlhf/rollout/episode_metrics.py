@@ -1,0 +1,100 @@
+"""What episodes look like in numbers: those of a training step, and those of an evaluation by data source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from openrlhf.observability.glossary import find_spec
+from openrlhf.observability.metrics import Last, Mean, Metric, merge_all
+from openrlhf.trajectory import Trajectory
+
+T = TypeVar("T")
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, Metric]:
+    """What the rollout itself looked like, and the means of the user's extra numbers over the samples that gave them."""
+    rewards = [t.reward for t in kept if t.reward is not None]
+    count = len(rewards)
+    mean = sum(rewards) / count if count else 0.0
+    variance = sum((r - mean) ** 2 for r in rewards) / (count - 1) if count > 1 else 0.0
+    metrics: dict[str, Metric] = {
+        "rollout/reward_mean": Mean(sum(rewards), count),
+        "rollout/reward_std": Last(variance**0.5),
+        "rollout/response_length_mean": Mean(sum(t.num_actions for t in kept), len(kept)),
+        "rollout/truncated_rate": Mean(sum(t.truncated for t in kept), len(kept)),
+        "rollout/num_samples": Last(float(len(kept))),
+        "train/score": Mean(sum(t.score for t in kept if t.score is not None), sum(t.score is not None for t in kept)),
+        "train/failed_episodes": Last(float(sum(t.failed for t in trajectories))),
+    }
+    for failure, number in Counter(t.failure for t in trajectories if t.failure).items():
+        metrics[f"train/failed_{failure}"] = Last(float(number))
+    logs = [{_logged_as(name): Mean(value, 1) for name, value in t.extra_logs.items()} for t in kept]
+    return metrics | merge_all(logs)
+
+
+def _logged_as(name: str) -> str:
+    """The metric of a number beside a reward. The user's own `kl` is not ours."""
+    ours = find_spec(f"train/{name}") is not None and not name.startswith("reward_")
+    return f"train/user_{name}" if ours else f"train/{name}"
+
+
+def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
+    """pass@1 and pass@k per data source, rewards, response lengths and truncation, under the logged names.
+
+    pass@1 is the mean over prompts of the mean score of their samples, pass@k of the best one. Failed samples are left
+    out and counted.
+    """
+    finished = [t for t in trajectories if not t.failed]
+    metrics = {
+        "eval/eval_num_samples": float(len(trajectories)),
+        "eval/eval_failed_episodes": float(len(trajectories) - len(finished)),
+    }
+    for source, members in of_sources(finished, lambda t: t).items():
+        metrics |= _source_metrics(f"eval/eval_{source}", members, k=k)
+    if finished:
+        metrics["eval/eval_response_length_mean"] = _mean([t.num_actions for t in finished])
+        metrics["eval/eval_truncated_rate"] = _mean([t.truncated for t in finished])
+    return metrics
+
+
+def of_sources(items: Iterable[T], episode: Callable[[T], Trajectory]) -> dict[str, list[T]]:
+    """The items of each data source, which is that of their episode."""
+    sources: dict[str, list[T]] = {}
+    for item in items:
+        sources.setdefault(episode(item).prompt.datasource, []).append(item)
+    return dict(sorted(sources.items()))
+
+
+def source_columns(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
+    """What a table shows of the episodes of a data source."""
+    finished = [t for t in trajectories if not t.failed]
+    numbers = _source_metrics("", finished, k=k)
+    return {
+        "prompts": len({t.prompt.index for t in trajectories}),
+        "pass@1": numbers["_pass1"],
+        f"pass@{k}": numbers[f"_pass{k}"],
+        "reward": numbers["_reward_mean"],
+        "tokens": numbers["_response_length_mean"],
+        "truncated": numbers["_truncated_rate"],
+        "failed": len(trajectories) - len(finished),
+    }
+
+
+def _source_metrics(prefix: str, members: Sequence[Trajectory], *, k: int) -> dict[str, float]:
+    scores: dict[int, list[float]] = {}
+    for t in members:
+        if t.score is not None:
+            scores.setdefault(t.prompt.index, []).append(t.score)
+    return {
+        f"{prefix}_pass{k}": _mean([max(group) for group in scores.values()]),
+        f"{prefix}_pass1": _mean([_mean(group) for group in scores.values()]),
+        f"{prefix}_reward_mean": _mean([t.reward for t in members if t.reward is not None]),
+        f"{prefix}_response_length_mean": _mean([t.num_actions for t in members]),
+        f"{prefix}_truncated_rate": _mean([t.truncated for t in members]),
+    }
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers) if numbers else float("nan")

@@ -1,0 +1,104 @@
+"""The fleet: all engines of a model, their processes and devices, which engine is asked, and the weight version it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from openrlhf.distributed.placement import HostGroup, actor_options, reserve
+from openrlhf.distributed.worker_group import gather, give_up
+from openrlhf.rollout.background import RolloutError
+from openrlhf.rollout.engine import EngineError, RolloutEngine
+from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
+from openrlhf.rollout.routing import Router
+from openrlhf.rollout.sampling import Generation, SamplingParams
+
+
+class Fleet:
+    """Owns the engines. Generator, weight sync and launcher ask the fleet; nobody else holds a list of engines.
+
+    The engines start side by side when the fleet is made; `wait` returns once all of them serve. `generate` belongs to one
+    event loop.
+    """
+
+    def __init__(self, group: HostGroup, settings: EngineSettings, *, log_dir: str, timeout_s: float) -> None:
+        on_gpus = settings.device == "cuda"
+        self.timeout_s = timeout_s
+        self.logs = [f"{log_dir}/{group.name}-{index}.log" for index in range(group.slots)]
+        self.workers_per_engine = settings.tensor_parallel_size
+        self._reserved = reserve(group, on_gpus=on_gpus, timeout_s=timeout_s)
+        engine = ray.remote(RolloutEngine)
+        self._engines: list[Any] = [
+            engine.options(
+                **actor_options(self._reserved, index, on_gpus=on_gpus),
+                max_concurrency=4096,
+                runtime_env={"env_vars": engine_environment(settings.device)},
+            ).remote(settings, index, log)
+            for index, log in enumerate(self.logs)
+        ]
+        self._router = Router(len(self._engines))
+        self._starting = self.call(RolloutEngine.start)
+
+    @property
+    def size(self) -> int:
+        """Number of engines."""
+        return len(self._engines)
+
+    def wait(self) -> None:
+        """Return when all engines serve. Raises EngineError or WorkerError."""
+        gather(self._starting, timeout_s=self.timeout_s, doing="start the engines", logs=self.logs)
+
+    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
+        """One sample of the prompt for each of `params`, all from one engine. Samples with the same `key` share a prefix."""
+        number = self._router.pick(key, len(params))
+        answer = self._engines[number].generate.remote(tokens, params)
+        try:
+            return [checked(generation, number) for generation in await answer]
+        except asyncio.CancelledError:  # the engine is to give the samples up too
+            give_up(answer)
+            raise
+        finally:
+            self._router.done(key, number, len(params))
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of `RolloutEngine` on every engine with the same arguments. Returns references."""
+        return self.call_each(method, [kwargs] * self.size, *args)
+
+    def call_each(self, method: Callable[..., Any], per_engine: Sequence[dict[str, Any]], *args: Any) -> list[Any]:
+        """The same with keyword arguments of their own for each engine."""
+        calls = zip(self._engines, per_engine, strict=True)
+        return [getattr(engine, method.__name__).remote(*args, **kwargs) for engine, kwargs in calls]
+
+    @contextmanager
+    def naming_logs(self) -> Iterator[None]:
+        """Within it, an engine's failure is a RolloutError that names the logs."""
+        try:
+            yield
+        except (RayActorError, EngineError) as error:
+            raise RolloutError(f"an engine failed: {error}. Logs: {', '.join(self.logs)}") from error
+
+    def stop(self) -> None:
+        """Free the devices' memory, for others that come now."""
+        gather(self.call(RolloutEngine.stop), timeout_s=self.timeout_s, doing="end the engines", logs=self.logs)
+
+    def close(self) -> None:
+        """End the processes and give their slots back."""
+        for engine in self._engines:
+            ray.kill(engine)
+        ray.util.remove_placement_group(self._reserved)
+
+
+def checked(generation: Generation, engine: int) -> Generation:
+    """The sample, if its log-probabilities are finite; else one that failed: a NaN would make a whole step's weights NaN."""
+    if math.isfinite(sum(generation.logprobs)):
+        return generation
+    place = next(place for place, logprob in enumerate(generation.logprobs) if not math.isfinite(logprob))
+    reason = f"engine {engine} gave its token {place} the log-probability {generation.logprobs[place]}"
+    return replace(generation, logprobs=[0.0] * len(generation.tokens), finish_reason=reason)

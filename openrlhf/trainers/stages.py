@@ -1,0 +1,90 @@
+"""Columns that workers compute: who computes a column from what, and the rows on their way there and back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf.batches import Experience, Layout, Ragged
+from openrlhf.distributed.worker_group import WorkerGroup, gather
+from openrlhf.rewards.sums import combined
+from openrlhf.trainers.update_plan import share
+from openrlhf.trajectory import Trajectory
+from openrlhf.workers.frozen import RewardWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A per-token column of `Experience`: `writes` is its name, `reads` gives what the workers are sent, and nothing else."""
+
+    writes: str
+    by: WorkerGroup
+    method: Callable[..., Tensor]
+    reads: Callable[[Experience], Ragged] = Experience.targets
+
+    def launch(self, experience: Experience) -> Pending:
+        """Scatter the rows over the ranks."""
+        return Pending(self.reads(experience), self.by, self.method)
+
+
+class RewardModels:
+    """The reward workers, whose numbers are added to the reward function's with `weights`."""
+
+    def __init__(self, workers: WorkerGroup, weights: Sequence[float], *, timeout_s: float) -> None:
+        self.workers, self.weights, self.timeout_s = workers, weights, timeout_s
+        self._launching = threading.Lock()  # every rank gets the calls in the same order: some forwards are collective
+
+    def launch(self, experience: Experience) -> Pending:
+        """The rewards of every model for every row, (B, K), on their way."""
+        with self._launching:
+            return Pending(experience.texts(), self.workers, RewardWorker.rewards, per_sample=True)
+
+    def summed(self, trajectories: Sequence[Trajectory], rewards: Tensor) -> list[Trajectory]:
+        """The episodes with the weighted sum of the reward models' numbers (B, K) and their own reward."""
+        return [combined(t, row, self.weights) for t, row in zip(trajectories, rewards.tolist(), strict=True)]
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The episodes; the finished episodes with the sum of all their rewards."""
+        finished = [t for t in trajectories if not t.failed]
+        if not finished:
+            return list(trajectories)
+        rewards = self.launch(Experience.from_trajectories(finished)).collect(self.timeout_s)
+        scored = iter(self.summed(finished, rewards))
+        return [t if t.failed else next(scored) for t in trajectories]
+
+    async def score_group(self, group: list[Trajectory]) -> list[Trajectory]:
+        """The same for the samples of a prompt, while other prompts are still being sampled."""
+        return await asyncio.to_thread(self.score, group)
+
+
+class Pending:
+    """A column (or several, as a matrix) on its way: rows cut into data slices, results gathered back into place."""
+
+    def __init__(
+        self, batch: Ragged, group: WorkerGroup, method: Callable[..., Tensor], *, per_sample: bool = False
+    ) -> None:
+        self.batch, self.group, self.per_sample = batch, group, per_sample
+        lengths = batch.lengths.tolist()
+        # A slice without rows repeats the first row: some forwards are collective. Its result is the same number twice.
+        self.parts = [rows or [0] for rows in share(lengths, range(len(lengths)), group.slices)]
+        self.calls = group.launch(method, batch.split(self.parts))
+
+    def collect(self, timeout_s: float) -> Tensor:
+        """(N,) if workers gave every token a number; (B,) or (B, K) if they gave every row numbers."""
+        results: Sequence[Tensor] = gather(
+            self.calls, timeout_s=timeout_s, doing=f"score the batch ({self.group.role})", logs=self.group.logs
+        )
+        size = self.batch.num_samples if self.per_sample else self.batch.num_tokens
+        column = torch.zeros(size, *results[0].shape[1:])
+        for rows, scored in zip(self.parts, results, strict=True):
+            index = torch.tensor(rows)
+            if not self.per_sample:
+                place = Layout.of(self.batch.offsets, index)
+                index = place.positions[place.real]
+            column[index] = scored
+        return column

@@ -1,0 +1,29 @@
+"""What a generator gives, waited for: tests are not asynchronous."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import closing
+from typing import Any
+
+from openrlhf.rollout.background import BackgroundLoop
+from openrlhf.rollout.generator import Generator, Request, SamplingSpec, in_prompt_order
+from openrlhf.trajectory import Prompt, Trajectory
+
+
+def rollout(
+    generator: Generator,
+    prompts: Iterable[Prompt],
+    spec: SamplingSpec,
+    *,
+    step: int = 1,
+    loop: BackgroundLoop | None = None,
+    **request: Any,
+) -> list[Trajectory]:
+    """The samples of all prompts, in prompt order. Without a `loop`, one that ends with the call."""
+    if loop is None:
+        with closing(BackgroundLoop()) as loop:
+            return rollout(generator, prompts, spec, step=step, loop=loop, **request)
+    asked = list(prompts)
+    stream = generator.stream(asked, Request(spec=spec, step=step, **request), groups=len(asked))
+    return in_prompt_order(loop.iterate(stream, 60))
