@@ -37,9 +37,10 @@ from openrlhf.evaluation.comparing import (
     win_metrics,
 )
 from openrlhf.launch import settings
+from openrlhf.launch.agents import check_agents, make_agents
 from openrlhf.launch.hosts import start_hosts
 from openrlhf.launch.prompt_data import check_reward_models, policy_tokenizer, read_prompts
-from openrlhf.launch.reinforcement import check_agents, check_reward, make_agents, show_prompts
+from openrlhf.launch.reinforcement import check_reward, show_prompts
 from openrlhf.observability.display import DisplayMode
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import SampleRow

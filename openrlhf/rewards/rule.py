@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,3 +37,11 @@ def reward_of(
                 yield FunctionReward(reward.function_path, pool=pool, timeout=reward.timeout, batch=reward.batch)
     else:
         yield None
+
+
+def check_reward(rule: RuleConfig) -> None:
+    """Load the reward function, or reach the servers, before anything else. Raises ConfigError."""
+    if rule.remote_url:
+        with reward_of(rule, workers=1) as reward:
+            assert reward is not None
+            asyncio.run(reward.check())

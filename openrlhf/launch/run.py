@@ -1,0 +1,269 @@
+"""A running PPO trainer: its engines, workers, processes of user code; and the end of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from openrlhf.batches import Experience
+from openrlhf.checkpoints import Checkpoint, CheckpointManager
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed import placement
+from openrlhf.distributed.worker_group import HostHandles, WorkerGroup, gather
+from openrlhf.launch import settings
+from openrlhf.launch.agents import make_agents
+from openrlhf.launch.hosts import start_hosts
+from openrlhf.launch.identity import episode_identity, rl_identity
+from openrlhf.launch.prompt_data import PromptData
+from openrlhf.observability.recorder import Recorder
+from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy
+from openrlhf.rewards.protocol import Reward
+from openrlhf.rewards.rule import reward_of
+from openrlhf.rollout.background import CLOSE_S, BackgroundLoop
+from openrlhf.rollout.engine_settings import Device
+from openrlhf.rollout.episode_files import EpisodeFolder
+from openrlhf.rollout.fleet import Fleet
+from openrlhf.rollout.generator import Generator, RolloutGenerator, as_sampled
+from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
+from openrlhf.trainers.experience_maker import ExperienceMaker
+from openrlhf.trainers.filtering import DynamicFilter
+from openrlhf.trainers.ppo import Evaluate, PPOTrainer
+from openrlhf.trainers.publisher import WeightPublisher
+from openrlhf.trainers.remote_teacher import RemoteTeacher
+from openrlhf.trainers.rollout_only import RolloutOnly
+from openrlhf.trainers.sources import SyncSource, evaluate
+from openrlhf.trainers.stages import RewardModels, Stage
+from openrlhf.trajectory import Trajectory
+from openrlhf.workers.critic import CriticWorker
+from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
+from openrlhf.workers.policy import PolicyWorker
+
+
+class Run:
+    """Everything that lives as long as a run: engines, workers, reward hosts, trainer. Leaving it ends them all."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        data: PromptData,
+        plan: placement.Placement,
+        kind: Device,
+        checkpoints: CheckpointManager,
+        checkpoint: Checkpoint | None,
+        replay: EpisodeFolder | None,
+    ) -> None:
+        self.config, self.data, self.plan = config, data, plan
+        self.kind: Device = kind
+        self.run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
+        self.recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
+        self.log_dir = str(self.recorder.folder.logs.absolute())
+        self.hosts: list[HostHandles] = []
+        self.loop = BackgroundLoop()
+        self.ends = ExitStack()  # what has to end with the run; the last that was made ends first
+        self.checkpoints, self.checkpoint, self.replay = checkpoints, checkpoint, replay
+        self.fleet: Fleet | None = None
+        self.reward: Reward | None = None
+        self.trainer: PPOTrainer | RolloutOnly
+
+    def __enter__(self) -> Run:
+        with ExitStack() as self.ends:
+            self.ends.callback(self.recorder.close)
+            self.ends.callback(self.loop.close)
+            if not self.replay:
+                self.reward = self.ends.enter_context(reward_of(self.config.reward, log_dir=Path(self.log_dir)))
+                if self.reward:
+                    asyncio.run(self.reward.check())
+                self.fleet = Fleet(
+                    self.plan.group_of("vllm"),
+                    settings.engine_settings(
+                        self.config, self.config.actor.model_name_or_path, self.kind, self.data.tokenizer
+                    ),
+                    log_dir=self.log_dir,
+                    timeout_s=self.config.train.setup_timeout,
+                )
+                self.ends.callback(self.fleet.close)
+            groups = self._start_workers()
+            if self.fleet:
+                self.fleet.wait()
+            self.trainer = self._make_trainer(groups)
+            if self.checkpoint and isinstance(self.trainer, PPOTrainer):
+                self.trainer.resume(self.checkpoint)
+            self.ends = self.ends.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ends.close()
+
+    def naming_logs(self) -> AbstractContextManager[None]:
+        """Within it, an engine's failure is a RolloutError that names the logs."""
+        return self.fleet.naming_logs() if self.fleet else nullcontext()
+
+    def _start_workers(self) -> dict[str, WorkerGroup]:
+        """Processes for every host group, and the models of all roles in them; by role."""
+        for group in self.plan.groups:
+            if group.name != "vllm":
+                hosts = start_hosts(self.config, group, on_gpus=self.plan.on_gpus, log_dir=self.log_dir)
+                self.ends.callback(hosts.close)
+                self.hosts.append(hosts)
+        steps = settings.optimizer_steps(self.config, len(self.data.train))
+        moving = settings.optimizer_steps(self.config, len(self.data.train), after=settings.freezing_steps(self.config))
+        frozen = partial(settings.reference_settings, self.config)
+        workers: dict[str, tuple[type, Callable[[], Any]]] = {
+            "actor": (PolicyWorker, partial(settings.policy_settings, self.config, self.kind, moving)),
+            "ref": (ReferenceWorker, partial(frozen, self.config.actor.model_name_or_path)),
+            "teacher": (ReferenceWorker, partial(frozen, self.config.local_teacher or "")),
+            "critic": (CriticWorker, partial(settings.critic_settings, self.config, self.kind, steps)),
+            "reward": (RewardWorker, partial(settings.reward_settings, self.config)),
+        }
+        groups, created, logs = {}, [], []
+        for hosts in self.hosts:
+            for role in hosts.group.roles:
+                groups[role] = WorkerGroup(hosts, role)
+                worker, made_from = workers[role]
+                created += groups[role].create(worker, made_from())
+                logs += groups[role].logs
+        gather(created, timeout_s=self.config.train.setup_timeout, doing="load the models", logs=logs)
+        return groups
+
+    def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
+        config = self.config
+        on_error = ErrorPolicy.parse(config.reward.on_error)
+        errors = ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error)
+        models = None
+        if "reward" in groups:
+            weights = config.reward.weights or ()
+            models = RewardModels(groups["reward"], weights, timeout_s=config.train.step_timeout)
+        generator = self._make_generator(on_error)
+        source = self._make_source(generator, models, errors)
+        kl = make_kl(config)
+        maker = ExperienceMaker(
+            make_stages(config, groups),
+            models if source.keep is None else None,
+            settings.credit_settings(config),
+            kl,
+            needs_groups=settings.needs_groups(config),
+            timeout_s=config.train.step_timeout,
+            remote_teacher=make_remote_teacher(config),
+        )
+        if config.rollout.only:
+            return RolloutOnly(source, maker, self.recorder, errors)
+        policy, transport = groups["actor"], "nccl" if self.kind == "cuda" else "gloo"
+        return PPOTrainer(
+            source,
+            maker,
+            policy,
+            groups.get("critic"),
+            WeightPublisher(policy, self.fleet, transport=transport, timeout_s=config.train.publish_timeout),
+            kl=kl,
+            errors=errors,
+            evaluate=self._make_evaluation(generator, models),
+            pretraining=self.data.pretraining,
+            checkpoints=self.checkpoints,
+            ckpt=config.ckpt,
+            tokenizer=self.data.tokenizer,
+            recorder=self.recorder,
+            settings=settings.loop_settings(
+                config, self.run_dir, rl_identity(config, self.data.train, self.data.tokenizer)
+            ),
+        )
+
+    def _make_generator(self, on_error: ErrorPolicy) -> Generator:
+        """The engines and the reward; with --rollout.dump_dir, what they give is written down, with --rollout.replay_dir read."""
+        config = self.config
+        if self.replay:
+            return ReplayGenerator(self.replay)
+        assert self.fleet
+        agents = make_agents(
+            config,
+            self.data.tokenizer,
+            needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
+            log_dir=Path(self.log_dir),
+        )
+        if agents:
+            self.ends.callback(lambda: self.loop.run(agents.close(), CLOSE_S))
+            self.loop.run(agents.check(), config.train.setup_timeout)
+        generator = RolloutGenerator(self.fleet, self.data.tokenizer, self.reward, agents=agents, on_error=on_error)
+        if not config.rollout.dump_dir:
+            return generator
+        folder = EpisodeFolder(config.rollout.dump_dir)
+        folder.begin(after=self.checkpoint.state.step if self.checkpoint else -1)
+        identity = episode_identity(config, self.data.train, self.data.tokenizer)
+        return DumpingGenerator(generator, folder, run=identity)
+
+    def _make_source(self, generator: Generator, models: RewardModels | None, errors: ErrorBudget) -> SyncSource:
+        config = self.config
+        low, high = config.algo.dynamic_filtering_range
+        keep = DynamicFilter(low=low, high=high) if config.algo.dynamic_filtering_enable else None
+        source = SyncSource(
+            self.data.train,
+            generator,
+            self.loop,
+            settings.train_sampling(config),
+            batch_size=config.rollout.batch_size,
+            epochs=config.train.num_episodes,
+            seed=config.train.seed,
+            errors=errors,
+            timeout_s=config.train.step_timeout,
+            at_once=config.rollout.vllm_generate_batch_size,
+            keep=keep,
+            annotated=models.score_group if keep and models else as_sampled,
+            last_step=self.replay.last_step if self.replay else None,
+            num_workers=config.data.dataloader_num_workers,
+        )
+        if self.replay and self.replay.last_step < source.total_steps:
+            self.recorder.display.note(
+                f"--rollout.replay_dir ends with step {self.replay.last_step}, of {source.total_steps} that the prompts may make."
+            )
+        return source
+
+    def _make_evaluation(self, generator: Generator, models: RewardModels | None) -> Evaluate | None:
+        config, prompts = self.config, self.data.eval
+        if prompts is None or self.replay:
+            return None
+
+        def evaluation(step: int) -> list[Trajectory]:
+            trajectories = evaluate(
+                prompts,
+                generator,
+                self.loop,
+                settings.eval_sampling(config),
+                step=step,
+                at_once=config.rollout.batch_size,
+                timeout_s=config.train.step_timeout,
+            )
+            return models.score(trajectories) if models else trajectories
+
+        return evaluation
+
+
+def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[Stage]:
+    """The columns that something needs, and the workers that compute them."""
+    stages: list[Stage] = []
+    if "actor" in groups and settings.needs_old_logprobs(config):
+        stages.append(Stage(writes="old_logprobs", by=groups["actor"], method=PolicyWorker.logprobs))
+    for role, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
+        if role in groups:
+            stages.append(Stage(writes=column, by=groups[role], method=ReferenceWorker.logprobs))
+    if "critic" in groups:
+        values = Stage(writes="values", by=groups["critic"], method=CriticWorker.values, reads=Experience.texts)
+        stages.append(values)
+    return stages
+
+
+def make_kl(config: PPOConfig) -> KLController:
+    """The coefficient of the KL term, fixed or following a target."""
+    kl = config.algo.kl
+    if kl.target is None:
+        return FixedKL(kl.init_coef)
+    return AdaptiveKL(kl.init_coef, kl.target, kl.horizon)
+
+
+def make_remote_teacher(config: PPOConfig) -> RemoteTeacher | None:
+    """The teacher behind a server, where --algo.distill.teacher names one."""
+    return RemoteTeacher(config.remote_teacher) if config.remote_teacher else None
