@@ -14,7 +14,7 @@ from openrlhf.algorithms import kl as kl_module
 from openrlhf.algorithms import tensors
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS, GROUP_STD_EPSILON, gae, shape_rewards
 from openrlhf.algorithms.corrections import PRESETS, Correction, correction_weights
-from openrlhf.algorithms.kl import AdaptiveKL, kl_estimate
+from openrlhf.algorithms.kl import KLController, kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, aggregation_weights, value_loss
 from openrlhf.algorithms.rewards import overlong_penalty, token_rewards
 from openrlhf.algorithms.tensors import linear_logprobs, masked_whiten
@@ -121,7 +121,7 @@ def k3_as_a_loss() -> list[str]:
 
 @proves("Adaptive β")
 def adaptive() -> list[str]:
-    controller = AdaptiveKL(0.1, target=6.0, horizon=100)
+    controller = KLController(0.1, target=6.0, horizon=100)
     controller.update(0.0, 1000)
     return [
         "Samples ÷ horizon is held to 1",
@@ -155,7 +155,7 @@ def cispo() -> list[str]:
 @proves("The value loss")
 def values() -> list[str]:
     v, old, returns = (torch.tensor([[x]]) for x in (2.0, 1.0, 2.0))
-    loss, _ = value_loss(v, old, returns, torch.tensor([[True]]), clip=0.5)
+    loss = value_loss(v, old, returns, torch.tensor([[True]]), clip=0.5)
     return [f"V 2, V_old 1, return 2, clip 0.5 costs {numbers(loss[0])}"]
 
 

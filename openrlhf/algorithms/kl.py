@@ -59,40 +59,23 @@ def kl_clamped(kl: Float[Tensor, "*s"]) -> Bool[Tensor, "*s"]:
 
 
 class KLController:
-    """The coefficient β of the KL term."""
+    """The coefficient β of the KL term. With a `target`, β ← β · (1 + clip(KL / target − 1, ±0.2) · min(n / horizon, 1)).
 
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
-
-    def update(self, kl: float, n: int) -> None:
-        """See the mean KL per action token (nats) of `n` samples."""
-
-    def resume(self, coef: float) -> None:
-        """Go on where a checkpoint's β stood."""
-
-
-class FixedKL(KLController):
-    """β is what the flag says, after a resume too."""
-
-
-class AdaptiveKL(KLController):
-    """β ← β · (1 + clip(KL / target − 1, ±0.2) · min(n / horizon, 1)).
-
-    `target` is nats per action token, `horizon` a number of samples. The bound on n / horizon, which the paper does not
-    need, keeps β positive with large batches.
+    `target` is nats per action token, `horizon` a number of samples; without a target, β is the flag's, after a resume too.
+    The paper does not bound n / horizon; the bound keeps β positive with large batches.
     Ziegler et al. 2019, §2.2, arXiv:1909.08593
     """
 
-    def __init__(self, coef: float, target: float, horizon: int) -> None:
-        super().__init__(coef)
-        self.target, self.horizon = target, horizon
+    def __init__(self, coef: float, *, target: float | None = None, horizon: int = 1) -> None:
+        self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """Follow the measured KL. One that is not finite says nothing and changes nothing."""
-        if math.isfinite(kl):
+        """Follow the mean KL per action token (nats) of `n` samples. A KL that is not finite changes nothing."""
+        if self.target is not None and math.isfinite(kl):
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * min(n / self.horizon, 1.0)
 
     def resume(self, coef: float) -> None:
-        """Go on with the checkpoint's β."""
-        self.coef = coef
+        """Continue with the checkpoint's β if β follows a target."""
+        if self.target is not None:
+            self.coef = coef

@@ -168,17 +168,14 @@ def cispo(
     )
 
 
-def value_loss(
-    values: PerToken, old_values: PerToken, returns: PerToken, mask: TokenMask, *, clip: float
-) -> tuple[PerToken, TokenMask]:
-    """½ max((V − Ĝ)², (V_old + clip(V − V_old, ±c) − Ĝ)²) per token, and where the clip decided.
+def value_loss(values: PerToken, old_values: PerToken, returns: PerToken, mask: TokenMask, *, clip: float) -> PerToken:
+    """½ max((V − Ĝ)², (V_old + clip(V − V_old, ±c) − Ĝ)²) per token.
 
     Zero outside the mask. c = inf gives the plain squared error. After the PPO of OpenAI Baselines.
     """
     values, old_values, returns = (x.masked_fill(~mask, 0) for x in (values, old_values, returns))
     held = old_values + (values - old_values).clamp(-clip, clip)
-    plain_error, held_error = (values - returns).square(), (held - returns).square()
-    return 0.5 * torch.maximum(plain_error, held_error), held_error > plain_error
+    return 0.5 * torch.maximum((values - returns).square(), (held - returns).square())
 
 
 @runtime_checkable

@@ -28,11 +28,6 @@ def masked_sum(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor
     return x.masked_fill(~mask, 0).sum()
 
 
-def masked_mean(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, ""]:
-    """Mean of x where mask; a differentiable zero where the mask is empty."""
-    return masked_sum(x, mask) / mask.sum().clamp(min=1)
-
-
 @torch.no_grad()
 def masked_whiten(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], *, scale: bool = True) -> Float[Tensor, "*s"]:
     """(x − μ) / √max(σ², 1e-8) over the masked positions, zero elsewhere. σ² is the population's.
@@ -62,19 +57,6 @@ def bounded_exp(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def token_logprobs_from_logits(
-    logits: Float[Tensor, "*s V"], targets: Int[Tensor, "*s"], temperature: float = 1.0
-) -> Float[Tensor, "*s"]:
-    """log softmax(logits / temperature)[targets], float32 (float64 for float64 logits).
-
-    logits[..., i, :] predicts targets[..., i]: shifting is the caller's. Raises ValueError for a
-    temperature of 0 or less.
-    """
-    flat = logits.reshape(targets.numel(), logits.shape[-1])
-    logprobs, _ = _score_tokens(flat, None, None, targets.reshape(-1), temperature, False)
-    return logprobs.view(targets.shape)
-
-
 def linear_logprobs(
     hidden: Float[Tensor, "N H"],
     weight: Float[Tensor, "V H"],
@@ -86,28 +68,42 @@ def linear_logprobs(
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """(log p(targets), entropy of p or None), p = softmax((hidden · weightᵀ + bias) / temperature).
 
-    Nats. Holds logits for a chunk of rows only, in the forward and again in the backward, which
-    makes them anew. The product runs in the dtype of its inputs, as in the inference engine, and
-    everything after it in float32 (float64 for float64 inputs). Both results are differentiable; a
-    weight that needs no gradient costs none. Raises ValueError for a temperature of 0 or less.
+    Nats. The logits of one chunk of rows are held at a time; the backward computes them again. The product runs in the dtype
+    of its inputs, as in the inference engine, and everything after it in float32 (float64 for float64 inputs). Both results
+    are differentiable; a weight that needs no gradient costs none. Raises ValueError for a temperature of 0 or less.
     """
-    return _score_tokens(hidden, weight, bias, targets, temperature, entropy)
+    check_temperature(temperature)
+    untyped = cast(Any, _LinearScores)
+    return untyped.apply(hidden, weight, bias, targets, temperature, entropy)
 
 
-def _score_tokens(
-    states: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+def logit_logprobs(
+    logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"], *, temperature: float = 1.0, entropy: bool = False
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
+    """What `linear_logprobs` gives, from the logits themselves. Autograd keeps several copies of them."""
+    check_temperature(temperature)
+    log_p = _log_softmax(logits, temperature)
+    bounded = log_p.clamp(min=NEGLIGIBLE_LOGPROB)
+    return log_p.gather(1, targets[:, None])[:, 0], -(bounded.exp() * bounded).sum(1) if entropy else None
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError unless the policy of this temperature is a distribution that can be trained."""
     if temperature <= 0:
         raise ValueError(
-            "the policy is softmax(logits / temperature): the temperature must be above 0 in "
-            f"training, not {temperature}. Change --rollout.temperature"
+            "the policy is softmax(logits / temperature), so that its temperature must be above 0 in training. It is "
+            f"{temperature}: change --rollout.temperature."
         )
-    untyped = cast(Any, _TokenScores)
-    return untyped.apply(states, weight, bias, targets, temperature, entropy)
 
 
-class _TokenScores(torch.autograd.Function):
-    """Log-probability of each row's target, and entropy. Without a weight, states are the logits.
+def row_chunks(rows: int, vocabulary: int) -> Iterator[slice]:
+    """Slices of `rows` whose logits fit into one chunk."""
+    step = max(1, CHUNK_LOGITS // vocabulary)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+class _LinearScores(torch.autograd.Function):
+    """Log-probability of each row's target, and entropy.
 
     With p = softmax(z): ∂ log p_y / ∂z_j = 1[j = y] − p_j and ∂H / ∂z_j = −p_j (log p_j + H).
     """
@@ -116,7 +112,7 @@ class _TokenScores(torch.autograd.Function):
     def forward(
         ctx: Any,
         states: Tensor,
-        weight: Tensor | None,
+        weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
@@ -125,8 +121,8 @@ class _TokenScores(torch.autograd.Function):
         dtype = torch.promote_types(states.dtype, torch.float32)
         logprobs = torch.empty(len(targets), dtype=dtype, device=states.device)
         entropy = torch.empty_like(logprobs) if want_entropy else None
-        for rows in _row_chunks(states, weight):
-            log_p = _log_softmax(states[rows], weight, bias, temperature)
+        for rows in row_chunks(len(states), len(weight)):
+            log_p = _log_softmax(F.linear(states[rows], weight, bias), temperature)
             logprobs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
             if entropy is not None:
                 log_p.clamp_(min=NEGLIGIBLE_LOGPROB)
@@ -150,8 +146,8 @@ class _TokenScores(torch.autograd.Function):
         d_states = torch.empty_like(states) if needs_states else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
-        for rows in _row_chunks(states, weight):
-            d_logits = _log_softmax(states[rows], weight, bias, ctx.temperature)
+        for rows in row_chunks(len(states), len(weight)):
+            d_logits = _log_softmax(F.linear(states[rows], weight, bias), ctx.temperature)
             if grad_entropy is None:
                 d_logits.exp_().mul_(-grad_logprobs[rows, None])
             else:
@@ -163,20 +159,13 @@ class _TokenScores(torch.autograd.Function):
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(states.dtype)
             if d_states is not None:
-                d_states[rows] = d_logits if weight is None else d_logits @ weight
+                d_states[rows] = d_logits @ weight
             if d_weight is not None:
                 d_weight += d_logits.t() @ states[rows]
         return d_states, d_weight, d_bias, None, None, None  # autograd casts to the inputs' dtypes
 
 
-def _row_chunks(states: Tensor, weight: Tensor | None) -> Iterator[slice]:
-    vocabulary = states.shape[1] if weight is None else weight.shape[0]
-    step = max(1, CHUNK_LOGITS // vocabulary)
-    return (slice(start, start + step) for start in range(0, len(states), step))
-
-
-def _log_softmax(states: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float) -> Tensor:
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """A fresh (rows, V) block of log-probabilities in float32 or better."""
-    logits = states if weight is None else F.linear(states, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.log_softmax(logits / temperature if temperature != 1 else logits, dim=1)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience
 from openrlhf.checkpoints import Checkpoint, CheckpointManager
 from openrlhf.config.ppo import PPOConfig
@@ -259,9 +259,7 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[St
 def make_kl(config: PPOConfig) -> KLController:
     """The coefficient of the KL term, fixed or following a target."""
     kl = config.algo.kl
-    if kl.target is None:
-        return FixedKL(kl.init_coef)
-    return AdaptiveKL(kl.init_coef, kl.target, kl.horizon)
+    return KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
 
 def make_remote_teacher(config: PPOConfig) -> RemoteTeacher | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.algorithms.supervised_losses import PAIRWISE_LOSSES
+from openrlhf.algorithms.supervised_losses import log_sigmoid
 from openrlhf.batches import Pairs, offsets_of
 from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.supervised import PreferenceDataConfig, RMConfig
@@ -31,10 +31,6 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
     root: ClassVar = RMConfig
     padding_side: ClassVar = "left"
     objective: ClassVar = ("model.loss_type", "model.margin_loss_enable", "model.aux_loss_coef")
-
-    def __init__(self, config: RMConfig) -> None:
-        super().__init__(config)
-        self.pairwise = PAIRWISE_LOSSES[config.model.loss_type]
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
         """Chosen and rejected answers."""
@@ -77,7 +73,9 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
         outputs = model(micro.tokens, micro.offsets)
         scores = last_token_scores(outputs.values, micro.offsets)
         chosen, rejected = scores[0::2], scores[1::2]
-        losses = self.pairwise(chosen, rejected, micro.margins[0::2] if self.config.model.margin_loss_enable else None)
+        model_config = self.config.model
+        with_margin = model_config.margin_loss_enable and model_config.loss_type == "sigmoid"  # logexp has no margin
+        losses = log_sigmoid(chosen, rejected, micro.margins[0::2] if with_margin else None)
         summed, pairs, seen = losses.sum(), len(losses), scores.detach()
         loss, accuracy = Mean(float(summed.detach()), pairs), Mean(float((chosen > rejected).sum()), pairs)
         metrics: dict[str, Metric] = {

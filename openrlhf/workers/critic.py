@@ -72,7 +72,7 @@ class CriticWorker(TrainedWorker[Update]):
         outputs = self.engine(micro.tokens, micro.offsets)
         values = layout.gather(state_values(outputs.values, micro.offsets))
         mask = layout.gather(micro.action_mask)
-        per_token, _ = value_loss(
+        per_token = value_loss(
             values, layout.gather(micro.values), layout.gather(micro.returns), mask, clip=self.settings.value_clip
         )
         summed, tokens = per_token.sum(), float(mask.sum())

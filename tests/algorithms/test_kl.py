@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_clamped, kl_estimate
+from openrlhf.algorithms.kl import KL_ESTIMATORS, KLController, kl_clamped, kl_estimate
 from tests.reference import policy
 
 ESTIMATORS = ["k1", "k2", "k3"]
@@ -118,7 +118,7 @@ def test_an_unknown_estimator_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_fixed_coefficient_follows_nothing_and_stays_the_flags_after_a_resume() -> None:
-    controller = FixedKL(0.01)
+    controller = KLController(0.01)
     controller.update(100.0, 1000)
     controller.resume(0.5)
     assert controller.coef == 0.01
@@ -134,14 +134,14 @@ def test_a_fixed_coefficient_follows_nothing_and_stays_the_flags_after_a_resume(
     ],
 )
 def test_the_adaptive_coefficient_by_hand(kl: float, expected: float) -> None:
-    controller = AdaptiveKL(0.1, target=6.0, horizon=10_000)
+    controller = KLController(0.1, target=6.0, horizon=10_000)
     controller.update(kl, 100)
     assert controller.coef == pytest.approx(expected, rel=1e-12)
 
 
 @given(measured=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 3000)), max_size=20))
 def test_the_adaptive_coefficient_follows_the_reference(measured: list[tuple[float, int]]) -> None:
-    controller, path = AdaptiveKL(0.1, target=6.0, horizon=1000), []
+    controller, path = KLController(0.1, target=6.0, horizon=1000), []
     for kl, n in measured:
         controller.update(kl, n)
         path.append(controller.coef)
@@ -151,20 +151,20 @@ def test_the_adaptive_coefficient_follows_the_reference(measured: list[tuple[flo
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_a_kl_that_is_not_finite_leaves_the_coefficient_alone(kl: float) -> None:
-    controller = AdaptiveKL(0.1, target=6.0, horizon=10_000)
+    controller = KLController(0.1, target=6.0, horizon=10_000)
     controller.update(kl, 100)
     assert controller.coef == 0.1
 
 
 def test_an_adaptive_coefficient_continues_where_its_checkpoint_was() -> None:
-    first = AdaptiveKL(0.1, target=6.0, horizon=10_000)
+    first = KLController(0.1, target=6.0, horizon=10_000)
     first.update(20.0, 100)
-    second = AdaptiveKL(0.1, target=6.0, horizon=10_000)
+    second = KLController(0.1, target=6.0, horizon=10_000)
     second.resume(first.coef)
     assert second.coef == first.coef != 0.1
 
 
 def test_the_adaptive_coefficient_stays_positive_with_batches_far_above_the_horizon() -> None:
-    controller = AdaptiveKL(0.1, target=6.0, horizon=100)
+    controller = KLController(0.1, target=6.0, horizon=100)
     controller.update(0.0, 1_000_000)
     assert controller.coef == pytest.approx(0.1 * 0.8)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf.algorithms.kl import FixedKL
+from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience, TokenRows, offsets_of
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.sums import combined
@@ -58,7 +58,7 @@ def batch(rewards: list[float], **changes: Any) -> Experience:
 
 
 def credited(experience: Experience, *, kl_coef: float = 0.1, **changes: Any) -> tuple[Experience, dict[str, float]]:
-    maker = ExperienceMaker([], None, replace(SETTINGS, **changes), FixedKL(kl_coef), needs_groups=False, timeout_s=1.0)
+    maker = ExperienceMaker([], None, replace(SETTINGS, **changes), KLController(kl_coef), needs_groups=False, timeout_s=1.0)
     result, metrics = maker.credit(experience)
     return result, values(metrics)
 
@@ -290,7 +290,7 @@ def annotated(
     judge = None if broken is None else Judge(NOBODY, [0.5, 2.0, 1.0], timeout_s=1.0)
     if judge and broken:
         judge.broken = broken
-    maker = ExperienceMaker(stages, judge, SETTINGS, FixedKL(0.1), needs_groups=needs_groups, timeout_s=1.0)
+    maker = ExperienceMaker(stages, judge, SETTINGS, KLController(0.1), needs_groups=needs_groups, timeout_s=1.0)
     return maker.annotate(trajectories)
 
 

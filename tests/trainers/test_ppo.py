@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from openrlhf.algorithms.kl import FixedKL
+from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.observability.metrics import Metric, values
@@ -155,7 +155,7 @@ def events(
     )  # fmt: skip
     parts: dict[str, Any] = {
         "source": Steps(steps), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
-        "kl": FixedKL(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": None,
+        "kl": KLController(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": None,
         "ckpt": CheckpointConfig(), "tokenizer": None, "recorder": notes, "settings": settings,
     }  # fmt: skip
     Untrained(**parts).fit()
