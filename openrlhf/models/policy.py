@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from openrlhf.algorithms.tensors import linear_logprobs
 from openrlhf.models.backbone import decode, require_balanced_experts
+from openrlhf.models.head import OutputHead, preceding
 
 # Configuration entries by which some architectures transform logits after the head.
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -22,25 +22,6 @@ class TokenScores(NamedTuple):
     logprobs: Float[Tensor, " N"]
     entropy: Float[Tensor, " N"] | None = None
     aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
-
-
-class LogprobHead(nn.Module):
-    """The output layer as a function to log-probabilities.
-
-    It owns the layer as a submodule and reads its weight in its own forward: that is how ZeRO 3 learns to gather it.
-    """
-
-    def __init__(self, lm_head: Any) -> None:
-        super().__init__()
-        self.lm_head = lm_head
-
-    def forward(
-        self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """(K, H) hidden states and (K,) targets -> (K,) log-probabilities and, if asked for, entropies in nats."""
-        return linear_logprobs(
-            hidden, self.lm_head.weight, targets, temperature=temperature, entropy=entropy, bias=self.lm_head.bias
-        )
 
 
 class PolicyModel(nn.Module):
@@ -56,7 +37,7 @@ class PolicyModel(nn.Module):
         if balancing:
             require_balanced_experts(hf)
         self.hf = hf
-        self.head = LogprobHead(hf.get_output_embeddings())
+        self.head = OutputHead(hf.get_output_embeddings())
         self.packing, self.balancing = packing, balancing
 
     @property
@@ -81,7 +62,7 @@ class PolicyModel(nn.Module):
         scored = wanted.clone()
         scored[offsets[:-1]] = False
         places = scored.nonzero()[:, 0]
-        logprobs, entropies = self.head(hidden[places - 1], tokens[places], temperature, entropy)
+        logprobs, entropies = self.head(preceding(hidden, places), tokens[places], temperature, entropy)
         blank = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
         return TokenScores(
             logprobs=blank.index_put((places,), logprobs),

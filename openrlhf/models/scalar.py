@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.models.backbone import decode, require_balanced_experts
+from openrlhf.models.head import OutputHead, preceding
 from openrlhf.models.loading import LoadSpec, ModelError, configuration, naming_the_flag, prepared, pretrained_options
 
 NATIVE_HEAD = "score"  # what Transformers calls the head
@@ -28,22 +29,6 @@ class TokenValues(NamedTuple):
 
     values: Float[Tensor, " N"]
     aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
-
-
-class ScalarHead(nn.Module):
-    """The linear layer of a scalar model, multiplied in float32 whatever its dtype: rewards need more than 8 bits.
-
-    It owns the layer as a submodule and reads its weight in its own forward: that is how ZeRO 3 learns to gather it.
-    """
-
-    def __init__(self, linear: Any) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, hidden: Float[Tensor, "N H"]) -> Float[Tensor, " N"]:
-        """One number per hidden state."""
-        precise = torch.promote_types(hidden.dtype, torch.float32)
-        return nn.functional.linear(hidden.to(precise), self.linear.weight.to(hidden.device, precise))[:, 0]
 
 
 class ScalarModel(nn.Module):
@@ -59,7 +44,7 @@ class ScalarModel(nn.Module):
             require_balanced_experts(hf)
         stored = hf.config.to_dict()
         self.hf = hf
-        self.head = ScalarHead(hf.get_submodule(stored.get("value_head_prefix") or NATIVE_HEAD))
+        self.head = OutputHead(hf.get_submodule(stored.get("value_head_prefix") or NATIVE_HEAD), precise=True)
         self.packing, self.normalize, self.balancing = packing, normalize, balancing
         self.mean, self.std = _scale(stored.get("mean", 0.0), stored.get("std", 1.0))
 
@@ -77,7 +62,7 @@ class ScalarModel(nn.Module):
         """Judge every beginning of every sequence."""
         balancing = self.balancing and self.training
         hidden, aux_loss = decode(self.hf.get_decoder(), tokens, offsets, packing=self.packing, balancing=balancing)
-        values = self.head(hidden)
+        values = self.head(hidden)[0][:, 0]
         return TokenValues((values - self.mean) / self.std if self.normalize else values, aux_loss)
 
 
@@ -93,9 +78,10 @@ def state_values(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> F
 
     Example, two sequences: outputs [1, 2, 3 | 4, 5] give [0, 1, 2 | 0, 4].
     """
-    first = torch.zeros_like(values, dtype=torch.bool)
-    first[offsets[:-1]] = True
-    return values.roll(1).masked_fill(first, 0)
+    later = torch.ones_like(values, dtype=torch.bool)
+    later[offsets[:-1]] = False
+    places = later.nonzero()[:, 0]
+    return torch.zeros_like(values).index_put((places,), preceding(values, places))
 
 
 def load_scalar(

@@ -16,15 +16,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 from openrlhf.batches import Layout, offsets_of
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.models import packed_attention
+from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import LoadSpec, ModelError, load_causal_lm
-from openrlhf.models.scalar import (
-    ScalarHead,
-    ScalarModel,
-    check_is_scalar,
-    last_token_scores,
-    load_scalar,
-    state_values,
-)
+from openrlhf.models.scalar import ScalarModel, check_is_scalar, last_token_scores, load_scalar, state_values
 from tests.ranks import run_ranks
 from tests.tiny import character_tokenizer, save_tiny_model, tiny_config
 
@@ -60,7 +54,7 @@ def export(model: ScalarModel, path: Path) -> str:
 
 
 def head_of(model: ScalarModel) -> Tensor:
-    return model.head.linear.weight.detach()
+    return model.head.layer.weight.detach()
 
 
 def edit_config(path: str, **entries: Any) -> None:
@@ -146,7 +140,7 @@ def test_a_reward_depends_on_its_own_sequence_only() -> None:
 def test_the_head_of_a_bfloat16_model_is_multiplied_in_float32() -> None:
     linear = torch.nn.Linear(512, 1, bias=False, dtype=torch.bfloat16)
     hidden = torch.randn(3, 512, dtype=torch.bfloat16)
-    outputs = ScalarHead(linear)(hidden)
+    outputs = OutputHead(linear, precise=True)(hidden)[0][:, 0]
     expected = hidden.double() @ linear.weight.double()[0]
     assert outputs.dtype == torch.float32
     torch.testing.assert_close(outputs.double(), expected, atol=1e-5, rtol=1e-5)
@@ -291,8 +285,8 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
 def test_copies_are_independent() -> None:
     model = scalar()
     twin = copy.deepcopy(model)
-    twin.head.linear.weight.data.zero_()
-    assert twin.hf.get_submodule("score") is twin.head.linear
+    twin.head.layer.weight.data.zero_()
+    assert twin.hf.get_submodule("score") is twin.head.layer
     assert head_of(model).any()
 
 

@@ -1,0 +1,74 @@
+"""The output layer of a model: hidden states in; log-probabilities, entropies, logits or values out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from openrlhf.algorithms.tensors import linear_logprobs, logit_logprobs, row_chunks
+
+
+class OutputHead(nn.Module):
+    """What follows the decoder: one linear layer, tied to the embeddings or not, or an adapter around it.
+
+    The head owns the layer as a submodule and reads its weight in its own forward: that is how ZeRO 3 learns to gather it.
+    `precise`: multiply in float32 whatever the dtype of the weights. Rewards need more than 8 bits.
+    """
+
+    def __init__(self, layer: Any, *, precise: bool = False) -> None:
+        super().__init__()
+        self.layer, self.precise = layer, precise
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "K H"],
+        targets: Int[Tensor, " K"] | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities (K,) of `targets`, and entropies in nats if asked for; without targets the layer's outputs (K, V).
+
+        Log-probabilities hold the logits of one chunk at a time, and compute them again in the backward.
+        """
+        if targets is None:
+            return self._outputs(hidden), None
+        if not self._is_plain:
+            return self._adapted_scores(hidden, targets, temperature, entropy)
+        weight, bias = self.layer.weight, self.layer.bias
+        return linear_logprobs(hidden, weight, targets, temperature=temperature, entropy=entropy, bias=bias)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the layer is its weight and bias, and nothing wraps it."""
+        return type(self.layer).forward is nn.Linear.forward
+
+    def _outputs(self, hidden: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        if not (self.precise and self._is_plain):
+            return self.layer(hidden).to(wide)
+        bias = None if self.layer.bias is None else self.layer.bias.to(hidden.device, wide)
+        return linear(hidden.to(wide), self.layer.weight.to(hidden.device, wide), bias)
+
+    def _adapted_scores(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        def of_chunk(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
+            return logit_logprobs(self.layer(states), chosen, temperature=temperature, entropy=entropy)
+
+        chunks = list(row_chunks(len(hidden), self.layer.out_features)) or [slice(0, 0)]
+        parts: list[Any] = [checkpoint(of_chunk, hidden[rows], targets[rows], use_reentrant=False) for rows in chunks]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+
+def preceding(states: Float[Tensor, "N *H"], places: Int[Tensor, " K"]) -> Float[Tensor, "K *H"]:
+    """What stands one token before each of `places`, none of which begins a sequence.
+
+    The only code that looks from a token at the one before: of a split sequence, that may be on another rank.
+    """
+    return states[places - 1]

@@ -1,0 +1,96 @@
+"""The output layer as it is, wrapped by an adapter, and asked for its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from openrlhf.algorithms import tensors
+from openrlhf.batches import offsets_of
+from openrlhf.models.head import OutputHead
+from openrlhf.models.policy import PolicyModel
+from tests.allocations import LargestTensor
+from tests.tiny import tiny_config
+
+WIDTH, VOCABULARY = 32, 1024
+
+
+class Adapter(nn.Module):
+    """y = W x + b + 2 · B A x around a linear layer. Like adapters elsewhere, it shows the weight of what it wraps."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.out_features = base, base.out_features
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2 * self.up(self.down(x))
+
+    def merged(self) -> nn.Linear:
+        layer = nn.Linear(self.base.in_features, self.out_features)
+        layer.weight = nn.Parameter((self.base.weight + 2 * self.up.weight @ self.down.weight).detach())
+        layer.bias = nn.Parameter(self.base.bias.detach())
+        return layer
+
+
+@pytest.fixture
+def adapter() -> Adapter:
+    torch.manual_seed(0)
+    return Adapter(nn.Linear(WIDTH, VOCABULARY))
+
+
+def inputs(rows: int = 24) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(rows, WIDTH, generator=draw), torch.randint(VOCABULARY, (rows,), generator=draw)
+
+
+@pytest.mark.parametrize("rows", [24, 0])
+def test_an_adapter_around_the_layer_takes_part(adapter: Adapter, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores and gradients are those of the merged layer, and no more logits are held than a chunk has."""
+    monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * VOCABULARY)
+    found = []
+    for layer in (adapter, adapter.merged()):
+        hidden, targets = inputs(rows)
+        hidden.requires_grad_()
+        with LargestTensor() as largest:
+            logprobs, entropies = OutputHead(layer)(hidden, targets, 0.7, True)
+            assert entropies is not None
+            (logprobs.sum() + entropies.square().sum()).backward()
+        assert hidden.grad is not None
+        assert largest.numel <= WIDTH * VOCABULARY, "all logits would be 24 · 1024"
+        found.append((logprobs, entropies, hidden.grad))
+    for wrapped, merged in zip(*found, strict=True):
+        torch.testing.assert_close(wrapped, merged, atol=1e-5, rtol=1e-5)
+    assert adapter.up.weight.grad is not None and (rows == 0 or adapter.up.weight.grad.any())
+
+
+def test_a_policy_whose_output_layer_is_adapted_scores_with_the_adapter() -> None:
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(tiny_config("llama")).float()
+    tokens, offsets = torch.arange(4, 20), offsets_of([7, 9])
+    wanted = torch.ones(16, dtype=torch.bool)
+    plain = PolicyModel(hf, packing=False)(tokens, offsets, wanted).logprobs
+    hf.set_output_embeddings(Adapter(nn.Linear(32, 64)))
+    hf.get_output_embeddings().base = hf.get_output_embeddings().merged()
+    adapted = PolicyModel(hf, packing=False)(tokens, offsets, wanted).logprobs
+    expected = hf(tokens[None, :7]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:7, None])[:, 0]
+    torch.testing.assert_close(adapted[1:7], expected)
+    assert not torch.allclose(plain, adapted)
+
+
+@pytest.mark.parametrize("make", [lambda layer: layer, Adapter], ids=["plain", "adapted"])
+def test_without_targets_the_outputs_of_the_layer_come_in_float32(make: Callable[[nn.Linear], nn.Module]) -> None:
+    layer = make(nn.Linear(WIDTH, 8)).bfloat16()
+    hidden, _ = inputs()
+    logits, entropies = OutputHead(layer)(hidden.bfloat16())
+    assert logits.dtype == torch.float32 and entropies is None
+    assert torch.equal(logits, layer(hidden.bfloat16()).float())
