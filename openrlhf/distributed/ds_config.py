@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-
 from openrlhf.config.shared import DeepSpeedConfig
-
-# Parameters whose names end like this are not decayed (biases and normalisations).
-NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 
 
 def training_config(engine: DeepSpeedConfig, *, max_norm: float) -> dict[str, Any]:
@@ -71,12 +65,3 @@ def fill_auto(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
     }
     zero = {k: sizes[k] if v == "auto" else v for k, v in config["zero_optimization"].items()}
     return config | {"zero_optimization": zero}
-
-
-def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's parameter groups: decayed, and not decayed. Empty groups are left out (schedulers fail on them)."""
-    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-    decayed: Sequence[Tensor] = [p for name, p in trained if not name.endswith(NO_DECAY)]
-    spared: Sequence[Tensor] = [p for name, p in trained if name.endswith(NO_DECAY)]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]

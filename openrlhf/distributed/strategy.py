@@ -23,11 +23,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import enable_full_determinism, get_scheduler, set_seed
+from transformers import PreTrainedModel, enable_full_determinism, set_seed
 
 from openrlhf.config.shared import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import devices, ds_config
 from openrlhf.distributed.layout import RankLayout
+from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.observability.metrics import Metric, merge_all, values
 
 # At import DeepSpeed looks for its accelerator, and asks the linker for libraries, whose complaints mean nothing.
@@ -127,12 +128,11 @@ class Strategy:
         config = ds_config.training_config(self.config, max_norm=optimizer.max_norm)
         with self.loading(config):
             module = load().train()  # Transformers gives it in evaluation mode: without dropout and checkpointing
-        groups = ds_config.parameter_groups(module.named_parameters(), optimizer.adam.weight_decay)
-        adam = torch.optim.AdamW(
-            groups, lr=optimizer.adam.lr, betas=optimizer.adam.betas, eps=optimizer.adam.eps, fused=True
-        )
         engine = _initialize(
-            config, module, optimizer=adam, lr_scheduler=lambda wrapped: _schedule(wrapped, optimizer, total_steps)
+            config,
+            module,
+            optimizer=make_optimizer(module.named_parameters(), optimizer),
+            lr_scheduler=lambda wrapped: make_schedule(wrapped, optimizer, total_steps),
         )
         return TrainEngine(engine, self, name)
 
@@ -172,6 +172,13 @@ class TrainEngine:
     def module(self) -> nn.Module:
         """The trained model."""
         return self.engine.module
+
+    @property
+    def hf(self) -> PreTrainedModel:
+        """The Transformers model inside, whatever wraps it. Exports and publications read its parameters."""
+        model = self.module.get_submodule("hf")
+        assert isinstance(model, PreTrainedModel)
+        return model
 
     @property
     def sharded(self) -> bool:
@@ -316,14 +323,18 @@ class TrainEngine:
             torch.load(Path(directory) / tag / f"random_state_{self.strategy.rank}.pt", weights_only=False)
         )
 
-    def full_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Whole parameters in buckets of modules, by their names in the Transformers model. Collective over the ranks.
+    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what `full_parameters` yields, in its order, by their names in the Transformers model."""
+        return {name: full_shape(parameter) for name, parameter in self.hf.named_parameters()}
 
-        The tensors of a bucket are valid until the next one is asked for. Tied weights come once.
+    def full_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Whole parameters in buckets, by their names in the Transformers model. Collective over the ranks.
+
+        The tensors of a bucket are valid until the next bucket is asked for. Tied weights come once.
         """
         if self.sharded:  # a forward that no backward followed leaves prefetched parameters in flight
             self.engine.optimizer.empty_partition_cache()
-        for bucket in _module_buckets(self.module.get_submodule("hf"), bucket_bytes):
+        for bucket in _module_buckets(self.hf, bucket_bytes):
             parameters = [p for _, p in bucket]
             with deepspeed.zero.GatheredParameters(parameters, enabled=self.sharded):
                 yield [(name, p.data) for name, p in bucket]
@@ -345,18 +356,6 @@ def _module_buckets(module: nn.Module, limit: int) -> Iterator[list[tuple[str, n
         size += nbytes
     if bucket:
         yield bucket
-
-
-def _schedule(wrapped: Any, optimizer: OptimizerConfig, total_steps: int) -> Any:
-    """The learning-rate schedule by its Transformers name; the floor is known to the two with a minimum only."""
-    with_floor = optimizer.lr_scheduler in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
-    return get_scheduler(
-        optimizer.lr_scheduler,
-        wrapped,
-        num_warmup_steps=math.ceil(total_steps * optimizer.lr_warmup_ratio),
-        num_training_steps=total_steps,
-        scheduler_specific_kwargs={"min_lr_rate": optimizer.min_lr_ratio} if with_floor else {},
-    )
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class OutputHead(nn.Module):
         return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
 
-def preceding(states: Float[Tensor, "N *H"], places: Int[Tensor, " K"]) -> Float[Tensor, "K *H"]:
+def preceding(states: Float[Tensor, "N ..."], places: Int[Tensor, " K"]) -> Float[Tensor, "K ..."]:
     """What stands one token before each of `places`, none of which begins a sequence.
 
     The only code that looks from a token at the one before: of a split sequence, that may be on another rank.

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, cast
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.checkpoints import Checkpoint, CheckpointManager, EngineLayout, RunState, StagedCheckpoint
 from openrlhf.checkpoints.export import export_hf
@@ -223,9 +222,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def export(self, path: str) -> None:
         """Write the model as Transformers loads it. Collective over the ranks."""
-        hf: nn.Module = self.engine.module.get_submodule("hf")
-        assert isinstance(hf, PreTrainedModel)
-        export_hf(self.engine.full_parameters(1 << 30), hf, self.tokenizer, path, writes=self.strategy.is_main)
+        export_hf(
+            self.engine.full_parameters(1 << 30), self.engine.hf, self.tokenizer, path, writes=self.strategy.is_main
+        )
         self.strategy.barrier()
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import Experience, Layout, Ragged
 from openrlhf.checkpoints.export import export_hf
@@ -125,13 +125,6 @@ class TrainedWorker(ABC, Generic[Job]):
         self.engine = strategy.trained(load_model, settings.optimizer, total_steps=settings.total_steps, name=self.name)
         self.average = None if settings.ema_beta is None else WeightAverage(self.engine, settings.ema_beta)
 
-    @property
-    def hf(self) -> PreTrainedModel:
-        """The Transformers model inside."""
-        model = self.engine.module.get_submodule("hf")
-        assert isinstance(model, PreTrainedModel)
-        return model
-
     @abstractmethod
     def counts(self, micro: Any) -> Mapping[str, float]:
         """The denominators of a micro-batch."""
@@ -191,5 +184,5 @@ class TrainedWorker(ABC, Generic[Job]):
         """Write the model, or the average where one is kept, as Transformers loads it. Collective."""
         with self.average.in_place() if self.average else nullcontext():
             buckets = self.engine.full_parameters(self.trained.bucket_bytes)
-            export_hf(buckets, self.hf, tokenizer, path, writes=self.strategy.is_main)
+            export_hf(buckets, self.engine.hf, tokenizer, path, writes=self.strategy.is_main)
             self.strategy.barrier()

@@ -16,7 +16,7 @@ from openrlhf.algorithms.tensors import log_ratio, masked_sum
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.distributed.buckets import SentWeights, TensorSpec, WeightManifest
 from openrlhf.distributed.devices import free_port, node_address
-from openrlhf.distributed.strategy import Metrics, Strategy, full_shape
+from openrlhf.distributed.strategy import Metrics, Strategy
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
 from openrlhf.models.loading import load_causal_lm, stored_tensors
 from openrlhf.models.policy import PolicyModel
@@ -184,8 +184,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """What a publication of the present weights consists of, by the names of the model's files. Tied weights come once."""
         specs = (
             TensorSpec(name=stored, dtype=self.settings.wire_dtype, shape=tuple(tensor.shape))
-            for name, parameter in self.hf.named_parameters()
-            for stored, tensor in stored_tensors(self.hf, name, torch.empty(full_shape(parameter), device="meta"))
+            for name, shape in self.engine.full_shapes().items()
+            for stored, tensor in stored_tensors(self.engine.hf, name, torch.empty(shape, device="meta"))
         )
         return WeightManifest(version=version, specs=tuple(specs), bucket_bytes=self.settings.bucket_bytes)
 
@@ -203,7 +203,9 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         buckets = self.engine.full_parameters(manifest.bucket_bytes)
         stream = (pair for bucket in buckets for pair in bucket)
         if self.strategy.is_main:
-            return self.sender.send(manifest, (stored for pair in stream for stored in stored_tensors(self.hf, *pair)))
+            return self.sender.send(
+                manifest, (stored for pair in stream for stored in stored_tensors(self.engine.hf, *pair))
+            )
         for _ in stream:
             pass
         return None

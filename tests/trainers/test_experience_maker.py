@@ -58,7 +58,9 @@ def batch(rewards: list[float], **changes: Any) -> Experience:
 
 
 def credited(experience: Experience, *, kl_coef: float = 0.1, **changes: Any) -> tuple[Experience, dict[str, float]]:
-    maker = ExperienceMaker([], None, replace(SETTINGS, **changes), KLController(kl_coef), needs_groups=False, timeout_s=1.0)
+    maker = ExperienceMaker(
+        [], None, replace(SETTINGS, **changes), KLController(kl_coef), needs_groups=False, timeout_s=1.0
+    )
     result, metrics = maker.credit(experience)
     return result, values(metrics)
 
