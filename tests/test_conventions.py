@@ -19,7 +19,7 @@ from openrlhf.algorithms.policy_losses import POLICY_LOSSES, aggregation_weights
 from openrlhf.algorithms.rewards import overlong_penalty, token_rewards
 from openrlhf.algorithms.tensors import linear_logprobs, masked_whiten
 from openrlhf.config.choices import POLICY_LOSSES as POLICY_LOSS_FLAGS
-from openrlhf.config.ppo import AdvantageConfig
+from openrlhf.config.learning import AdvantageConfig
 from tests.algorithms.test_kl import exact_kl_gradient
 from tests.sources import ROOT
 

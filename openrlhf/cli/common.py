@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -11,19 +12,23 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NoReturn, TypeVar
 
-from openrlhf.config import options
+from openrlhf.config.commands import Command, Root
 from openrlhf.config.flags import flags_in
 from openrlhf.config.machine import count_gpus
 from openrlhf.config.options import ConfigError, parse_config
 
-Root = TypeVar("Root", bound=options.Parsable)
+OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails: rank 0 may still have to print
+C = TypeVar("C", bound=Command)
 
 
-def flags_or_exit(root: type[Root], argv: Sequence[str] | None, *, command: str) -> Root:
-    """The resolved configuration; a user's mistake is printed and ends the process with status 2."""
+def flags_or_exit(root: type[C], argv: Sequence[str] | None, *, command: str) -> C:
+    """The resolved configuration. A user's mistake is printed once per machine and ends the process with status 2."""
     try:
         return parse_config(root, sys.argv[1:] if argv is None else list(argv), command=command)
     except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(OTHERS_WAIT_S)
+            raise SystemExit(2) from None
         fail(error)
 
 
@@ -54,7 +59,7 @@ def plain_ends(*mistakes: type[Exception]) -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-def train_offline(config: options.Root, task: str) -> None:
+def train_offline(config: Root, task: str) -> None:
     """Train an offline task, a built-in one or a plug-in's, as the flags say."""
     check_folders(config)
     # After the flags: --help and mistakes answer without loading torch.
@@ -75,7 +80,7 @@ def train_offline(config: options.Root, task: str) -> None:
 SUPPORTED = {"vllm": ("0.32", "0.33"), "torch": ("2.11", "2.14")}  # from, below
 
 
-def check_folders(config: options.Command) -> None:
+def check_folders(config: Command) -> None:
     """End the process with status 2 where a folder the run writes to at its end cannot be written: weeks may lie between."""
     written = ("ckpt.output_dir", "ckpt.path", "run.dir", "rollout.dump_dir")
     values = {flag.path: value for flag, value in flags_in(config)}

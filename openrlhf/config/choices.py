@@ -13,10 +13,9 @@ from typing import Any
 class EstimatorTraits:
     """What an advantage estimator asks of a run."""
 
-    needs_groups: bool = False  # compares samples of one prompt: two or more of them
+    needs_groups: bool = False  # compares samples of one prompt: two or more, one number per episode, no discount
     needs_critic: bool = False  # reads values V(s)
     whitened: bool = False  # advantages are normalised over the whole batch
-    forces_gamma_one: bool = False  # one number per episode: discounting has no meaning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +45,10 @@ class KLTraits:
 ESTIMATORS = {
     "gae": EstimatorTraits(needs_critic=True, whitened=True),
     "reinforce": EstimatorTraits(whitened=True),
-    "rloo": EstimatorTraits(needs_groups=True, forces_gamma_one=True),
-    "reinforce_baseline": EstimatorTraits(needs_groups=True, whitened=True, forces_gamma_one=True),
-    "group_norm": EstimatorTraits(needs_groups=True, forces_gamma_one=True),
-    "dr_grpo": EstimatorTraits(needs_groups=True, forces_gamma_one=True),
+    "rloo": EstimatorTraits(needs_groups=True),
+    "reinforce_baseline": EstimatorTraits(needs_groups=True, whitened=True),
+    "group_norm": EstimatorTraits(needs_groups=True),
+    "dr_grpo": EstimatorTraits(needs_groups=True),
 }
 POLICY_LOSSES = {"ppo": LossTraits(), "gspo": LossTraits(aggregation="sequence"), "cispo": LossTraits(clip=(1.0, 0.28))}
 CORRECTIONS = {

@@ -6,65 +6,62 @@ Whether vLLM knows the others, and their types, is asked of vLLM itself: `rollou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from openrlhf.config import machine
-from openrlhf.config.rules import Sentences
+from openrlhf.config.effects import Sentences
+from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
-if TYPE_CHECKING:
-    from openrlhf.config.ppo import PPOConfig
 
-# What has a flag of ours, or follows from it.
-FLAGS = {
-    **dict.fromkeys(("model", "model_weights", "tokenizer", "served_model_name", "hf_config_path"), "actor.model_name_or_path"),
-    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), "actor.model_name_or_path with a folder"),
-    "trust_remote_code": "model.trust_remote_code",
-    "dtype": "vllm.dtype",
-    "quantization": "vllm.quantization",
-    "quantization_config": "vllm.quantization",
-    "max_model_len": "data.max_len",
-    "seed": "train.seed",
-    "skip_tokenizer_init": "rollout.stop",
-    **dict.fromkeys(("generation_config", "override_generation_config"), "rollout.temperature, .top_p, .top_k and .stop_token_ids"),
-    "tensor_parallel_size": "vllm.tensor_parallel_size",
-    "pipeline_parallel_size": "vllm.pipeline_parallel_size",
-    "distributed_executor_backend": "vllm.tensor_parallel_size",
-    "enable_prefix_caching": "vllm.enable_prefix_caching or --vllm.disable_prefix_caching",
-    "gpu_memory_utilization": "vllm.gpu_memory_utilization",
-    "enforce_eager": "vllm.enforce_eager",
-    "enable_sleep_mode": "vllm.enable_sleep",
-    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"), "ds.lora.rank"),
-    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), "vllm.engine_args with speculative_config"),
-}  # fmt: skip
-MODEL = "the trainer's model would be another"
+def _table(text: str) -> dict[str, str]:
+    """Arguments and what is said of them, from lines `argument argument: what`."""
+    lines = (line.partition(": ") for line in text.strip().splitlines())
+    return {name: said for names, _, said in lines for name in names.split()}
+
+
+# Arguments that have a flag of ours, or follow from one.
+FLAGS = _table("""
+    model model_weights tokenizer served_model_name hf_config_path: actor.model_name_or_path
+    revision code_revision tokenizer_revision: actor.model_name_or_path with a folder
+    trust_remote_code: model.trust_remote_code
+    dtype: vllm.dtype
+    quantization quantization_config: vllm.quantization
+    max_model_len: data.max_len
+    seed: train.seed
+    skip_tokenizer_init: rollout.stop
+    generation_config override_generation_config: rollout.temperature, .top_p, .top_k and .stop_token_ids
+    tensor_parallel_size distributed_executor_backend: vllm.tensor_parallel_size
+    pipeline_parallel_size: vllm.pipeline_parallel_size
+    enable_prefix_caching: vllm.enable_prefix_caching or --vllm.disable_prefix_caching
+    gpu_memory_utilization: vllm.gpu_memory_utilization
+    enforce_eager: vllm.enforce_eager
+    enable_sleep_mode: vllm.enable_sleep
+    enable_lora max_loras max_lora_rank lora_dtype lora_target_modules: ds.lora.rank
+    spec_method spec_model spec_tokens: vllm.engine_args with speculative_config
+""")
 DRAWN = "samples would be drawn from another distribution than their log-probabilities say"
-PUBLISHED = "new weights could not be published"
 STALE = "a cache beside the engine may keep keys and values of older weights"
+OFFLOADED = "new weights could not be published to weights in CPU memory"
 DEVICES = "--vllm.num_engines and .tensor_parallel_size say which devices an engine has"
-# What would bend log-probabilities, publication or placement.
-REASONS = {
-    **dict.fromkeys(("hf_overrides", "model_class_overrides", "config_format", "disable_sliding_window"), MODEL),
-    **dict.fromkeys(("runner", "convert", "pooler_config", "diffusion_config"), "it generates no tokens"),
-    **dict.fromkeys(("logits_processors", "watermark_config"), DRAWN),
-    "logprobs_mode": "the trainer needs the log-probabilities of what was sampled from: processed_logprobs",
-    "kv_cache_dtype": "keys and values in 8 bits give other log-probabilities than the trainer's",
-    "load_format": "other formats are quantised, or no files that --actor.model_name_or_path can name",
-    **dict.fromkeys(("worker_cls", "worker_extension_cls", "weight_transfer_config", "enable_eplb"), PUBLISHED),
-    **dict.fromkeys(("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size",
-                     "offload_num_in_group", "offload_prefetch_step", "offload_params"), f"{PUBLISHED} to weights in CPU memory"),
-    **dict.fromkeys(("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config"), STALE),
-    **dict.fromkeys(("data_parallel_size", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
-                     "data_parallel_address", "data_parallel_rpc_port", "data_parallel_hybrid_lb", "data_parallel_external_lb",
-                     "data_parallel_multi_port_external_lb", "data_parallel_backend", "prefill_context_parallel_size",
-                     "decode_context_parallel_size", "nnodes", "node_rank", "master_addr", "master_port", "device_ids",
-                     "enable_elastic_ep"), DEVICES),
-}  # fmt: skip
-ROUNDED = (
-    "fp8",
-    "fp8_per_tensor",
-    "fp8_per_channel",
-    "fp8_per_block",
-)  # quantisations that vLLM makes of new weights itself
+# Arguments that would bend log-probabilities, publication or placement.
+REASONS = _table(f"""
+    hf_overrides model_class_overrides config_format disable_sliding_window: the trainer's model would be another
+    runner convert pooler_config diffusion_config: the engine would generate no tokens
+    logits_processors watermark_config: {DRAWN}
+    logprobs_mode: the trainer needs the log-probabilities of what was sampled from: processed_logprobs
+    kv_cache_dtype: keys and values in 8 bits give other log-probabilities than the trainer's
+    load_format: other formats are quantised, or no files that --actor.model_name_or_path can name
+    worker_cls worker_extension_cls weight_transfer_config enable_eplb: new weights could not be published
+    cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group: {OFFLOADED}
+    offload_prefetch_step offload_params: {OFFLOADED}
+    kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config: {STALE}
+    data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local: {DEVICES}
+    data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb: {DEVICES}
+    data_parallel_multi_port_external_lb data_parallel_backend prefill_context_parallel_size: {DEVICES}
+    decode_context_parallel_size nnodes node_rank master_addr master_port device_ids enable_elastic_ep: {DEVICES}
+""")
+# Quantisations that vLLM makes of new weights itself.
+ROUNDED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 LOOKED_UP = ("ngram", "ngram_gpu")  # methods of drafting that need no second model
 
 
@@ -76,22 +73,22 @@ def drafting(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # fmt: off
-def engine_args_mistakes(config: PPOConfig) -> Sentences:
-    """`--vllm.engine_args` leaves alone what has a flag, and what log-probabilities, seeds and publication rest on."""
-    extra, longest = config.vllm.engine_args, config.data.max_len
+def engine_args_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, longest: int) -> Sentences:
+    """`--vllm.engine_args` sets nothing that has a flag, or that log-probabilities, seeds and publication rest on."""
+    extra = vllm.engine_args
     owned = [f"{name} (use --{FLAGS[name]})" for name in extra if name in FLAGS]
     refused = [f"{name}, because {REASONS[name]}" for name in extra if name in REASONS]
     drafts = drafting(extra)
-    seeded = config.rollout.seeded == "on"
+    seeded = rollout.seeded == "on"
     rewinds = seeded and not machine.count_gpus()  # a sample's generator, where a prompt is prefilled in parts
     budget = extra.get("max_num_batched_tokens")
     roundings = ROUNDED if machine.count_gpus() else ("fp8_per_channel",)  # the others' kernels are not in CPU builds
-    quantization = config.vllm.quantization
+    quantization = vllm.quantization
     return [
         (quantization and quantization not in roundings,
          "<vllm.quantization> cannot be made of the weights that a run publishes, or not on this machine: use "
          f"{' or '.join(roundings)}."),
-        (quantization and config.vllm.dtype == "fp32",
+        (quantization and vllm.dtype == "fp32",
          "<vllm.quantization> rounds weights of 16 bits, and <vllm.dtype> is what it gets: use --vllm.dtype bf16."),
         (owned, f"--vllm.engine_args sets what has a flag of its own: {', '.join(owned)}."),
         (refused, f"--vllm.engine_args may not set {'; nor '.join(refused)}."),

@@ -5,29 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar
 
-from openrlhf.config import machine, ppo_rules, rules, shared
+from openrlhf.config import ppo_rules, rules, shared
+from openrlhf.config.commands import RecordedCommand
+from openrlhf.config.effects import Sentences
 from openrlhf.config.flags import Section, option, required
-from openrlhf.config.ppo import RLEvalConfig
+from openrlhf.config.learning import RLEvalConfig
+from openrlhf.config.ppo import engine_values
 from openrlhf.config.rollout import PromptColumns, RewardConfig, RolloutConfig, VLLMConfig
-from openrlhf.config.rules import Given, Replaced, Sentences
 from openrlhf.config.supervised import PairColumns, RMDeepSpeedConfig
 
 TASKS = ("pass_k", "rm_accuracy", "win_rate")
-# Flags and sections without effect, in every task and in one.
-NEVER = """
-    eval.steps eval.patience eval.at_start data.dataloader_num_workers logger.logging_steps
-    rollout.n_samples_per_prompt rollout.temperature rollout.dump_dir rollout.replay_dir rollout.only
-    reward.clip_range reward.overlong_buffer_len reward.overlong_penalty_factor reward.stop_properly_penalty_coef
-    reward.process_model reward.offload vllm.max_restarts vllm.enable_sleep vllm.sync_backend vllm.sync_with_ray
-    ds.zpg ds.adam_offload ds.nvme_path ds.use_universal_ckpt ds.grad_accum_dtype ds.overlap_comm ds.lora
-"""
-WITHOUT_EFFECT = {
-    "pass_k": "against judge data.prompt_key data.chosen_key data.rejected_key",
-    "rm_accuracy": "model.model_name_or_path against judge vllm rollout.batch_size rollout.max_new_tokens rollout.stop "
-    "rollout.top_p rollout.top_k rollout.remote_engines reward.remote_url reward.verifier train.agent_func_path data.input_key data.label_key eval.temperature "
-    "eval.n_samples_per_prompt",
-    "win_rate": "data.prompt_key data.chosen_key data.rejected_key",
-}
 
 
 # fmt: off
@@ -56,8 +43,23 @@ class ProcessConfig(Section, title="Seed, agents, deadlines."):
     setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
     step_timeout: float = option(3600.0, "Seconds for rollout.batch_size prompts.", gt=0)
 
-class EvaluationConfig(shared.RecordedCommand, title="Evaluation of a checkpoint by itself."):
+class EvaluationConfig(RecordedCommand, title="Evaluation of a checkpoint by itself."):
     run_name_prefix: ClassVar[str] = "eval_"
+    effects: ClassVar[dict[str, str]] = {
+        "!always":
+            "eval.steps eval.patience eval.at_start data.dataloader_num_workers logger.logging_steps "
+            "rollout.n_samples_per_prompt rollout.temperature rollout.dump_dir rollout.replay_dir rollout.only "
+            "reward.clip_range reward.overlong_buffer_len reward.overlong_penalty_factor reward.stop_properly_penalty_coef "
+            "vllm.sync_backend ds.grad_accum_dtype ds.overlap_comm",
+        "!task=rm_accuracy":
+            "model.model_name_or_path vllm rollout.batch_size rollout.max_new_tokens rollout.stop rollout.stop_token_ids "
+            "rollout.top_p rollout.top_k rollout.remote_engines reward.remote_url reward.verifier train.agent_func_path "
+            "data.input_key data.label_key eval.temperature eval.n_samples_per_prompt",
+        "task=rm_accuracy": "data.prompt_key data.chosen_key data.rejected_key",
+        "task=win_rate": "against judge",
+        "reward.models": "rollout.micro_batch_size rollout.max_tokens_per_gpu ds.value_head_prefix",
+        "!rollout.max_tokens_per_gpu": "rollout.micro_batch_size",
+    }
 
     task: str = option(
         "pass_k", "pass@k per data source; how often reward models prefer the chosen answer of a pair; or how often "
@@ -83,29 +85,21 @@ class EvaluationConfig(shared.RecordedCommand, title="Evaluation of a checkpoint
         """Whether a function, server, verifier or agent rewards."""
         return bool(self.reward.remote_url or self.reward.verifier or self.train.agent_func_path)
 
-    # fmt: on
-    def derived_values(self, given: Given) -> dict[str, Any]:
+    def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path."""
         shared_prompts = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
-        values = ppo_rules.engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=shared_prompts)
-        if "reward.num_gpus_per_node" not in given and not machine.count_gpus():
+        values = engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=shared_prompts)
+        if "reward.num_gpus_per_node" not in self.given and not self.uses_gpus:
             values["reward.num_gpus_per_node"] = 1
         return values | {"reward.workers": self.reward.workers or os.cpu_count() or 1}
 
-    def notices(self, replaced: Replaced, given: Given) -> Sentences:
+    def notices(self) -> Sentences:
         """What the user may have to know of this resolved configuration."""
-        useless = [*NEVER.split(), *WITHOUT_EFFECT[self.task].split()]
-        unused = sorted(f"--{path}" for path in given for part in useless if f"{path}.".startswith(f"{part}."))
-        code = self.train.agent_func_path or self.reward.function_path
+        unset = "reward.num_gpus_per_node" not in self.given and not self.uses_gpus
         return [
-            *rules.remote_engine_notices(self.rollout, used=code or not self.samples_answers),
-            (unused, f"{', '.join(unused)}: no effect here with <task>."),
-            ("reward.num_gpus_per_node" in replaced and self.reward.models,
-             "No GPU on this machine: --reward.num_gpus_per_node is 1."),
-            ("reward.retries" in given and not (self.reward.urls or self.judge.url or self.rollout.remote_engines),
-             "--reward.retries has no effect: only servers are asked again."),
-            *super().notices(replaced, given),
-        ]  # fmt: skip
+            (unset and self.reward.models, "No GPU on this machine: --reward.num_gpus_per_node is 1."),
+            *super().notices(),
+        ]
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, Literal, TypeVar, cast, dataclass_transform
+from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
 T = TypeVar("T")
 Shape = Literal["switch", "one", "pair", "list", "json"]
@@ -59,6 +59,7 @@ class Flag:
     le: float | None = None
     lt: float | None = None
     holds: Literal["model", "dataset"] | None = None  # a folder, a file or a hub name
+    needs: tuple[str, ...] = ()  # conditions under which it has an effect, its sections' first: `effects`
     required: bool = False  # None until it is given; `check()` asks for it
     saved: bool = True  # False: left out of configuration files
 
@@ -85,16 +86,20 @@ class Flag:
 class Section:
     """A base that makes frozen, keyword-only dataclasses of flags and of sections below.
 
-    The title is the docstring, and heads the section in the help; it is inherited.
+    The title is the docstring, and heads the section in the help; it is inherited. `needs` is the condition under which
+    the flags of the section have an effect.
     """
 
-    def __init_subclass__(cls, title: str = "") -> None:
+    needs: ClassVar[str] = ""
+
+    def __init_subclass__(cls, title: str = "", needs: str = "") -> None:
         cls.__doc__ = title or cls.__mro__[1].__doc__
+        cls.needs = needs or cls.needs
         dataclass(frozen=True, kw_only=True)(cls)
 
 
 def option(default: T, help: str, **info: Any) -> T:
-    """A field that is a flag; further keywords are the fields of `Flag` that have a default."""
+    """A field that is a flag; further keywords are the fields of `Flag` that have a default, `needs` as one text."""
     return field(default_factory=lambda: copy(default), metadata={"help": help, **info})
 
 
@@ -111,26 +116,30 @@ def required(help: str, **info: Any) -> Any:
 @cache
 def flags_of(root: type[Any]) -> Mapping[str, Flag]:
     """Every flag of a configuration class by its path, in order of declaration."""
-    return {flag.path: flag for flag in _walk(root(), prefix="")}
+    return {flag.path: flag for flag in _walk(root(), "", ())}
 
 
-def _walk(node: Any, prefix: str) -> Iterator[Flag]:
+def _walk(node: Any, prefix: str, outer: tuple[str, ...]) -> Iterator[Flag]:
+    needs = (*outer, *filter(None, [node.needs]))
     for each in fields(node):
         path, default = prefix + each.name, getattr(node, each.name)
         if is_dataclass(default):
-            yield from _walk(default, f"{path}.")
-            continue
-        annotation = str(each.type)
-        shape, kind = TYPES[annotation.removesuffix(" | None")]
-        yield Flag(
-            path=path,
-            shape=shape,
-            kind=kind,
-            optional=default is None or annotation.endswith(" | None"),
-            default=default,
-            section=node.__doc__,
-            **each.metadata,
-        )
+            yield from _walk(default, f"{path}.", needs)
+        elif "help" in each.metadata:  # else the tree's own, such as what was given
+            annotation = str(each.type)
+            shape, kind = TYPES[annotation.removesuffix(" | None")]
+            info: dict[str, Any] = dict(each.metadata)
+            own = tuple(text for text in str(info.pop("needs", "")).split(" & ") if text)
+            yield Flag(
+                path=path,
+                shape=shape,
+                kind=kind,
+                optional=default is None or annotation.endswith(" | None"),
+                default=default,
+                section=node.__doc__,
+                needs=needs + own,
+                **info,
+            )
 
 
 def flags_in(config: Any) -> list[tuple[Flag, Any]]:
@@ -157,6 +166,11 @@ def spelled_out(config: Any, rows: Iterable[tuple[object, str]]) -> list[str]:
     typed = {flag.path: flag.typed(value) for flag, value in flags_in(config)}
     sentences = [sentence for holds, sentence in rows if holds]
     return [re.sub(r"<([\w.]+)>", lambda m: typed.get(m[1], m[0]), text) for text in sentences]
+
+
+def mentions(text: str, paths: Iterable[str]) -> bool:
+    """Whether a sentence names one of these flags."""
+    return any(re.search(rf"--{re.escape(path)}(?![\w.]*\w)", text) for path in paths)
 
 
 def convert(flag: Flag, raw: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Flat names and old values of earlier releases, translated to today's flags with a notice each.
+"""Flat names and old values of earlier releases, translated to today's flags with a notice.
 
 An entry counts where its targets are flags of the command, so a table serves several commands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from openrlhf.config.flags import Flag
@@ -138,13 +138,47 @@ REMOVED: dict[str, str] = {
 }
 
 
+# Names of other frameworks, and names that are likely to be tried: only a hint, with the flags that exist.
+ELSEWHERE: dict[str, str] = {
+    "fp16": "ds.param_dtype",
+    "fp32": "ds.param_dtype",
+    "dtype": "ds.param_dtype",
+    "lr": "adam.lr actor.adam.lr critic.adam.lr",
+    "learning_rate": "actor.adam.lr critic.adam.lr",
+    "model": "model.model_name_or_path actor.model_name_or_path",
+    "max_seq_length": "data.max_len",
+    "max_length": "data.max_len",
+    "num_generations": "rollout.n_samples_per_prompt",
+    "group_size": "rollout.n_samples_per_prompt",
+    "kl_coef": "algo.kl.init_coef",
+    "kl_beta": "algo.kl.init_coef",
+    "num_train_epochs": "train.max_epochs",
+    "per_device_train_batch_size": "train.micro_batch_size",
+}
+
+Group = tuple[str, list[str]]  # a flag as it is typed, without its dashes, and the words that follow it
+
+
 @dataclass(kw_only=True)
 class Translation:
-    """A command line in today's names."""
+    """A command line in today's names. `renamed`: what became of each old name."""
 
-    argv: list[str] = field(default_factory=list[str])
-    notices: list[str] = field(default_factory=list[str])
+    groups: list[Group] = field(default_factory=list[Group])
+    renamed: dict[str, str] = field(default_factory=dict[str, str])
+    ignored: list[str] = field(default_factory=list[str])
     violations: list[str] = field(default_factory=list[str])
+
+    def notices(self, flags: Mapping[str, Flag]) -> list[str]:
+        """One line for all old names, and one for those that do nothing any more."""
+        renames = [f"--{old} is now {new}" for old, new in self.renamed.items()]
+        if len(renames) > MOST_RENAMES:
+            named = ", ".join(f"--{old}" for old in list(self.renamed)[:MOST_RENAMES])
+            where = "config.yaml in the run folder has" if "run.dir" in flags else "--help lists"
+            renames = [f"{len(renames)} flags have the names of older releases ({named}, ...): {where} today's names"]
+        return [f"{'; '.join(lines)}." for lines in (renames, self.ignored) if lines]
+
+
+MOST_RENAMES = 3  # that a notice spells out
 
 
 def aliases(flags: Mapping[str, Flag], *, command: str) -> dict[str, tuple[str, ...]]:
@@ -156,53 +190,49 @@ def aliases(flags: Mapping[str, Flag], *, command: str) -> dict[str, tuple[str, 
     return {old: new for old, new in known.items() if all(path in flags for path in new)}
 
 
-def translate(argv: Sequence[str], flags: Mapping[str, Flag], *, command: str) -> Translation:
+def translate(groups: Iterable[Group], flags: Mapping[str, Flag], *, command: str) -> Translation:
     """The command line with old names replaced. What no alias covers stays as it is."""
     known = aliases(flags, command=command)
     result, lengths = Translation(), dict[str, str]()
-    for words in _groups([_two_dashes(word) for word in argv]):
-        name, equals, value = words[0].removeprefix("--").partition("=")
-        values = [value, *words[1:]] if equals else words[1:]
-        if name in flags or not words[0].startswith("--"):
-            result.argv += words
+    for name, words in groups:
+        if name in flags:
+            result.groups.append((name, words))
         elif name in known:
-            if name == "vllm_is_truncated_threshold" and len(values) == 1:
-                words = [words[0].partition("=")[0], "0", *values]  # it was an upper bound once
-            for path in known[name]:
-                result.argv += [words[0].replace(name, path, 1), *words[1:]]
-            result.notices.append(f"--{name} is now {' and '.join('--' + p for p in known[name])}.")
+            if name == "vllm_is_truncated_threshold" and len(words) == 1:
+                words = ["0", *words]  # it was an upper bound once
+            result.groups += [(path, words) for path in known[name]]
+            result.renamed[name] = " and ".join(f"--{path}" for path in known[name])
+        elif words and (name in IGNORED or (name in VALUES and VALUES[name][0] in flags)):
+            result.violations.append(takes_no_value(f"--{name}", words, *VALUES.get(name, ())[:1]))
         elif name in VALUES and VALUES[name][0] in flags:
             path, value = VALUES[name]
-            result.argv += [f"--{path}", value]
-            result.notices.append(f"--{name} is now --{path} {value}.")
+            result.groups.append((path, [value]))
+            result.renamed[name] = f"--{path} {value}"
         elif name in IGNORED:
-            result.notices.append(f"--{name} has no effect any more: {IGNORED[name]}.")
+            result.ignored.append(f"--{name} has no effect any more: {IGNORED[name]}")
         elif name in REMOVED:
             result.violations.append(f"--{name} is gone. {REMOVED[name]}")
         elif name in OLD_LENGTHS and "rollout.max_new_tokens" in flags:
-            lengths[name] = values[0] if values else ""
+            lengths[name] = words[0] if words else ""
         else:
-            result.argv += words
+            result.groups.append((name, words))
     if lengths:
         _translate_lengths(lengths, result)
     return result
 
 
-def _two_dashes(word: str) -> str:
-    """Pages about the first releases print old names with one dash: -pretrain."""
-    name = word.removeprefix("-").partition("=")[0]
-    return f"-{word}" if word[:1] == "-" and name in SHARED | OFFLINE | RL else word
+def takes_no_value(name: str, words: Sequence[str], path: str = "") -> str:
+    """The sentence about a switch with words after it. `path`: the flag that takes a value."""
+    instead = f"leave {' '.join(words)} out, or set --{path}" if path else f"leave {' '.join(words)} out"
+    return f"{name} is a switch and takes no value, not even true or false: {instead}."
 
 
-def _groups(argv: Sequence[str]) -> Iterator[list[str]]:
-    """Each flag with the words after it; what precedes all flags comes first."""
-    starts = [index for index, word in enumerate(argv) if word.startswith("--")]
-    for start, end in zip([0, *starts], [*starts, len(argv)], strict=True):
-        if start < end:
-            yield list(argv[start:end])
+def is_old_name(name: str) -> bool:
+    """Whether any command of an older release had this name."""
+    return name in SHARED | OFFLINE | RL
 
 
-OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # 1024 where not given
+OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # 1024 if not given
 
 
 def _translate_lengths(lengths: Mapping[str, str], result: Translation) -> None:
@@ -210,9 +240,9 @@ def _translate_lengths(lengths: Mapping[str, str], result: Translation) -> None:
     result.violations += [f"--{n} takes a whole number, not {t!r}." for n, t in wrong.items()]
     if not wrong:
         prompt, response = (int(lengths.get(name, "1024")) for name in OLD_LENGTHS)
-        total = f"--data.max_len {prompt + response}"
-        rest = f"--rollout.max_new_tokens {response}"
-        result.argv[:0] = f"{total} {rest}".split()  # first: today's names win
-        result.notices.append(
-            f"--prompt_max_len and --generate_max_len are now {total} (prompt and response) and {rest}."
+        total = ("data.max_len", [str(prompt + response)])
+        rest = ("rollout.max_new_tokens", [str(response)])
+        result.groups[:0] = [total, rest]  # first: today's names win
+        result.renamed[" and --".join(OLD_LENGTHS)] = (
+            f"--data.max_len {prompt + response} (prompt and response) and --rollout.max_new_tokens {response}"
         )

@@ -1,49 +1,40 @@
 """From a command line and a configuration file to a resolved, checked tree, and back to a file.
 
-`parse_config` is the entry of every command. It raises `ConfigError` with everything that is wrong
-at once; the command prints that to stderr and exits with status 2.
+`parse_config` is the entry of every command. It raises `ConfigError` with everything that is wrong at once; the command
+prints that to stderr and exits with status 2.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from openrlhf.config import legacy, unsupported
-from openrlhf.config.flags import ConfigError, Flag, amend, convert, did_you_mean, flags_in, flags_of, nearest, option
+from openrlhf.config import legacy
+from openrlhf.config.commands import Command
+from openrlhf.config.flags import (
+    ConfigError,
+    Flag,
+    amend,
+    convert,
+    did_you_mean,
+    flags_in,
+    flags_of,
+    mentions,
+    nearest,
+    option,
+)
+from openrlhf.config.help import help_text
+from openrlhf.config.legacy import Group, takes_no_value
 from openrlhf.config.plugins import load_plugins
-from openrlhf.config.shared import Command, Root
+from openrlhf.config.unsupported import is_refused
 
-__all__ = [
-    "Command",
-    "ConfigError",
-    "Parsable",
-    "Root",
-    "dump_yaml",
-    "load_named_plugins",
-    "option",
-    "parse_config",
-    "read_flags",
-]
+__all__ = ["ConfigError", "dump_yaml", "load_named_plugins", "option", "parse_config", "read_flags"]
+MOST_HINTS = 4
 
-
-class Parsable(Protocol):
-    """The root of a command's flags."""
-
-    def resolve(self, explicit: frozenset[str] = ..., *, command: str = ...) -> tuple[Self, list[str]]:
-        """A copy with all derived values, and notices."""
-        ...
-
-    def check(self) -> list[str]:
-        """All that is wrong, one sentence each."""
-        ...
-
-
-R = TypeVar("R", bound=Parsable)
+R = TypeVar("R", bound=Command)
 
 
 def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: str) -> R:
@@ -51,12 +42,19 @@ def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: s
 
     Prints notices to stderr, in rank 0 only. `--help` prints and exits. Raises ConfigError.
     """
-    given, old = read_flags(root, sys.argv[1:] if argv is None else argv, command=command)
-    config, notices = amend(root(), given).resolve(frozenset(given), command=command)
-    violations = config.check()
+    words = sys.argv[1:] if argv is None else list(argv)
+    asked = next((place for place, word in enumerate(words) if word in ("-h", "--help")), None)
+    if asked is not None:
+        print(help_text(root, command, topic="".join(words[asked + 1 : asked + 2])))
+        raise SystemExit(0)
+    reader = _Reader(root, command)
+    reader.read(words)
+    config, notices = amend(root(), {**reader.given, "given": reader.given}).resolve(command=command)
+    # What follows from a mistake would only mislead.
+    broken = [text for text in config.check() if not mentions(text, reader.doubtful)]
+    violations = [*reader.problems, *broken]
     if os.environ.get("RANK", "0") == "0":
-        # What is derived from a mistake would only mislead.
-        for notice in old if violations else [*old, *notices]:
+        for notice in reader.notices if violations else [*reader.notices, *notices]:
             print(f"[notice] {notice}", file=sys.stderr)
     if violations:
         raise ConfigError(violations)
@@ -66,135 +64,155 @@ def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: s
 def read_flags(root: type[Any], argv: Sequence[str], *, command: str) -> tuple[dict[str, Any], list[str]]:
     """The values by path that flags and `--config` give, and notices; flags win. Loads plug-ins.
 
-    Defaults are not among them. Raises ConfigError for unknown names and values that do not fit.
+    Defaults are not among the values. Raises ConfigError for unknown names and values that do not fit.
     """
-    flags = flags_of(root)
-    old = legacy.translate(argv, flags, command=command)
-    namespace, extras = _parser(flags, root, command).parse_known_args(old.argv)
-    typed = vars(namespace)
-    file = typed.pop("config", None)
-    written, wrong_keys = read_yaml(file, flags, command) if file else ({}, [])
-    problems = [*old.violations, *_unknown(extras, flags, command), *wrong_keys]
-    raw = written | typed
-    load_plugins(convert(flags["plugin"], raw.get("plugin") or []))
-    values: dict[str, Any] = {}
-    for path, value in raw.items():
-        if value is None and flags[path].default is None:
-            continue  # null in a file where nothing is the default
-        try:
-            values[path] = convert(flags[path], value)
-        except ValueError as error:
-            problems.append(f"{file}: {error}" if path not in typed else str(error))
-    if problems:
-        raise ConfigError(problems)
-    return values, old.notices
+    reader = _Reader(root, command)
+    reader.read(argv)
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return reader.given, reader.notices
 
 
 def load_named_plugins(argv: Sequence[str]) -> None:
-    """Load the plug-ins that a command line, or its configuration file, names, whatever command it is for. Raises ConfigError."""
-    parser, flags = _Parser(add_help=False, argument_default=argparse.SUPPRESS), flags_of(Root)
-    parser.add_argument("--config")
-    _add(parser, flags["plugin"])
-    typed = vars(parser.parse_known_args(argv)[0])
-    written = read_yaml(typed["config"], flags, "")[0] if "config" in typed else {}
-    load_plugins(convert(flags["plugin"], (written | typed).get("plugin") or []))
+    """Load the plug-ins that a command line or its configuration file names, whatever the command. Raises ConfigError."""
+    groups = list(_groups(argv))
+    typed = [word for name, words in groups if name == "plugin" for word in words]
+    files = [words[-1] for name, words in groups if name == "config" and words]
+    reader = _Reader(Command, "")
+    written = reader.read_yaml(files[-1]) if files else {}
+    load_plugins(convert(reader.flags["plugin"], typed or written.get("plugin") or []))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+class _Reader:
+    """Reads one command line and its file. `doubtful`: flags with a wrong value, or meant by a name that is wrong."""
+
+    def __init__(self, root: type[Any], command: str) -> None:
+        self.root, self.command, self.flags = root, command, flags_of(root)
+        self.given: dict[str, Any] = {}
+        self.notices: list[str] = []
+        self.problems: list[str] = []
+        self.doubtful: set[str] = set()
+
+    def read(self, argv: Sequence[str]) -> None:
+        """Fill `given`, `notices` and `problems`."""
+        old = legacy.translate(_groups(argv), self.flags, command=self.command)
+        self.notices += old.notices(self.flags)
+        self.problems += old.violations
+        typed, file = dict[str, Any](), ""
+        for name, words in old.groups:
+            if name == "config":
+                file = " ".join(words)
+            elif not name:
+                self.problems.append(f"{' '.join(words)} follows no flag that takes it.")
+            elif found := self._flag_of(name):
+                self._take(*found, words, typed)
+        written = self.read_yaml(file) if file else {}
+        raw = written | typed
+        load_plugins(convert(self.flags["plugin"], raw.get("plugin") or []))
+        for path, value in raw.items():
+            if value is None and self.flags[path].default is None:
+                continue  # null in a file for a flag that has no default
+            try:
+                self.given[path] = convert(self.flags[path], value)
+            except ValueError as error:
+                self.problems.append(f"{file}: {error}" if path not in typed else str(error))
+                self.doubtful.add(path)
+        self._keep_apart(Path(file), written.keys() - typed.keys())
+
+    def _flag_of(self, name: str) -> tuple[Flag, bool] | None:
+        """The flag that a name, or its unique beginning, stands for, and what it sets a switch to."""
+        spellings = {text[2:]: (flag, on) for flag in self.flags.values() for text, on in flag.switches.items()}
+        begun = [name] if name in spellings else [spelling for spelling in spellings if spelling.startswith(name)]
+        if len(begun) == 1:
+            return spellings[begun[0]]
+        self.problems.append(self._no_such(f"--{name}", begun))
+        return None
+
+    def _take(self, flag: Flag, meaning: bool, words: list[str], typed: dict[str, Any]) -> None:
+        """Note the words after a flag, if their number is right."""
+        match flag.shape, words:
+            case "switch", []:
+                typed[flag.path] = meaning
+            case "list", _:
+                typed[flag.path] = [*typed.get(flag.path, []), *words]
+            case "pair", [_, _]:
+                typed[flag.path] = words
+            case "one" | "json", [word]:
+                typed[flag.path] = word
+            case "switch", _:
+                self.problems.append(takes_no_value(flag.name, words))
+            case _:
+                arity = "two values" if flag.shape == "pair" else "one value"
+                self.problems.append(f"{flag.name} takes {arity}, but {' '.join(words) or 'nothing'} follows it.")
+                self.doubtful.add(flag.path)
+
+    def _no_such(self, name: str, begun: Sequence[str] = ()) -> str:
+        """`name` as typed, with -- on the command line and without it in a file; `begun`: the flags that begin like it."""
+        bare = name.removeprefix("--")
+        dashes, defaults = name.removesuffix(bare), self.root()
+        old = legacy.aliases(self.flags, command=self.command)
+        there = [flag for flag in self.flags.values() if not is_refused(flag.path, defaults)]
+        spellings = [spelling[2:] for flag in there for spelling in flag.switches]
+        known = [path for path in legacy.ELSEWHERE.get(bare, "").split() if path in self.flags]
+        close = known or old.get(bare) or nearest(bare, [*spellings, *old]) or begun
+        close = close or [name for name in old if name.startswith(bare)]
+        targets = list(dict.fromkeys(path for each in close for path in old.get(each, (each,))))[:MOST_HINTS]
+        self.doubtful.update(targets)
+        return f"{self.command} has no flag {name}.{did_you_mean([dashes + path for path in targets])}"
+
+    def _keep_apart(self, file: Path, written: set[str]) -> None:
+        """A file that an earlier run wrote names the folders of that run, which are not used again unnoticed."""
+        folders = {
+            path: self.given[path] for path in ("run.dir", "ckpt.output_dir") if path in written & self.given.keys()
+        }
+        own = folders.pop("run.dir", None)
+        if own and Path(own).expanduser().resolve() == file.resolve().parent:
+            del self.given["run.dir"]
+            self.notices.append(
+                f"--run.dir {own} belongs to the run that wrote {file}: this run has a folder of its own."
+            )
+        for path, name in folders.items():
+            folder = Path(name).expanduser()
+            if not self.given.get("ckpt.load_enable") and folder.is_dir() and any(folder.iterdir()):
+                self.notices.append(
+                    f"--{path} {name} comes from {file} and holds files: this run replaces the model there. "
+                    f"To keep it, give another --{path}."
+                )
+
+    def read_yaml(self, file: str) -> dict[str, Any]:
+        """The values of a file by path (keys nested or dotted). Raises ConfigError if it cannot be read."""
+        import yaml  # only runs with a file pay for it
+
+        try:
+            content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"--config {file} cannot be read: {error}") from error
+        if not isinstance(content, dict | None):
+            raise ConfigError(f"--config {file} holds a {type(content).__name__}, not names and values.")
+        values: dict[str, Any] = {}
+        for path, value in _leaves(cast("dict[Any, Any]", content or {}), self.flags, ""):
+            if path in values:
+                self.problems.append(f"{file}: {path} is there twice.")
+            elif path in self.flags:
+                values[path] = value
+            else:
+                self.problems.append(f"{file}: {self._no_such(path)}")
+        return values
 
 
-def _parser(flags: Mapping[str, Flag], root: type[Any], command: str) -> argparse.ArgumentParser:
-    """An argparse parser that only tells names from values: conversion and checks come later."""
-    parser = _Parser(
-        prog=f"openrlhf {command}",
-        usage="%(prog)s [--config FILE] [--flag VALUE ...]",
-        description=f"{root.__doc__} Unique beginnings of a flag and the flat names of older "
-        "releases are accepted; values come from the defaults, then the file, then the flags.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
-        argument_default=argparse.SUPPRESS,
-    )
-    parser.add_argument("--config", metavar="FILE.yaml", help="Configuration file; flags win.")
-    groups: dict[str, Any] = {}
-    for flag in flags.values():
-        section = flag.path.rpartition(".")[0]
-        if section not in groups:
-            title = f"{section}.* ({flag.section.rstrip('.')})" if section else "no section"
-            groups[section] = parser.add_argument_group(title)
-        _add(groups[section], flag)
-    return parser
-
-
-def _add(group: Any, flag: Flag) -> None:
-    later = " Not available yet." if unsupported.is_refused(flag.path) else ""
-    text = f"{flag.help} {_default_text(flag)}{later}".replace("%", "%%")
-    if flag.shape == "switch":
-        for spelling, meaning in flag.switches.items():
-            shown = text if meaning else f"The opposite of {flag.name}."
-            group.add_argument(spelling, dest=flag.path, action="store_const", const=meaning, help=shown)
-        return
-    metavar = flag.metavar or {int: "INT", float: "NUMBER"}.get(flag.kind, "TEXT")
-    if choices := ",".join(flag.choices or ()):
-        metavar = f"{{{choices}}}"
-        if len(choices) > 60:
-            metavar, text = "NAME", f"{text} One of {choices.replace(',', ', ')}."
-    arity = {"pair": {"nargs": 2}, "list": {"nargs": "*", "action": "extend"}}
-    more = arity.get(flag.shape, {})
-    group.add_argument(flag.name, dest=flag.path, metavar=metavar, help=text, **more)
-
-
-def _default_text(flag: Flag) -> str:
-    if flag.shape == "switch":
-        return "(on)" if flag.default else ""
-    if flag.default is None or flag.default in ("", (), {}):
-        return "(required)" if flag.required else ""
-    shown = flag.typed(flag.default)[len(flag.name) + 1 :]
-    return f"({shown!r})" if "\n" in shown else f"({shown})"
-
-
-def _unknown(extras: Sequence[str], flags: Mapping[str, Flag], command: str) -> list[str]:
-    names = [token.partition("=")[0] for token in extras if token.startswith("--")]
-    if extras and not names:
-        return [f"{' '.join(extras)} follows no flag that takes it."]
-    return [_no_such(name, flags, command) for name in names]
-
-
-def _no_such(name: str, flags: Mapping[str, Flag], command: str) -> str:
-    """`name` as typed, with -- on the command line and without it in a file."""
-    bare = name.removeprefix("--")
-    dashes = name.removesuffix(bare)
-    old = legacy.aliases(flags, command=command)
-    spellings = [spelling[2:] for flag in flags.values() for spelling in flag.switches]
-    close = old.get(bare) or nearest(bare, [*spellings, *old])
-    targets = dict.fromkeys(dashes + path for each in close for path in old.get(each, (each,)))
-    return f"{command} has no flag {name}.{did_you_mean(targets)}"
-
-
-def read_yaml(file: str, flags: Mapping[str, Flag], command: str) -> tuple[dict[str, Any], list[str]]:
-    """The values of a file by path (keys nested or dotted), and what is wrong with its keys.
-
-    Raises ConfigError when it cannot be read.
-    """
-    import yaml  # only runs with a file pay for it
-
-    try:
-        content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {file} cannot be read: {error}") from error
-    if not isinstance(content, dict | None):
-        kind = type(content).__name__
-        raise ConfigError(f"--config {file} holds a {kind}, not names and values.")
-    values: dict[str, Any] = {}
-    problems: list[str] = []
-    for path, value in _leaves(cast("dict[Any, Any]", content or {}), flags, ""):
-        if path in values:
-            problems.append(f"{file}: {path} is there twice.")
-        elif path in flags:
-            values[path] = value
+def _groups(argv: Iterable[str]) -> Iterator[Group]:
+    """Each flag with the words after it; what precedes all flags has the name "". Old names may have one dash: -pretrain."""
+    name, words = "", list[str]()
+    for word in argv:
+        bare, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("--") or (word.startswith("-") and legacy.is_old_name(bare)):
+            if name or words:
+                yield name, words
+            name, words = bare, [value] if equals else []
         else:
-            problems.append(f"{file}: {_no_such(path, flags, command)}")
-    return values, problems
+            words.append(word)
+    if name or words:
+        yield name, words
 
 
 def _leaves(node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -206,8 +224,8 @@ def _leaves(node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str) -> 
             yield path, value
 
 
-def dump_yaml(config: Any) -> str:
-    """The configuration as YAML, for a person to read and for `--config` to read back.
+def dump_yaml(config: Command, *, given_only: bool = False) -> str:
+    """The configuration as YAML: every value in effect, or what was given, which `--config` reads back.
 
     What belongs to one launch (`--dry_run`, `--local_rank`) and the W&B key are left out.
     """
@@ -215,10 +233,11 @@ def dump_yaml(config: Any) -> str:
 
     tree: dict[str, Any] = {}
     for flag, value in flags_in(config):
-        if flag.saved:
+        if flag.saved and (flag.path in config.given or not given_only):
             *sections, leaf = flag.path.split(".")
             node = tree
             for section in sections:
                 node = node.setdefault(section, {})
-            node[leaf] = list(value) if flag.shape in ("pair", "list") and value else value
+            shown = config.given[flag.path] if given_only else value
+            node[leaf] = list(shown) if flag.shape in ("pair", "list") and shown else shown
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)

@@ -70,8 +70,7 @@ def _failures(plugin: str) -> Generator[None, None, None]:
 def _registered() -> Iterator[tuple[str, choices.Properties]]:
     """What flags need to know of the entries of the registries."""
     for name, e in _entries("advantages", "ADVANTAGE_ESTIMATORS"):
-        groups = {"needs_groups": e.per_group, "forces_gamma_one": e.per_group}
-        yield name, choices.EstimatorTraits(needs_critic=e.needs_critic, whitened=e.whiten, **groups)
+        yield (name, choices.EstimatorTraits(needs_groups=e.per_group, needs_critic=e.needs_critic, whitened=e.whiten))
     for name, e in _entries("policy_losses", "POLICY_LOSSES"):
         yield name, choices.LossTraits(aggregation=e.aggregation)
     for name, (level, mode) in _entries("corrections", "PRESETS"):

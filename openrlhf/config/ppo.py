@@ -1,193 +1,158 @@
-"""Sections of RL that say what is learnt: models, algorithm, training loop, data; and its root."""
+"""Root of RL: what follows from its flags, what the user may have to know, and what may be wrong."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import os
+from typing import Any
 
-from openrlhf.config import choices, ppo_rules, shared
-from openrlhf.config.flags import Section, derived, option, required
-from openrlhf.config.rollout import PlacementConfig, PromptConfig, RewardConfig, RolloutConfig, VLLMConfig
-from openrlhf.config.rules import Given, Replaced, Sentences
+from openrlhf.config import choices, machine, ppo_rules, rules
+from openrlhf.config.effects import Sentences
+from openrlhf.config.flags import value_at
+from openrlhf.config.learning import RLFlags
+from openrlhf.config.rollout import RolloutConfig, VLLMConfig
+
+
+def group_sizes(config: RLFlags) -> dict[str, int]:
+    """One process on a machine without GPUs; a role that shares another's devices has the same size."""
+    train, leaves = config.train, ("num_nodes", "num_gpus_per_node")
+    roles = ("actor", "critic", "ref", "reward")
+    sizes = {f"{r}.{leaf}": value_at(config, f"{r}.{leaf}") for r in roles for leaf in leaves}
+    if machine.count_gpus() == 0:
+        sizes |= {path: 1 for path in sizes if path.endswith(leaves[1]) and path not in config.given}
+    owners = {"reward": "critic"} if train.colocate_critic_reward else {}
+    owners |= {"ref": "actor"} if train.colocate_actor_ref else {}
+    owners |= dict.fromkeys(("ref", "critic", "reward"), "actor") if train.colocate_all else {}
+    for role, owner in owners.items():
+        inherited = {f"{role}.{leaf}": sizes[f"{owner}.{leaf}"] for leaf in leaves}
+        sizes |= {path: size for path, size in inherited.items() if path not in config.given}
+    return sizes
+
+
+def learning_values(config: RLFlags) -> dict[str, Any]:
+    """What follows for rewards, critic and losses, by path."""
+    actor, train, reward = config.actor, config.train, config.reward
+    gamma, loss = config.algo.advantage.gamma, choices.POLICY_LOSSES[actor.policy_loss_type]
+    clip = None if "actor.eps_clip" in config.given else loss.clip
+    models = [config.critic.model_name_or_path, *rules.items(reward.model_name_or_path)]
+    critic = next(filter(None, models), actor.model_name_or_path)
+    advantage, preset = config.algo.advantage, ppo_rules.correction_preset(config)
+    unless_given = {
+        "actor.eps_clip_low_high": clip or (actor.eps_clip, actor.eps_clip),
+        "algo.loss.aggregation": loss.aggregation,
+    } | (preset if advantage.is_correction_enable else {})
+    return {path: value for path, value in unless_given.items() if path not in config.given} | {
+        "critic.model_name_or_path": critic if config.estimator.needs_critic else None,
+        "reward.remote_url": None if train.agent_func_path else reward.remote_url,
+        "reward.workers": reward.workers or os.cpu_count() or 1,
+        "algo.advantage.gamma": 1.0 if config.estimator.needs_groups else gamma,
+        "train.max_staleness": train.max_staleness or train.async_queue_size,
+        "ckpt.load_enable": config.ckpt.load_enable and not config.rollout.only,
+    }
+
+
+def rollout_values(config: RLFlags) -> dict[str, Any]:
+    """What follows for engines, sampling and micro-batches, by path."""
+    train, rollout, vllm, ds = config.train, config.rollout, config.vllm, config.ds
+    tokens = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
+    shared = rollout.n_samples_per_prompt > 1 or train.agent_func_path is not None
+    return engine_values(vllm, rollout, ds.param_dtype, shared=shared) | {
+        "rollout.max_tokens_per_gpu": rollout.max_tokens_per_gpu or tokens,
+        "vllm.enable_sleep": vllm.enable_sleep and train.colocate_all,
+        "ds.packing_samples": (ds.packing_samples or train.dynamic_batch_enable or ds.ring_attn_size > 1),
+    }
+
+
+def engine_values(vllm: VLLMConfig, rollout: RolloutConfig, param_dtype: str, *, shared: bool) -> dict[str, Any]:
+    """What follows for engines in RL and evaluation; `shared`: samples share prefixes."""
+    seeded = "off" if machine.count_gpus() else "on"  # on GPUs it costs time and is not exact
+    follows = vllm.dtype == "auto" and param_dtype != "fp16"  # which a rule refuses
+    return {
+        "rollout.vllm_generate_batch_size": rollout.vllm_generate_batch_size or rollout.batch_size,
+        "rollout.seeded": seeded if rollout.seeded == "auto" else rollout.seeded,
+        "vllm.max_engines": vllm.max_engines or vllm.num_engines,
+        "vllm.dtype": param_dtype if follows else vllm.dtype,
+        "vllm.sync_backend": "gloo" if vllm.sync_backend == "nccl" and not machine.count_gpus() else vllm.sync_backend,
+        "vllm.enable_prefix_caching": (vllm.enable_prefix_caching or shared) and not vllm.disable_prefix_caching,
+    }
 
 
 # fmt: off
-class ActorConfig(shared.OptimizerConfig, title="The policy."):
-    model_name_or_path: str = required("Folder or hub name; also the reference's.", holds="model")
-    num_nodes: int = option(1, "Nodes of the policy.", ge=1)
-    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
-    policy_loss_type: str = option("ppo", "Policy loss.", choices=choices.POLICY_LOSSES)
-    eps_clip: float = option(0.2, "Clip range of the ratio, both sides.", gt=0)
-    eps_clip_low_high: tuple[float, float] = derived("Clip below, above 1; unset: eps_clip.", ge=0)
-    dual_clip: float | None = option(None, "Bound of the loss where the advantage is < 0.", gt=1)
-    entropy_coef: float | None = option(
-        None, "Weight of the entropy bonus; 0: only log it; unset: do not compute it.")
-    aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss, critic too.", ge=0)
-    gradient_checkpointing_enable: bool = option(False, "Recompute activations, policy and critic.")
-    gradient_checkpointing_reentrant: bool = option(False, "Use its re-entrant implementation.")
-    freeze_visual_encoder: bool = option(False, "Train only the language part of a vision model.")
-    adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
-
-class CriticConfig(shared.OptimizerConfig, title="The critic, with the estimator gae."):
-    model_name_or_path: str | None = option(
-        None, "Folder or hub name; unset: first reward model, else the policy's.", holds="model")
-    num_nodes: int = option(1, "Nodes of the critic.", ge=1)
-    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
-    value_clip: float = option(0.5, "Clip range of the values.", gt=0)
-    freezing_steps: int = option(-1, "Steps that train the critic alone.", ge=-1)
-    save_value_network: bool = option(False, "Export the critic at the end.")
-    adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
-
-class RefConfig(Section, title="The reference policy."):
-    num_nodes: int = option(1, "Nodes of the reference.", ge=1)
-    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
-    offload: bool = option(False, "Keep it in CPU memory between uses.")
-
-class AdvantageConfig(Section, title="Advantage estimation."):
-    estimator: str = option("gae", "Estimator.", choices=choices.ESTIMATORS)
-    gamma: float = option(1.0, "Discount per token.", ge=0, le=1)
-    lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1)
-    no_std_norm: bool = option(False, "Centre a batch's advantages, do not divide by deviation.")
-    is_correction_enable: bool = option(False, "Correct the loss for engine-trainer differences.")
-    is_correction_type: str = option("tis", "Which weight.", choices=choices.CORRECTIONS)
-    is_correction_threshold: tuple[float, float] = option((0.5, 5.0), "Its two bounds.", ge=0)
-
-class CorrectionConfig(Section, title="Correction of engine-trainer differences, by its axes."):
-    level: str | None = option(None, "Level of ratios.", choices=("token", "sequence", "geometric"))
-    mode: str | None = option(
-        None, "What happens outside the band.", choices=("clip", "mask", "truncate"))
-    band: tuple[float, float] | None = option(None, "Lower and upper bound.", ge=0)
-
-class KLConfig(Section, title="Distance to the reference."):
-    init_coef: float = option(0.01, "Coefficient; 0: no reference is loaded.", ge=0)
-    estimator: str = option("k1", "Estimator.", choices=choices.KL_ESTIMATORS)
-    use_loss: bool = option(False, "Put it into the loss instead of the rewards.")
-    target: float | None = option(None, "Adapt the coefficient to this KL, nats per token.", gt=0)
-    horizon: int = option(10000, "Samples over which it adapts.", ge=1)
-    stop_update: float | None = option(None, "KL that ends a batch's updates, nats/token.", gt=0)
-    stop_run: float | None = option(None, "KL that ends the run, nats per token.", gt=0)
-
-class LossConfig(Section, title="The policy loss of a window."):
-    aggregation: str = option(
-        "token", "Mean over tokens, mean of sequence means, or sum over a constant length; "
-        "unset with gspo: sequence.", choices=("token", "sequence", "constant"))
-
-class DistillConfig(Section, title="On-policy distillation."):
-    teacher: str | None = option(
-        None, "Folder or hub name of the teacher, or the name of one of rollout.remote_engines.", holds="model")
-    coef: float = option(1.0, "Weight of the teacher.", ge=0)
-
-class PtxConfig(Section, title="Pretraining text mixed into the updates."):
-    dataset: str | None = option(None, "Files, folders, hub names, by comma.", holds="dataset")
-    probs: str | None = option(None, "Share of each dataset, by comma.")
-    split: str = option("train", "Split of each dataset.")
-    coef: float = option(0.05, "Weight of its loss.", ge=0)
-
-class AlgoConfig(Section, title="The algorithm."):
-    advantage: AdvantageConfig = AdvantageConfig()
-    kl: KLConfig = KLConfig()
-    loss: LossConfig = LossConfig()
-    correction: CorrectionConfig = CorrectionConfig()
-    distill: DistillConfig = DistillConfig()
-    ptx: PtxConfig = PtxConfig()
-    dynamic_filtering_enable: bool = option(False, "Replace prompts outside the range of scores.")
-    dynamic_filtering_range: tuple[float, float] = option((0.0, 1.0), "Mean scores, ends excluded.")
-
-class RLTrainConfig(shared.TrainConfig, title="Batches, epochs, seed, placement, pipeline."):
-    num_episodes: int = option(1, "Passes over the prompts.", ge=1)
-    dynamic_batch_enable: bool = option(False, "Micro-batches by tokens; implies packing.")
-    max_tokens_per_gpu: int = option(16192, "Tokens of such a micro-batch.", ge=1)
-    colocate_actor_ref: bool = option(False, "Policy and reference share devices.")
-    colocate_critic_reward: bool = option(False, "Critic and reward models share devices.")
-    colocate_all: bool = option(False, "All models and the engines share devices.")
-    async_enable: bool = option(False, "Generate and train at the same time.")
-    async_queue_size: int = option(1, "Batches in generation or waiting at most.", ge=1)
-    max_staleness: int = derived("Versions a sample may lag; unset: train.async_queue_size.", ge=1)
-    partial_rollout_enable: bool = option(False, "Publish within episodes, with async_enable.")
-    agent_func_path: str | None = option(None, "A .py file with class AgentExecutor.")
-    enable_ema: bool = option(False, "Average the policy's weights; the average is exported.")
-    ema_beta: float = option(0.992, "Decay of the average.", ge=0, lt=1)
-    max_restarts: int = option(0, "Restarts of the run after a worker's death.", ge=0)
-    setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
-    step_timeout: float = option(3600.0, "Seconds for one training step.", gt=0)
-    publish_timeout: float = option(600.0, "Seconds to bring weights to the engines.", gt=0)
-
-class RLLoraConfig(shared.LoraConfig):
-    publish: str = option("merged", "What engines are sent.", choices=("merged", "adapter"))
-
-class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
-    enable_sleep: bool = option(False, "Move the engines' state to CPU memory between uses.")
-    value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
-    lora: RLLoraConfig = RLLoraConfig()
-
-class RLDataConfig(PromptConfig, shared.DataConfig, title="Tokenizer and prompts."):
-    image_key: str = option("images", "Column with images.")
-    max_images_per_prompt: int = option(0, "Images of a prompt; 0: text only.", ge=0)
-
-class RLEvalConfig(shared.EvalConfig):
-    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2)
-    n_samples_per_prompt: int = option(4, "Responses per prompt: the k of pass@k.", ge=1)
-    at_start: bool = option(False, "Evaluate before the first step too.")
-
-class PPOConfig(shared.Root, title="Reinforcement learning."):
-    run_name_prefix: ClassVar[str] = "ppo_"
-
-    actor: ActorConfig = ActorConfig()
-    critic: CriticConfig = CriticConfig()
-    ref: RefConfig = RefConfig()
-    reward: RewardConfig = RewardConfig()
-    vllm: VLLMConfig = VLLMConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    algo: AlgoConfig = AlgoConfig()
-    train: RLTrainConfig = RLTrainConfig(micro_batch_size=1)
-    data: RLDataConfig = RLDataConfig(max_samples=100_000_000)
-    eval: RLEvalConfig = RLEvalConfig()
-    ds: RLDeepSpeedConfig = RLDeepSpeedConfig()
-    placement: PlacementConfig = PlacementConfig()
-    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(
-        path="./ckpt/checkpoints_ppo_ray", max_mem=float("inf"))
-    logger: shared.LoggerConfig = shared.LoggerConfig(
-        wandb=shared.WandbConfig(project="openrlhf_train_ppo"))
-
-    @property
-    def samples(self) -> int:
-        """Samples of one iteration."""
-        return self.rollout.batch_size * self.rollout.n_samples_per_prompt
-
-    @property
-    def actor_ranks(self) -> int:
-        """Processes of the policy."""
-        return self.actor.num_nodes * self.actor.num_gpus_per_node
-
-    @property
-    def estimator(self) -> choices.EstimatorTraits:
-        """What the advantage estimator asks for."""
-        return choices.ESTIMATORS[self.algo.advantage.estimator]
-
-    @property
-    def remote_teacher(self) -> str | None:
-        """The teacher's name, where it is one of the remote engines."""
-        teacher = self.algo.distill.teacher
-        return teacher if teacher in dict(self.rollout.named_engines) else None
-
-    @property
-    def local_teacher(self) -> str | None:
-        """The teacher's folder or hub name, where it is loaded here."""
-        return None if self.remote_teacher else self.algo.distill.teacher
-
-    def derived_values(self, given: Given) -> dict[str, Any]:
+class PPOConfig(RLFlags):
+    def derived_values(self) -> dict[str, Any]:
         """What follows from the flags of RL, by path."""
-        sizes = ppo_rules.group_sizes(self, given)
-        return sizes | ppo_rules.learning_values(self, given) | ppo_rules.rollout_values(self)
+        return group_sizes(self) | learning_values(self) | rollout_values(self)
 
-    def notices(self, replaced: Replaced, given: Given) -> Sentences:
+    def notices(self) -> Sentences:
         """What the user may have to know of this resolved configuration."""
-        return [
-            *ppo_rules.device_notices(self, replaced, given),
-            *ppo_rules.algorithm_notices(self, replaced, given),
-            *ppo_rules.half_notices(self, given),
-            *super().notices(replaced, given),
-        ]
+        return [*self._device_notices(), *self._algorithm_notices(), *super().notices()]
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
         return [*super().mistakes(), *(row for rule in ppo_rules.RULES for row in rule(self))]
+
+    def _device_notices(self) -> Sentences:
+        """Where processes run, what they share, and how samples become optimizer steps."""
+        train, rollout, given, leaf = self.train, self.rollout, self.given, "num_gpus_per_node"
+        trains = not rollout.only
+        used = {"actor": trains, "ref": trains and self.algo.kl.init_coef > 0,
+                "critic": trains and self.estimator.needs_critic, "reward": self.reward.model_name_or_path}
+        unset = [f"--{r}.{leaf}" for r in used if used[r] and f"{r}.{leaf}" not in given]
+        dynamic = train.dynamic_batch_enable
+        cause = "train.dynamic_batch_enable" if dynamic else "ds.ring_attn_size"
+        micro = f"{train.max_tokens_per_gpu} tokens" if dynamic else train.micro_batch_size
+        steps = self.samples // max(1, train.batch_size) * train.max_epochs
+        ahead = rollout.vllm_generate_batch_size > rollout.batch_size
+        return [
+            (unset and not self.uses_gpus, f"No GPU on this machine: {', '.join(unset)} is 1."),
+            (self.ds.packing_samples and not given.get("ds.packing_samples"), f"--{cause} turns --ds.packing_samples on."),
+            (given.get("vllm.enable_sleep") and not self.vllm.enable_sleep,
+             "--vllm.enable_sleep is off: it needs --train.colocate_all."),
+            (given.get("vllm.enable_prefix_caching") and self.vllm.disable_prefix_caching,
+             "--vllm.disable_prefix_caching wins over --vllm.enable_prefix_caching."),
+            (train.colocate_all and train.async_enable, "With --train.async_enable, "
+             "--train.colocate_all joins trained models only; engines have devices of their own."),
+            (trains and ahead, f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size} generates for more "
+             "than one step: the later steps train on samples of older weights"
+             + ("." if self.algo.advantage.is_correction_enable else
+                ". Without --algo.advantage.is_correction_enable the loss is not corrected for that.")),
+            (trains, f"Each iteration: {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
+             f"{self.samples} samples, {steps} optimizer step(s) of {train.batch_size} on "
+             f"{self.actor_ranks} rank(s), micro-batches of {micro}."),
+            (rollout.only, "--rollout.only trains, evaluates and saves nothing."),
+            (rollout.replay_dir, "A replay starts no engine, calls no reward function or agent, and evaluates nothing."),
+        ]
+
+    def _algorithm_notices(self) -> Sentences:
+        """What is used in an unusual way."""
+        actor, algo, evaluation, rollout = self.actor, self.algo, self.eval, self.rollout
+        clip, both = actor.eps_clip_low_high, {"actor.eps_clip", "actor.eps_clip_low_high"} <= self.given.keys()
+        kl, kinds = algo.kl, choices.KL_ESTIMATORS
+        in_loss = [name for name in kinds if kinds[name].in_loss]
+        in_reward = [name for name in kinds if kinds[name].in_reward]
+        return [
+            (both and clip != (actor.eps_clip, actor.eps_clip),
+             "--actor.eps_clip has no effect beside --actor.eps_clip_low_high."),
+            (actor.policy_loss_type == "gspo" and max(clip) > 0.01,  # ratios of sequences move little
+             "With gspo <actor.eps_clip_low_high> hardly ever binds: its paper uses 3e-4 4e-4."),
+            (kl.init_coef and kl.use_loss and kl.estimator not in in_loss,
+             "<algo.kl.estimator> as a loss has an expected gradient of zero: with --algo.kl.use_loss "
+             f"use {' or '.join(in_loss)}."),
+            (kl.init_coef and not kl.use_loss and kl.estimator not in in_reward,
+             "<algo.kl.estimator> is meant for --algo.kl.use_loss: in the rewards use "
+             f"{' or '.join(in_reward)}."),
+            ((rollout.top_p < 1 or rollout.top_k > 0) and not rollout.only,
+             "<rollout.top_p> and <rollout.top_k>: the engine's log-probabilities are of the cut distribution, the trainer's "
+             "of the whole one, so the importance weights of a correction and the mismatch metrics are biased."),
+            (self.vllm.quantization and algo.correction.level is None,
+             "With <vllm.quantization> samples come from rounded weights, not quite the policy's: "
+             "--algo.advantage.is_correction_enable corrects the loss for that."),
+            (kl.stop_update and self.samples * self.train.max_epochs <= self.train.batch_size,
+             "--algo.kl.stop_update has no effect: each batch makes one optimizer step."),
+            (algo.distill.teacher and self.estimator.needs_critic and not ppo_rules.rewards(self),
+             "Only --algo.distill.teacher teaches, and there are no rewards that a critic could predict: use "
+             "--algo.advantage.estimator reinforce."),
+            (self.reward.function_path and not self.data.label_key,
+             "--data.label_key is not given: the labels that the reward function gets are empty."),
+            (evaluation.dataset and evaluation.steps <= 0 and not evaluation.at_start,
+             "--eval.dataset is never used: set --eval.steps or --eval.at_start."),
+        ]

@@ -7,6 +7,12 @@ from typing import Any
 
 from openrlhf.config.flags import Section, derived, option, required
 
+# Conditions: see `effects`.
+AGENT = "train.agent_func_path"
+CODE = f"reward.function_path|reward.verifier|{AGENT}"
+SERVER = "reward.urls|judge.url|rollout.remote_engines"
+CODE_OR_SERVER = "reward.remote_url|reward.verifier|judge.url|rollout.remote_engines"
+
 
 # fmt: off
 class VLLMConfig(Section, title="Rollout engines (vLLM)."):
@@ -17,8 +23,8 @@ class VLLMConfig(Section, title="Rollout engines (vLLM)."):
     pipeline_parallel_size: int = option(1, "Groups of layers of an engine.", ge=1)
     dtype: str = option("auto", "Type; auto: ds.param_dtype.", choices=("auto", "fp32", "bf16"))
     quantization: str | None = option(None, "vLLM's quantization, such as fp8.")
-    gpu_memory_utilization: float = option(0.95, "Share of a GPU's memory to take.", gt=0, le=1)
-    enforce_eager: bool = option(False, "No CUDA graphs.")
+    gpu_memory_utilization: float = option(0.95, "Fraction of a GPU's memory to take.", gt=0, le=1, needs="uses_gpus")
+    enforce_eager: bool = option(False, "No CUDA graphs.", needs="uses_gpus")
     enable_prefix_caching: bool = option(False, "Cache prefixes; on for several samples or agents.")
     disable_prefix_caching: bool = option(False, "Never cache them.")
     enable_sleep: bool = option(False, "Free the GPU between rollouts, with train.colocate_all.")
@@ -29,7 +35,8 @@ class VLLMConfig(Section, title="Rollout engines (vLLM)."):
 class RemoteEnginesConfig(Section, title="Engines that the run did not start."):
     remote_engines: tuple[str, ...] = option(
         (), "OpenAI-compatible servers that agents and reward functions ask by name, as judge=http://host:8000/v1; the name "
-        "of a URL alone is its place, from 0.", metavar="NAME=URL")
+        "of a URL alone is its place, from 0.", metavar="NAME=URL",
+        needs="train.agent_func_path|reward.function_path|remote_teacher")
 
     @property
     def named_engines(self) -> list[tuple[str, str]]:
@@ -43,9 +50,11 @@ class RemoteEnginesConfig(Section, title="Engines that the run did not start."):
 class RolloutConfig(RemoteEnginesConfig, title="Sampling."):
     batch_size: int = option(1024, "Prompts per iteration.", ge=1)
     vllm_generate_batch_size: int = derived("Prompts generated at once; unset: batch_size.", ge=1)
-    micro_batch_size: int = option(1, "Samples per forward pass without gradient.", ge=1)
+    micro_batch_size: int = option(
+        1, "Samples per forward pass without gradient.", ge=1, needs="!train.dynamic_batch_enable")
     max_tokens_per_gpu: int | None = option(
-        None, "Tokens of such a pass with dynamic batches; unset: as in training.", ge=1)
+        None, "Tokens of such a pass with dynamic batches; unset: as in training. A longer sample passes alone.", ge=1,
+        needs="train.dynamic_batch_enable")
     n_samples_per_prompt: int = option(1, "Responses per prompt.", ge=1)
     max_new_tokens: int | None = option(None, "Tokens of a response; unset: rest of max_len.", ge=1)
     temperature: float = option(1.0, "Temperature; log-probabilities are taken at it.", ge=0, le=2)
@@ -54,25 +63,26 @@ class RolloutConfig(RemoteEnginesConfig, title="Sampling."):
     stop: tuple[str, ...] = option((), "Texts that end a response.")
     stop_token_ids: tuple[int, ...] = option((), "Tokens that end a response.")
     seeded: str = option("auto", "Seed samples; auto: on CPUs.", choices=("auto", "on", "off"))
-    max_turns: int | None = option(None, "Turns of an episode with an agent.", ge=1)
-    step_timeout: float = option(600.0, "Seconds for one step of an agent.", gt=0)
-    episode_timeout: float = option(3600.0, "Seconds for a whole episode.", gt=0)
+    max_turns: int | None = option(None, "Turns of an episode with an agent.", ge=1, needs=AGENT)
+    step_timeout: float = option(600.0, "Seconds for one step of an agent.", gt=0, needs=AGENT)
+    episode_timeout: float = option(3600.0, "Seconds for a whole episode.", gt=0, needs=AGENT)
     dump_dir: str | None = option(None, "Write every episode into this folder, a file per step.")
     replay_dir: str | None = option(None, "Train from episodes written there, without engines.")
     only: bool = option(False, "Generate and reward, and do not train.")
 
 class RuleConfig(Section, title="Rewards by function, server or verifier."):
-    remote_url: str | None = option(None, "HTTP servers, by comma, or a .py file with reward_func.")
+    remote_url: str | None = option(
+        None, "HTTP servers, by comma, or a .py file with reward_func.", needs="!train.agent_func_path")
     verifier: str | None = option(
         None, "Built-in check of a response. The label is for math an answer, for code tests as JSON, for format "
         "a regular expression (none: <think> once, then an answer), for length words, 200 or 100-200.",
         choices=("math", "code", "format", "length"))
-    batch: bool = option(False, "Call the function once per group of samples.")
-    max_error_rate: float = option(0.1, "Share of failed episodes that ends the run.", ge=0, le=1)
-    timeout: float = option(180.0, "Seconds for one call.", gt=0)
-    retries: int = option(5, "Further attempts after a failed call.", ge=0)
-    workers: int = derived("Host processes; unset: the number of cores.", ge=1)
-    memory_gib: float = option(4.0, "GiB of memory of a host process.", gt=0)
+    batch: bool = option(False, "Call the function once per group of samples.", needs="remote_url")
+    max_error_rate: float = option(0.1, "Fraction of failed episodes that ends the run.", ge=0, le=1)
+    timeout: float = option(180.0, "Seconds for one call.", gt=0, needs=CODE_OR_SERVER)
+    retries: int = option(5, "Further attempts after a failed call of a server.", ge=0, needs=SERVER)
+    workers: int = derived("Host processes; unset: the number of cores.", ge=1, needs=CODE)
+    memory_gib: float = option(4.0, "GiB of memory of a host process.", gt=0, needs=CODE)
 
     @property
     def sources(self) -> list[str]:
@@ -96,16 +106,17 @@ class RewardConfig(RuleConfig, title="Rewards."):
     on_error: str = option(
         "fail", "An episode whose reward failed: fail counts it towards reward.max_error_rate, "
         "drop leaves it out, a number becomes its reward.", metavar="fail|drop|NUMBER")
-    normalize_enable: bool = option(False, "Normalise by stored mean and deviation; values too.")
+    normalize_enable: bool = option(
+        False, "Normalise by stored mean and deviation; values too.", needs="models|estimator.needs_critic")
     clip_range: tuple[float, float] = option((-10.0, 10.0), "Bounds of an episode's shaped reward.")
     overlong_buffer_len: float | None = option(
         None, "Tokens before the limit in which the length penalty grows (DAPO).", gt=0)
-    overlong_penalty_factor: float = option(1.0, "Largest value of that penalty.", ge=0)
+    overlong_penalty_factor: float = option(1.0, "Largest value of that penalty.", ge=0, needs="overlong_buffer_len")
     stop_properly_penalty_coef: float | None = option(
         None, "Truncated responses: 0 to 1 multiplies the reward, below 0 replaces it.", le=1)
     offload: bool = option(False, "Keep the models in CPU memory between uses.")
-    num_nodes: int = option(1, "Nodes of the reward models.", ge=1)
-    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+    num_nodes: int = option(1, "Nodes of the reward models.", ge=1, needs="models")
+    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1, needs="models")
 
     @property
     def models(self) -> list[str]:
@@ -118,7 +129,7 @@ class PromptColumns(Section, title="Columns of prompts."):
 
 class PromptConfig(PromptColumns, title="Prompts."):
     prompt_dataset: str = required("Prompts: files, folders, hub names, by comma.", holds="dataset")
-    prompt_probs: str | None = option(None, "Shares, by comma; unset: one after the other.")
+    prompt_probs: str | None = option(None, "Probabilities, by comma; unset: one after the other.")
     prompt_split: str = option("train", "Split of each dataset.")
 
 class RolePlacement(Section, title="Ray resources of one role."):

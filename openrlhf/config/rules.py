@@ -1,66 +1,35 @@
-"""Derived values, notices and rules that commands share.
+"""Rules and notices that commands share, about sections of flags.
 
-A notice or a rule is a row: whether it holds, and a sentence in which `<train.seed>` stands for
-the flag as it is typed: --train.seed 42.
+A notice or a rule is a row: whether it holds, and a sentence in which `<train.seed>` stands for the flag as it is typed:
+--train.seed 42.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
 from openrlhf.config import machine
-from openrlhf.config.flags import amend, bound_violations, flags_in, spelled_out, value_at
-from openrlhf.config.unsupported import refusals
+from openrlhf.config.effects import Given, Sentences
+from openrlhf.config.flags import flags_in, value_at
+from openrlhf.config.rollout import RemoteEnginesConfig, RewardConfig, RuleConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig
 
-if TYPE_CHECKING:
-    from openrlhf.config.rollout import RemoteEnginesConfig, RewardConfig, RolloutConfig, RuleConfig
-    from openrlhf.config.shared import Command, LoadingConfig, OptimizerConfig, RecordedCommand, Root
-
-Given = frozenset[str]  # the paths the user gave, by flag or file
-Replaced = Mapping[str, Any]  # by path: values the user gave, or defaults, that are others now
-Sentences = list[tuple[object, str]]
 FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
-R = TypeVar("R", bound="Command")
-
-
-def resolved(config: R, given: Given, command: str) -> tuple[R, list[str]]:
-    """A copy with all derived values, and the notices that hold for it."""
-    values = config.derived_values(given)
-    values |= amend(config, values).common_values(given, command)
-    copy = amend(config, values)
-    replaced = {path: old for path in values if (old := value_at(config, path)) != values[path]}
-    return copy, spelled_out(copy, copy.notices(replaced, given))
-
-
-def violations(config: Command) -> list[str]:
-    """All that is wrong with a resolved configuration."""
-    found = [*bound_violations(config), *refusals(config)]
-    return [*found, *spelled_out(config, config.mistakes())]
-
-
-def run_values(config: RecordedCommand, command: str) -> dict[str, Any]:
-    """What follows in every command with a run folder, by path."""
-    template = config.data.input_template
-    name = config.run_name_prefix + time.strftime("%m%dT%H:%M")
-    return {
-        "run.dir": config.run.dir or f"./runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}",
-        "logger.wandb.run_name": config.logger.wandb.run_name or name,
-        "data.input_template": template if "{}" in (template or "") else None,
-    }
+PROBABILITY_SLACK = 2e-3  # 0.333,0.333,0.333 is meant as thirds
 
 
 def attention_in_effect(ds: LoadingConfig, given: Given) -> str:
-    """FlashAttention 2 where CUDA and the package are there, SDPA elsewhere."""
+    """FlashAttention 2 where CUDA and the package are there, SDPA elsewhere; another choice as it is where it can run."""
     packed = ds.packing_samples and mixes_samples(ds.attn_implementation)
     wanted = "flash_attention_2" if packed else ds.attn_implementation
-    runs_here = machine.has_flash_attention() and ds.param_dtype != "fp32"
-    refused = "ds.attn_implementation" in given and machine.count_gpus() > 0  # by a rule
-    return wanted if "flash_attention" not in wanted or runs_here or refused else "sdpa"
+    if "flash_attention" not in wanted or (machine.has_flash_attention() and ds.param_dtype != "fp32"):
+        return wanted
+    named = "ds.attn_implementation" in given and machine.count_gpus() > 0  # a rule judges it
+    falls_back = wanted == "flash_attention_2" and not machine.has_flash_attention()
+    return wanted if named and not packed and not falls_back else "sdpa"
 
 
 def mixes_samples(attention: str) -> bool:
@@ -69,53 +38,17 @@ def mixes_samples(attention: str) -> bool:
 
 
 # fmt: off
-def attention_notices(ds: LoadingConfig, replaced: Replaced, given: Given) -> Sentences:
-    """What another attention than the one asked for has to be told about."""
-    attention = replaced.get("ds.attn_implementation")
-    packed = attention and ds.packing_samples and mixes_samples(attention)
-    chosen = attention and not packed and "ds.attn_implementation" in given
+def attention_notices(ds: LoadingConfig, given: Given) -> Sentences:
+    """Another attention than the one that was asked for."""
+    asked = given.get("ds.attn_implementation")
+    other = asked and asked != ds.attn_implementation
+    packed = other and ds.packing_samples and mixes_samples(str(asked))
+    why = "The package flash-attn is not installed" if machine.count_gpus() else "No GPU on this machine"
     return [
-        (packed, f"--ds.packing_samples does not work with --ds.attn_implementation {attention}: "
+        (packed, f"--ds.packing_samples does not work with --ds.attn_implementation {asked}: "
          "<ds.attn_implementation> is used."),
-        (chosen, f"No GPU on this machine: sdpa instead of --ds.attn_implementation {attention}."),
+        (other and not packed, f"{why}: sdpa instead of --ds.attn_implementation {asked}."),
     ]
-
-
-def template_notices(config: RecordedCommand, replaced: Replaced) -> Sentences:
-    """Templates that are not what they seem to be."""
-    template = replaced.get("data.input_template")
-    return [
-        (template is not None,
-         f"--data.input_template {template!r} has no {{}} for the prompt and is not used."),
-        ("\\n" in (config.data.input_template or ""), "--data.input_template has a backslash and "
-         "an n, not a line break; in bash a line break is written $'\\n'."),
-    ]
-
-
-def run_notices(config: Root, given: Given) -> Sentences:
-    """What the user of any training command may have to know."""
-    ckpt, no_data = config.ckpt, not config.eval.dataset
-    return [
-        (no_data and config.eval.steps >= 0 and config.evaluates_given_data_only, "--eval.steps has no effect without --eval.dataset."),
-        ("ckpt.best_metric_key" in given and no_data and config.evaluates_given_data_only and ckpt.best_metric_key != "none",
-         "--ckpt.best_metric_key has no effect without --eval.dataset."),
-        (config.ds.overlap_comm and config.ds.zero_stage < 2,
-         "--ds.overlap_comm has no effect below --ds.zero_stage 2."),
-        (ckpt.save_steps >= 0 and ckpt.disable_ds and not ckpt.save_hf,
-         "--ckpt.save_steps saves nothing: --ckpt.disable_ds is on and --ckpt.save_hf off."),
-    ]
-
-
-def muon_notices(prefix: str, optimizer: OptimizerConfig) -> Sentences:
-    """What Muon ignores or applies differently."""
-    muon, decay = optimizer.muon, optimizer.adam.weight_decay
-    rows: Sentences = [
-        (muon.ns_steps != 5, f"With Muon --{prefix}muon.ns_steps is ignored."),
-        (not muon.nesterov, f"With Muon --{prefix}muon.no_nesterov is ignored."),
-        (optimizer.max_norm, f"With Muon --{prefix}max_norm clips after orthogonalisation."),
-        (decay, f"With Muon --{prefix}adam.weight_decay applies to every weight."),
-    ]
-    return rows if optimizer.optim == "muon" else []
 
 
 def balance_reaches_routers(section: str, model: Any) -> Sentences:
@@ -182,12 +115,6 @@ def remote_engine_mistakes(rollout: RemoteEnginesConfig) -> Sentences:
     ]
 
 
-def remote_engine_notices(rollout: RolloutConfig, *, used: object) -> Sentences:
-    """Something can ask the remote engines."""
-    return [(rollout.remote_engines and not used, "--rollout.remote_engines has no effect: agents (--train.agent_func_path), "
-             "reward functions (--reward.remote_url FILE.py) and --algo.distill.teacher use them.")]
-
-
 def has_host(url: str) -> bool:
     """Whether a text is an http(s) URL of some host."""
     try:
@@ -208,6 +135,11 @@ def sum_mistakes(reward: RewardConfig, parts: int) -> Sentences:
     ]
 
 
+def is_file(text: str | None) -> TypeGuard[str]:
+    """Whether a text, which may be long, is the path of a file here."""
+    return text is not None and 0 < len(text) < 1000 and Path(text).expanduser().is_file()
+
+
 def looks_local(path: str) -> bool:
     """Whether a text can only be a path: hub names are `name` or `owner/name`."""
     begins = path.startswith(("/", "./", "../", "~"))
@@ -215,11 +147,9 @@ def looks_local(path: str) -> bool:
 
 
 def attention_can_run(ds: LoadingConfig) -> Sentences:
-    """Attention and data type are there, and go together."""
+    """Attention and data type go together."""
     fp16, fp32 = ds.param_dtype == "fp16", ds.param_dtype == "fp32"
     return [
-        (ds.attn_implementation == "flash_attention_2" and not machine.has_flash_attention(),
-         "<ds.attn_implementation> needs the package flash-attn: install it, or use sdpa."),
         (fp32 and "flash_attention" in ds.attn_implementation,
          "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32."),
         (fp16 and ds.load_in_4bit,
@@ -227,30 +157,17 @@ def attention_can_run(ds: LoadingConfig) -> Sentences:
     ]
 
 
-def patience_can_end(config: Root) -> Sentences:
-    """There are evaluations to wait for, a metric to judge them by, and a checkpoint that keeps the best weights."""
-    patience, ckpt = config.eval.patience, config.ckpt
-    return [
-        (patience and not config.eval.dataset, "<eval.patience> waits for a better evaluation: give --eval.dataset."),
-        (patience and ckpt.best_metric_key == "none",
-         "<eval.patience> waits for a better --ckpt.best_metric_key, which is none: name a metric, or leave it out."),
-        (patience and ckpt.disable_ds, "<eval.patience> exports the best weights from their checkpoint, which "
-         "--ckpt.disable_ds does not write: leave one of them out."),
-    ]
-
-
-def probabilities_fit(config: Root, datasets: str, probs: str) -> Sentences:
+def probabilities_fit(config: Any, datasets: str, probs: str) -> Sentences:
     """Each dataset has one probability, and they sum to 1; for the paths of two flags."""
     count, texts = len(items(value_at(config, datasets))), items(value_at(config, probs))
-    shares = [float(text) for text in texts if is_number(text)]
-    unit = min(shares, default=0) >= 0 and abs(sum(shares) - 1) < 1e-6
+    numbers = [float(text) for text in texts if is_number(text)]
+    readable = len(numbers) == len(texts)
+    unit = min(numbers, default=1) > 0 and abs(sum(numbers) - 1) < PROBABILITY_SLACK
     return [
-        (len(shares) < len(texts), f"--{probs} takes numbers separated by commas, not "
-         f"{','.join(texts)!r}."),
-        (shares and len(shares) == len(texts) != count,
-         f"--{probs} has {len(shares)} numbers, but --{datasets} {count} datasets: one each."),
-        (shares and len(shares) == len(texts) == count and not unit,
-         f"<{probs}> must be positive and sum to 1."),
+        (not readable, f"--{probs} takes numbers separated by commas, not {','.join(texts)!r}."),
+        (numbers and readable and len(numbers) != count,
+         f"--{probs} has {len(numbers)} numbers, but --{datasets} {count} datasets: one each."),
+        (numbers and readable and len(numbers) == count and not unit, f"<{probs}> must be positive and sum to 1."),
     ]
 
 
@@ -262,17 +179,17 @@ def is_number(text: str) -> bool:
         return False
 
 
-def batch_fits_ranks(config: Root, ranks: int, *, micro: int, what: str) -> Sentences:
+def batch_fits_ranks(ds: DeepSpeedConfig, batch_size: int, ranks: int, *, micro: int, what: str) -> Sentences:
     """The batch is whole micro-batches on each rank; `what` says where `ranks` comes from."""
-    group = config.ds.group_size
+    group = ds.group_size
     dp, odd = max(1, ranks // group), ranks % group
-    share, rest = divmod(config.train.batch_size, dp)
+    each, rest = divmod(batch_size, dp)
     return [
         (odd, f"{ranks} processes ({what}) do not divide into groups of {group} "
          "(--ds.ring_attn_size x --ds.tensor_parallel_size)."),
         (not odd and rest, f"<train.batch_size> does not divide by {dp} data-parallel ranks "
-         f"({what}): use {max(1, share) * dp} or {(share + 1) * dp}."),
-        (not odd and not rest and share % max(1, micro), f"<train.batch_size> gives each of {dp} "
-         f"rank(s) ({what}) {share} samples, which do not divide by --train.micro_batch_size "
+         f"({what}): use {max(1, each) * dp} or {(each + 1) * dp}."),
+        (not odd and not rest and each % max(1, micro), f"<train.batch_size> gives each of {dp} "
+         f"rank(s) ({what}) {each} samples, which do not divide by --train.micro_batch_size "
          f"{micro}."),
     ]

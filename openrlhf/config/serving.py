@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from openrlhf.config import shared
+from openrlhf.config.commands import ModelCommand
+from openrlhf.config.effects import Sentences
 from openrlhf.config.flags import Section, option, required
-from openrlhf.config.rules import Given, Replaced, Sentences
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+# fmt: off
 class ServedModelConfig(Section, title="The reward model."):
     model_name_or_path: str = required("Folder or hub name of a reward model, with its tokenizer.", holds="model")
     normalize_enable: bool = option(False, "Normalise by stored mean and deviation.")
@@ -18,36 +22,38 @@ class ServedLoadingConfig(shared.LoadingConfig):
     value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
 
 
-class ServeConfig(shared.Command, title="HTTP server of a reward model."):
+class ServeConfig(ModelCommand, title="HTTP server of a reward model."):
     reward: ServedModelConfig = ServedModelConfig()
     ds: ServedLoadingConfig = ServedLoadingConfig()
-    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: every one of this machine.")
-    port: int = option(5000, "TCP port; 0: any that is free.", ge=0, le=65535)
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: every address of this machine.")
+    port: int = option(5000, "TCP port; 0: any free port.", ge=0, le=65535)
     truncation_side: str = option(
-        "left", "Side on which texts over data.max_len are cut; an end-of-text token stays.", choices=("left", "right")
-    )
+        "left", "Side on which texts over data.max_len are cut; an end-of-text token stays.", choices=("left", "right"))
     batch_size: int | None = option(None, "Texts in one forward pass; unset: as max_batch_tokens allows.", ge=1)
-    max_batch_tokens: int = option(16192, "Tokens in one forward pass, padding included.", ge=1)
+    max_batch_tokens: int = option(
+        16192, "Tokens in one forward pass, padding included; unset: at least data.max_len.", ge=1)
     max_batch_wait: float = option(0.005, "Seconds a free model waits for as many requests as it last had.", ge=0)
     max_request_texts: int = option(1024, "Texts in one request.", ge=1)
     max_request_mib: float = option(16.0, "MiB of one request.", gt=0)
 
-    def notices(self, replaced: Replaced, given: Given) -> Sentences:
-        """What the user may have to know of this resolved configuration."""
+    def derived_values(self) -> dict[str, Any]:
+        """A forward pass has room for the longest text."""
+        given = "max_batch_tokens" in self.given
+        return {"max_batch_tokens": self.max_batch_tokens if given else max(self.max_batch_tokens, self.data.max_len)}
+
+    def notices(self) -> Sentences:
+        """Who can reach the server."""
+        local = self.host in LOOPBACK
         return [
-            (
-                self.host not in LOOPBACK,
-                "<host>: whoever reaches that address can ask this server, which knows no passwords.",
-            ),
-            *super().notices(replaced, given),
+            (local, "<host>: only programs on this machine can connect. For trainers on other nodes use --host 0.0.0.0."),
+            (not local, "<host>: whoever reaches that address can ask this server, which knows no passwords."),
+            *super().notices(),
         ]
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
         return [
             *super().mistakes(),
-            (
-                self.max_batch_tokens < self.data.max_len,
-                "<max_batch_tokens> has no room for a text of <data.max_len>: raise it, or lower the other.",
-            ),
+            (self.max_batch_tokens < self.data.max_len,
+             "<max_batch_tokens> has no room for a text of <data.max_len>: raise it, or leave it out."),
         ]

@@ -1,12 +1,8 @@
-"""Sections that several commands share, and their root; `config.ds.zpg` is the flag --ds.zpg."""
+"""Sections that several commands share; `config.ds.zpg` is the flag --ds.zpg."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
-
-from openrlhf.config import rules
 from openrlhf.config.flags import Section, derived, option, required
-from openrlhf.config.rules import Given, Replaced, Sentences
 
 # fmt: off
 DTYPES = ("bf16", "fp16", "fp32")
@@ -15,25 +11,35 @@ SCHEDULERS = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
     "inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 
+CHECKPOINTS = "ckpt.saves|eval.dataset"  # conditions: see `effects`
+EVALUATIONS = "eval.dataset|measures_training_rows"
+
 class CheckpointConfig(Section, title="Checkpoints and the exported model."):
     output_dir: str = option("./ckpt", "Folder of the final model and tokenizer.")
     path: str = option("./ckpt/checkpoints", "Folder of the checkpoints of the run.")
     save_steps: int = option(-1, "Steps between checkpoints; -1: none.", ge=-1)
-    save_hf: bool = option(False, "Export a Transformers model with every checkpoint.")
-    disable_ds: bool = option(False, "Write no engine state: the run cannot be resumed.")
-    max_num: int = option(3, "Regular checkpoints to keep.", ge=1)
-    max_mem: float = option(1e8, "GiB all checkpoints together may take.", gt=0)
+    save_hf: bool = option(False, "Export a Transformers model with every checkpoint.", needs=CHECKPOINTS)
+    disable_ds: bool = option(False, "Write no engine state: the run cannot be resumed.", needs=CHECKPOINTS)
+    max_num: int = option(3, "Regular checkpoints to keep.", ge=1, needs=CHECKPOINTS)
+    max_mem: float = option(1e8, "GiB all checkpoints together may take.", gt=0, needs=CHECKPOINTS)
     load_enable: bool = option(False, "Continue from the newest complete checkpoint.")
     best_metric_key: str = option(
-        "", "Evaluation metric of the best checkpoint; less is better where its name ends in loss, truncated_rate or "
-        "failed_episodes. none: keep no best; empty: first *_pass1 in RL; else first *loss, with --eval.patience only.")
+        "", "Evaluation metric of the best checkpoint; less is better if its name ends in loss, truncated_rate or "
+        "failed_episodes. none: keep no best; empty: first *_pass1 in RL; else first *loss, with --eval.patience only.",
+        needs=EVALUATIONS)
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are written at regular steps."""
+        return self.save_steps > 0
 
 class WandbConfig(Section, title="Weights & Biases."):
     key: str | None = option(None, "API key; any text if logged in; never saved.", saved=False)
-    org: str | None = option(None, "Entity: user or team.")
-    group: str | None = option(None, "Group of runs.")
-    project: str = option("openrlhf", "Project.")
-    run_name: str = derived("Name of the run and its TensorBoard folder; unset: stage, time.")
+    org: str | None = option(None, "Entity: user or team.", needs="key")
+    group: str | None = option(None, "Group of runs.", needs="key")
+    project: str = option("openrlhf", "Project.", needs="key")
+    run_name: str = derived(
+        "Name of the run and its TensorBoard folder; unset: stage, time.", needs="key|logger.tensorboard_dir")
 
 class LoggerConfig(Section, title="Where numbers go besides the run folder."):
     logging_steps: int = option(1, "Steps between two entries.", ge=1)
@@ -54,17 +60,17 @@ class TrainConfig(Section, title="Batches, epochs, seed."):
     max_nonfinite: int = option(3, "Steps in a row with a non-finite loss that end the run.", ge=1)
 
 class EvalConfig(Section, title="Evaluation during training."):
-    steps: int = option(-1, "Steps between two; -1: at each epoch's end (RL: never).", ge=-1)
+    steps: int = option(-1, "Steps between two; -1: at each epoch's end (RL: never).", ge=-1, needs=EVALUATIONS)
     dataset: str | None = option(None, "Files, folders or hub names, by comma.", holds="dataset")
-    split: str = option("train", "Split of it.")
+    split: str = option("train", "Split of the dataset.", needs="dataset")
     patience: int | None = option(
         None, "Stop after so many in a row without a new best (--ckpt.best_metric_key); the best weights are exported.", ge=1)
 
 class LoraConfig(Section, title="LoRA adapters."):
     rank: int = option(0, "Rank; 0: no adapter, every weight is trained.", ge=0)
-    alpha: int = option(16, "Scale: the update is multiplied by alpha / rank.", gt=0)
-    dropout: float = option(0.0, "Dropout in front of the adapter.", ge=0, lt=1)
-    target_modules: tuple[str, ...] = option(("all-linear",), "Modules; all-linear: each layer.")
+    alpha: int = option(16, "Scale: the update is multiplied by alpha / rank.", gt=0, needs="rank")
+    dropout: float = option(0.0, "Dropout in front of the adapter.", ge=0, lt=1, needs="rank")
+    target_modules: tuple[str, ...] = option(("all-linear",), "Modules; all-linear: each layer.", needs="rank")
 
 class LoadingConfig(Section, title="How models are loaded and run."):
     param_dtype: str = option("bf16", "Data type of the weights.", choices=DTYPES)
@@ -84,12 +90,13 @@ class DeepSpeedConfig(LoadingConfig, title="DeepSpeed: precision, memory, parall
     nvme_path: str | None = option(None, "Folder on NVMe for offloaded state.")
     use_universal_ckpt: bool = option(False, "Load a checkpoint in universal format.")
     grad_accum_dtype: str | None = option(None, "Of gradient sums; unset: fp32.", choices=DTYPES)
-    overlap_comm: bool = option(False, "Reduce gradients while the backward pass runs.")
+    overlap_comm: bool = option(False, "Reduce gradients while the backward pass runs.", needs="zero_stage=2,3")
     deepcompile: bool = option(False, "DeepSpeed's DeepCompile.")
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
     tensor_parallel_size: int = option(1, "Ranks that share each layer.", ge=1)
     ring_attn_size: int = option(1, "Ranks that share each sequence.", ge=1)
-    ring_attn_head_stride: int = option(1, "Heads per ring step; more: faster, more memory.", ge=1)
+    ring_attn_head_stride: int = option(
+        1, "Heads per ring step; more: faster, more memory.", ge=1, needs="!ring_attn_size=1")
     lora: LoraConfig = LoraConfig()
 
     @property
@@ -107,14 +114,16 @@ class TokenizerConfig(Section, title="Tokenizer."):
 class DataConfig(TokenizerConfig, title="Tokenizer and data."):
     dataloader_num_workers: int = option(0, "Processes that prepare batches.", ge=0)
     max_samples: int = option(1_000_000, "Rows to use, per dataset and of their blend.", ge=1)
-    input_template: str | None = option(None, "Text with {} as prompt, where no chat template is.")
+    input_template: str | None = option(
+        None, "Text with {} as prompt, without a chat template.", needs="!apply_chat_template")
     apply_chat_template: bool = option(False, "Render with the tokenizer's chat template.")
 
 class OfflineDataConfig(DataConfig):
     dataset: str = required("Training data: files, folders, hub names, by comma.", holds="dataset")
-    dataset_probs: str | None = option(None, "Shares, by comma; unset: one after the other.")
+    dataset_probs: str | None = option(None, "Probabilities, by comma; unset: one after the other.")
     dataset_split: str = option("train", "Split of each dataset.")
-    tokenizer_chat_template: str | None = option(None, "Instead of the tokenizer's chat template.")
+    tokenizer_chat_template: str | None = option(
+        None, "Chat template, or a file with one, instead of the tokenizer's.", needs="apply_chat_template")
 
 class AdamConfig(Section, title="AdamW."):
     lr: float = option(5e-6, "Peak learning rate.", ge=0)
@@ -122,7 +131,7 @@ class AdamConfig(Section, title="AdamW."):
     eps: float = option(1e-8, "Term that keeps the division finite.", gt=0)
     weight_decay: float = option(0.0, "Decoupled decay; biases and norms are exempt.", ge=0)
 
-class MuonConfig(Section, title="Muon, for the matrices; AdamW has the rest."):
+class MuonConfig(Section, title="Muon, for the matrices; AdamW has the rest.", needs="optim=muon"):
     lr: float = option(0.02, "Peak learning rate of the matrices.", ge=0)
     momentum: float = option(0.95, "Momentum.", ge=0, lt=1)
     ns_steps: int = option(5, "Newton-Schulz steps; the engine always takes 5.", ge=1)
@@ -133,8 +142,11 @@ class OptimizerConfig(Section, title="Optimizer and learning-rate schedule of on
     muon: MuonConfig = MuonConfig()
     adam: AdamConfig = AdamConfig()
     lr_scheduler: str = option("cosine_with_min_lr", "Schedule.", choices=SCHEDULERS)
-    lr_warmup_ratio: float = option(0.03, "Share of the steps that warm up.", ge=0, le=1)
-    min_lr_ratio: float = option(0.1, "Floor (share of peak) of schedules with one.", ge=0, le=1)
+    lr_warmup_ratio: float = option(
+        0.03, "Fraction of the steps that warm up.", ge=0, le=1, needs="!lr_scheduler=constant")
+    min_lr_ratio: float = option(
+        0.1, "Floor (fraction of the peak) of schedules with one.", ge=0, le=1,
+        needs="lr_scheduler=cosine_with_min_lr,cosine_warmup_with_min_lr")
     max_norm: float = option(1.0, "Clip the gradient to this norm; 0: no clipping.", ge=0)
 
 class ModelSourceConfig(Section, title="Where models come from."):
@@ -143,86 +155,6 @@ class ModelSourceConfig(Section, title="Where models come from."):
 class ModelConfig(ModelSourceConfig, title="The model to train."):
     model_name_or_path: str = required("Folder or hub name, with its tokenizer.", holds="model")
     gradient_checkpointing_enable: bool = option(False, "Recompute activations to save memory.")
-    gradient_checkpointing_reentrant: bool = option(False, "Use its re-entrant implementation.")
+    gradient_checkpointing_reentrant: bool = option(
+        False, "Use its re-entrant implementation.", needs="gradient_checkpointing_enable")
     aux_loss_coef: float = option(0.0, "Weight of a mixture of experts' load-balancing loss.", ge=0)
-
-class Command(Section, title="What every command has."):
-    trains: ClassVar[bool] = False
-
-    model: ModelSourceConfig = ModelSourceConfig()
-    data: TokenizerConfig = TokenizerConfig()
-    ds: LoadingConfig = LoadingConfig()
-    plugin: tuple[str, ...] = option((), "Your file with registrations.", metavar="FILE.py")
-    dry_run: bool = option(False, "Check everything, show plan and first batch, stop.", saved=False)
-    use_ms: bool = option(False, "Download from ModelScope instead of the Hugging Face hub.")
-
-    # fmt: on
-    def resolve(
-        self, explicit: Given = frozenset(), *, command: str = ""
-    ) -> tuple[Self, list[str]]:
-        """A copy with all derived values, and notices. `explicit`: the paths the user gave."""
-        return rules.resolved(self, explicit, command or type(self).__name__)
-
-    def check(self) -> list[str]:
-        """All that is wrong, one sentence each: out of bounds, not there yet, broken rules."""
-        return rules.violations(self)
-
-    def derived_values(self, given: Given) -> dict[str, Any]:
-        """What follows from the flags of this command, by path."""
-        return {}
-
-    def common_values(self, given: Given, command: str) -> dict[str, Any]:
-        """What follows in every command once its own values are derived, by path."""
-        return {"ds.attn_implementation": rules.attention_in_effect(self.ds, given)}
-
-    def notices(self, replaced: Replaced, given: Given) -> Sentences:
-        """What the user may have to know of this resolved configuration."""
-        return rules.attention_notices(self.ds, replaced, given)
-
-    def mistakes(self) -> Sentences:
-        """What may be wrong with this resolved configuration."""
-        return [*rules.sources_exist(self), *rules.attention_can_run(self.ds)]
-
-
-class RecordedCommand(Command, title="What every command with a run folder has."):
-    run_name_prefix: ClassVar[str] = ""
-
-    data: DataConfig = DataConfig()
-    ds: DeepSpeedConfig = DeepSpeedConfig()
-    logger: LoggerConfig = LoggerConfig()
-    run: RunConfig = RunConfig()
-
-    def common_values(self, given: Given, command: str) -> dict[str, Any]:
-        """What follows in every command with a run folder once its own values are derived, by path."""
-        return {**super().common_values(given, command), **rules.run_values(self, command)}
-
-    def notices(self, replaced: Replaced, given: Given) -> Sentences:
-        """What the user may have to know of this resolved configuration."""
-        return [*super().notices(replaced, given), *rules.template_notices(self, replaced)]
-
-
-# fmt: off
-class Root(RecordedCommand, title="What every training command has."):
-    trains: ClassVar[bool] = True
-    evaluates_given_data_only: ClassVar[bool] = True
-
-    train: TrainConfig = TrainConfig()
-    eval: EvalConfig = EvalConfig()
-    ckpt: CheckpointConfig = CheckpointConfig()
-    local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
-
-    # fmt: on
-    def notices(self, replaced: Replaced, given: Given) -> Sentences:
-        """What the user may have to know of this resolved configuration."""
-        return [*super().notices(replaced, given), *rules.run_notices(self, given)]
-
-    def mistakes(self) -> Sentences:
-        """What may be wrong with this resolved configuration."""
-        return [
-            *super().mistakes(),
-            *rules.patience_can_end(self),
-            (
-                self.ds.param_dtype == "fp16" and self.ds.tensor_parallel_size > 1,
-                "--ds.tensor_parallel_size above 1 needs --ds.param_dtype bf16 instead of fp16.",
-            ),
-        ]

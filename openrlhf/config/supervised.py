@@ -2,54 +2,60 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 from openrlhf.config import machine, rules, shared
+from openrlhf.config.commands import Root
+from openrlhf.config.effects import Sentences
 from openrlhf.config.flags import Section, option
-from openrlhf.config.rules import Given, Replaced, Sentences
 
 
-class SupervisedConfig(shared.OptimizerConfig, shared.Root, title="What the offline commands share."):
+class SupervisedConfig(shared.OptimizerConfig, Root, title="What the offline commands share."):
     model: shared.ModelConfig = shared.ModelConfig()
     ds: shared.DeepSpeedConfig = shared.DeepSpeedConfig()
     data: shared.OfflineDataConfig = shared.OfflineDataConfig()
 
-    def derived_values(self, given: Given) -> dict[str, Any]:
-        """The default micro-batch of a small batch is the batch."""
-        ranks = max(1, machine.world_size() // self.ds.group_size)
-        share = max(1, self.train.batch_size // ranks)
-        micro = self.train.micro_batch_size
-        fits = "train.micro_batch_size" in given or micro <= share
-        return {"train.micro_batch_size": micro if fits else share}
-
     # fmt: off
-    def notices(self, replaced: Replaced, given: Given) -> Sentences:
+    def derived_values(self) -> dict[str, Any]:
+        """The default micro-batch of a small batch is the batch; a chat template in a file is the text of that file."""
+        ranks = max(1, machine.world_size() // self.ds.group_size)
+        of_rank = max(1, self.train.batch_size // ranks)
+        micro, template = self.train.micro_batch_size, self.data.tokenizer_chat_template
+        fits = "train.micro_batch_size" in self.given or micro <= of_rank
+        return {
+            "train.micro_batch_size": micro if fits else of_rank,
+            "data.tokenizer_chat_template":
+                Path(template).expanduser().read_text(encoding="utf-8") if rules.is_file(template) else template,
+        }
+
+    def notices(self) -> Sentences:
         """What the user may have to know of this resolved configuration."""
-        data = self.data
+        micro = self.train.micro_batch_size
         return [
-            ("train.micro_batch_size" in replaced,
-             f"--train.micro_batch_size is {self.train.micro_batch_size}: a rank has no more of "
-         "<train.batch_size>."),
-            (data.tokenizer_chat_template is not None and not data.apply_chat_template,
-             "--data.tokenizer_chat_template has no effect without --data.apply_chat_template."),
-            *rules.muon_notices("", self),
-            *super().notices(replaced, given),
+            ("train.micro_batch_size" not in self.given and micro != type(self)().train.micro_batch_size,
+             f"--train.micro_batch_size is {micro}: a rank has no more of <train.batch_size>."),
+            *super().notices(),
         ]
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        ranks, micro = machine.world_size(), self.train.micro_batch_size
-        what = f"the launcher started {ranks}"
+        ranks, template = machine.world_size(), self.data.tokenizer_chat_template
         return [
             *super().mistakes(),
             (self.ds.ring_attn_size > 1 and not self.ds.packing_samples,
              "<ds.ring_attn_size> needs --ds.packing_samples."),
+            (template and "{" not in template,
+             "<data.tokenizer_chat_template> is neither a template, which has {{ or {% in it, nor a file on this machine."),
             *rules.balance_reaches_routers("model", self.model),
-            *rules.batch_fits_ranks(self, ranks, micro=micro, what=what),
+            *rules.batch_fits_ranks(
+                self.ds, self.train.batch_size, ranks, micro=self.train.micro_batch_size,
+                what=f"the launcher started {ranks}"),
             *rules.probabilities_fit(self, "data.dataset", "data.dataset_probs"),
         ]
 
 
+# fmt: on
 class SFTModelConfig(shared.ModelConfig):
     pretrain_mode_enable: bool = option(False, "Pretraining: raw text, every token is a target.")
 
@@ -62,6 +68,9 @@ class SFTDataConfig(shared.OfflineDataConfig):
 
 class SFTConfig(SupervisedConfig, title="Supervised fine-tuning."):
     run_name_prefix: ClassVar[str] = "sft_"
+    effects: ClassVar[dict[str, str]] = {
+        "!model.pretrain_mode_enable": "data.output_key data.apply_chat_template data.input_template"
+    }
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_sft")
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_sft"))
@@ -81,16 +90,16 @@ class SFTConfig(SupervisedConfig, title="Supervised fine-tuning."):
             ),
             (
                 not (data.output_key or data.apply_chat_template or plain),
-                "The response is nowhere: name its column with --data.output_key, or use --data."
-                "apply_chat_template for chats, or --model.pretrain_mode_enable for plain text.",
+                "No column has the response: name it with --data.output_key, or use "
+                "--data.apply_chat_template for chats, or --model.pretrain_mode_enable for plain text.",
             ),
         ]
 
 
 class PairColumns(Section, title="Columns of pairs."):
-    prompt_key: str | None = option(None, "Column with the prompt of both; unset: it is in them.")
+    prompt_key: str | None = option(None, "Column with the prompt of both answers; unset: the answers contain it.")
     chosen_key: str = option("chosen", "Column with the preferred answer or conversation.")
-    rejected_key: str = option("rejected", "Column with the other one.")
+    rejected_key: str = option("rejected", "Column with the other answer or conversation.")
 
 
 class PreferenceDataConfig(PairColumns, shared.OfflineDataConfig, title="Tokenizer and data."):
@@ -99,8 +108,10 @@ class PreferenceDataConfig(PairColumns, shared.OfflineDataConfig, title="Tokeniz
 
 class RMModelConfig(shared.ModelConfig):
     loss_type: str = option("sigmoid", "Pairwise loss; both names are the same one.", choices=("sigmoid", "logexp"))
-    margin_loss_enable: bool = option(False, "Ask for the margin of the column margin (sigmoid).")
-    compute_fp32_loss_enable: bool = option(False, "No effect: rewards are float32 always.")
+    margin_loss_enable: bool = option(
+        False, "Ask for the margin of the column margin (sigmoid).", needs="!loss_type=logexp"
+    )
+    compute_fp32_loss_enable: bool = option(False, "No effect: rewards are float32 always.", needs="!always")
     reinit_head: bool = option(False, "A fresh scalar head even where one is stored.")
 
 
@@ -110,7 +121,7 @@ class RMDeepSpeedConfig(shared.DeepSpeedConfig):
 
 class RMConfig(SupervisedConfig, title="Reward model from preference pairs."):
     run_name_prefix: ClassVar[str] = "rm_"
-    evaluates_given_data_only: ClassVar[bool] = False
+    measures_training_rows: ClassVar[bool] = True
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_rm")
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_rm"))
@@ -119,14 +130,3 @@ class RMConfig(SupervisedConfig, title="Reward model from preference pairs."):
     model: RMModelConfig = RMModelConfig()
     ds: RMDeepSpeedConfig = RMDeepSpeedConfig()
     data: PreferenceDataConfig = PreferenceDataConfig(max_len=512)
-
-    def notices(self, replaced: Replaced, given: Given) -> Sentences:
-        """What the user may have to know of this resolved configuration."""
-        model = self.model
-        return [
-            (
-                model.margin_loss_enable and model.loss_type == "logexp",
-                "--model.margin_loss_enable has no effect with --model.loss_type logexp.",
-            ),
-            *super().notices(replaced, given),
-        ]

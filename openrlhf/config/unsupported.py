@@ -1,11 +1,12 @@
-"""Flags whose feature is not there yet, refused by name. Deleting a name enables its feature."""
+"""Flags whose feature is not available yet, refused by name. Deleting a name enables its feature."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from openrlhf.config.flags import flags_in
+from openrlhf.config.effects import look_up
+from openrlhf.config.flags import flags_in, flags_of
 
 LEAVE_OUT = """
     ds.load_in_4bit ds.use_liger_kernel ds.deepcompile ds.torch_compile ds.nvme_path ds.enable_sleep
@@ -30,6 +31,7 @@ NOT_YET: dict[str, str] = {
     "ds.zpg": "use 1",
     "optim": "use adam",
     "actor.optim": "use adam",
+    "critic.optim": "use adam",
     "use_ms": "download the files first and give their paths",
     "data.max_images_per_prompt": "use text prompts",
     "reward.process_model": FUNCTION,
@@ -43,16 +45,18 @@ FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("ds.param_dtype", "use bf16", lambda c: c.trains and c.ds.param_dtype == "fp16"),
     ("reward.remote_url", "leave out --reward.verifier, or it",
      lambda c: bool(c.reward.remote_url and c.reward.verifier)),
-    ("vllm.sync_backend", "use nccl (gloo is used without GPUs)",
-     lambda c: c.vllm.sync_backend not in ("nccl", "gloo")),
+    ("vllm.sync_backend", "leave it out (nccl is used on GPUs, gloo without)",
+     lambda c: c.vllm.sync_backend != ("nccl" if c.uses_gpus else "gloo")),
     ("vllm.max_engines", "use as many as --vllm.num_engines",
      lambda c: c.vllm.max_engines != c.vllm.num_engines),
 )  # fmt: skip
 
 
-def is_refused(path: str) -> bool:
-    """Whether a flag, or a section it is in, is refused at any value but its default."""
-    return any(part in NOT_YET for part in _sections(path))
+def is_refused(path: str, root: Any) -> bool:
+    """Whether a flag, a section it is in, or the feature it belongs to is refused at any value but its default."""
+    needed = [look_up(root, path, term) for need in flags_of(root.__class__)[path].needs for term in need.split("|")]
+    paths = [path, *(found[0] for found in needed if found)]
+    return any(part in NOT_YET for each in paths for part in _sections(each))
 
 
 def _sections(path: str) -> list[str]:
@@ -60,12 +64,12 @@ def _sections(path: str) -> list[str]:
     return [path[:end] for end, sign in enumerate(f"{path}.") if sign == "."]
 
 
-def refusals(config: Any) -> Iterator[str]:
-    """A sentence for each flag of a resolved configuration whose feature is not there yet."""
+def refusals(config: Any) -> Iterator[tuple[str, str]]:
+    """Path and sentence of each flag of a resolved configuration whose feature is not available yet."""
     for flag, value in flags_in(config):
         default = " (the default)" if value == flag.default else ""
         instead = [advice for path, advice, when in FOR_SOME_VALUES if flag.path == path and when(config)]
         if not default:
             instead += [NOT_YET[path] for path in _sections(flag.path) if path in NOT_YET]
         for advice in instead:
-            yield f"{flag.typed(value)}{default} is not available yet: {advice}."
+            yield flag.path, f"{flag.typed(value)}{default} is not available yet: {advice}."

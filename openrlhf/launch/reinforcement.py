@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
+from openrlhf.config.learning import ActorConfig, CriticConfig, RefConfig
 from openrlhf.config.machine import count_gpus
 from openrlhf.config.options import ConfigError
-from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig, RefConfig, RewardConfig
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.rollout import RewardConfig
 from openrlhf.data.errors import DataError
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.distributed import placement

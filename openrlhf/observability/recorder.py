@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from openrlhf.config.commands import RecordedCommand
 from openrlhf.config.options import dump_yaml
-from openrlhf.config.shared import RecordedCommand
 from openrlhf.observability.display import Display
 from openrlhf.observability.report import report_run
 from openrlhf.observability.run_folder import RunFolder, SampleRow
@@ -45,7 +45,7 @@ class Recorder:
             if self.folder.earlier:
                 self.display.note(f"What an earlier run left in {run.dir} is now in {self.folder.earlier}.")
         resolved = dump_yaml(config)
-        self.folder.write_config(resolved)
+        self.folder.write_config(dump_yaml(config, given_only=True), resolved)
         self.trackers = make_trackers(
             logger,
             settings={"config": resolved},

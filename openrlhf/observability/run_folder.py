@@ -1,6 +1,7 @@
 """The folder of a run: what was asked for, what was measured, what was sampled.
 
-    config.yaml     the resolved configuration; can be passed back with --config
+    config.yaml     the flags that were given, also by a file; can be passed back with --config
+    config_resolved.yaml    every value in effect
     metrics.jsonl   one object per log call: {"step": 12, "time": 1700000000.0, "train/kl": …}
     samples.jsonl   one object per logged episode: the fields of `SampleRow`
     report.html     written by `report.py`
@@ -27,9 +28,9 @@ from typing import Any, Self, TextIO, cast
 
 from openrlhf.trajectory import Trajectory
 
-CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
+CONFIG, RESOLVED, METRICS, SAMPLES = "config.yaml", "config_resolved.yaml", "metrics.jsonl", "samples.jsonl"
 REPORT, LOGS, WANDB_ID = "report.html", "logs", "wandb_id"
-ENTRIES = (CONFIG, METRICS, SAMPLES, REPORT, LOGS, WANDB_ID, "wandb")
+ENTRIES = (CONFIG, RESOLVED, METRICS, SAMPLES, REPORT, LOGS, WANDB_ID, "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +95,10 @@ class RunFolder:
         """Start a new run in `path`; files of an earlier one are moved to `earlier/<n>/`."""
         return cls(path, earlier=set_aside(Path(path)))
 
-    def write_config(self, text: str) -> None:
-        """Write config.yaml, whole or not at all."""
-        _replace(self.path / CONFIG, [text])
+    def write_config(self, given: str, resolved: str) -> None:
+        """Write config.yaml and config_resolved.yaml, each whole or not at all."""
+        _replace(self.path / CONFIG, [given])
+        _replace(self.path / RESOLVED, [resolved])
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append the numbers of a step, or of an evaluation after it."""

@@ -45,12 +45,10 @@ def test_a_decorator_registers_and_returns_what_it_decorates() -> None:
 
 def test_flags_and_registry_know_the_same_estimators_with_the_same_needs() -> None:
     registered = {
-        name: (entry.per_group, entry.needs_critic, entry.whiten, entry.per_group)
+        name: (entry.per_group, entry.needs_critic, entry.whiten)
         for name, entry in ((name, ADVANTAGE_ESTIMATORS[name]) for name in ADVANTAGE_ESTIMATORS)
     }
-    assert registered == {
-        name: (e.needs_groups, e.needs_critic, e.whitened, e.forces_gamma_one) for name, e in choices.ESTIMATORS.items()
-    }
+    assert registered == {name: (e.needs_groups, e.needs_critic, e.whitened) for name, e in choices.ESTIMATORS.items()}
 
 
 def test_flags_and_registry_know_the_same_policy_losses() -> None:

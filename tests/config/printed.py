@@ -12,7 +12,7 @@ PPO = (
     "--reward.model_name_or_path OpenRLHF/Llama-3-8b-rm-700k"
 )
 NO_PROMPTS = "--data.prompt_dataset must be given."
-NO_RESPONSE = "The response is nowhere: name its column with --data.output_key"
+NO_RESPONSE = "No column has the response: name it with --data.output_key"
 NO_REWARD = "Nothing rewards the samples: give --reward.remote_url"
 NO_GROUPS = (
     "--algo.advantage.estimator group_norm compares samples of one prompt, but --rollout.n_samples_per_prompt is 1."

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from openrlhf.config.commands import Command
+from openrlhf.config.flags import value_at
 from openrlhf.config.options import ConfigError, dump_yaml, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
@@ -29,14 +31,84 @@ def load(command: str, file: Path, *flags: str):
     return parse_config(ROOTS[command], ["--config", str(file), *flags], command=command)
 
 
+def written(config: Command, folder: Path) -> Path:
+    """The file that a run with this configuration writes."""
+    file = folder / "config.yaml"
+    file.write_text(dump_yaml(config, given_only=True))
+    return file
+
+
 @pytest.mark.parametrize(("command", "line"), CASES)
-def test_a_resolved_configuration_read_back_is_the_same_configuration(command: str, line: str, tmp_path: Path) -> None:
-    config = {"train_sft": sft, "train_ppo_ray": ppo}[command](line)
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_yaml(config))
-    again = load(command, file)
+def test_what_was_given_read_back_is_the_same_configuration(command: str, line: str, tmp_path: Path) -> None:
+    config = {"train_sft": sft, "train_ppo_ray": ppo}[command](f"{line} --run.dir r --logger.wandb.run_name w")
+    again = load(command, file := written(config, tmp_path))
     assert again == config
+    assert again.given == config.given
     assert dump_yaml(again) == dump_yaml(config)
+    assert dump_yaml(again, given_only=True) == file.read_text()
+
+
+def test_a_file_has_what_was_given_and_the_resolved_one_every_value() -> None:
+    config = ppo("--pretrain m --actor.policy_loss_type gspo")
+    given = yaml.safe_load(dump_yaml(config, given_only=True))
+    assert given["actor"] == {"model_name_or_path": "m", "policy_loss_type": "gspo"}
+    assert "vllm" not in given and "loss" not in given["algo"]
+    resolved = yaml.safe_load(dump_yaml(config))
+    assert (resolved["vllm"]["dtype"], resolved["algo"]["loss"]["aggregation"]) == ("bf16", "sequence")
+
+
+# What a run derived, and a change that has to be followed when its file is passed back.
+FOLLOWED = [
+    ("", "--ds.param_dtype fp32", "vllm.dtype", "fp32"),
+    ("", "--actor.policy_loss_type cispo", "actor.eps_clip_low_high", (1.0, 0.28)),
+    ("", "--actor.policy_loss_type gspo", "algo.loss.aggregation", "sequence"),
+    ("--algo.advantage.estimator gae", "--reward.model_name_or_path r", "critic.model_name_or_path", "r"),
+    ("", "--vllm.num_engines 2", "vllm.max_engines", 2),
+    ("", "--actor.eps_clip 0.3", "actor.eps_clip_low_high", (0.3, 0.3)),
+    ("--train.colocate_actor_ref", "--actor.num_gpus_per_node 2", "ref.num_gpus_per_node", 2),
+    ("--rollout.batch_size 256", "--rollout.batch_size 512", "rollout.vllm_generate_batch_size", 512),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "change", "path", "value"), FOLLOWED)
+def test_what_is_derived_follows_a_flag_that_is_changed_beside_a_runs_own_file(
+    line: str, change: str, path: str, value: object, tmp_path: Path
+) -> None:
+    config = load("train_ppo_ray", written(ppo(line), tmp_path), *change.split())
+    assert value_at(config, path) == value
+
+
+def test_what_was_given_stays_given_in_a_runs_own_file(tmp_path: Path) -> None:
+    line = "--ds.param_dtype fp32 --vllm.dtype bf16 --actor.eps_clip_low_high 0.1 0.2"
+    config = load("train_ppo_ray", written(ppo(line), tmp_path), "--actor.policy_loss_type", "cispo")
+    assert (config.vllm.dtype, config.actor.eps_clip_low_high) == ("bf16", (0.1, 0.2))
+
+
+def test_a_runs_own_file_brings_no_notices_that_the_run_did_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line in ("", "--algo.advantage.estimator gae --critic.freezing_steps 2", "--rollout.only"):
+        file = written(ppo(line), tmp_path)
+        said = capsys.readouterr().err
+        load("train_ppo_ray", file)
+        assert capsys.readouterr().err == said
+
+
+def test_folders_of_the_run_that_wrote_a_file_are_not_used_again_unnoticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    file = written(sft(f"--run.dir {tmp_path} --ckpt.output_dir {model}"), tmp_path)
+    assert load("train_sft", file).run.dir.startswith("./runs/train_sft-")
+    said = capsys.readouterr().err
+    assert f"--run.dir {tmp_path} belongs to the run that wrote {file}" in said and "output_dir" not in said
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    load("train_sft", file)
+    assert f"--ckpt.output_dir {model} comes from {file} and holds files" in capsys.readouterr().err
+    assert load("train_sft", file, "--run.dir", str(tmp_path), "--ckpt.output_dir", str(model)).run.dir == str(tmp_path)
+    assert load("train_sft", file, "--ckpt.load_enable").ckpt.load_enable
+    assert "holds files" not in capsys.readouterr().err
 
 
 def test_keys_may_be_nested_dotted_or_both(tmp_path: Path) -> None:
@@ -133,8 +205,7 @@ def test_what_belongs_to_one_launch_is_not_written() -> None:
 
 
 def test_values_of_a_file_count_as_given(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(dump_yaml(ppo()))
+    file = written(ppo("--ref.num_gpus_per_node 1 --train.colocate_actor_ref --algo.kl.init_coef 0"), tmp_path)
     config = load("train_ppo_ray", file, "--actor.num_gpus_per_node", "2")
-    assert config.ref.num_gpus_per_node == 1  # as the file says, not as the machine says
+    assert config.ref.num_gpus_per_node == 1  # as the file says, not as the policy's group
     assert type(config) is PPOConfig and type(sft()) is SFTConfig

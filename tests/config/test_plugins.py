@@ -94,7 +94,7 @@ more = " --algo.advantage.is_correction_type my_correction --algo.advantage.esti
 assert "my_estimator compares samples of one prompt" in sentence, sentence
 config = ppo(line + "my_loss --rollout.n_samples_per_prompt 2" + more)
 assert config.algo.loss.aggregation == "sequence"
-assert config.estimator.forces_gamma_one and not config.estimator.needs_critic
+assert config.estimator.needs_groups and not config.estimator.needs_critic
 assert (config.algo.kl.estimator, config.actor.eps_clip_low_high) == ("my_kl", (0.2, 0.2))
 correction = choices.CORRECTIONS[config.algo.advantage.is_correction_type]
 assert correction == choices.CorrectionPreset(level="sequence", mode="truncate")

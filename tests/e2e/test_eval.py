@@ -81,7 +81,7 @@ def test_every_sample_of_every_prompt_is_written_down(pass_k: Finished, workspac
         (prompt, sample) for prompt in range(PROMPTS) for sample in range(SAMPLES)
     ]
     assert (workspace / "pass_k/report.html").is_file()
-    assert "task: pass_k" in (workspace / "pass_k/config.yaml").read_text()
+    assert "task: pass_k" in (workspace / "pass_k/config_resolved.yaml").read_text()
 
 
 def test_pass_at_k_is_that_of_the_samples_per_data_source(pass_k: Finished, workspace: Path) -> None:

@@ -59,7 +59,7 @@ class Page(HTMLParser):
 @pytest.fixture
 def run(tmp_path):
     folder = RunFolder.create(tmp_path / "grpo")
-    folder.write_config("algo:\n  kl:\n    init_coef: 0.01\n")
+    folder.write_config("algo:\n  kl:\n    init_coef: 0.01\n", "")
     for step in range(1, 41):
         folder.log_metrics(step, {"train/reward": step / 40, "train/my_number": 1.0})
     folder.log_metrics(40, {"eval/eval_gsm8k_pass1": 0.5})
@@ -96,7 +96,7 @@ def test_nothing_a_model_writes_becomes_markup(run):
     run.log_samples([replace(SAMPLE, step=41, error=attack, reward=None)])
     run.log_metrics(41, {f"train/{attack}": 1.0})
     run.log_metrics(42, {f"train/{attack}": 2.0})
-    run.write_config(attack)
+    run.write_config(attack, "")
     path = write_report(
         run.path / "r.html", [Stage(name=attack, folder=run.path)], title=attack, summary_rows=[[attack], [attack]]
     )

@@ -157,10 +157,11 @@ def test_cutting_back_keeps_the_lines_as_they_were(tmp_path):
 def test_a_new_run_moves_what_an_earlier_one_left(tmp_path):
     for kl in (0.1, 0.2, 0.3):
         folder = RunFolder.create(tmp_path)
-        folder.write_config(f"kl: {kl}\n")
+        folder.write_config(f"kl: {kl}\n", f"kl: {kl}\nseed: 1\n")
         folder.log_metrics(1, {"train/kl": kl})
         folder.close()
     assert (tmp_path / "config.yaml").read_text() == "kl: 0.3\n"
+    assert (tmp_path / "config_resolved.yaml").read_text() == "kl: 0.3\nseed: 1\n"
     assert (tmp_path / "earlier/1/config.yaml").read_text() == "kl: 0.1\n"
     assert lines_of(tmp_path / "earlier/2/metrics.jsonl")[0]["train/kl"] == 0.2
     assert len(lines_of(tmp_path / "metrics.jsonl")) == 1

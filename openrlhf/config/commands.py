@@ -1,0 +1,145 @@
+"""What commands have in common: the flags of every command, of those with a model, with a run folder, and of training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any, ClassVar, Self
+
+from openrlhf.config import machine, rules, shared
+from openrlhf.config.effects import Sentences, without_effect
+from openrlhf.config.flags import Section, amend, bound_violations, mentions, option, spelled_out
+from openrlhf.config.unsupported import refusals
+
+
+class Command(Section, title="What every command has."):
+    """The root of a command's flags. `given`: the values by path that flags and a file gave; all others are defaults."""
+
+    always: ClassVar[bool] = True  # `!always` is a condition that never holds
+    trains: ClassVar[bool] = False
+    effects: ClassVar[Mapping[str, str]] = {}  # conditions of this command, and the flags and sections that have them
+
+    given: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
+    plugin: tuple[str, ...] = option((), "Your file with registrations.", metavar="FILE.py")
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether this machine has GPUs."""
+        return machine.count_gpus() > 0
+
+    def resolve(self, *, command: str) -> tuple[Self, list[str]]:
+        """A copy with all derived values, and notices."""
+        values = self.derived_values()
+        copy = amend(self, values | amend(self, values).common_values(command))
+        return copy, spelled_out(copy, [*without_effect(copy, self.given), *copy.notices()])
+
+    def check(self) -> list[str]:
+        """All that is wrong, one sentence each: out of bounds, not available yet, broken rules.
+
+        A rule about a flag that is refused anyway says nothing.
+        """
+        refused = dict(refusals(self))
+        broken = [text for text in spelled_out(self, self.mistakes()) if not mentions(text, refused)]
+        return [*bound_violations(self), *refused.values(), *broken]
+
+    def derived_values(self) -> dict[str, Any]:
+        """What follows from the flags of this command, by path."""
+        return {}
+
+    def common_values(self, command: str) -> dict[str, Any]:
+        """What follows in several commands once a command's own values are derived, by path."""
+        return {}
+
+    def notices(self) -> Sentences:
+        """What the user may have to know of this resolved configuration, besides flags without an effect."""
+        return []
+
+    def mistakes(self) -> Sentences:
+        """What may be wrong with this resolved configuration."""
+        return rules.sources_exist(self)
+
+
+# fmt: off
+class ModelCommand(Command, title="What every command with a model has."):
+    model: shared.ModelSourceConfig = shared.ModelSourceConfig()
+    data: shared.TokenizerConfig = shared.TokenizerConfig()
+    ds: shared.LoadingConfig = shared.LoadingConfig()
+    dry_run: bool = option(False, "Check everything, show plan and first batch, stop.", saved=False)
+    use_ms: bool = option(False, "Download from ModelScope instead of the Hugging Face hub.")
+
+    def common_values(self, command: str) -> dict[str, Any]:
+        """The attention that is used."""
+        return {"ds.attn_implementation": rules.attention_in_effect(self.ds, self.given)}
+
+    def notices(self) -> Sentences:
+        """Another attention than was asked for."""
+        return [*super().notices(), *rules.attention_notices(self.ds, self.given)]
+
+    def mistakes(self) -> Sentences:
+        """Attention and data type go together."""
+        return [*super().mistakes(), *rules.attention_can_run(self.ds)]
+
+
+class RecordedCommand(ModelCommand, title="What every command with a run folder has."):
+    run_name_prefix: ClassVar[str] = ""
+
+    data: shared.DataConfig = shared.DataConfig()
+    ds: shared.DeepSpeedConfig = shared.DeepSpeedConfig()
+    logger: shared.LoggerConfig = shared.LoggerConfig()
+    run: shared.RunConfig = shared.RunConfig()
+
+    def common_values(self, command: str) -> dict[str, Any]:
+        """Names of the run, and a template that has a place for the prompt."""
+        template = self.data.input_template or ""
+        name = self.run_name_prefix + time.strftime("%m%dT%H:%M")
+        return {
+            **super().common_values(command),
+            "run.dir": self.run.dir or f"./runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}",
+            "logger.wandb.run_name": self.logger.wandb.run_name or name,
+            "data.input_template": template if "{}" in template else None,
+        }
+
+    def notices(self) -> Sentences:
+        """Templates that are not what they seem to be."""
+        template = self.given.get("data.input_template")
+        return [
+            *super().notices(),
+            (template is not None and self.data.input_template is None,
+             f"--data.input_template {template!r} has no {{}} for the prompt and is not used."),
+            ("\\n" in (self.data.input_template or ""), "--data.input_template has a backslash and "
+             "an n, not a line break; in bash a line break is written $'\\n'."),
+        ]
+
+
+class Root(RecordedCommand, title="What every training command has."):
+    trains: ClassVar[bool] = True
+    measures_training_rows: ClassVar[bool] = False  # evaluates without --eval.dataset too
+
+    train: shared.TrainConfig = shared.TrainConfig()
+    eval: shared.EvalConfig = shared.EvalConfig()
+    ckpt: shared.CheckpointConfig = shared.CheckpointConfig()
+    local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
+
+    def notices(self) -> Sentences:
+        """Checkpoints that hold nothing."""
+        ckpt = self.ckpt
+        return [
+            *super().notices(),
+            (ckpt.saves and ckpt.disable_ds and not ckpt.save_hf,
+             "--ckpt.save_steps saves nothing: --ckpt.disable_ds is on and --ckpt.save_hf off."),
+        ]
+
+    def mistakes(self) -> Sentences:
+        """There are evaluations to wait for, a metric to judge them by, and a checkpoint that keeps the best weights."""
+        patience, ckpt, ds = self.eval.patience, self.ckpt, self.ds
+        return [
+            *super().mistakes(),
+            (patience and not self.eval.dataset, "<eval.patience> waits for a better evaluation: give --eval.dataset."),
+            (patience and ckpt.best_metric_key == "none",
+             "<eval.patience> waits for a better --ckpt.best_metric_key, which is none: name a metric, or leave it out."),
+            (patience and ckpt.disable_ds, "<eval.patience> exports the best weights from their checkpoint, which "
+             "--ckpt.disable_ds does not write: leave one of them out."),
+            (ds.param_dtype == "fp16" and ds.tensor_parallel_size > 1,
+             "--ds.tensor_parallel_size above 1 needs --ds.param_dtype bf16 instead of fp16."),
+        ]

@@ -1,0 +1,92 @@
+"""Whether a flag has an effect, from one declaration of what it belongs to.
+
+A declaration is a condition on the resolved configuration. `train.enable_ema`: that flag is set. `!rollout.only`: it is
+not. `optim=adam,muon`: it has one of these values. `a|b`: either holds. Names are looked up in the flag's own section
+first, then in the sections around it. A name that the command does not have asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from openrlhf.config.flags import Flag, flags_of, value_at
+
+Given = Mapping[str, Any]  # the values that the user gave, by path
+Sentences = list[tuple[object, str]]  # whether a sentence holds; <train.seed> in it becomes --train.seed 42
+MOST_NAMES = 8  # in one notice
+# What a term is called that is not about a flag.
+WORDS = {
+    "always": "this command",
+    "uses_gpus": "a GPU",
+    "ckpt.saves": "--ckpt.save_steps",
+    "estimator.needs_critic": "a critic (--algo.advantage.estimator gae)",
+    "estimator.needs_groups": "<algo.advantage.estimator>",
+    "estimator.whitened": "an --algo.advantage.estimator that whitens, as gae, reinforce and reinforce_baseline do",
+    "reward.function_path": "--reward.remote_url FILE.py",
+    "reward.urls": "--reward.remote_url URL",
+    "reward.models": "--reward.model_name_or_path",
+    "remote_teacher": "--algo.distill.teacher NAME",
+}
+
+
+def without_effect(config: Any, given: Given) -> Sentences:
+    """One sentence for each condition that is not met, with the flags that were set and need it."""
+    idle: dict[str, list[str]] = {}
+    flags = flags_of(config.__class__)
+    for path, value in given.items():
+        if value != flags[path].default and (ending := unmet(config, flags[path])):
+            idle.setdefault(ending, []).append(f"--{path}")
+    return [(names, f"{_listed(names)}: no effect {ending}.") for ending, names in idle.items()]
+
+
+def unmet(config: Any, flag: Flag) -> str | None:
+    """How the first condition of a flag that is not met is put; None if the flag has an effect."""
+    for condition in conditions_of(config.__class__, flag):
+        terms = [(term, found) for term in condition.split("|") if (found := look_up(config, flag.path, term))]
+        if terms and not any(_holds(term, value) for term, (_, value) in terms):
+            flags = flags_of(config.__class__)
+            names = (_spelled(path, term) for term, (path, _) in terms if path in flags or path in WORDS)
+            return f"{'with' if condition.startswith('!') else 'without'} {' or '.join(names)}"
+    return None
+
+
+def _spelled(path: str, term: str) -> str:
+    values = term.partition("=")[2].replace(",", " or ")
+    return WORDS.get(path) or f"--{path} {values}".rstrip()
+
+
+def conditions_of(root: type[Any], flag: Flag) -> list[str]:
+    """Every condition that a flag of a command has."""
+    return [*(text for text, paths in root.effects.items() if _names(paths, flag.path)), *flag.needs]
+
+
+def look_up(config: Any, path: str, term: str) -> tuple[str, Any] | None:
+    """Path and value of what a term is about, seen from a flag; None where the command has nothing of that name."""
+    name = term.removeprefix("!").partition("=")[0]
+    while path:
+        path = path.rpartition(".")[0]
+        full = f"{path}.{name}" if path else name
+        try:
+            return full, value_at(config, full)
+        except AttributeError:
+            pass
+    return None
+
+
+def _holds(term: str, value: Any) -> bool:
+    _, equals, values = term.partition("=")
+    met = str(value) in values.split(",") if equals else bool(value)
+    return met != term.startswith("!")
+
+
+def _names(paths: str, flag: str) -> bool:
+    """Whether a list of flags and sections has a flag in it; `-train.seed` takes one out."""
+    signs = [not word.startswith("-") for word in paths.split() if f"{flag}.".startswith(word.removeprefix("-") + ".")]
+    return bool(signs) and all(signs)
+
+
+def _listed(names: list[str]) -> str:
+    shown = sorted(names)
+    more = [f"{len(shown) - MOST_NAMES} more"] if len(shown) > MOST_NAMES else []
+    return ", ".join([*shown[:MOST_NAMES], *more])

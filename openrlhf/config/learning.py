@@ -1,0 +1,197 @@
+"""Sections of RL that say what is learnt: models, algorithm, training loop, data; and the tree of all flags of RL."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from openrlhf.config import choices, shared
+from openrlhf.config.commands import Root
+from openrlhf.config.flags import Section, derived, option, required
+from openrlhf.config.rollout import PlacementConfig, PromptConfig, RewardConfig, RolloutConfig, VLLMConfig
+
+# Conditions: see `effects`.
+CRITIC = "estimator.needs_critic"
+FROZEN = "algo.kl.init_coef|algo.distill.teacher"
+
+
+# fmt: off
+class ActorConfig(shared.OptimizerConfig, title="The policy."):
+    model_name_or_path: str = required("Folder or hub name; also the reference's.", holds="model")
+    num_nodes: int = option(1, "Nodes of the policy.", ge=1)
+    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+    policy_loss_type: str = option("ppo", "Policy loss.", choices=choices.POLICY_LOSSES)
+    eps_clip: float = option(0.2, "Clip range of the ratio, both sides.", gt=0)
+    eps_clip_low_high: tuple[float, float] = derived("Clip below, above 1; unset: eps_clip.", ge=0)
+    dual_clip: float | None = option(None, "Bound of the loss where the advantage is < 0.", gt=1)
+    entropy_coef: float | None = option(
+        None, "Weight of the entropy bonus; 0: only log it; unset: do not compute it.")
+    aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss, critic too.", ge=0)
+    gradient_checkpointing_enable: bool = option(False, "Recompute activations, policy and critic.")
+    gradient_checkpointing_reentrant: bool = option(
+        False, "Use its re-entrant implementation.", needs="gradient_checkpointing_enable")
+    freeze_visual_encoder: bool = option(False, "Train only the language part of a vision model.")
+    adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
+
+class CriticConfig(shared.OptimizerConfig, title="The critic, with the estimator gae.", needs=CRITIC):
+    model_name_or_path: str | None = option(
+        None, "Folder or hub name; unset: first reward model, else the policy's.", holds="model")
+    num_nodes: int = option(1, "Nodes of the critic.", ge=1)
+    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+    value_clip: float = option(0.5, "Clip range of the values.", gt=0)
+    freezing_steps: int = option(-1, "Steps that train the critic alone.", ge=-1)
+    save_value_network: bool = option(False, "Export the critic at the end.")
+    adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
+
+class RefConfig(Section, title="The reference policy.", needs=FROZEN):
+    num_nodes: int = option(1, "Nodes of the reference.", ge=1)
+    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+    offload: bool = option(False, "Keep it in CPU memory between uses.")
+
+class AdvantageConfig(Section, title="Advantage estimation."):
+    estimator: str = option("gae", "Estimator.", choices=choices.ESTIMATORS)
+    gamma: float = option(1.0, "Discount per token.", ge=0, le=1, needs="!estimator.needs_groups")
+    lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1, needs=CRITIC)
+    no_std_norm: bool = option(
+        False, "Centre a batch's advantages, do not divide by deviation.", needs="estimator.whitened")
+    is_correction_enable: bool = option(False, "Correct the loss for engine-trainer differences.")
+    is_correction_type: str = option(
+        "tis", "Which weight.", choices=choices.CORRECTIONS, needs="is_correction_enable")
+    is_correction_threshold: tuple[float, float] = option((0.5, 5.0), "Its two bounds.", ge=0)
+
+class CorrectionConfig(Section, title="Correction of engine-trainer differences, by its axes."):
+    level: str | None = option(None, "Level of ratios.", choices=("token", "sequence", "geometric"))
+    mode: str | None = option(
+        None, "What happens outside the band.", choices=("clip", "mask", "truncate"))
+    band: tuple[float, float] | None = option(None, "Lower and upper bound.", ge=0)
+
+class KLConfig(Section, title="Distance to the reference."):
+    init_coef: float = option(0.01, "Coefficient; 0: no reference is loaded.", ge=0)
+    estimator: str = option("k1", "Estimator.", choices=choices.KL_ESTIMATORS, needs="init_coef")
+    use_loss: bool = option(False, "Put the KL into the loss instead of the rewards.", needs="init_coef")
+    target: float | None = option(None, "Adapt the coefficient to this KL, nats per token.", gt=0)
+    horizon: int = option(10000, "Samples over which the coefficient adapts.", ge=1, needs="target")
+    stop_update: float | None = option(None, "KL that ends a batch's updates, nats/token.", gt=0)
+    stop_run: float | None = option(None, "KL that ends the run, nats per token.", gt=0)
+
+class LossConfig(Section, title="The policy loss of a window."):
+    aggregation: str = option(
+        "token", "Mean over tokens, mean of sequence means, or sum over a constant length; "
+        "unset with gspo: sequence.", choices=("token", "sequence", "constant"))
+
+class DistillConfig(Section, title="On-policy distillation."):
+    teacher: str | None = option(
+        None, "Folder or hub name of the teacher, or the name of one of rollout.remote_engines.", holds="model")
+    coef: float = option(1.0, "Weight of the teacher.", ge=0, needs="teacher")
+
+class PtxConfig(Section, title="Pretraining text mixed into the updates."):
+    dataset: str | None = option(None, "Files, folders, hub names, by comma.", holds="dataset")
+    probs: str | None = option(None, "Probability of each dataset, by comma.", needs="dataset")
+    split: str = option("train", "Split of each dataset.", needs="dataset")
+    coef: float = option(0.05, "Weight of the loss of this text.", ge=0, needs="dataset")
+
+class AlgoConfig(Section, title="The algorithm."):
+    advantage: AdvantageConfig = AdvantageConfig()
+    kl: KLConfig = KLConfig()
+    loss: LossConfig = LossConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    distill: DistillConfig = DistillConfig()
+    ptx: PtxConfig = PtxConfig()
+    dynamic_filtering_enable: bool = option(False, "Replace prompts outside the range of scores.")
+    dynamic_filtering_range: tuple[float, float] = option(
+        (0.0, 1.0), "Mean scores, ends excluded.", needs="dynamic_filtering_enable")
+
+class RLTrainConfig(shared.TrainConfig, title="Batches, epochs, seed, placement, pipeline."):
+    num_episodes: int = option(1, "Epochs over the prompts.", ge=1)
+    dynamic_batch_enable: bool = option(False, "Micro-batches by tokens; implies packing.")
+    max_tokens_per_gpu: int = option(
+        16192, "Tokens of such a micro-batch; a longer sample has one of its own.", ge=1, needs="dynamic_batch_enable")
+    colocate_actor_ref: bool = option(False, "Policy and reference share devices.", needs=FROZEN)
+    colocate_critic_reward: bool = option(
+        False, "Critic and reward models share devices.", needs=f"{CRITIC} & reward.models")
+    colocate_all: bool = option(False, "All models and the engines share devices.")
+    async_enable: bool = option(False, "Generate and train at the same time.")
+    async_queue_size: int = option(1, "Batches in generation or waiting at most.", ge=1, needs="async_enable")
+    max_staleness: int = derived(
+        "Versions a sample may lag; unset: train.async_queue_size.", ge=1, needs="async_enable")
+    partial_rollout_enable: bool = option(False, "Publish within episodes, with async_enable.")
+    agent_func_path: str | None = option(None, "A .py file with class AgentExecutor.")
+    enable_ema: bool = option(False, "Average the policy's weights; the average is exported.")
+    ema_beta: float = option(0.992, "Decay of the average.", ge=0, lt=1, needs="enable_ema")
+    max_restarts: int = option(0, "Restarts of the run after a worker's death.", ge=0)
+    setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
+    step_timeout: float = option(3600.0, "Seconds for one training step.", gt=0)
+    publish_timeout: float = option(600.0, "Seconds to bring weights to the engines.", gt=0)
+
+class RLLoraConfig(shared.LoraConfig):
+    publish: str = option("merged", "What engines are sent.", choices=("merged", "adapter"), needs="rank")
+
+class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
+    enable_sleep: bool = option(False, "Move the engines' state to CPU memory between uses.")
+    value_head_prefix: str = option(
+        "score", "Name of the scalar head; a stored one wins.", needs=f"{CRITIC}|reward.models")
+    lora: RLLoraConfig = RLLoraConfig()
+
+class RLDataConfig(PromptConfig, shared.DataConfig, title="Tokenizer and prompts."):
+    image_key: str = option("images", "Column with images.", needs="max_images_per_prompt")
+    max_images_per_prompt: int = option(0, "Images of a prompt; 0: text only.", ge=0)
+
+class RLEvalConfig(shared.EvalConfig):
+    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2, needs="dataset")
+    n_samples_per_prompt: int = option(4, "Responses per prompt: the k of pass@k.", ge=1, needs="dataset")
+    at_start: bool = option(False, "Evaluate before the first step too.", needs="dataset")
+
+class RLFlags(Root, title="Reinforcement learning."):
+    run_name_prefix: ClassVar[str] = "ppo_"
+    effects: ClassVar[dict[str, str]] = {
+        "!rollout.only": "actor -actor.model_name_or_path critic ref algo -algo.advantage.estimator "
+        "-algo.dynamic_filtering_enable -algo.dynamic_filtering_range eval ckpt train -train.seed -train.num_episodes "
+        "-train.setup_timeout -train.step_timeout -train.full_determinism_enable -train.agent_func_path "
+        "-train.dynamic_batch_enable -train.max_tokens_per_gpu",  # the last two are used by reward models
+        "!rollout.replay_dir": "vllm eval train.agent_func_path rollout.max_turns rollout.step_timeout "
+        "rollout.episode_timeout rollout.dump_dir rollout.top_p rollout.top_k rollout.stop rollout.stop_token_ids "
+        "rollout.seeded reward.remote_url reward.verifier reward.batch reward.timeout reward.retries reward.workers "
+        "reward.memory_gib",
+    }
+
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    ref: RefConfig = RefConfig()
+    reward: RewardConfig = RewardConfig()
+    vllm: VLLMConfig = VLLMConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algo: AlgoConfig = AlgoConfig()
+    train: RLTrainConfig = RLTrainConfig(micro_batch_size=1)
+    data: RLDataConfig = RLDataConfig(max_samples=100_000_000)
+    eval: RLEvalConfig = RLEvalConfig()
+    ds: RLDeepSpeedConfig = RLDeepSpeedConfig()
+    placement: PlacementConfig = PlacementConfig()
+    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(
+        path="./ckpt/checkpoints_ppo_ray", max_mem=float("inf"))
+    logger: shared.LoggerConfig = shared.LoggerConfig(
+        wandb=shared.WandbConfig(project="openrlhf_train_ppo"))
+
+    @property
+    def samples(self) -> int:
+        """Samples of one iteration."""
+        return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def actor_ranks(self) -> int:
+        """Processes of the policy."""
+        return self.actor.num_nodes * self.actor.num_gpus_per_node
+
+    @property
+    def estimator(self) -> choices.EstimatorTraits:
+        """What the advantage estimator asks for."""
+        return choices.ESTIMATORS[self.algo.advantage.estimator]
+
+    @property
+    def remote_teacher(self) -> str | None:
+        """The teacher's name, where it is one of the remote engines."""
+        teacher = self.algo.distill.teacher
+        return teacher if teacher in dict(self.rollout.named_engines) else None
+
+    @property
+    def local_teacher(self) -> str | None:
+        """The teacher's folder or hub name, where it is loaded here."""
+        return None if self.remote_teacher else self.algo.distill.teacher
