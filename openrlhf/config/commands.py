@@ -82,8 +82,6 @@ class ModelCommand(Command, title="What every command with a model has."):
 
 
 class RecordedCommand(ModelCommand, title="What every command with a run folder has."):
-    run_name_prefix: ClassVar[str] = ""
-
     data: shared.DataConfig = shared.DataConfig()
     ds: shared.DeepSpeedConfig = shared.DeepSpeedConfig()
     logger: shared.LoggerConfig = shared.LoggerConfig()
@@ -92,7 +90,7 @@ class RecordedCommand(ModelCommand, title="What every command with a run folder 
     def common_values(self, command: str) -> dict[str, Any]:
         """Names of the run, and a template that has a place for the prompt."""
         template = self.data.input_template or ""
-        name = self.run_name_prefix + time.strftime("%m%dT%H:%M")
+        name = f"{command.removeprefix('train_').removesuffix('_ray')}_{time.strftime('%m%dT%H:%M')}"
         return {
             **super().common_values(command),
             "run.dir": self.run.dir or f"./runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}",

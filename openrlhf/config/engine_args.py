@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from openrlhf.config import machine
 from openrlhf.config.effects import Sentences
+from openrlhf.config.flags import flags_of
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
 
@@ -24,21 +25,16 @@ FLAGS = _table("""
     model model_weights tokenizer served_model_name hf_config_path: actor.model_name_or_path
     revision code_revision tokenizer_revision: actor.model_name_or_path with a folder
     trust_remote_code: model.trust_remote_code
-    dtype: vllm.dtype
-    quantization quantization_config: vllm.quantization
+    quantization_config: vllm.quantization
     max_model_len: data.max_len
     seed: train.seed
     skip_tokenizer_init: rollout.stop
     generation_config override_generation_config: rollout.temperature, .top_p, .top_k and .stop_token_ids
-    tensor_parallel_size distributed_executor_backend: vllm.tensor_parallel_size
-    pipeline_parallel_size: vllm.pipeline_parallel_size
-    enable_prefix_caching: vllm.enable_prefix_caching or --vllm.disable_prefix_caching
-    gpu_memory_utilization: vllm.gpu_memory_utilization
-    enforce_eager: vllm.enforce_eager
+    distributed_executor_backend: vllm.tensor_parallel_size
     enable_sleep_mode: vllm.enable_sleep
     enable_lora max_loras max_lora_rank lora_dtype lora_target_modules: ds.lora.rank
     spec_method spec_model spec_tokens: vllm.engine_args with speculative_config
-""")
+""") | {name: f"vllm.{name}" for name in flags_of(VLLMConfig)}
 DRAWN = "samples would be drawn from another distribution than their log-probabilities say"
 STALE = "a cache beside the engine may keep keys and values of older weights"
 OFFLOADED = "new weights could not be published to weights in CPU memory"

@@ -11,7 +11,7 @@ from openrlhf.config.effects import Sentences
 from openrlhf.config.flags import Section, option, required
 from openrlhf.config.learning import RLEvalConfig
 from openrlhf.config.ppo import engine_values
-from openrlhf.config.rollout import PromptColumns, RewardConfig, RolloutConfig, VLLMConfig
+from openrlhf.config.rollout import ProcessConfig, PromptColumns, RewardConfig, RolloutConfig, VLLMConfig
 from openrlhf.config.supervised import PairColumns, RMDeepSpeedConfig
 
 TASKS = ("pass_k", "rm_accuracy", "win_rate")
@@ -36,15 +36,7 @@ class EvaluationSetConfig(RLEvalConfig, title="Prompts or pairs, and how answers
 class EvaluatedDataConfig(PairColumns, PromptColumns, shared.DataConfig, title="Tokenizer and columns."):
     pass
 
-class ProcessConfig(Section, title="Seed, agents, deadlines."):
-    seed: int = option(42, "Seed of sampling.")
-    full_determinism_enable: bool = option(False, "Deterministic kernels; slower.")
-    agent_func_path: str | None = option(None, "A .py file with class AgentExecutor.")
-    setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
-    step_timeout: float = option(3600.0, "Seconds for rollout.batch_size prompts.", gt=0)
-
 class EvaluationConfig(RecordedCommand, title="Evaluation of a checkpoint by itself."):
-    run_name_prefix: ClassVar[str] = "eval_"
     effects: ClassVar[dict[str, str]] = {
         "!always":
             "eval.steps eval.patience eval.at_start data.dataloader_num_workers logger.logging_steps "

@@ -6,8 +6,15 @@ from typing import ClassVar
 
 from openrlhf.config import choices, shared
 from openrlhf.config.commands import Root
-from openrlhf.config.flags import Section, derived, option, required
-from openrlhf.config.rollout import PlacementConfig, PromptConfig, RewardConfig, RolloutConfig, VLLMConfig
+from openrlhf.config.flags import Section, derived, option
+from openrlhf.config.rollout import (
+    PlacementConfig,
+    ProcessConfig,
+    PromptConfig,
+    RewardConfig,
+    RolloutConfig,
+    VLLMConfig,
+)
 
 # Conditions: see `effects`.
 CRITIC = "estimator.needs_critic"
@@ -15,36 +22,27 @@ FROZEN = "algo.kl.init_coef|algo.distill.teacher"
 
 
 # fmt: off
-class ActorConfig(shared.OptimizerConfig, title="The policy."):
-    model_name_or_path: str = required("Folder or hub name; also the reference's.", holds="model")
-    num_nodes: int = option(1, "Nodes of the policy.", ge=1)
-    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+class ActorConfig(
+    shared.GroupConfig, shared.TrainedModelConfig, shared.OptimizerConfig, title="The policy; also the reference."
+):
     policy_loss_type: str = option("ppo", "Policy loss.", choices=choices.POLICY_LOSSES)
     eps_clip: float = option(0.2, "Clip range of the ratio, both sides.", gt=0)
     eps_clip_low_high: tuple[float, float] = derived("Clip below, above 1; unset: eps_clip.", ge=0)
     dual_clip: float | None = option(None, "Bound of the loss where the advantage is < 0.", gt=1)
     entropy_coef: float | None = option(
         None, "Weight of the entropy bonus; 0: only log it; unset: do not compute it.")
-    aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss, critic too.", ge=0)
-    gradient_checkpointing_enable: bool = option(False, "Recompute activations, policy and critic.")
-    gradient_checkpointing_reentrant: bool = option(
-        False, "Use its re-entrant implementation.", needs="gradient_checkpointing_enable")
     freeze_visual_encoder: bool = option(False, "Train only the language part of a vision model.")
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
 
-class CriticConfig(shared.OptimizerConfig, title="The critic, with the estimator gae.", needs=CRITIC):
+class CriticConfig(shared.GroupConfig, shared.OptimizerConfig, title="The critic, with the estimator gae.", needs=CRITIC):
     model_name_or_path: str | None = option(
         None, "Folder or hub name; unset: first reward model, else the policy's.", holds="model")
-    num_nodes: int = option(1, "Nodes of the critic.", ge=1)
-    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
     value_clip: float = option(0.5, "Clip range of the values.", gt=0)
     freezing_steps: int = option(-1, "Steps that train the critic alone.", ge=-1)
     save_value_network: bool = option(False, "Export the critic at the end.")
     adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
 
-class RefConfig(Section, title="The reference policy.", needs=FROZEN):
-    num_nodes: int = option(1, "Nodes of the reference.", ge=1)
-    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+class RefConfig(shared.GroupConfig, title="The reference policy.", needs=FROZEN):
     offload: bool = option(False, "Keep it in CPU memory between uses.")
 
 class AdvantageConfig(Section, title="Advantage estimation."):
@@ -100,7 +98,7 @@ class AlgoConfig(Section, title="The algorithm."):
     dynamic_filtering_range: tuple[float, float] = option(
         (0.0, 1.0), "Mean scores, ends excluded.", needs="dynamic_filtering_enable")
 
-class RLTrainConfig(shared.TrainConfig, title="Batches, epochs, seed, placement, pipeline."):
+class RLTrainConfig(ProcessConfig, shared.TrainConfig, title="Batches, epochs, seed, placement, pipeline."):
     num_episodes: int = option(1, "Epochs over the prompts.", ge=1)
     dynamic_batch_enable: bool = option(False, "Micro-batches by tokens; implies packing.")
     max_tokens_per_gpu: int = option(
@@ -114,12 +112,9 @@ class RLTrainConfig(shared.TrainConfig, title="Batches, epochs, seed, placement,
     max_staleness: int = derived(
         "Versions a sample may lag; unset: train.async_queue_size.", ge=1, needs="async_enable")
     partial_rollout_enable: bool = option(False, "Publish within episodes, with async_enable.")
-    agent_func_path: str | None = option(None, "A .py file with class AgentExecutor.")
     enable_ema: bool = option(False, "Average the policy's weights; the average is exported.")
     ema_beta: float = option(0.992, "Decay of the average.", ge=0, lt=1, needs="enable_ema")
     max_restarts: int = option(0, "Restarts of the run after a worker's death.", ge=0)
-    setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
-    step_timeout: float = option(3600.0, "Seconds for one training step.", gt=0)
     publish_timeout: float = option(600.0, "Seconds to bring weights to the engines.", gt=0)
 
 class RLLoraConfig(shared.LoraConfig):
@@ -141,7 +136,6 @@ class RLEvalConfig(shared.EvalConfig):
     at_start: bool = option(False, "Evaluate before the first step too.", needs="dataset")
 
 class RLFlags(Root, title="Reinforcement learning."):
-    run_name_prefix: ClassVar[str] = "ppo_"
     effects: ClassVar[dict[str, str]] = {
         "!rollout.only": "actor -actor.model_name_or_path critic ref algo -algo.advantage.estimator "
         "-algo.dynamic_filtering_enable -algo.dynamic_filtering_range eval ckpt train -train.seed -train.num_episodes "

@@ -138,24 +138,15 @@ REMOVED: dict[str, str] = {
 }
 
 
-# Names of other frameworks, and names that are likely to be tried: only a hint, with the flags that exist.
-ELSEWHERE: dict[str, str] = {
+# Names of other frameworks, and the flags that are hinted at, as far as the command has them.
+ELSEWHERE = {
     "fp16": "ds.param_dtype",
-    "fp32": "ds.param_dtype",
-    "dtype": "ds.param_dtype",
     "lr": "adam.lr actor.adam.lr critic.adam.lr",
     "learning_rate": "actor.adam.lr critic.adam.lr",
-    "model": "model.model_name_or_path actor.model_name_or_path",
     "max_seq_length": "data.max_len",
-    "max_length": "data.max_len",
     "num_generations": "rollout.n_samples_per_prompt",
-    "group_size": "rollout.n_samples_per_prompt",
     "kl_coef": "algo.kl.init_coef",
-    "kl_beta": "algo.kl.init_coef",
-    "num_train_epochs": "train.max_epochs",
-    "per_device_train_batch_size": "train.micro_batch_size",
 }
-
 Group = tuple[str, list[str]]  # a flag as it is typed, without its dashes, and the words that follow it
 
 

@@ -138,8 +138,7 @@ class PPOConfig(RLFlags):
              "<algo.kl.estimator> as a loss has an expected gradient of zero: with --algo.kl.use_loss "
              f"use {' or '.join(in_loss)}."),
             (kl.init_coef and not kl.use_loss and kl.estimator not in in_reward,
-             "<algo.kl.estimator> is meant for --algo.kl.use_loss: in the rewards use "
-             f"{' or '.join(in_reward)}."),
+             f"<algo.kl.estimator> is meant for --algo.kl.use_loss: in the rewards use {' or '.join(in_reward)}."),
             ((rollout.top_p < 1 or rollout.top_k > 0) and not rollout.only,
              "<rollout.top_p> and <rollout.top_k>: the engine's log-probabilities are of the cut distribution, the trainer's "
              "of the whole one, so the importance weights of a correction and the mismatch metrics are biased."),

@@ -139,10 +139,8 @@ def batch_mistakes(config: RLFlags) -> Sentences:
     prompts = rules.probabilities_fit(config, "data.prompt_dataset", "data.prompt_probs")
     return prompts if rollout.only else [
         *prompts,
-        (not enough,
-         f"{product} are fewer than one --train.batch_size of {train.batch_size}: lower it."),
-        (enough and config.samples % max(1, train.batch_size),
-         f"{product} are no multiple of <train.batch_size>."),
+        (not enough, f"{product} are fewer than one --train.batch_size of {train.batch_size}: lower it."),
+        (enough and config.samples % max(1, train.batch_size), f"{product} are no multiple of <train.batch_size>."),
         *rules.batch_fits_ranks(
             config.ds, train.batch_size, config.actor_ranks, micro=1 if dynamic else train.micro_batch_size,
             what="<actor.num_nodes> x <actor.num_gpus_per_node>"),
@@ -171,9 +169,8 @@ def device_mistakes(config: RLFlags) -> Sentences:
            f"{size(owner)} and --{role}'s {size(role)}.")
           for flag, (owner, role, both) in sharing.items()),
         (everything and not train.async_enable and used != config.actor_ranks,
-         f"--train.colocate_all: <vllm.num_engines> x tensor x pipeline parallelism use {used} "
-         f"devices, but the policy has {config.actor_ranks} (--actor.num_nodes x "
-         "--actor.num_gpus_per_node). Make them equal."),
+         f"--train.colocate_all: <vllm.num_engines> x tensor x pipeline parallelism use {used} devices, but the "
+         f"policy has {config.actor_ranks} (--actor.num_nodes x --actor.num_gpus_per_node). Make them equal."),
     ]
 
 

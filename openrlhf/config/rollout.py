@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from openrlhf.config import shared
 from openrlhf.config.flags import Section, derived, option, required
 
 # Conditions: see `effects`.
@@ -122,6 +123,11 @@ class RewardConfig(RuleConfig, title="Rewards."):
     def models(self) -> list[str]:
         """The reward models."""
         return [part.strip() for part in (self.model_name_or_path or "").split(",") if part.strip()]
+
+class ProcessConfig(shared.SeedConfig, title="Seed, agents, timeouts."):
+    agent_func_path: str | None = option(None, "A .py file with class AgentExecutor.")
+    setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
+    step_timeout: float = option(3600.0, "Seconds for one step (evaluation: for rollout.batch_size prompts).", gt=0)
 
 class PromptColumns(Section, title="Columns of prompts."):
     input_key: str = option("input", "Column with the prompt, text or chat.")

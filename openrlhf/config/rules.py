@@ -85,8 +85,7 @@ def rule_mistakes(reward: RuleConfig, label_key: str | None) -> Sentences:
     wrong = [url for url in reward.urls if not url.startswith(("http://", "https://"))]
     return [
         (wrong, f"--reward.remote_url {','.join(wrong)} is neither an http(s) URL nor a .py file."),
-        (file and len(reward.sources) > 1,
-         "<reward.remote_url> mixes a .py file with others: give one."),
+        (file and len(reward.sources) > 1, "<reward.remote_url> mixes a .py file with others: give one."),
         (file and not Path(file).expanduser().is_file(),
          f"--reward.remote_url {file} does not exist on this machine."),
         (verifier not in (None, "format") and not label_key,
@@ -152,8 +151,7 @@ def attention_can_run(ds: LoadingConfig) -> Sentences:
     return [
         (fp32 and "flash_attention" in ds.attn_implementation,
          "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32."),
-        (fp16 and ds.load_in_4bit,
-         "--ds.load_in_4bit computes in bf16: use --ds.param_dtype bf16 instead of fp16."),
+        (fp16 and ds.load_in_4bit, "--ds.load_in_4bit computes in bf16: use --ds.param_dtype bf16 instead of fp16."),
     ]
 
 

@@ -51,12 +51,14 @@ class RunConfig(Section, title="The run folder and the terminal."):
     quiet: bool = option(False, "Plain lines on the terminal.")
     json: bool = option(False, "One JSON object per step on the terminal.")
 
-class TrainConfig(Section, title="Batches, epochs, seed."):
-    batch_size: int = option(128, "Samples (RM, DPO: pairs) per optimizer step, all ranks.", ge=1)
-    micro_batch_size: int = option(8, "Samples per forward pass and rank.", ge=1)
-    max_epochs: int = option(1, "Passes over the data (RL: over each rollout batch).", ge=1)
+class SeedConfig(Section, title="Seed."):
     seed: int = option(42, "Seed of order, initialisation and sampling.")
     full_determinism_enable: bool = option(False, "Deterministic kernels; slower.")
+
+class TrainConfig(SeedConfig, title="Batches, epochs, seed."):
+    batch_size: int = option(128, "Samples (RM, DPO: pairs) per optimizer step, all ranks.", ge=1)
+    micro_batch_size: int = option(8, "Samples per forward pass and rank.", ge=1)
+    max_epochs: int = option(1, "Epochs over the data (RL: over each rollout batch).", ge=1)
     max_nonfinite: int = option(3, "Steps in a row with a non-finite loss that end the run.", ge=1)
 
 class EvalConfig(Section, title="Evaluation during training."):
@@ -149,12 +151,19 @@ class OptimizerConfig(Section, title="Optimizer and learning-rate schedule of on
         needs="lr_scheduler=cosine_with_min_lr,cosine_warmup_with_min_lr")
     max_norm: float = option(1.0, "Clip the gradient to this norm; 0: no clipping.", ge=0)
 
+class GroupConfig(Section, title="The devices of a role."):
+    num_nodes: int = option(1, "Nodes of this role.", ge=1)
+    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+
 class ModelSourceConfig(Section, title="Where models come from."):
     trust_remote_code: bool = option(False, "Run Python code that comes with a model.")
 
-class ModelConfig(ModelSourceConfig, title="The model to train."):
+class TrainedModelConfig(Section, title="The model to train."):
     model_name_or_path: str = required("Folder or hub name, with its tokenizer.", holds="model")
-    gradient_checkpointing_enable: bool = option(False, "Recompute activations to save memory.")
+    gradient_checkpointing_enable: bool = option(False, "Recompute activations to save memory (RL: critic too).")
     gradient_checkpointing_reentrant: bool = option(
-        False, "Use its re-entrant implementation.", needs="gradient_checkpointing_enable")
-    aux_loss_coef: float = option(0.0, "Weight of a mixture of experts' load-balancing loss.", ge=0)
+        False, "Use the re-entrant implementation of this.", needs="gradient_checkpointing_enable")
+    aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of experts (RL: critic too).", ge=0)
+
+class ModelConfig(ModelSourceConfig, TrainedModelConfig, title="The model to train."):
+    pass

@@ -11,12 +11,12 @@ from openrlhf.config.effects import Sentences
 from openrlhf.config.flags import Section, option
 
 
+# fmt: off
 class SupervisedConfig(shared.OptimizerConfig, Root, title="What the offline commands share."):
     model: shared.ModelConfig = shared.ModelConfig()
     ds: shared.DeepSpeedConfig = shared.DeepSpeedConfig()
     data: shared.OfflineDataConfig = shared.OfflineDataConfig()
 
-    # fmt: off
     def derived_values(self) -> dict[str, Any]:
         """The default micro-batch of a small batch is the batch; a chat template in a file is the text of that file."""
         ranks = max(1, machine.world_size() // self.ds.group_size)
@@ -55,7 +55,6 @@ class SupervisedConfig(shared.OptimizerConfig, Root, title="What the offline com
         ]
 
 
-# fmt: on
 class SFTModelConfig(shared.ModelConfig):
     pretrain_mode_enable: bool = option(False, "Pretraining: raw text, every token is a target.")
 
@@ -67,7 +66,6 @@ class SFTDataConfig(shared.OfflineDataConfig):
 
 
 class SFTConfig(SupervisedConfig, title="Supervised fine-tuning."):
-    run_name_prefix: ClassVar[str] = "sft_"
     effects: ClassVar[dict[str, str]] = {
         "!model.pretrain_mode_enable": "data.output_key data.apply_chat_template data.input_template"
     }
@@ -84,15 +82,11 @@ class SFTConfig(SupervisedConfig, title="Supervised fine-tuning."):
         data, plain = self.data, self.model.pretrain_mode_enable
         return [
             *super().mistakes(),
-            (
-                data.multiturn and not data.apply_chat_template,
-                "--data.multiturn needs --data.apply_chat_template: turns are those of a chat.",
-            ),
-            (
-                not (data.output_key or data.apply_chat_template or plain),
-                "No column has the response: name it with --data.output_key, or use "
-                "--data.apply_chat_template for chats, or --model.pretrain_mode_enable for plain text.",
-            ),
+            (data.multiturn and not data.apply_chat_template,
+             "--data.multiturn needs --data.apply_chat_template: only a chat has turns."),
+            (not (data.output_key or data.apply_chat_template or plain),
+             "No column has the response: name it with --data.output_key, or use --data.apply_chat_template for chats, or "
+             "--model.pretrain_mode_enable for plain text."),
         ]
 
 
@@ -109,8 +103,7 @@ class PreferenceDataConfig(PairColumns, shared.OfflineDataConfig, title="Tokeniz
 class RMModelConfig(shared.ModelConfig):
     loss_type: str = option("sigmoid", "Pairwise loss; both names are the same one.", choices=("sigmoid", "logexp"))
     margin_loss_enable: bool = option(
-        False, "Ask for the margin of the column margin (sigmoid).", needs="!loss_type=logexp"
-    )
+        False, "Ask for the margin of the column margin (sigmoid).", needs="!loss_type=logexp")
     compute_fp32_loss_enable: bool = option(False, "No effect: rewards are float32 always.", needs="!always")
     reinit_head: bool = option(False, "A fresh scalar head even where one is stored.")
 
@@ -120,7 +113,6 @@ class RMDeepSpeedConfig(shared.DeepSpeedConfig):
 
 
 class RMConfig(SupervisedConfig, title="Reward model from preference pairs."):
-    run_name_prefix: ClassVar[str] = "rm_"
     measures_training_rows: ClassVar[bool] = True
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_rm")
