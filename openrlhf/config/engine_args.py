@@ -6,6 +6,7 @@ Whether vLLM knows the others, and their types, is asked of vLLM itself: `rollou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from typing import Any, cast
 
 from openrlhf.config import machine
@@ -36,9 +37,6 @@ FLAGS = _table("""
     spec_method spec_model spec_tokens: vllm.engine_args with speculative_config
 """) | {name: f"vllm.{name}" for name in flags_of(VLLMConfig)}
 DRAWN = "samples would be drawn from another distribution than their log-probabilities say"
-STALE = "a cache beside the engine may keep keys and values of older weights"
-OFFLOADED = "new weights could not be published to weights in CPU memory"
-DEVICES = "--vllm.num_engines and .tensor_parallel_size say which devices an engine has"
 # Arguments that would bend log-probabilities, publication or placement.
 REASONS = _table(f"""
     hf_overrides model_class_overrides config_format disable_sliding_window: the trainer's model would be another
@@ -48,13 +46,9 @@ REASONS = _table(f"""
     kv_cache_dtype: keys and values in 8 bits give other log-probabilities than the trainer's
     load_format: other formats are quantised, or no files that --actor.model_name_or_path can name
     worker_cls worker_extension_cls weight_transfer_config enable_eplb: new weights could not be published
-    cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group: {OFFLOADED}
-    offload_prefetch_step offload_params: {OFFLOADED}
-    kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config: {STALE}
-    data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local: {DEVICES}
-    data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb: {DEVICES}
-    data_parallel_multi_port_external_lb data_parallel_backend prefill_context_parallel_size: {DEVICES}
-    decode_context_parallel_size nnodes node_rank master_addr master_port device_ids enable_elastic_ep: {DEVICES}
+    cpu_offload_* offload_*: new weights could not be published to weights in CPU memory
+    kv_transfer_config kv_offloading_* ec_transfer_config: a cache beside the engine may keep keys and values of older weights
+    data_parallel_* *_context_parallel_size nnodes node_rank master_* device_ids enable_elastic_ep: --vllm.num_engines and .tensor_parallel_size say which devices an engine has
 """)
 # Quantisations that vLLM makes of new weights itself.
 ROUNDED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
@@ -73,7 +67,7 @@ def engine_args_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, longest: int)
     """`--vllm.engine_args` sets nothing that has a flag, or that log-probabilities, seeds and publication rest on."""
     extra = vllm.engine_args
     owned = [f"{name} (use --{FLAGS[name]})" for name in extra if name in FLAGS]
-    refused = [f"{name}, because {REASONS[name]}" for name in extra if name in REASONS]
+    refused = [f"{name}, because {why}" for name in extra for names, why in REASONS.items() if fnmatch(name, names)]
     drafts = drafting(extra)
     seeded = rollout.seeded == "on"
     rewinds = seeded and not machine.count_gpus()  # a sample's generator, where a prompt is prefilled in parts

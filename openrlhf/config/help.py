@@ -11,6 +11,10 @@ from openrlhf.config.flags import Flag, flags_of
 from openrlhf.config.unsupported import is_refused
 
 WIDTH, INDENT = 100, 32
+FOOTER = """
+--help all lists every flag, --help WORD the flags with this word in their name or description.
+Unique beginnings of a flag and the flat names of older releases are accepted. Values come from the
+defaults, then from the file of --config, then from the flags."""
 
 
 def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
@@ -20,9 +24,7 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
     head = f"usage: openrlhf {command} [--config FILE.yaml] [--flag VALUE ...]\n\n{root.__doc__}"
     if not topic or topic.startswith("-"):
         needed = [_entry(flag, defaults) for flag in flags.values() if flag.required]
-        return "\n".join(
-            [head, "\nRequired:", *needed, "\nSections:", *_sections(flags.values(), defaults), "", *_footer()]
-        )
+        return "\n".join([head, "\nRequired:", *needed, "\nSections:", *_sections(flags.values(), defaults), FOOTER])
     word = topic.lower().lstrip("-")
     shown = [flag for flag in flags.values() if topic == "all" or word in f"{flag.path} {flag.help}".lower()]
     if not shown:
@@ -41,14 +43,6 @@ def _sections(flags: Collection[Flag], defaults: Any) -> list[str]:
     firsts = Counter(flag.path.partition(".")[0] for flag in flags if "." in flag.path)
     lines = [f"  {name + '.*':14}{count:3} flags  {getattr(defaults, name).__doc__}" for name, count in firsts.items()]
     return [*lines, *(_entry(flag, defaults) for flag in flags if "." not in flag.path)]
-
-
-def _footer() -> list[str]:
-    return [
-        "--help all lists every flag, --help WORD the flags with this word in their name or description.",
-        "Unique beginnings of a flag and the flat names of older releases are accepted. Values come from the",
-        "defaults, then from the file of --config, then from the flags.",
-    ]
 
 
 def _entry(flag: Flag, defaults: Any) -> str:

@@ -10,28 +10,17 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from openrlhf.config import legacy
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import (
-    ConfigError,
-    Flag,
-    amend,
-    convert,
-    did_you_mean,
-    flags_in,
-    flags_of,
-    mentions,
-    nearest,
-    option,
-)
+from openrlhf.config.flags import ConfigError, Flag, amend, convert, did_you_mean, flags_in, flags_of, mentions, nearest
 from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.unsupported import is_refused
 
-__all__ = ["ConfigError", "dump_yaml", "load_named_plugins", "option", "parse_config", "read_flags"]
+__all__ = ["ConfigError", "dump_yaml", "load_named_plugins", "parse_config"]
 MOST_HINTS = 4
 
 R = TypeVar("R", bound=Command)
@@ -47,8 +36,7 @@ def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: s
     if asked is not None:
         print(help_text(root, command, topic="".join(words[asked + 1 : asked + 2])))
         raise SystemExit(0)
-    reader = _Reader(root, command)
-    reader.read(words)
+    reader = Reader(root, command).read(words)
     config, notices = amend(root(), {**reader.given, "given": reader.given}).resolve(command=command)
     # What follows from a mistake would only mislead.
     broken = [text for text in config.check() if not mentions(text, reader.doubtful)]
@@ -61,29 +49,17 @@ def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: s
     return config
 
 
-def read_flags(root: type[Any], argv: Sequence[str], *, command: str) -> tuple[dict[str, Any], list[str]]:
-    """The values by path that flags and `--config` give, and notices; flags win. Loads plug-ins.
-
-    Defaults are not among the values. Raises ConfigError for unknown names and values that do not fit.
-    """
-    reader = _Reader(root, command)
-    reader.read(argv)
-    if reader.problems:
-        raise ConfigError(reader.problems)
-    return reader.given, reader.notices
-
-
 def load_named_plugins(argv: Sequence[str]) -> None:
     """Load the plug-ins that a command line or its configuration file names, whatever the command. Raises ConfigError."""
     groups = list(_groups(argv))
     typed = [word for name, words in groups if name == "plugin" for word in words]
     files = [words[-1] for name, words in groups if name == "config" and words]
-    reader = _Reader(Command, "")
+    reader = Reader(Command, "")
     written = reader.read_yaml(files[-1]) if files else {}
     load_plugins(convert(reader.flags["plugin"], typed or written.get("plugin") or []))
 
 
-class _Reader:
+class Reader:
     """Reads one command line and its file. `doubtful`: flags with a wrong value, or meant by a name that is wrong."""
 
     def __init__(self, root: type[Any], command: str) -> None:
@@ -93,8 +69,8 @@ class _Reader:
         self.problems: list[str] = []
         self.doubtful: set[str] = set()
 
-    def read(self, argv: Sequence[str]) -> None:
-        """Fill `given`, `notices` and `problems`."""
+    def read(self, argv: Sequence[str]) -> Self:
+        """Fill `given` (without defaults), `notices` and `problems`; flags win over the file. Loads plug-ins."""
         old = legacy.translate(_groups(argv), self.flags, command=self.command)
         self.notices += old.notices(self.flags)
         self.problems += old.violations
@@ -118,6 +94,7 @@ class _Reader:
                 self.problems.append(f"{file}: {error}" if path not in typed else str(error))
                 self.doubtful.add(path)
         self._keep_apart(Path(file), written.keys() - typed.keys())
+        return self
 
     def _flag_of(self, name: str) -> tuple[Flag, bool] | None:
         """The flag that a name, or its unique beginning, stands for, and what it sets a switch to."""

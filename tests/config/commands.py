@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from openrlhf.config.evaluation import EvaluationConfig
-from openrlhf.config.options import ConfigError, parse_config
+from openrlhf.config.options import ConfigError, Reader, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import ServeConfig
 from openrlhf.config.supervised import RMConfig, SFTConfig
@@ -20,6 +21,14 @@ SMALLEST: dict[str, str] = {
     "serve_rm": "--reward.model_name_or_path m",
     "eval": "--model.model_name_or_path m --eval.dataset d --data.label_key l --reward.verifier math",
 }
+
+
+def read_flags(root: type[Any], argv: Sequence[str], *, command: str) -> tuple[dict[str, Any], list[str]]:
+    """What a command line gives, and notices, before anything is derived or checked. Raises ConfigError."""
+    reader = Reader(root, command).read(argv)
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return reader.given, reader.notices
 
 
 def parse(command: str, line: str = "") -> Any:

@@ -9,9 +9,9 @@ import pytest
 
 from openrlhf.config import legacy
 from openrlhf.config.flags import flags_of, value_at
-from openrlhf.config.options import ConfigError, parse_config, read_flags
+from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
-from tests.config.commands import ROOTS, ppo, sft, violations
+from tests.config.commands import ROOTS, ppo, read_flags, sft, violations
 
 # Old name and value -> path and value, per command: one row of each kind, and of each odd one.
 RENAMED = [

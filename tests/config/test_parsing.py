@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.flags import amend
-from openrlhf.config.options import ConfigError, parse_config, read_flags
+from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
-from tests.config.commands import ROOTS, SMALLEST, TRAINING, parse, ppo, sft, violations
+from tests.config.commands import ROOTS, SMALLEST, TRAINING, parse, ppo, read_flags, sft, violations
 
 
 def test_values_arrive_at_the_path_of_their_flag() -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from openrlhf.config.options import ConfigError, parse_config, read_flags
+from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.supervised import RMConfig
-from tests.config.commands import ROOTS, TRAINING
+from tests.config.commands import ROOTS, TRAINING, read_flags
 from tests.config.printed import DPO, PRINTED, Printed
 from tests.sources import ROOT
 

@@ -10,10 +10,10 @@ import pytest
 
 from openrlhf.config.commands import ModelCommand, Root
 from openrlhf.config.flags import amend, bound_violations, spelled_out
-from openrlhf.config.options import ConfigError, read_flags
+from openrlhf.config.options import ConfigError
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.rules import sources_exist
-from tests.config.commands import ROOTS, SMALLEST, ppo, sft, violations
+from tests.config.commands import ROOTS, SMALLEST, ppo, read_flags, sft, violations
 
 SFT, RL = "train_sft", "train_ppo_ray"
 GROUPS = "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"

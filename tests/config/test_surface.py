@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from openrlhf.config.flags import Flag, convert, flags_of, value_at
-from openrlhf.config.options import read_flags
-from tests.config.commands import ROOTS
+from tests.config.commands import ROOTS, read_flags
 
 EXPECTED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "expected_flags.json").read_text())
 EVERY_FLAG = [(command, name) for command, table in EXPECTED.items() for name in table]
