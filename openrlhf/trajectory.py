@@ -1,6 +1,6 @@
 """The list world of rollouts: what a prompt is, and what one finished episode looks like.
 
-Everything here is plain Python, pickles small, and is importable without torch: agents, hosts and engines exchange these
+Everything here is plain Python, pickles small, and is importable without torch: agents, user processes and engines exchange these
 objects; `Experience` turns a batch of them into tensors.
 """
 

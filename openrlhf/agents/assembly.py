@@ -1,4 +1,4 @@
-"""What an agent returned, made into an episode that can be trained on: by token ids, against what the engine really sampled."""
+"""What an agent returned, made into an episode that can be trained on, by comparing token ids with the engine's samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.agents.pool import Call
+from openrlhf.agents.pool import Sampled
 from openrlhf.rewards.protocol import LARGEST, RewardResult, read_rewards, shown
 from openrlhf.trajectory import TrajectoryBuilder
 
@@ -27,16 +27,16 @@ class Assembled:
     oddities: Sequence[str] = ()  # worth telling the user once
 
 
-def assemble(result: Mapping[str, Any], calls: Sequence[Call], max_length: int, *, vocabulary: int) -> Assembled:
+def assemble(result: Mapping[str, Any], samples: Sequence[Sampled], max_length: int, *, vocabulary: int) -> Assembled:
     """The episode that an executor returned, cut to `max_length` tokens.
 
-    Sampled tokens get the log-probabilities and weight versions that the engine gave with them, whatever the executor
-    returned as `rollout_log_probs`; those count only for tokens that no call sampled. Raises EpisodeMistake.
+    Sampled tokens get the log-probabilities and weight versions that the engine gave with them. The executor's own
+    `rollout_log_probs` count only for tokens that the engine did not sample. Raises EpisodeMistake.
     """
-    tokens, ranges = _tokens(result, calls, vocabulary), _ranges(result)
+    tokens, ranges = _tokens(result, samples, vocabulary), _ranges(result)
     given = _given_logprobs(result, len(tokens))
     rewards = _rewards(result, len(ranges))
-    sampled = _Sampled(calls)
+    sampled = _Samples(samples)
     builder, turns = TrajectoryBuilder(tokens[: ranges[0][0]]), list[tuple[int, float]]()
     for number, (start, end) in enumerate(ranges):
         builder.append_feedback(tokens[len(builder.tokens) : start])
@@ -55,21 +55,21 @@ def assemble(result: Mapping[str, Any], calls: Sequence[Call], max_length: int, 
     )
 
 
-class _Sampled:
-    """The engine's calls, found again in order in the tokens of an episode."""
+class _Samples:
+    """The engine's samples, found again in order in the tokens of an episode."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self.calls = [call for call in calls if call.generation.tokens]
+    def __init__(self, samples: Sequence[Sampled]) -> None:
+        self.samples = [sample for sample in samples if sample.generation.tokens]
         self.oddities: list[str] = []
 
     def pieces(
         self, tokens: list[int], start: int, end: int, given: list[float] | None
     ) -> list[tuple[list[int], list[float], tuple[int, ...]]]:
-        """The tokens of an action range with their log-probabilities and versions, call by call."""
+        """The tokens of an action range with their log-probabilities and versions, sample by sample."""
         found: list[tuple[list[int], list[float], tuple[int, ...]]] = []
         while start < end:
-            call = self._take(tokens, start, end)
-            if call is None:
+            sample = self._take(tokens, start, end)
+            if sample is None:
                 if given is None:
                     raise EpisodeMistake(
                         f"action_ranges name tokens {start} to {end - 1}, which the engine did not sample in this episode: "
@@ -77,23 +77,27 @@ class _Sampled:
                     )
                 self.oddities.append("has action_ranges with tokens that the engine did not sample")
                 return [*found, (tokens[start:end], given[start:end], ())]
-            length = min(len(call.generation.tokens), end - start)
-            generation = call.generation
+            generation = sample.generation
+            length = min(len(generation.tokens), end - start)
             found.append((tokens[start : start + length], generation.logprobs[:length], generation.weight_versions))
             start += length
         return found
 
-    def _take(self, tokens: list[int], start: int, end: int) -> Call | None:
-        """The call left that sampled most of what is at `start`, rather one that continued exactly what is before it."""
-        fitting = [call for call in self.calls if _continues(call.generation.tokens, tokens, start, end)]
-        exact = [call for call in fitting if call.prompt == tokens[:start]]
+    def _take(self, tokens: list[int], start: int, end: int) -> Sampled | None:
+        """The sample that covers most of what is at `start`. One that continued exactly the tokens before it is preferred.
+
+        Only such an exact sample counts if nobody knows whose it is.
+        """
+        fitting = [sample for sample in self.samples if _continues(sample.generation.tokens, tokens, start, end)]
+        exact = [sample for sample in fitting if sample.prompt == tokens[:start]]
+        fitting = [sample for sample in fitting if sample.own]
         if fitting and not exact:
             self.oddities.append("shows the engine other tokens than those before the action in observation_tokens")
-        if not fitting:
+        if not (exact or fitting):
             return None
-        call = max(exact or fitting, key=lambda call: min(len(call.generation.tokens), end - start))
-        self.calls.remove(call)
-        return call
+        chosen = max(exact or fitting, key=lambda sample: (sample.own, min(len(sample.generation.tokens), end - start)))
+        self.samples.remove(chosen)
+        return chosen
 
 
 def _continues(sampled: list[int], tokens: list[int], start: int, end: int) -> bool:
@@ -102,11 +106,11 @@ def _continues(sampled: list[int], tokens: list[int], start: int, end: int) -> b
     return tokens[start : start + length] == sampled[:length]
 
 
-def _tokens(result: Mapping[str, Any], calls: Sequence[Call], vocabulary: int) -> list[int]:
+def _tokens(result: Mapping[str, Any], samples: Sequence[Sampled], vocabulary: int) -> list[int]:
     tokens = result.get("observation_tokens")
     if not isinstance(tokens, list) or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
         raise EpisodeMistake(f"observation_tokens must be a list of token ids, and is {shown(tokens)}")
-    beyond = {t for t in tokens if t >= vocabulary}.difference(*(call.generation.tokens for call in calls))
+    beyond = {t for t in tokens if t >= vocabulary}.difference(*(sample.generation.tokens for sample in samples))
     if beyond:
         raise EpisodeMistake(
             f"observation_tokens have {sorted(beyond)[:3]}; the tokenizer's ids go to {vocabulary - 1}"
@@ -127,6 +131,11 @@ def _ranges(result: Mapping[str, Any]) -> list[tuple[int, int]]:
     edges = [edge for pair in ranges for edge in pair]
     if edges != sorted(edges) or edges[0] < 0 or edges[-1] > length:
         raise EpisodeMistake(f"action_ranges must go up and stay within {length} tokens, and are {shown(ranges)}")
+    if edges[0] == 0:
+        raise EpisodeMistake(
+            f"action_ranges start at token 0, which the policy cannot have sampled, since nothing precedes it: {shown(ranges)}. "
+            "Positions count from the beginning of observation_tokens, prompt included"
+        )
     return [(start, end) for start, end in ranges]
 
 

@@ -1,7 +1,7 @@
 """What agents are written against: executors of episodes, and environments of several turns.
 
-A file given as --train.agent_func_path has a class `AgentExecutor`, a subclass of one of these. It runs in a host process, one
-instance per host, many episodes at once; the names are public as `openrlhf.utils.agent`.
+A file given as --train.agent_func_path has a class `AgentExecutor`, a subclass of one of these. It runs in user processes, one
+instance in each, many episodes at once. The names are public as `openrlhf.utils.agent`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from openrlhf.processes.host_process import load_function, plain
-from openrlhf.rewards.http import HTTPReward
+from openrlhf.processes.loading import awaited, load_function, plain
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards
+from openrlhf.rewards.rule import HTTPReward
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trajectory import Failure
 
@@ -305,6 +305,8 @@ def _checked(agent: AgentInstanceBase, answer: Any) -> Mapping[str, Any]:
         raise ContractMistake(
             f"{step} returned environment_feedback {answer['environment_feedback']!r}, which is no text"
         )
+    if answer.get("environment_images") is not None:
+        raise ContractMistake(f"{step} returned environment_images; the policy reads text only")
     for name in (name for name in ("rewards", "scores") if answer.get(name) is not None):
         try:
             _number(answer[name])
@@ -315,11 +317,6 @@ def _checked(agent: AgentInstanceBase, answer: Any) -> Mapping[str, Any]:
 
 def _named(agent: AgentInstanceBase) -> str:
     return type(agent).__name__
-
-
-async def awaited(value: Any) -> Any:
-    """A method's result, whether or not it is `async def`."""
-    return await value if inspect.isawaitable(value) else value
 
 
 async def _new(kind: type[AgentInstanceBase], arguments: Mapping[str, Any]) -> AgentInstanceBase:
@@ -341,4 +338,6 @@ def _number(value: Any) -> float:
     """A number, or a tensor or list with one."""
     if isinstance(value, list | tuple):
         [value] = value
+    if isinstance(value, str | bytes):
+        raise TypeError("text is no number")
     return float(value.item() if hasattr(value, "item") else value)

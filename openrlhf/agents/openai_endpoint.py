@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint in front of the policy, on loopback in each agent host: any agent that speaks it can be trained.
+"""An OpenAI-compatible endpoint in front of the policy, on loopback in each process of agents: any agent that speaks it can be trained.
 
 Every session is one conversation and one episode. What the policy sampled is kept as tokens, with their log-probabilities;
 the text that clients see is never tokenised again.

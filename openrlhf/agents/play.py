@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.assembly import Assembled, EpisodeMistake, assemble
-from openrlhf.agents.pool import AgentPool, Call, Episode, EpisodeError
-from openrlhf.processes.host import HostError
+from openrlhf.agents.pool import AgentPool, Episode, EpisodeError, Sampled
+from openrlhf.observability.once import warn_once
 from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
-logger = logging.getLogger(__name__)
 FINISHED = {"stop", "length", "abort"}  # ends of samples that an agent may go on from
 
 
 class AgentEpisodes:
-    """Plays episodes in the hosts of `pool`. `needs_reward`: nothing scores later what an agent gave no reward."""
+    """Plays episodes in the processes of `pool`. `needs_reward`: no reward model scores an episode without a reward."""
 
     def __init__(self, pool: AgentPool, tokenizer: PreTrainedTokenizerBase, *, needs_reward: bool) -> None:
         self.pool, self.tokenizer, self.needs_reward = pool, tokenizer, needs_reward
-        self._told: set[str] = set()
 
     async def check(self) -> None:
-        """Load the agent's file. Raises ConfigError with the traceback where that fails."""
+        """Load the agent's file. Raises ConfigError with the traceback if that fails."""
         await self.pool.check()
 
     async def close(self) -> None:
-        """End the hosts."""
+        """End the processes."""
         await self.pool.close()
 
     async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> list[Trajectory]:
@@ -43,30 +40,31 @@ class AgentEpisodes:
     async def _play(
         self, prompt: Prompt, spec: SamplingSpec, generate: Generate, sample: int, params: SamplingParams
     ) -> Trajectory:
-        """One episode; a failed one where the agent raised, took too long, or returned what is none."""
+        """One episode; a failed one if the agent raised, took too long, or returned what is no episode."""
 
         async def sampled(turn: int, tokens: list[int], asked: SamplingParams) -> Generation:
             seed = spec.seed_of(prompt, sample, turn) if asked.seed in (None, params.seed) else asked.seed
             return (await generate(prompt, spec, tokens, [replace(asked, seed=seed)]))[0]
 
-        calls: Sequence[Call] = []
+        samples: Sequence[Sampled] = []
+        file = self.pool.settings.path
         try:
-            result, calls = await self.pool.run(
+            result, samples = await self.pool.run(
                 Episode(prompt=prompt.text, label=prompt.label, params=params, generate=sampled, images=prompt.images)
             )
-            if bad := {call.generation.finish_reason for call in calls} - FINISHED:
+            own = [each.generation.finish_reason for each in samples if each.own]
+            if bad := set(own) - FINISHED:
                 error = f"the engine ended a sample: {', '.join(bad)}"
-                return self._failed(prompt, sample, calls, error, Failure.ENGINE)
-            episode = assemble(result, calls, spec.max_len, vocabulary=len(self.tokenizer))
+                return self._failed(prompt, sample, samples, error, Failure.ENGINE)
+            episode = assemble(result, samples, spec.max_len, vocabulary=len(self.tokenizer))
             if episode.reward.reward is None and self.needs_reward:
                 raise EpisodeMistake("execute returned no reward, and there is no --reward.model_name_or_path")
-        except HostError as error:
-            calls = error.calls if isinstance(error, EpisodeError) else calls
-            return self._failed(prompt, sample, calls, str(error), error.failure)
+        except EpisodeError as error:
+            return self._failed(prompt, sample, error.samples, str(error), error.failure)
         except EpisodeMistake as mistake:
-            return self._failed(prompt, sample, calls, f"the agent's {mistake}", Failure.RESULT)
+            return self._failed(prompt, sample, samples, f"the agent of {file}: {mistake}", Failure.RESULT)
         for oddity in episode.oddities:
-            self._tell_once(f"The agent {oddity}: its log-probabilities there will not be the policy's.")
+            warn_once(f"The agent of {file} {oddity}: the log-probabilities of these tokens will not be the policy's.")
         return self._finished(prompt, sample, episode)
 
     def _finished(self, prompt: Prompt, sample: int, episode: Assembled) -> Trajectory:
@@ -83,11 +81,15 @@ class AgentEpisodes:
             response_text=self._decode(builder.tokens[first:]),
         )
 
-    def _failed(self, prompt: Prompt, sample: int, calls: Sequence[Call], error: str, failure: Failure) -> Trajectory:
-        """What is shown of an episode that cannot be trained on: as far as its last sample."""
-        builder = TrajectoryBuilder(calls[-1].prompt if calls else prompt.tokens)
-        for call in calls[-1:]:
-            builder.append_action(call.generation.tokens, call.generation.logprobs, call.generation.weight_versions)
+    def _failed(
+        self, prompt: Prompt, sample: int, samples: Sequence[Sampled], error: str, failure: Failure
+    ) -> Trajectory:
+        """What is shown of an episode that cannot be trained on: all up to its last sample."""
+        last = next((each for each in reversed(samples) if each.own), None)
+        builder = TrajectoryBuilder(last.prompt if last else prompt.tokens)
+        if last:
+            generation = last.generation
+            builder.append_action(generation.tokens, generation.logprobs, generation.weight_versions)
         return builder.finish(
             prompt=prompt,
             sample_index=sample,
@@ -99,8 +101,3 @@ class AgentEpisodes:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
-
-    def _tell_once(self, sentence: str) -> None:
-        if sentence not in self._told:
-            self._told.add(sentence)
-            logger.warning("%s", sentence)

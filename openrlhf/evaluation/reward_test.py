@@ -77,7 +77,7 @@ async def score_all(reward: Reward, requests: list[RewardRequest], *, at_once: i
     turns = asyncio.Semaphore(at_once)
 
     async def call(group: list[RewardRequest]) -> list[ScoredRow]:
-        async with turns:  # waiting for a free host is not the function's time
+        async with turns:  # waiting for a free process is not the function's time
             began = time.monotonic()
             results = await reward.score(group)
             seconds = time.monotonic() - began

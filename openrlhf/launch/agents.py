@@ -19,7 +19,7 @@ def make_agents(
     needs_reward: bool = True,
     log_dir: Path | None = None,
 ) -> AgentEpisodes | None:
-    """The user's agents, where there are some; their hosts start with their first episodes."""
+    """The user's agents, where there are some; their processes start with their first episodes."""
     made_of = settings.agent_settings(config)
     if made_of is None:
         return None

@@ -46,7 +46,7 @@ from openrlhf.workers.policy import PolicyWorker
 
 
 class Run:
-    """Everything that lives as long as a run: engines, workers, reward hosts, trainer. Leaving it ends them all."""
+    """Everything that lives as long as a run: engines, workers, user processes, trainer. Leaving it ends them all."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a process may no longer do, by Linux calls that need no privilege: for hosts and for sandboxed programs.
+"""What a process may no longer do, by Linux calls that need no privilege: for user processes and sandboxed programs.
 
 Standard library only. Each function changes the calling process for good, and what it starts
 inherits that. Where the kernel lacks a call, the function raises OSError or says so.

@@ -1,7 +1,7 @@
 """Built-in rewards that check a response against its label: its format, its length, the code in it.
 
 `math` is in `graders`. Each verifier takes a response, without special tokens, and its label, and
-runs in a host, so that --reward.timeout bounds whatever a label's regular expression does.
+runs in a user process, so that --reward.timeout bounds whatever a label's regular expression does.
 """
 
 from __future__ import annotations

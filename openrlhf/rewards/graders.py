@@ -1,8 +1,8 @@
 """Is the answer to a mathematical question right? String rules first, then math-verify.
 
 `grade_answer` compares two answers by the rules that reward functions written for OpenRLHF rely on;
-`grade_math` grades a whole response. An odd answer (9^{9^9}) takes seconds, so run both in a host:
-math-verify stops itself by a signal, which only a main thread gets, and user code runs in a host's.
+`grade_math` grades a whole response. An odd answer (9^{9^9}) takes seconds, so run both in a user
+process: math-verify stops itself by a signal, which only a main thread gets, and functions run in the main thread there.
 """
 
 from __future__ import annotations

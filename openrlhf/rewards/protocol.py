@@ -1,16 +1,18 @@
-"""Rewards of finished samples: one protocol; the user's function, the built-in verifiers; errors.
+"""Rewards of finished samples: what a reward is asked, what it gives, and the weighted sum of several.
 
-A reward that cannot be had is a result with an error, never a number: `ErrorPolicy` says what the
-episode becomes, `ErrorBudget` when the run stops.
+A failed reward is a result with an error, never a number: `ErrorPolicy` says what the episode becomes, `ErrorBudget` when
+the run stops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from openrlhf.trajectory import Failure
+from openrlhf.trajectory import Failure, Trajectory
 
 LARGEST = 3e38  # of a reward: more is infinite in float32
 
@@ -27,7 +29,7 @@ class RewardRequest:
 
     @property
     def response_text(self) -> str:
-        """The response; where only the whole was given, what follows the prompt."""
+        """The response; if only the query was given, what follows the prompt there."""
         if self.response is not None:
             return self.response
         return self.query.rpartition(self.prompt)[2] if self.prompt else self.query
@@ -35,7 +37,7 @@ class RewardRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardResult:
-    """A sample's reward, or the error that stands in its place (a message with the traceback)."""
+    """A sample's reward, or the error in its place (a message with the traceback)."""
 
     reward: float | None = None
     score: float | None = None  # what dynamic filtering looks at; by default the reward
@@ -45,13 +47,25 @@ class RewardResult:
 
 
 class Reward(Protocol):
-    """Whatever scores samples: one result per request, in order; an error is a result too."""
+    """What scores samples: one result per request, in order; an error is a result too."""
 
     async def check(self) -> None:
-        """Raise ConfigError where it cannot work."""
+        """Raise ConfigError if it cannot work."""
         ...
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]: ...
+
+
+async def batches(
+    call: Callable[[list[RewardRequest]], Awaitable[list[RewardResult]]],
+    requests: Sequence[RewardRequest],
+    *,
+    together: bool,
+) -> list[RewardResult]:
+    """The results of calls side by side: one call per request, or all requests `together` in one call."""
+    calls = [list(requests)] if together else [[request] for request in requests]
+    results = await asyncio.gather(*(call(requests) for requests in calls if requests))
+    return [result for call_results in results for result in call_results]
 
 
 def read_rewards(returned: Any, count: int) -> list[RewardResult]:
@@ -101,3 +115,27 @@ def shown(value: Any) -> str:
     """The beginning of a value, for a message."""
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "…"
+
+
+def combined(trajectory: Trajectory, by_models: Sequence[float], weights: Sequence[float]) -> Trajectory:
+    """The episode with the weighted sum of its rewards: of each reward model, then of the rule, if there is one.
+
+    Without weights each counts 1. An agent's rewards of turns are weighted like its reward. The rule's score stays the
+    score; without a rule the sum is the score too. Each of several rewards is logged. A sum that is not finite fails the
+    episode.
+    """
+    rule = [] if trajectory.reward is None else [trajectory.reward]
+    rewards = [*by_models, *rule]
+    weights = weights or [1.0] * len(rewards)
+    total = math.fsum(w * r for w, r in zip(weights[: len(rewards)], rewards, strict=True))
+    if not abs(total) < LARGEST:
+        return trajectory.failing(f"its reward is {total}: the reward models gave {list(by_models)}", Failure.RESULT)
+    names = [f"reward_model_{i}" for i in range(1, len(by_models) + 1)] + ["reward_rule"] * len(rule)
+    parts = dict(zip(names, rewards, strict=True)) if len(rewards) > 1 else {}
+    return replace(
+        trajectory,
+        reward=total,
+        score=total if trajectory.score is None else trajectory.score,
+        extra_logs={**trajectory.extra_logs, **parts},
+        turn_rewards=tuple((position, weights[-1] * part) for position, part in trajectory.turn_rewards),
+    )

@@ -1,6 +1,6 @@
 """OpenAI-compatible servers that were not started here: agents and reward functions ask them by name.
 
-The process that starts hosts leaves names and URLs in its environment, which hosts have too.
+The process that starts user processes leaves names and URLs in its environment, which they inherit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODELS: dict[HTTPServers, str] = {}  # the first in a server's list, until it re
 
 
 def offer_engines(urls: Mapping[str, str], *, timeout: float, retries: int) -> None:
-    """Have hosts that start from now on know these engines, once all of them answer. Raises ConfigError."""
+    """Have user processes that start from now on know these engines, once all of them answer. Raises ConfigError."""
     servers = HTTPServers(list(urls.values()), timeout=timeout, retries=retries, kind="remote engine", flag=FLAG)
     asyncio.run(servers.check())
     os.environ[VARIABLE] = json.dumps({"urls": dict(urls), "timeout": timeout, "retries": retries})

@@ -1,1 +1,1 @@
-"""Prompts to rewarded trajectories: engines, rewards, and the hosts of user code."""
+"""Prompts to rewarded trajectories: engines, routing, and the generator."""

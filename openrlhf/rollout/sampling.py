@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers. Plain data: host processes import it at once."""
+"""What is asked of an engine, and what it answers. Plain data: user processes import it at once."""
 
 from __future__ import annotations
 

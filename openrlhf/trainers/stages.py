@@ -12,7 +12,7 @@ from torch import Tensor
 
 from openrlhf.batches import Experience, Layout, Ragged
 from openrlhf.distributed.worker_group import WorkerGroup, gather
-from openrlhf.rewards.sums import combined
+from openrlhf.rewards.protocol import combined
 from openrlhf.trainers.update_plan import share
 from openrlhf.trajectory import Trajectory
 from openrlhf.workers.frozen import RewardWorker

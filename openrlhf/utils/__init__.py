@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["ServerError", "extract_boxed_answer", "grade_answer", "remote_engine", "run_program"]
 
 _HOMES = {
-    "ServerError": "openrlhf.rewards.http",
+    "ServerError": "openrlhf.rewards.servers",
     "extract_boxed_answer": "openrlhf.rewards.graders",
     "grade_answer": "openrlhf.rewards.graders",
     "remote_engine": "openrlhf.rewards.remote_engines",

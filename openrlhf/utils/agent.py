@@ -31,7 +31,7 @@ __all__ = [
 
 _HOMES = {  # of names that load a web server or client: where they are asked for
     "OpenAIAgentExecutor": "openrlhf.agents.openai_endpoint",
-    "ServerError": "openrlhf.rewards.http",
+    "ServerError": "openrlhf.rewards.servers",
     "remote_engine": "openrlhf.rewards.remote_engines",
 }
 

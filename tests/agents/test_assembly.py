@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.agents.assembly import EpisodeMistake, assemble
-from openrlhf.agents.pool import Call
+from openrlhf.agents.pool import Sampled
 from openrlhf.rollout.sampling import Generation
 
 TOKEN = st.integers(0, 3)  # few, so that one turn looks like another
 TURN = st.tuples(st.lists(TOKEN, max_size=4), st.lists(TOKEN, max_size=4))  # sampled, then the environment's
 
 
-def call(prompt: list[int], tokens: list[int], *, version: int = 0, start: float = 0.0) -> Call:
+def call(prompt: list[int], tokens: list[int], *, version: int = 0, start: float = 0.0) -> Sampled:
     """A sample whose log-probabilities are −start, −start − 1, …: no two of an episode are the same."""
     generation = Generation(
         tokens=tokens,
@@ -25,10 +26,10 @@ def call(prompt: list[int], tokens: list[int], *, version: int = 0, start: float
         stop_reason=None,
         weight_versions=(version,),
     )
-    return Call(prompt=prompt, generation=generation)
+    return Sampled(prompt=prompt, generation=generation)
 
 
-def played(prompt: list[int], turns: list[tuple[list[int], list[int]]]) -> tuple[dict[str, Any], list[Call]]:
+def played(prompt: list[int], turns: list[tuple[list[int], list[int]]]) -> tuple[dict[str, Any], list[Sampled]]:
     """What an executor returns for these turns, and the calls that it made."""
     tokens, ranges, calls = list(prompt), [], []
     for number, (sampled, feedback) in enumerate(turns):
@@ -99,6 +100,17 @@ def test_tokens_from_elsewhere_count_with_their_own_logprobs_or_not_at_all() -> 
         assemble({**result, "rollout_log_probs": None}, [], 100, vocabulary=1000)
 
 
+def test_a_sample_of_an_unknown_episode_counts_if_it_continued_exactly_these_tokens() -> None:
+    result = {"observation_tokens": [7, 8, 1], "action_ranges": [[2, 3]], "reward": 0}
+    exact, elsewhere = call([7, 8], [1], start=1), call([7, 7], [1], start=10)
+    samples = [replace(elsewhere, own=False), replace(exact, own=False)]
+    assert assemble(result, samples, 100, vocabulary=1000).builder.rollout_logprobs == [0, 0, -1]
+    with pytest.raises(EpisodeMistake, match="which the engine did not sample"):
+        assemble(result, samples[:1], 100, vocabulary=1000)
+    own = call([7, 8], [1], start=20)
+    assert assemble(result, [*samples, own], 100, vocabulary=1000).builder.rollout_logprobs == [0, 0, -20]
+
+
 def test_of_samples_that_begin_alike_the_one_that_was_used_counts() -> None:
     short, long = call([9], [5], version=1, start=1), call([9], [5, 6, 1], version=2, start=10)
     result = {"observation_tokens": [9, 5, 6, 1], "action_ranges": [[1, 4]], "reward": 1.0}
@@ -125,6 +137,7 @@ def test_rewards_of_turns_stand_at_the_last_tokens_of_the_turns() -> None:
     [
         ({"observation_tokens": None}, "observation_tokens must be a list of token ids, and is None"),
         ({"observation_tokens": [1, 2.5, 3]}, "observation_tokens must be a list of token ids"),
+        ({"action_ranges": [[0, 3]]}, r"start at token 0.*: \[\[0, 3\]\]"),
         ({"action_ranges": [[2, 1]]}, "action_ranges must go up and stay within 3 tokens"),
         ({"action_ranges": [2, 3]}, r"a list of \[start, end\) pairs"),
         ({"rollout_log_probs": [0.0]}, "rollout_log_probs must be a number for each of 3 tokens, and has 1 entries"),

@@ -1,4 +1,4 @@
-"""Agents: the documented contract, run in real host processes, against an engine that is written down here.
+"""Agents: the documented contract, run in real processes, against an engine that is written down here.
 
 The engine's answers are a function of the prompt and the seed, so what a sample should be can be said in advance.
 """
@@ -70,7 +70,7 @@ class Stand:
     """A generator with agents, and the engine they sample from."""
 
     def __init__(self, file: str | Path, logs: Path, *, tokenizer: Any = TOKENIZER, **changes: Any) -> None:
-        settings = {"max_length": MAX_LEN, "max_turns": None, "step_timeout": 60.0, "episode_timeout": 120.0}
+        settings = {"max_length": MAX_LEN, "max_turns": None, "step_timeout": 120.0, "episode_timeout": 240.0}
         made_of = AgentSettings(path=str(FILES / file), **{**settings, "workers": 1, "memory_gib": 1.0, **changes})
         self.engine = Engine()
         self.logs = logs
@@ -229,16 +229,17 @@ def test_a_file_that_is_no_agent_is_refused_with_what_to_do(logs: Path, file: st
     [
         ("raise", Failure.EXCEPTION, "no such square"),
         ("raise before", Failure.EXCEPTION, "no such square"),
-        ("await for ever", Failure.TIMEOUT, "--rollout.step_timeout 1.5 s between two samples"),
-        ("swallow", Failure.TIMEOUT, "more than 1.5 s"),
+        ("await for ever", Failure.TIMEOUT, "more than 1.5 s (--rollout.step_timeout, between two samples)"),
+        ("swallow", Failure.TIMEOUT, "more than 1.5 s (--rollout.step_timeout, between two samples)"),
         ("block", Failure.TIMEOUT, 'trouble.py", line 28 in execute'),
         ("leave", Failure.EXIT, "sys.exit(3)"),
         ("crash", Failure.EXIT, "it exited with status 7"),
         ("memory", Failure.MEMORY, "--reward.memory_gib is 1"),
         ("no dict", Failure.RESULT, "execute returned list, not a dict"),
-        ("nan", Failure.RESULT, "the agent's execute or step returned rewards that are not finite: [nan]"),
+        ("nan", Failure.RESULT, "trouble.py: execute or step returned rewards that are not finite: [nan]"),
         ("no reward", Failure.RESULT, "there is no --reward.model_name_or_path"),
         ("invented", Failure.RESULT, "which the engine did not sample"),
+        ("from the first token", Failure.RESULT, "action_ranges start at token 0"),
         ("overlap", Failure.RESULT, "action_ranges must go up"),
         ("outside", Failure.RESULT, "stay within"),
         ("none sampled", Failure.RESULT, "at least one"),
@@ -253,7 +254,7 @@ def test_an_agent_that_goes_wrong_fails_its_own_episode(
     assert (good.reward, good.error) == (1.0, None)
     assert bad.failed and bad.reward is None
     assert bad.failure is failure, bad.error
-    assert bad.error is not None and words in bad.error
+    assert bad.error is not None and words in bad.error and "agent_files/trouble.py" in bad.error
     if label not in ("raise before", "memory", "swallow", "block", "crash"):  # where a sample was had before
         assert bad.num_actions
 
@@ -274,7 +275,7 @@ def test_a_sample_that_the_engine_ended_fails_its_episode(trouble: Stand, monkey
 answer_well = answer
 
 
-def test_episodes_in_the_same_host_survive_the_one_that_ends_it(trouble: Stand) -> None:
+def test_episodes_in_the_same_process_survive_the_one_that_ends_it(trouble: Stand) -> None:
     labels = ["pause", "crash", "pause", "fine"]
     prompts = [prompt(index=i, label=label) for i, label in enumerate(labels)]
     finished = trouble.rollout(*prompts, n_samples=1, seed=9)
@@ -338,6 +339,23 @@ def test_requests_that_a_client_gave_up_end_with_the_episode(clients: Stand) -> 
             assert trajectory.reward == 0, trajectory.error  # requests of earlier episodes that are still under way
     finally:
         clients.generator.engines = engines
+
+
+def test_an_agent_may_put_a_server_of_its_own_in_a_thread_before_the_first_engine_it_saw(logs: Path) -> None:
+    """Nobody knows which episode such a request is of: its tokens tell, and its log-probabilities are the engine's."""
+    stand = Stand("own_server.py", logs / "server")
+    for round in range(2):  # the engine of the first episode still answers when that episode is over
+        stand.engine.asked.clear()
+        episodes = stand.rollout(*(prompt(f"{i}+3=", index=4 * round + i) for i in range(4)), n_samples=2)
+        asked = [(tokens, answer(tokens, params)) for tokens, params in stand.engine.asked]
+        assert len(asked) == 16 and len({params.seed for _, params in stand.engine.asked}) == 16
+        for episode in episodes:
+            assert (episode.reward, episode.weight_versions) == (1.0, (3,)), episode.error
+            for end in ends_of_actions(episode):
+                start = len(episode.tokens[:end]) - episode.action_mask[:end][::-1].index(False)
+                given = [sample.logprobs for tokens, sample in asked if tokens == episode.tokens[:start]]
+                assert episode.rollout_logprobs[start:end] in given
+    stand.close()
 
 
 def test_an_agent_that_never_asks_the_policy_has_failed(clients: Stand) -> None:
@@ -410,6 +428,8 @@ def mistakes(logs: Path) -> Iterator[Stand]:
         ("done in words", "Game.step returned done 'no', which is neither True nor False"),
         ("two rewards", "Game.step returned rewards [1.0, 2.0], which is not one number"),
         ("list", "Game.step returned environment_feedback ['no', 3], which is no text"),
+        ("reward as text", "Game.step returned rewards '1.0', which is not one number"),
+        ("images", "Game.step returned environment_images; the policy reads text only"),
     ],
 )
 def test_what_an_environment_must_not_return_is_told_without_our_frames(
@@ -417,7 +437,8 @@ def test_what_an_environment_must_not_return_is_told_without_our_frames(
 ) -> None:
     [failed] = mistakes.rollout(prompt(label=label), n_samples=1)
     assert failed.failure is Failure.RESULT
-    assert words in str(failed.error) and "Traceback" not in str(failed.error)
+    assert words in str(failed.error) and "agent_files/mistakes.py" in str(failed.error)
+    assert "Traceback" not in str(failed.error)
 
 
 def test_methods_of_an_environment_need_not_be_coroutines(mistakes: Stand) -> None:

@@ -212,7 +212,7 @@ def test_only_generating_makes_the_steps_with_the_weights_of_the_folder_and_no_w
     for name in (*same, "train/dynamic_filtering_pass_rate"):
         assert column(folder, name)[0] == column(written, name)[0], name
     assert [row["step"] for row in numbers(folder)] == episodes.steps()
-    assert {path.name.partition("-")[0] for path in (folder / "logs").glob("*-?.log")} == {"host", "reward", "vllm"}
+    assert {path.name.partition("-")[0] for path in (folder / "logs").glob("*-?.log")} == {"user", "reward", "vllm"}
     assert samples(folder) and (folder / "report.html").exists()
     assert not (folder / "model").exists() and not (folder / "checkpoints").exists()
     trained = workspace / "trained"

@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 
 from openrlhf.processes import sandbox
-from openrlhf.processes.hosts import HostPool
+from openrlhf.processes.pool import ProcessPool
 from openrlhf.processes.sandbox import Ran, SandboxError, missing_protection, run_program
 
 SECONDS = 5.0  # far more than any of these programs needs
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes of other tests are elsewhere."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("sandboxes")))
 
 
 def processes(mark: str) -> list[str]:
@@ -153,7 +159,7 @@ def test_it_works_in_a_host_too_which_is_confined_itself(tmp_path: Path) -> None
         "from openrlhf.utils import run_program\n"
         f"def run():\n    return run_program({program!r}, 'nested', seconds={SECONDS}).output\n"
     )
-    with HostPool(1) as pool:
+    with ProcessPool(1) as pool:
         assert asyncio.run(pool.call(f"{file}:run", timeout=30)) == "nested [] True\n"
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from openrlhf.processes.hosts import HostPool
+from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.checks import grade_code, grade_format, grade_length, program_in, same_output
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
-from openrlhf.rewards.verifiers import VerifierReward
+from openrlhf.rewards.rule import VerifierReward
 from openrlhf.trajectory import Failure
 
 
@@ -170,35 +170,35 @@ def test_a_label_without_tests_is_an_error_and_no_wrong_answer(label: str, said:
         grade_code("print(1)", label, 60)
 
 
-# ---- as rewards, in hosts
+# ---- as rewards, in user processes
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[HostPool]:
-    with HostPool(1, memory_gib=2) as pool:
+def pool() -> Iterator[ProcessPool]:
+    with ProcessPool(1, memory_gib=2) as pool:
         yield pool
 
 
-def score(pool: HostPool, name: str, response: str, label: Any, timeout: float = 60) -> RewardResult:
+def score(pool: ProcessPool, name: str, response: str, label: Any, timeout: float = 60) -> RewardResult:
     reward = VerifierReward(name, pool=pool, timeout=timeout)
     asyncio.run(reward.check())
     request = RewardRequest(query="Q: " + response + "<eos>", prompt="Q: ", label=label, answer=response)
     return asyncio.run(reward.score([request]))[0]
 
 
-def test_verifiers_are_rewards_and_read_the_response_without_special_tokens(pool: HostPool) -> None:
+def test_verifiers_are_rewards_and_read_the_response_without_special_tokens(pool: ProcessPool) -> None:
     assert score(pool, "format", "ok", "ok") == RewardResult(reward=1.0, score=1.0)
     assert score(pool, "length", "one two three", 2) == RewardResult(reward=0.5, score=0.5)
     graded = score(pool, "code", "```python\nprint(int(input()) * 2)\n```", SQUARES)  # the label may be an object
     assert graded == RewardResult(reward=0.0, score=0.0, extra_logs={"tests_passed": 0.5})
 
 
-def test_a_regular_expression_that_never_ends_is_cut_at_the_deadline(pool: HostPool) -> None:
+def test_a_regular_expression_that_never_ends_is_cut_at_the_deadline(pool: ProcessPool) -> None:
     result = score(pool, "format", "a" * 40 + "!", "(a|a)*b", timeout=0.5)
     assert (result.reward, result.failure) == (None, Failure.TIMEOUT)
 
 
-def test_a_label_that_a_verifier_cannot_read_fails_the_sample(pool: HostPool) -> None:
+def test_a_label_that_a_verifier_cannot_read_fails_the_sample(pool: ProcessPool) -> None:
     result = score(pool, "length", "one", "long")
     assert (result.reward, result.failure) == (None, Failure.EXCEPTION)
     assert "takes a label like 200" in str(result.error)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from openrlhf.processes.hosts import HostPool
+from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from tests.sources import ROOT
@@ -18,12 +18,12 @@ SQUARES = json.dumps({"inputs": ["2\n", "3\n"], "outputs": ["4\n", "9\n"]})
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[HostPool]:
-    with HostPool(1, memory_gib=2) as pool:
+def pool() -> Iterator[ProcessPool]:
+    with ProcessPool(1, memory_gib=2) as pool:
         yield pool
 
 
-def score(pool: HostPool, file: str, response: str, label: str) -> RewardResult:
+def score(pool: ProcessPool, file: str, response: str, label: str) -> RewardResult:
     reward = FunctionReward(EXAMPLES / file, pool=pool, timeout=60)
     return asyncio.run(reward.score([RewardRequest(query="Q: " + response, prompt="Q: ", label=label)]))[0]
 
@@ -42,7 +42,7 @@ def score(pool: HostPool, file: str, response: str, label: str) -> RewardResult:
     ],
 )  # fmt: skip
 def test_an_example_scores_as_its_first_line_says(
-    pool: HostPool, file: str, response: str, label: str, expected: RewardResult
+    pool: ProcessPool, file: str, response: str, label: str, expected: RewardResult
 ) -> None:
     assert score(pool, file, response, label) == expected
 

@@ -13,8 +13,8 @@ import pytest
 from openrlhf.config.options import ConfigError
 from openrlhf.distributed.devices import free_port
 from openrlhf.rewards import servers as http_servers
-from openrlhf.rewards.http import HTTPReward
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
+from openrlhf.rewards.rule import HTTPReward
 from tests.reward_server import RewardServer, reward_server
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from openrlhf.config.options import ConfigError
 from openrlhf.distributed.devices import free_port
-from openrlhf.processes.hosts import HostPool
+from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards import remote_engines as engines
 from openrlhf.rewards import servers as http_servers
 from openrlhf.rewards.function import FunctionReward
@@ -44,8 +44,8 @@ def server(served: OpenAIServer) -> OpenAIServer:
 
 
 @pytest.fixture(scope="module")
-def pool(served: OpenAIServer) -> Iterator[HostPool]:
-    with HostPool(1, memory_gib=1) as pool:
+def pool(served: OpenAIServer) -> Iterator[ProcessPool]:
+    with ProcessPool(1, memory_gib=1) as pool:
         yield pool
 
 
@@ -53,7 +53,7 @@ def chat(model: str | None = None, **parameters: Any) -> str:
     return asyncio.run(remote_engine("helper", model).chat(HELLO, **parameters))
 
 
-def score(pool: HostPool, function: str, model: str) -> RewardResult:
+def score(pool: ProcessPool, function: str, model: str) -> RewardResult:
     reward = FunctionReward(FUNCTIONS, pool=pool, timeout=60, function=function)
     request = RewardRequest(query="say e:ee", prompt="say e:", label=model)
     return asyncio.run(reward.score([request]))[0]
@@ -144,22 +144,22 @@ def test_an_engine_that_is_not_there_is_found_before_anything_starts(monkeypatch
 
 
 @pytest.mark.parametrize("function", ["plain", "waits"])
-def test_reward_functions_ask_in_their_hosts(server: OpenAIServer, pool: HostPool, function: str) -> None:
+def test_reward_functions_ask_in_their_processes(server: OpenAIServer, pool: ProcessPool, function: str) -> None:
     assert score(pool, function, "loud").reward == 1.0
 
 
 @pytest.mark.parametrize(("function", "model"), [("plain", "broken"), ("plain", "wrong_json"), ("waits", "slow")])
 def test_a_failure_that_a_function_lets_through_is_the_servers(
-    server: OpenAIServer, pool: HostPool, function: str, model: str
+    server: OpenAIServer, pool: ProcessPool, function: str, model: str
 ) -> None:
     result = score(pool, function, model)
     assert (result.reward, result.failure) == (None, Failure.SERVER)
     assert "remote engine http" in (result.error or "")
 
 
-def test_a_function_may_catch_it(server: OpenAIServer, pool: HostPool) -> None:
+def test_a_function_may_catch_it(server: OpenAIServer, pool: ProcessPool) -> None:
     assert score(pool, "catches", "broken").reward == -1.0
 
 
-def test_an_unknown_name_is_the_functions_own_mistake(server: OpenAIServer, pool: HostPool) -> None:
+def test_an_unknown_name_is_the_functions_own_mistake(server: OpenAIServer, pool: ProcessPool) -> None:
     assert score(pool, "unknown", "loud").failure is Failure.EXCEPTION

@@ -11,23 +11,24 @@ from typing import Any
 import pytest
 
 from openrlhf.config.options import ConfigError
-from openrlhf.processes.hosts import HostPool
+from openrlhf.observability.once import warn_once
+from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy, RewardErrors
-from openrlhf.rewards.function import FunctionReward, notice
+from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards
-from openrlhf.rewards.verifiers import VerifierReward
+from openrlhf.rewards.rule import VerifierReward
 from openrlhf.trajectory import Prompt, StopReason, Trajectory
 
 FILES = Path(__file__).parent / "reward_files"
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[HostPool]:
-    with HostPool(2, memory_gib=2) as pool:
+def pool() -> Iterator[ProcessPool]:
+    with ProcessPool(2, memory_gib=2) as pool:
         yield pool
 
 
-def function(pool: HostPool, file: str, name: str = "reward_func", **kwargs: Any) -> FunctionReward:
+def function(pool: ProcessPool, file: str, name: str = "reward_func", **kwargs: Any) -> FunctionReward:
     return FunctionReward(FILES / file, function=name, pool=pool, **{"timeout": 30, **kwargs})
 
 
@@ -44,7 +45,7 @@ def rewards_of(results: list[RewardResult]) -> list[float | None]:
     return [result.reward for result in results]
 
 
-def test_a_function_is_called_once_per_sample_with_lists_of_length_one(pool: HostPool):
+def test_a_function_is_called_once_per_sample_with_lists_of_length_one(pool: ProcessPool):
     results = score(function(pool, "exact.py"), request("4", "4"), request("5", "4"), request(" 4 ", "4"))
     assert results == [
         RewardResult(reward=1.0, score=0.5, extra_logs={"calls": 1.0}),
@@ -53,7 +54,7 @@ def test_a_function_is_called_once_per_sample_with_lists_of_length_one(pool: Hos
     ]
 
 
-def test_in_batch_mode_it_gets_all_samples_at_once_and_its_lists_are_dealt_out(pool: HostPool):
+def test_in_batch_mode_it_gets_all_samples_at_once_and_its_lists_are_dealt_out(pool: ProcessPool):
     results = score(function(pool, "exact.py", batch=True), request("5", "4"), request("4", "4"))
     assert results == [
         RewardResult(reward=0.0, score=0.0, extra_logs={"calls": 2.0}),
@@ -61,7 +62,7 @@ def test_in_batch_mode_it_gets_all_samples_at_once_and_its_lists_are_dealt_out(p
     ]
 
 
-def test_no_samples_need_no_call(pool: HostPool):
+def test_no_samples_need_no_call(pool: ProcessPool):
     assert score(function(pool, "exact.py", batch=True)) == score(function(pool, "exact.py")) == []
 
 
@@ -69,12 +70,12 @@ def test_no_samples_need_no_call(pool: HostPool):
     ("name", "expected"),
     [("other_names", 1.0), ("keywords_only", 1.0), ("asynchronous", 1.0), ("bfloat16", 0.5), ("without_labels", 5.0)],
 )
-def test_functions_of_other_signatures_and_tensors_are_accepted(pool: HostPool, name: str, expected: float):
+def test_functions_of_other_signatures_and_tensors_are_accepted(pool: ProcessPool, name: str, expected: float):
     assert rewards_of(score(function(pool, "legacy.py", name), request("4", "4"))) == [expected]
 
 
-def test_a_function_without_labels_or_a_dict_is_noticed_once(pool: HostPool, caplog: pytest.LogCaptureFixture):
-    notice.cache_clear()
+def test_a_function_without_labels_or_a_dict_is_noticed_once(pool: ProcessPool, caplog: pytest.LogCaptureFixture):
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "openrlhf"):
         for _ in range(2):
             reward = function(pool, "legacy.py", "without_labels")
@@ -84,13 +85,13 @@ def test_a_function_without_labels_or_a_dict_is_noticed_once(pool: HostPool, cap
     assert "without_labels takes no labels" in messages[0] and "returns rewards alone" in messages[1]
 
 
-def test_a_function_whose_names_mean_something_else_is_refused(pool: HostPool):
+def test_a_function_whose_names_mean_something_else_is_refused(pool: ProcessPool):
     words = r"takes \(prompts, completions\), but is called with \(queries, prompts, labels\)"
     with pytest.raises(ConfigError, match=words):
         asyncio.run(function(pool, "legacy.py", "of_another_trainer").check())
 
 
-def test_a_function_that_follows_the_contract_is_not_remarked_on(pool: HostPool, caplog: pytest.LogCaptureFixture):
+def test_a_function_that_follows_the_contract_is_not_remarked_on(pool: ProcessPool, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "openrlhf"):
         score(function(pool, "exact.py"), request("4", "4"))
     assert not caplog.records
@@ -100,7 +101,7 @@ def test_a_function_that_follows_the_contract_is_not_remarked_on(pool: HostPool,
     ("label", "reward", "score_expected"), [("zero score", 2.0, 0.0), ("true", 1.0, 1.0), ("bare", 0.25, 0.25)]
 )
 def test_scores_are_the_rewards_unless_given_and_zero_counts_as_given(
-    pool: HostPool, label: str, reward: float, score_expected: float
+    pool: ProcessPool, label: str, reward: float, score_expected: float
 ):
     [result] = score(function(pool, "returns.py", "returns"), request("", label))
     assert (result.reward, result.score, result.error) == (reward, score_expected, None)
@@ -122,21 +123,21 @@ def test_scores_are_the_rewards_unless_given_and_zero_counts_as_given(
         ("opaque", "returned type Opaque"),
     ],
 )
-def test_what_is_no_reward_becomes_an_error_that_says_what_it_was(pool: HostPool, label: str, text: str):
+def test_what_is_no_reward_becomes_an_error_that_says_what_it_was(pool: ProcessPool, label: str, text: str):
     bad, good = score(function(pool, "returns.py", "returns"), request("", label), request("", "bare"))
     assert bad.error is not None and text in bad.error and "returns.py:returns" in bad.error
     assert bad.reward is None and bad.score is None
     assert good.reward == 0.25
 
 
-def test_in_batch_mode_one_bad_answer_fails_the_samples_of_its_call(pool: HostPool):
+def test_in_batch_mode_one_bad_answer_fails_the_samples_of_its_call(pool: ProcessPool):
     results = score(function(pool, "returns.py", "returns", batch=True), request("", "two"), request("", "bare"))
     assert rewards_of(results) == [1.0, 2.0]
     results = score(function(pool, "returns.py", "returns", batch=True), request("", "bare"), request("", "two"))
     assert all(result.error and "returned 1 rewards for 2 samples" in result.error for result in results)
 
 
-def test_a_hanging_or_dying_function_fails_its_sample_only(tmp_path: Path, pool: HostPool):
+def test_a_hanging_or_dying_function_fails_its_sample_only(tmp_path: Path, pool: ProcessPool):
     file = tmp_path / "moody.py"
     file.write_text(
         "import os, time\n"
@@ -151,7 +152,7 @@ def test_a_hanging_or_dying_function_fails_its_sample_only(tmp_path: Path, pool:
     assert "took more than 1 s" in str(results[0].error) and "exited with status 3" in str(results[2].error)
 
 
-def test_a_file_that_cannot_be_loaded_is_a_mistake_in_the_flags(tmp_path: Path, pool: HostPool):
+def test_a_file_that_cannot_be_loaded_is_a_mistake_in_the_flags(tmp_path: Path, pool: ProcessPool):
     file = tmp_path / "broken.py"
     file.write_text("def reward_func(queries, prompts, labels)\n    return 1\n")
     reward = FunctionReward(file, pool=pool, timeout=1)
@@ -180,7 +181,7 @@ def test_the_response_is_what_follows_the_prompt_unless_given():
     assert RewardRequest(query="2+2=4", prompt="2+2=", response="four").response_text == "four"
 
 
-def test_the_math_verifier_grades_responses_not_prompts(pool: HostPool):
+def test_the_math_verifier_grades_responses_not_prompts(pool: ProcessPool):
     reward = VerifierReward("math", pool=pool, timeout=30)
     asyncio.run(reward.check())
     results = score(

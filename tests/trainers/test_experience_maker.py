@@ -12,7 +12,7 @@ import torch
 from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience, TokenRows, offsets_of
 from openrlhf.observability.metrics import values
-from openrlhf.rewards.sums import combined
+from openrlhf.rewards.protocol import combined
 from openrlhf.trainers.experience_maker import Annotated, CreditSettings, ExperienceMaker, group_metrics, trainable
 from openrlhf.trainers.filtering import thrown_away
 from openrlhf.trainers.stages import RewardModels, Stage

@@ -28,6 +28,8 @@ class Game(AgentInstanceBase):
             "done in words": {**WELL, "done": "no"},
             "huge numbers": {**WELL, "done": last, "sampling_params": changed(params, seed=2**70)},
             "two rewards": {**WELL, "rewards": [1.0, 2.0]},
+            "reward as text": {**WELL, "rewards": "1.0"},
+            "images": {**WELL, "environment_images": ["a.png"]},
             "list": {**WELL, "environment_feedback": ["no", 3]},
             "hot": {**WELL, "done": last, "sampling_params": changed(params, temperature="hot")},
         }[states["label"]]

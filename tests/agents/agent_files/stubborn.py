@@ -1,6 +1,7 @@
 """An agent whose label says how it is hard to end, or hard to live with."""
 
 import asyncio
+import mmap
 import os
 import sys
 import threading
@@ -10,6 +11,23 @@ from openrlhf.utils.agent import AgentExecutorBase
 
 TOGETHER = threading.Barrier(40)
 HOARD = []
+
+
+def allocate(size):
+    """Memory that counts as used before anything is written there."""
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError from error
+
+
+def note(folder, word):
+    with open(os.path.join(folder, word), "w"):
+        pass
+
+
+def noted(folder, word):
+    return sum(name.startswith(word) for name in os.listdir(folder))
 
 
 class OddError(ValueError):
@@ -35,13 +53,30 @@ class AgentExecutor(AgentExecutorBase):
                         continue
             case "works":
                 await asyncio.sleep(1)
-            case "hoards":
-                HOARD.append(bytearray(1200 << 20))
-                await llm_engine.generate([5], sampling_params)
+            case "hoards":  # until the other lacks what is here
+                HOARD.append(allocate(1200 << 20))
+                note(prompt, "hoarded")
+                while not noted(prompt, "lacking"):
+                    await llm_engine.generate([5], sampling_params)
                 HOARD.clear()
             case "modest":
-                await asyncio.sleep(0.5)
-                assert bytearray(1000 << 20)
+                print("modest", flush=True)
+                while not noted(prompt, "hoarded"):
+                    await asyncio.sleep(0.01)
+                try:
+                    allocate(1000 << 20)
+                except MemoryError:
+                    note(prompt, "lacking")
+                    raise
+            case "meets":
+                note(prompt, f"here {os.getpid()}")
+                while not noted(prompt, "left") or noted(prompt, "here") < 5:  # one together, four alone
+                    await asyncio.sleep(0.01)
+            case "exits at the meeting":
+                while not noted(prompt, "here"):
+                    await asyncio.sleep(0.01)
+                note(prompt, "left")
+                os._exit(6)
             case "exits":
                 await llm_engine.generate([5], sampling_params)
                 sys.exit(6)

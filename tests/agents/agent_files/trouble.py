@@ -43,6 +43,8 @@ class AgentExecutor(SingleTurnAgentExecutor):
         elif label == "invented":
             result["observation_tokens"][-1] += 1
             result["rollout_log_probs"] = None
+        elif label == "from the first token":
+            result["action_ranges"] = [[0, len(result["observation_tokens"])]]
         elif label == "overlap":
             result["action_ranges"] = [[2, 5], [4, 6]]
         elif label == "outside":

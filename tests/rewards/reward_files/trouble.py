@@ -1,5 +1,6 @@
 """Functions that do what user code should not, and a few that tell about the process they run in."""
 
+import asyncio
 import ctypes
 import os
 import subprocess
@@ -40,8 +41,6 @@ def shout():
 
 
 async def loop_stays():
-    import asyncio
-
     global loop
     first, loop = loop is None, loop or asyncio.get_running_loop()
     await asyncio.sleep(0)
@@ -147,3 +146,33 @@ def use_files(secret, new):
         file.write("mine")
     with open(secret) as file:
         return [os.getuid(), file.read(), os.stat(new).st_uid]
+
+
+async def hang_in_await():
+    await asyncio.sleep(1000)
+
+
+def leak(count):
+    for _ in range(count):
+        if os.fork() == 0:
+            time.sleep(1000)
+            os._exit(0)
+    return os.getpid()
+
+
+def read_an_empty_pipe():
+    end, _other = os.pipe()
+    os.set_blocking(end, False)
+    return os.read(end, 1)
+
+
+def babble(part, characters):
+    print(f"part {part}\n" + "x" * characters, end="", flush=True)
+
+
+def meet(folder):
+    """Ends once two processes are here."""
+    open(os.path.join(folder, f"{os.getpid()}.met"), "w").close()
+    while sum(name.endswith(".met") for name in os.listdir(folder)) < 2:
+        time.sleep(0.01)
+    return os.getpid()

@@ -1,0 +1,59 @@
+"""A call of user code: what runs, what bounds it, and how it can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from openrlhf.trajectory import Failure
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call asked for, and what it was given."""
+
+    question: Any
+    answer: Any
+    own: bool  # False: asked from elsewhere in the process while the call was under way, perhaps on its behalf
+
+
+class UserCodeError(RuntimeError):
+    """User code raised, took too long, ended its process, or returned what cannot leave it; the message has the traceback."""
+
+    def __init__(self, message: str, failure: Failure = Failure.EXCEPTION) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.asked: list[Asked] = []  # what the call was given before it failed
+
+
+class ProcessLost(UserCodeError):
+    """The process of a call is gone. `again`: where the call may run once more; None if nobody else can be to blame."""
+
+    def __init__(self, error: UserCodeError, again: Literal["anywhere", "alone"] | None) -> None:
+        super().__init__(str(error), error.failure)
+        self.again = again
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """A function of the user, what it is called with, and what bounds it. `limit`: the flag behind `seconds`, in messages."""
+
+    name: str  # in messages
+    target: str  # path/to/file.py:function or package.module:function
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float  # of its own work, between two answers
+    limit: str
+    total_seconds: float | None = None  # of all, waiting for answers included
+    total_limit: str = ""
+    answer: Callable[[int, Any], Awaitable[Any]] | None = None  # called with the number of a question, and the question
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What bounds a process. `grace`: seconds for a call to end after its deadline, before its process is killed."""
+
+    memory_gib: float
+    at_once: int  # calls
+    grace: float

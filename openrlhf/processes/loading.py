@@ -1,0 +1,84 @@
+"""The user's files and functions: importing them, describing them, and turning what they return into built-in data."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """`value` as built-in numbers, text, lists and dicts; tensors and arrays by their `tolist`.
+
+    Raises TypeError, which names the type, if there is no such form.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if callable(getattr(value, "tolist", None)):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, str):
+        return str(value)
+    if hasattr(value, "__float__"):
+        return float(value)
+    kind = type(value).__qualname__
+    raise TypeError(f"returned type {kind}; only numbers, text, lists, dicts and tensors can leave the process")
+
+
+@cache
+def load_file(path: Path) -> ModuleType:
+    """Import the file at `path`, with its folder first on the import path for its neighbours."""
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+    name = f"user_file_{path.stem}"  # a file called math.py must not replace math
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def load_function(target: str) -> Callable[..., Any]:
+    """The function that `path/to/file.py:name` or `package.module:name` means."""
+    place, _, name = target.rpartition(":")
+    module = load_file(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        known = ", ".join(names) or "none"
+        raise AttributeError(f"{place} has no function {name}; its functions are: {known}")
+    return function
+
+
+def parameters_of(target: str) -> list[list[Any]] | None:
+    """[name, kind, required] of each parameter of a function, in the words of `inspect`; None if unreadable."""
+    try:
+        parameters = inspect.signature(load_function(target)).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return [[each.name, each.kind.name, is_required(each)] for each in parameters]
+
+
+def is_required(parameter: inspect.Parameter) -> bool:
+    """Whether a call has to give this parameter."""
+    variable = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and parameter.kind not in variable
+
+
+async def awaited(value: Any) -> Any:
+    """The result of a function that may be `async def`, or may not."""
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,221 @@
+"""A pool of processes that run user code: one call at a time in each, or many.
+
+A call that hangs, exits, crashes or fills its memory ends a process, never the run. The call comes back as a
+`UserCodeError`, the process and all it started are killed, and a fresh process takes its place while the others go on.
+
+If a process had several calls, only the one at fault fails. Calls that waited for an answer run again in another process.
+Calls whose own code was running run again too, each alone in a process: the call at fault ends that process as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from openrlhf.observability.once import warn_once
+from openrlhf.processes.call import Asked, Call, Limits, ProcessLost, UserCodeError
+from openrlhf.processes.process import UserProcess, log_size
+
+__all__ = ["Asked", "Call", "ProcessPool", "UserCodeError"]
+
+LOAD_S = 120.0  # for the import of a user's file, if a call may not take longer anyway
+LEAST_ALONE = 4  # processes for calls that run alone
+LOSSES = 4  # of its processes, after which a call that only waited for answers fails, or runs alone
+LOG_BYTES, LOG_KEPT = 16 << 20, 1 << 20  # of a log, above which its first and last mebibyte are kept
+LOG_SECONDS = 1.0  # between two looks at the sizes of logs
+T = TypeVar("T")
+
+
+class ProcessPool:
+    """`workers` processes that run user code, `at_once` calls in each. To be used from any thread and event loop.
+
+    A process starts with its first call. `memory_gib` limits the data of each. `log_dir` gets what user code prints, a
+    `<name>-<n>.log` per process; without it, the output goes to stderr. `grace` (seconds): see `Limits`.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        at_once: int = 1,
+        memory_gib: float = 4.0,
+        grace: float = 0.0,
+        log_dir: Path | None = None,
+        name: str = "user",
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"a pool of processes needs at least 1 worker, not {workers}")
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        limits = partial(Limits, memory_gib=memory_gib, grace=grace)
+        self._loads: dict[str, Call] = {}
+        self._shared = _Processes(workers, limits(at_once=at_once), log_dir and log_dir / name)
+        alone = max(LEAST_ALONE, workers) if at_once > 1 else 0
+        self._alone = _Processes(alone, limits(at_once=1), log_dir and log_dir / f"{name}-alone")
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{name} processes", daemon=True)
+        self._thread.start()
+        logs = [log for log in (*self._shared.logs, *self._alone.logs) if log]
+        self._keeping_short = self._submit(_keep_short(logs))
+
+    async def check(self, target: str) -> Any:
+        """The parameters of a function, see `parameters_of`. Raises UserCodeError if it cannot be loaded."""
+        return await self.load(self._load_of(target, 0.0))
+
+    async def call(self, target: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
+        """What `path/to/file.py:function` or `package.module:function` returns, as built-in data.
+
+        `timeout` (seconds) counts from the moment when a free process that has loaded the function gets the call.
+        Raises UserCodeError.
+        """
+        call = Call(name=target, target=target, args=args, kwargs=kwargs, seconds=timeout, limit="--reward.timeout")
+        return (await self.run(call, self._load_of(target, timeout)))[0]
+
+    def _load_of(self, target: str, timeout: float) -> Call:
+        if target not in self._loads:
+            load = "openrlhf.processes.loading:parameters_of"
+            self._loads[target] = loading(target, load, target, seconds=timeout, limit="--reward.timeout")
+        return self._loads[target]
+
+    async def load(self, setup: Call) -> Any:
+        """What `setup` returns in one process. Raises UserCodeError."""
+        return await asyncio.wrap_future(self._submit(self._shared.load(setup)))
+
+    async def run(self, call: Call, setup: Call) -> tuple[Any, list[Asked]]:
+        """What a call returns in a process where `setup` was called once, and what it was given. Raises UserCodeError."""
+        return await asyncio.wrap_future(self._submit(self._run(call, setup)))
+
+    async def _run(self, call: Call, setup: Call) -> tuple[Any, list[Asked]]:
+        try:
+            return await self._shared.run(call, setup)
+        except ProcessLost as lost:
+            if lost.again is None or self._closed or not self._alone.logs:
+                raise
+        warn_once(
+            "Calls of user code whose process was lost or blocked, or that lacked memory beside others, run again, each alone "
+            "in a process."
+        )
+        return await self._alone.run(call, setup)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._closed:
+            work.close()
+            raise UserCodeError("the pool of processes was closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Kill every process; calls under way and calls that wait end with a UserCodeError."""
+        if self._closed:
+            return
+        ending = self._submit(self._close())
+        self._closed = True
+        ending.result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _close(self) -> None:
+        self._keeping_short.cancel()
+        await asyncio.gather(self._shared.close(), self._alone.close())
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:  # calls, which get their errors now
+            await asyncio.wait(others)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def loading(name: str, target: str, *args: Any, seconds: float, limit: str) -> Call:
+    """The call that loads a user's file in a process. It may take as long as a call, and `LOAD_S` at least."""
+    if seconds <= LOAD_S:
+        seconds, limit = LOAD_S, f"more only with {limit}"
+    return Call(name=f"loading {name}", target=target, args=args, seconds=seconds, limit=limit)
+
+
+class _Processes:
+    """A fixed number of processes, each replaced when it ends. Belongs to one event loop."""
+
+    def __init__(self, count: int, limits: Limits, log: Path | None) -> None:
+        self.limits = limits
+        self.logs = [log and Path(f"{log}-{number}.log") for number in range(count)]
+        self._processes = [self._fresh(number) for number in range(count)]
+        self._replaced = set[UserProcess]()  # not gone yet
+        self._places = asyncio.Semaphore(count * limits.at_once)  # given in the order they are asked for
+        self._closed: UserCodeError | None = None
+
+    async def load(self, setup: Call) -> Any:
+        """What `setup` returns in one process."""
+        async with self._places:
+            return await self._pick().load(setup)
+
+    async def run(self, call: Call, setup: Call) -> tuple[Any, list[Asked]]:
+        """What a call returns, and what it was given. Begins again if its process is lost through no fault of its own."""
+        losses = 0
+        async with self._places:
+            while True:
+                try:
+                    return await self._pick().run(call, setup)
+                except ProcessLost as lost:
+                    losses += 1
+                    if lost.again != "anywhere" or losses == LOSSES:
+                        raise
+
+    def _pick(self) -> UserProcess:
+        """The process with the fewest calls, if possible one that has started."""
+        if self._closed:
+            raise self._closed
+        process = min(self._processes, key=lambda each: (each.calls_given, each.process is None))
+        return process if process.usable else self._replace(process)
+
+    def _fresh(self, number: int) -> UserProcess:
+        return UserProcess(self.limits, self.logs[number], self._ended)
+
+    def _replace(self, process: UserProcess) -> UserProcess:
+        number = self._processes.index(process)
+        self._replaced.add(process)
+        self._processes[number] = self._fresh(number)
+        return self._processes[number]
+
+    def _ended(self, process: UserProcess) -> None:
+        """Have a fresh process load what the one that is gone had loaded."""
+        if process in self._processes and not self._closed:
+            fresh = self._replace(process)
+            for setup, load in process.loads.items():
+                if load.done() and not load.cancelled() and not load.exception():
+                    fresh.begin_load(setup)
+        self._replaced.discard(process)
+
+    async def close(self) -> None:
+        """Kill all processes, and wait until nothing is left of them."""
+        self._closed = closed = UserCodeError("the pool of processes was closed")
+        await asyncio.gather(*(process.close(closed) for process in [*self._processes, *self._replaced]))
+
+
+async def _keep_short(logs: Sequence[Path]) -> None:
+    """Cut the middle out of each log that grows too long, again and again."""
+    cut = dict.fromkeys(logs, 0)
+    while True:
+        for log in logs:
+            if (size := log_size(log)) > LOG_BYTES:
+                cut[log] += size - 2 * LOG_KEPT
+                _cut(log, f"\n[{cut[log]:,} bytes were cut here: this log may have {LOG_BYTES:,}]\n")
+        await asyncio.sleep(LOG_SECONDS)
+
+
+def _cut(log: Path, words: str) -> None:
+    """Leave the beginning and the end of a log, to which processes go on appending."""
+    with log.open("r+b") as file:
+        file.seek(-LOG_KEPT, os.SEEK_END)
+        end = file.read()
+        file.truncate(LOG_KEPT)
+    with log.open("ab") as file:
+        file.write(words.encode() + end)

@@ -1,0 +1,364 @@
+"""One process with user code: its start, the calls under way in it, their deadlines, and its end.
+
+Of a process that hangs, exits, crashes or fills its memory, and of all that it started, nothing is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import marshal
+import os
+import pickle
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openrlhf.processes.call import Asked, Call, Limits, ProcessLost, UserCodeError
+from openrlhf.processes.confinement import UIDS
+from openrlhf.processes.program import DUMP_SIGNAL, LENGTH, MAX_MESSAGE_BYTES
+from openrlhf.trajectory import Failure
+
+logger = logging.getLogger(__name__)
+DUMP_S = 0.5  # for a call that ran out of time, to write down where it hangs
+SLOW_LOAD_S = 10.0  # after which a file that is still being loaded is announced
+ROUNDS = 100  # of looking for what a process left behind
+PROGRAM = "import sys; from openrlhf.processes.program import main; main(*map(int, sys.argv[1:]))"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(eq=False, kw_only=True)
+class _Running:
+    """A call under way."""
+
+    number: int
+    call: Call
+    done: asyncio.Future[Any]
+    log_start: int  # byte of the log
+    questions: int = 0  # so far
+    waiting: set[asyncio.Task[None]] = field(default_factory=set)  # for answers
+    asked: list[Asked] = field(default_factory=list)
+    clock: asyncio.TimerHandle | None = None  # of its own work
+    late: str | None = None  # the deadline that it missed, in words
+
+
+class UserProcess:
+    """One process, from its first call to its end. Belongs to one event loop. `on_end` is called when the process is gone."""
+
+    def __init__(self, limits: Limits, log: Path | None, on_end: Callable[[UserProcess], None]) -> None:
+        self.limits, self.log, self.on_end = limits, log, on_end
+        self.calls_given = 0
+        self.retiring = False  # a call was late here, and may have left threads that hang: no further calls
+        self.loads: dict[Call, asyncio.Task[Any]] = {}
+        self.process: subprocess.Popen[bytes] | None = None
+        self._calls: dict[int, _Running] = {}
+        self._numbers = itertools.count()
+        self._connected: asyncio.Task[None] | None = None
+        self._ending: UserCodeError | None = None  # why calls that are left end, if not by the process's own end
+        self._culprit_known = False
+        self.gone = asyncio.Event()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be given calls."""
+        return not (self.retiring or self.gone.is_set() or (self.process and self.process.poll() is not None))
+
+    async def run(self, call: Call, setup: Call) -> tuple[Any, list[Asked]]:
+        """What a call returns after `setup`, which runs once, and what it was given. Raises UserCodeError."""
+        with self._given_a_call():
+            await self.load(setup)
+            return await self._run(call)
+
+    @contextmanager
+    def _given_a_call(self) -> Iterator[None]:
+        self.calls_given += 1
+        try:
+            yield
+        finally:
+            self.calls_given -= 1
+            if self.retiring and not self.calls_given:
+                self.cut()
+
+    async def load(self, setup: Call) -> Any:
+        """What `setup` returns; it runs once."""
+        with self._given_a_call():
+            return await asyncio.shield(self.begin_load(setup))
+
+    def begin_load(self, setup: Call) -> asyncio.Task[Any]:
+        """Have `setup` run, if it has not yet."""
+        if setup not in self.loads:
+            self.loads[setup] = asyncio.create_task(self._load(setup))
+            self.loads[setup].add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait
+        return self.loads[setup]
+
+    async def _load(self, setup: Call) -> Any:
+        if self._connected is None:
+            self._connected = asyncio.create_task(self._start())
+        await asyncio.shield(self._connected)
+        announced = asyncio.get_running_loop().call_later(
+            SLOW_LOAD_S, logger.warning, "%s has taken %g s so far; it may take %g s.", setup.name, SLOW_LOAD_S, setup.seconds
+        )  # fmt: skip
+        try:
+            return (await self._run(setup))[0]
+        except ProcessLost as lost:
+            raise ProcessLost(lost, None if lost.failure is Failure.TIMEOUT else "anywhere") from None
+        finally:
+            announced.cancel()
+
+    async def _start(self) -> None:
+        """Start the process, in a session of its own, and listen to it."""
+        self._mark = f"OPENRLHF_PROCESS={secrets.token_hex(8)}"  # in the environment of all it starts
+        self._uid = random.choice(UIDS)  # of the process, if we are root
+        ours, theirs = socket.socketpair()
+        their_end, our_end = os.pipe()
+        self._lifeline = os.fdopen(our_end, "wb", buffering=0)
+        output = os.dup(2) if self.log is None else os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        memory_bytes = int(self.limits.memory_gib * 2**30)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, *map(str, (theirs.fileno(), their_end, memory_bytes, self._uid))],
+                pass_fds=(theirs.fileno(), their_end),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=_environment() | dict([self._mark.split("=")]),
+            )
+        except OSError as error:
+            ours.close()
+            raise UserCodeError(f"no process can be started for user code: {error}", Failure.KILLED) from error
+        finally:
+            theirs.close()
+            os.close(their_end)
+            os.close(output)
+        self._socket = ours
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._listening = asyncio.create_task(self._listen(self.process))
+
+    async def _run(self, call: Call) -> tuple[Any, list[Asked]]:
+        loop = asyncio.get_running_loop()
+        running = _Running(
+            number=next(self._numbers), call=call, done=loop.create_future(), log_start=log_size(self.log)
+        )
+        total = None
+        if self.gone.is_set():
+            raise ProcessLost(self._ending or UserCodeError(f"{call.name} had no process", Failure.KILLED), "anywhere")
+        self._calls[running.number] = running
+        if call.total_seconds is not None:
+            total = loop.call_later(call.total_seconds, self._late, running, call.total_seconds, call.total_limit)
+        try:
+            self._write(kind="call", call=running.number, target=call.target, args=call.args, kwargs=dict(call.kwargs))
+            self._wind(running)
+            return await running.done, running.asked
+        except UserCodeError as error:
+            error.asked = running.asked
+            raise
+        except asyncio.CancelledError:  # given up by its caller
+            self._cancel(running)
+            raise
+        finally:
+            del self._calls[running.number]
+            for timer in (total, running.clock):
+                if timer:
+                    timer.cancel()
+            for task in running.waiting:
+                if not any(task in other.waiting for other in self._calls.values()):
+                    task.cancel()
+
+    def _wind(self, running: _Running) -> None:
+        """Start the clock of a call's own work."""
+        seconds, limit = running.call.seconds, running.call.limit
+        running.clock = asyncio.get_running_loop().call_later(seconds, self._late, running, seconds, limit)
+
+    def _late(self, running: _Running, seconds: float, limit: str) -> None:
+        """Ask a call to end; kill the process if the call does not."""
+        if running.late is None and not running.done.done():
+            running.late = f"{running.call.name} took more than {seconds:g} s ({limit})"
+            self.retiring = True
+            self._write(kind="cancel", call=running.number)
+            asyncio.get_running_loop().call_later(self.limits.grace, self._insist, running)
+
+    def _insist(self, running: _Running) -> None:
+        if not running.done.done():
+            self._signal(DUMP_SIGNAL)
+            asyncio.get_running_loop().call_later(DUMP_S, lambda: running.done.done() or self.cut())
+
+    def _cancel(self, running: _Running) -> None:
+        if self.limits.at_once == 1:  # it may block, and the next call is not to wait for it
+            self.retiring = True
+            self.cut()
+        else:
+            self._write(kind="cancel", call=running.number)
+
+    async def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Take what the process says until it is gone, then end the calls that are left."""
+        with suppress(OSError, EOFError):
+            while not self._culprit_known:
+                (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                if length > MAX_MESSAGE_BYTES:
+                    break
+                message = marshal.loads(await self._reader.readexactly(length))
+                kind, running = message.pop("kind"), self._calls.get(message.pop("call"))
+                if kind == "ask":
+                    self._ask(running, **message)
+                elif running and not running.done.done():
+                    self._done(running, message)
+        self.gone.set()
+        self.cut()
+        self._writer.transport.abort()
+        self._lifeline.close()
+        code = await asyncio.to_thread(process.wait)
+        left = [running for running in self._calls.values() if not running.done.done()]
+        suspects = [] if self._culprit_known else [each for each in left if each.late or not each.waiting]
+        for running in left:
+            again = None if suspects == left == [running] else "alone" if running in suspects else "anywhere"
+            running.done.set_exception(ProcessLost(self._ending or self._loss(running, code), again))
+        self.on_end(self)
+        await asyncio.to_thread(_bury, process, self._uid, self._mark)
+
+    def _loss(self, running: _Running, code: int) -> UserCodeError:
+        """How the process ended, and what it wrote since the call began: where it hung or crashed."""
+        log = _printed(self.log, running.log_start)
+        if running.late:
+            return UserCodeError(f"{running.late}.{log}", Failure.TIMEOUT)
+        failure = Failure.EXIT if code >= 0 else Failure.KILLED
+        return UserCodeError(f"{running.call.name} ended its process: {_ending(code)}.{log}", failure)
+
+    def _done(self, running: _Running, message: dict[str, Any]) -> None:
+        """A call is over."""
+        if "error" not in message:
+            running.done.set_result(message["value"])
+            return
+        failure = Failure(message["failure"])
+        words = f"{running.late}, and was ended here" if running.late else f"{running.call.name} failed"
+        memory = f"(--reward.memory_gib is {self.limits.memory_gib:g}.)" if failure is Failure.MEMORY else ""
+        error = UserCodeError(f"{words}:\n{message['error']}{memory}", Failure.TIMEOUT if running.late else failure)
+        shared = message["scarce"] and len(self._calls) > 1  # other calls may have what this one lacked
+        running.done.set_exception(ProcessLost(error, "alone") if shared else error)
+        self._culprit_known = message["last"]
+
+    def _ask(self, running: _Running | None, *, number: int, question: Any) -> None:
+        """Answer a question. A call's clock stands while it waits; that of every call, if nobody knows whose question it is."""
+        askers = [running] if running else list(self._calls.values())
+        answering = next((each for each in askers if each.call.answer and not each.done.done()), None)
+        if answering is None:
+            return
+
+        async def answer(place: int) -> None:
+            try:
+                assert answering.call.answer
+                given = await answering.call.answer(place, question)
+            except Exception as failed:  # not the fault of user code
+                if not answering.done.done():
+                    answering.done.set_exception(failed)
+                    self._write(kind="cancel", call=answering.number)
+                return
+            for each in askers:
+                each.waiting.discard(task)
+                each.asked.append(Asked(question, given, own=running is not None))
+                if not each.waiting and not each.done.done():
+                    self._wind(each)
+            self._write(kind="answer", question=number, answer=given)
+
+        task = asyncio.create_task(answer(answering.questions))
+        answering.questions += 1
+        for each in askers:
+            each.waiting.add(task)
+            if each.clock:
+                each.clock.cancel()
+
+    def _write(self, **message: Any) -> None:
+        if self._writer.is_closing():  # the listener ends the calls of a process that is gone
+            return
+        try:
+            data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise UserCodeError(f"the arguments of {message.get('target')} cannot be sent: {error}") from error
+        self._writer.write(LENGTH.pack(len(data)) + data)
+
+    def _signal(self, number: int) -> None:
+        if self.process and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def cut(self) -> None:
+        """Kill the process group and end the connection, which a daemon may keep open; the listener does the rest."""
+        if self.process and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    async def close(self, why: UserCodeError) -> None:
+        """Kill the process, and wait until nothing is left of it; its calls end with an error."""
+        self._ending, self.retiring = why, True
+        if self._connected:
+            with suppress(UserCodeError):
+                await asyncio.shield(self._connected)
+                self.cut()
+                await self._listening
+
+
+def _environment() -> dict[str, str]:
+    """The environment of user processes: ours, and our import path."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    # The password file knows nothing of the other user that a process of root becomes.
+    names = {"USER": "root", "HOME": os.path.expanduser("~")} if os.geteuid() == 0 else {}
+    return {**names, **os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+
+
+def log_size(log: Path | None) -> int:
+    """Bytes in a log so far."""
+    return log.stat().st_size if log and log.exists() else 0
+
+
+def _printed(log: Path | None, start: int) -> str:
+    """The end of what was logged since byte `start`."""
+    if log is None:
+        return ""
+    size = log_size(log)
+    with log.open("rb") as file:
+        file.seek(max(start if start <= size else 0, size - 4000))  # a log that grew too long is shorter now
+        text = file.read().decode(errors="replace").strip()
+    return f" It wrote to {log}:\n{text}" if text else ""
+
+
+def _bury(process: subprocess.Popen[bytes], uid: int, mark: str) -> None:
+    """Kill what is left of a killed process's descendants, in whatever session."""
+    if os.geteuid() == 0:
+        with suppress(OSError):  # no right to change users: then the process had none either
+            subprocess.run(["/bin/sh", "-c", "kill -9 -1"], user=uid, check=False, stderr=subprocess.DEVNULL)
+    for _ in range(ROUNDS):  # a later round finds what is forked meanwhile
+        if not (marked := _marked(mark)):
+            break
+        for pid in marked:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _marked(mark: str) -> list[int]:
+    """Running processes with this variable in their environment, as far as we may look."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def _ending(code: int) -> str:
+    """An exit status in words."""
+    if code >= 0:
+        return f"it exited with status {code}"
+    hint = " (by hand, or because the machine ran out of memory)" if code == -signal.SIGKILL else ""
+    return f"killed by signal {-code}, {signal.strsignal(-code)}{hint}"
