@@ -1,1 +1,1 @@
-"""A reward model behind HTTP: requests meet in batches, and each gets its own scores."""
+"""A reward model behind HTTP: concurrent requests are scored in batches."""

@@ -1,4 +1,4 @@
-"""Merges concurrent requests into batches and deals the results back. Knows neither HTTP nor models."""
+"""Merges concurrent requests into batches and gives each request its own scores. Knows neither HTTP nor models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-Texts = list[list[int]]  # token ids of each
+Texts = list[list[int]]  # the token ids of each text
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -17,41 +17,43 @@ class _Request:
     texts: Texts
     scores: asyncio.Future[list[float]]
 
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.texts))
+
 
 class Batcher:
-    """What waits while `score` is busy goes through it together as soon as it is free.
+    """Scores requests in batches: those that arrive while `score` is busy go through it together next.
 
-    Requests stay whole and in order. A batch holds as many as `max_texts` (None: any number) and `max_tokens` allow, and one
-    at least. A free `score` waits up to `max_wait` seconds for as many requests as the last batch had: clients that ask again
-    as soon as they are answered meet each time, and one that is alone never waits. `score` runs in a thread of its own.
+    Requests stay whole and in order. A batch has at least one request, and no more than fit into `max_tokens`. An idle
+    `score` waits up to `max_wait` seconds for as many requests as the last batch had: clients that ask again as soon as
+    they have their scores meet in one batch each time, and a single client never waits. `score` runs in its own thread.
     """
 
-    def __init__(
-        self, score: Callable[[Texts], list[float]], *, max_texts: int | None, max_tokens: int, max_wait: float
-    ) -> None:
+    def __init__(self, score: Callable[[Texts], list[float]], *, max_tokens: int, max_wait: float) -> None:
         self._score = score
-        self._max_texts, self._max_tokens, self._max_wait = max_texts, max_tokens, max_wait
+        self._max_tokens, self._max_wait = max_tokens, max_wait
         self._waiting: deque[_Request] = deque()
         self._arrival = asyncio.Event()
-        self._last = 1  # requests of the last batch
+        self._last = 1  # number of requests in the last batch
         self._thread = ThreadPoolExecutor(1, "score")
 
     async def scores(self, texts: Texts) -> list[float]:
-        """The scores of a request's texts, in their order. Raises what `score` raises for them."""
+        """The scores of a request's texts, in their order. Raises the exception that `score` raises for them."""
         request = _Request(texts=texts, scores=asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         self._arrival.set()
         return await request.scores
 
     async def run(self) -> None:
-        """Score what comes, until cancelled."""
+        """Score requests as they arrive, until cancelled."""
         while True:
-            await self._gather()
-            batch = self._take()
+            await self._arrivals()
+            batch = self._next_batch()
             self._last = len(batch)
             await self._answer(batch)
 
-    async def _gather(self) -> None:
+    async def _arrivals(self) -> None:
         while not self._waiting:
             await self._next_arrival()
         with suppress(TimeoutError):
@@ -63,15 +65,12 @@ class Batcher:
         self._arrival.clear()
         await self._arrival.wait()
 
-    def _take(self) -> list[_Request]:
-        batch: list[_Request] = []
-        texts = tokens = 0
-        while self._waiting:
-            request = self._waiting[0]
-            texts, tokens = texts + len(request.texts), tokens + sum(map(len, request.texts))
-            if batch and (tokens > self._max_tokens or texts > (self._max_texts or texts)):
-                break
+    def _next_batch(self) -> list[_Request]:
+        batch = [self._waiting.popleft()]
+        tokens = batch[0].tokens
+        while self._waiting and tokens + self._waiting[0].tokens <= self._max_tokens:
             batch.append(self._waiting.popleft())
+            tokens += batch[-1].tokens
         return batch
 
     async def _answer(self, batch: list[_Request]) -> None:
@@ -79,14 +78,14 @@ class Batcher:
         try:
             scores = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, texts)
         except Exception as error:
-            if len(batch) > 1:  # one of them may be to blame: by itself it fails by itself
+            if len(batch) > 1:  # one request may be to blame: alone, only that one fails
                 for request in batch:
                     await self._answer([request])
             elif not batch[0].scores.cancelled():
                 batch[0].scores.set_exception(error)
             return
-        dealt = iter(scores)
+        rest = iter(scores)
         for request in batch:
-            mine = [next(dealt) for _ in request.texts]
+            own = [next(rest) for _ in request.texts]
             if not request.scores.cancelled():
-                request.scores.set_result(mine)
+                request.scores.set_result(own)

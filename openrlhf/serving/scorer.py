@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,61 +15,44 @@ from openrlhf.models.loading import LoadSpec, ModelError
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 
 
-class TextTokenizer:
-    """Token ids of texts as they are, nothing added; of long ones `max_len`: the last, or with `keep_start` the first.
+def tokenize_texts(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, *, max_len: int, keep_start: bool
+) -> list[list[int]]:
+    """Token ids of texts, without special tokens added. A long text keeps its last `max_len` tokens, or with `keep_start` the first.
 
-    An end-of-text token at the end of a text stays: the score is read there, as in the training of the model.
+    An end-of-text token at the end of a text is always kept: the model was trained to give its score there.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_len: int, keep_start: bool) -> None:
-        self.tokenizer, self.max_len, self.keep_start = tokenizer, max_len, keep_start
+    def cut(tokens: list[int]) -> list[int]:
+        if len(tokens) <= max_len or not keep_start:
+            return tokens[-max_len:]
+        return [*tokens[: max_len - 1], tokens[-1] if tokens[-1] == tokenizer.eos_token_id else tokens[max_len - 1]]
 
-    def __call__(self, texts: list[str]) -> list[list[int]]:
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return [self._cut(tokens) for tokens in encoded["input_ids"]]
-
-    def _cut(self, tokens: list[int]) -> list[int]:
-        if len(tokens) <= self.max_len:
-            return tokens
-        if not self.keep_start:
-            return tokens[-self.max_len :]
-        last = tokens[-1] if tokens[-1] == self.tokenizer.eos_token_id else tokens[self.max_len - 1]
-        return [*tokens[: self.max_len - 1], last]
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    return [cut(tokens) for tokens in encoded["input_ids"]]
 
 
-class RewardScorer:
+def score_texts(texts: list[list[int]], model: ScalarModel, *, max_texts: int | None, max_tokens: int) -> list[float]:
     """The model's output at the last token of each text, as a reward worker reads it.
 
-    Texts of similar lengths go through the model together, at most `max_texts` (None: any number) and `max_tokens` at once,
-    padding included.
+    A forward pass has texts of similar lengths: at most `max_texts` (None: any number) and `max_tokens`, padding included.
     """
-
-    def __init__(self, model: ScalarModel, *, max_texts: int | None, max_tokens: int) -> None:
-        self.model = model
-        self.max_texts, self.max_tokens = max_texts, max_tokens
-
-    def __call__(self, texts: list[list[int]]) -> list[float]:
-        scores = [0.0] * len(texts)
-        lengths = list(map(len, texts))
-        for rows in similar_lengths(
-            lengths, max_rows=self.max_texts, max_tokens=self.max_tokens, padded=not self.model.packing
-        ):
-            for row, score in zip(rows, self._forward([texts[row] for row in rows]), strict=True):
-                scores[row] = score
-        return scores
-
-    def _forward(self, texts: list[list[int]]) -> list[float]:
-        device = self.model.hf.device
-        tokens = torch.tensor([token for text in texts for token in text], device=device)
-        offsets = offsets_of([len(text) for text in texts]).to(device)
+    scores = [0.0] * len(texts)
+    lengths, device = list(map(len, texts)), model.hf.device
+    for rows in similar_lengths(lengths, max_rows=max_texts, max_tokens=max_tokens, padded=not model.packing):
+        tokens = torch.tensor([token for row in rows for token in texts[row]], device=device)
+        offsets = offsets_of([lengths[row] for row in rows]).to(device)
         with torch.inference_mode():
-            return last_token_scores(self.model(tokens, offsets).values, offsets).tolist()
+            found = last_token_scores(model(tokens, offsets).values, offsets).tolist()
+        for row, score in zip(rows, found, strict=True):
+            scores[row] = score
+    return scores
 
 
 def similar_lengths(lengths: Sequence[int], *, max_rows: int | None, max_tokens: int, padded: bool) -> list[list[int]]:
-    """Row numbers in parts of similar lengths, longest first, each within both limits or a single row.
+    """Row numbers in parts of similar lengths, longest first. A part is within both limits, or it is a single row.
 
-    `padded`: a row costs as many tokens as the longest of its part.
+    `padded`: a row counts as many tokens as the longest row of its part.
     """
     parts: list[list[int]] = []
     tokens = 0
@@ -82,13 +66,16 @@ def similar_lengths(lengths: Sequence[int], *, max_rows: int | None, max_tokens:
     return parts
 
 
-def load_scorer(config: ServeConfig) -> tuple[TextTokenizer, RewardScorer]:
-    """Tokenizer and model as the flags say, tried once. Raises DataError or ModelError."""
+def load_scorer(
+    config: ServeConfig,
+) -> tuple[Callable[[list[str]], list[list[int]]], Callable[[list[list[int]]], list[float]]]:
+    """Functions from texts to token ids and from these to scores, as the flags say; tried once. Raises DataError or ModelError."""
     path = config.reward.model_name_or_path
     tokenizer = get_tokenizer(
         path, use_fast=not config.data.disable_fast_tokenizer, trust_remote_code=config.model.trust_remote_code
     )
-    tokenize = TextTokenizer(tokenizer, max_len=config.data.max_len, keep_start=config.truncation_side == "right")
+    keep_start = config.truncation_side == "right"
+    tokenize = partial(tokenize_texts, tokenizer=tokenizer, max_len=config.data.max_len, keep_start=keep_start)
     spec = LoadSpec(
         path=path,
         param_dtype=config.ds.param_dtype,
@@ -106,8 +93,10 @@ def load_scorer(config: ServeConfig) -> tuple[TextTokenizer, RewardScorer]:
             raise ModelError(
                 f"{path} has embeddings for {embeddings} tokens, but its tokenizer knows {len(tokenizer)}."
             )
-        scorer = RewardScorer(model.eval(), max_texts=config.batch_size, max_tokens=config.max_batch_tokens)
-        scorer(tokenize([str(tokenizer.eos_token)]))
+        score = partial(
+            score_texts, model=model.eval(), max_texts=config.batch_size, max_tokens=config.max_batch_tokens
+        )
+        score(tokenize([str(tokenizer.eos_token)]))
     except ValueError as error:
         raise ModelError(str(error)) from error
-    return tokenize, scorer
+    return tokenize, score

@@ -1,4 +1,4 @@
-"""POST /get_reward and GET /health: what is asked, what is answered, and what is refused."""
+"""POST /get_reward and GET /health: requests, responses and refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -27,33 +27,26 @@ from openrlhf.serving.scorer import load_scorer
 logger = logging.getLogger(__name__)
 
 USER_ERRORS = (ConfigError, DataError, ModelError)
-CONNECTIONS = 1024  # at a time; more are answered with status 503
-FAREWELL_S = 10  # that requests under way have left when the server is stopped
+CONNECTIONS = 1024  # at a time; further ones get status 503
+SHUTDOWN_TIMEOUT_S = 10  # for the requests in progress when the server is stopped
 EXAMPLE = '{"query": ["prompt and response"]}'
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestLimits:
-    """How much one request may hold."""
-
-    texts: int
-    mib: float
-
-
 def run_server(config: ServeConfig) -> None:
-    """Load the model and answer until stopped. Raises one of USER_ERRORS before the first request."""
+    """Load the model and serve it until stopped. Raises one of USER_ERRORS before the first request."""
     listener = listen(config.host, config.port)
     tokenize, score = load_scorer(config)
-    batcher = Batcher(
-        score, max_texts=config.batch_size, max_tokens=config.max_batch_tokens, max_wait=config.max_batch_wait
-    )
-    limits = RequestLimits(texts=config.max_request_texts, mib=config.max_request_mib)
-    app = reward_app(tokenize, batcher, limits)
+    batcher = Batcher(score, max_tokens=config.max_batch_tokens, max_wait=config.max_batch_wait)
+    app = reward_app(tokenize, batcher, max_texts=config.max_request_texts, max_mib=config.max_request_mib)
     if config.dry_run:
         print(f"{config.reward.model_name_or_path} can be served.")
         return
     settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=FAREWELL_S
+        app,
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
     )
     host = f"[{config.host}]" if ":" in config.host else config.host
     port = listener.getsockname()[1]
@@ -62,7 +55,7 @@ def run_server(config: ServeConfig) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that has the address before minutes go into a model; who asks meanwhile waits. Raises ConfigError."""
+    """A listening socket, opened before the model is loaded: clients that connect meanwhile wait. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=CONNECTIONS)
@@ -70,9 +63,12 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host} --port {port}: the server cannot listen there: {error.strerror}.") from error
 
 
-def reward_app(tokenize: Callable[[list[str]], Texts], batcher: Batcher, limits: RequestLimits) -> FastAPI:
-    """The application. Texts are read, tokenized and scored in threads: the event loop only passes them on."""
-    reader = ThreadPoolExecutor(1, "read")  # tokenizers are not made for several threads
+def reward_app(tokenize: Callable[[list[str]], Texts], batcher: Batcher, *, max_texts: int, max_mib: float) -> FastAPI:
+    """The application. A request has at most `max_texts` texts and `max_mib` MiB.
+
+    Requests are parsed, tokenized and scored in threads, so the event loop stays free.
+    """
+    reader = ThreadPoolExecutor(1, "read")  # one thread, because a tokenizer must not be used by several
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -88,11 +84,9 @@ def reward_app(tokenize: Callable[[list[str]], Texts], batcher: Batcher, limits:
 
     @app.post("/get_reward")
     async def get_reward(request: Request) -> JSONResponse:
-        body = await read_body(request, limits)
+        body = await read_body(request, max_mib=max_mib)
 
-        def read() -> Texts:
-            return tokens_of(read_texts(body, limits), tokenize)
-
+        read = partial(read_texts, body, tokenize, max_texts=max_texts)
         texts = await asyncio.get_running_loop().run_in_executor(reader, read)
         try:
             scores = await batcher.scores(texts)
@@ -107,53 +101,40 @@ def reward_app(tokenize: Callable[[list[str]], Texts], batcher: Batcher, limits:
     return app
 
 
-async def read_body(request: Request, limits: RequestLimits) -> bytes:
-    """The body, of which no more than the limit is ever held. Status 413 for a larger one."""
-    largest = int(limits.mib * 2**20)
-    too_large = HTTPException(413, f"The request is larger than {limits.mib:g} MiB (--max_request_mib).")
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > largest:
-        raise too_large
+async def read_body(request: Request, *, max_mib: float) -> bytes:
+    """The body of a request. Status 413 as soon as it is larger than `max_mib`: no more than that is held in memory."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > largest:
-            raise too_large
+        if len(body) > max_mib * 2**20:
+            raise HTTPException(413, f"The request is larger than {max_mib:g} MiB (--max_request_mib).")
     return bytes(body)
 
 
-def read_texts(body: bytes, limits: RequestLimits) -> list[str]:
-    """The texts of a request; `prompts`, `labels` and whatever else it holds are not looked at. Status 422 or 413."""
+def read_texts(body: bytes, tokenize: Callable[[list[str]], Texts], *, max_texts: int) -> Texts:
+    """Token ids of the texts of a request, its `query`. Other entries, such as `labels`, are ignored. Status 422 or 413."""
     try:
         content: Any = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise _wrong(f"The request is no JSON ({error})") from error
+        raise _wrong(f"The request is not JSON ({error})") from error
     if not isinstance(content, dict) or "query" not in content:
         raise _wrong("The request has no query")
     query = content["query"]
     if not isinstance(query, list) or not query:
         raise _wrong(f"query is {'an empty list' if query == [] else f'{kind(query)}, not a list'}")
-    if len(query) > limits.texts:
-        raise HTTPException(
-            413, f"query holds {len(query)} texts, and {limits.texts} are allowed (--max_request_texts)."
-        )
+    if len(query) > max_texts:
+        raise HTTPException(413, f"query has {len(query)} texts, and {max_texts} are allowed (--max_request_texts).")
     for number, text in enumerate(query):
         if not isinstance(text, str):
             raise _wrong(f"query[{number}] is {kind(text)}, not a text")
-    return query
-
-
-def tokens_of(texts: list[str], tokenize: Callable[[list[str]], Texts]) -> Texts:
-    """Token ids of each text. Status 422 where there are none."""
-    for number, text in enumerate(texts):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise _wrong(f"query[{number}] is no Unicode text ({error.reason})") from error
-    tokens = tokenize(texts)
-    if [] in tokens:
-        raise _wrong(f"query[{tokens.index([])}] has no tokens: there is nothing to score")
-    return tokens
+            raise _wrong(f"query[{number}] is not Unicode text ({error.reason})") from error
+    texts = tokenize(query)
+    if [] in texts:
+        raise _wrong(f"query[{texts.index([])}] has no tokens: there is nothing to score")
+    return texts
 
 
 def _wrong(what: str) -> HTTPException:

@@ -31,9 +31,9 @@ class Model:
 
 @asynccontextmanager
 async def batching(
-    model: Callable[[Texts], list[float]], *, texts: int | None = None, tokens: int = 100, wait: float = 0.0
+    model: Callable[[Texts], list[float]], *, tokens: int = 100, wait: float = 0.0
 ) -> AsyncIterator[Batcher]:
-    batcher = Batcher(model, max_texts=texts, max_tokens=tokens, max_wait=wait)
+    batcher = Batcher(model, max_tokens=tokens, max_wait=wait)
     running = asyncio.create_task(batcher.run())
     yield batcher
     running.cancel()
@@ -51,12 +51,12 @@ async def under_way(batcher: Batcher, model: Model, *requests: Texts) -> list[as
     return tasks
 
 
-def batches_of(*requests: Texts, texts: int | None = None, tokens: int = 100) -> tuple[list[Texts], list[list[float]]]:
+def batches_of(*requests: Texts, tokens: int = 100) -> tuple[list[Texts], list[list[float]]]:
     """The batches that requests come to, all but the first asked while the model is busy with that; and their answers."""
 
     async def ask() -> tuple[list[Texts], list[list[float]]]:
         model = Model(turns=0)
-        async with batching(model, texts=texts, tokens=tokens) as batcher:
+        async with batching(model, tokens=tokens) as batcher:
             tasks = await under_way(batcher, model, *requests)
             model.turns.release(100)
             return model.batches, await asyncio.gather(*tasks)
@@ -76,13 +76,8 @@ def test_a_batch_is_filled_to_the_number_of_tokens_in_the_order_of_arrival() -> 
     assert answers == [[1], [2], [3], [4], [5]]
 
 
-def test_a_batch_is_filled_to_the_number_of_texts() -> None:
-    batches, _ = batches_of([[1]], [[2], [3]], [[4], [5]], [[6]], texts=3)
-    assert [len(batch) for batch in batches] == [1, 2, 3]
-
-
-def test_a_request_over_both_limits_is_a_batch_by_itself() -> None:
-    batches, answers = batches_of([[1]], [[2]], [[3] * 8, [4] * 8, [5] * 8], [[6]], texts=2, tokens=10)
+def test_a_request_over_the_limit_is_a_batch_by_itself() -> None:
+    batches, answers = batches_of([[1]], [[2]], [[3] * 8, [4] * 8, [5] * 8], [[6]], tokens=10)
     assert [len(batch) for batch in batches] == [1, 1, 3, 1]
     assert answers[2] == [3, 4, 5]
 

@@ -14,7 +14,7 @@ from openrlhf.config.flags import amend
 from openrlhf.config.options import ConfigError
 from openrlhf.config.serving import ServeConfig
 from openrlhf.serving.batcher import Batcher, Texts
-from openrlhf.serving.server import RequestLimits, listen, reward_app, run_server
+from openrlhf.serving.server import listen, reward_app, run_server
 
 
 def lengths(texts: Texts) -> list[float]:
@@ -29,8 +29,8 @@ def characters(texts: list[str]) -> Texts:
 
 def post(body: Any, *, score: Callable[[Texts], list[float]] = lengths, texts: int = 4, mib: float = 0.001) -> Any:
     """The answer of a server that takes four texts and about 1000 bytes."""
-    batcher = Batcher(score, max_texts=None, max_tokens=100, max_wait=0.0)
-    with TestClient(reward_app(characters, batcher, RequestLimits(texts=texts, mib=mib))) as client:
+    batcher = Batcher(score, max_tokens=100, max_wait=0.0)
+    with TestClient(reward_app(characters, batcher, max_texts=texts, max_mib=mib)) as client:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return client.post("/get_reward", content=content)
 
@@ -51,9 +51,9 @@ def test_prompts_labels_and_other_entries_are_not_looked_at() -> None:
 
 
 WRONG: list[tuple[Any, int, str]] = [
-    (b"", 422, "The request is no JSON"),
-    (b"query=one", 422, "The request is no JSON"),
-    (b'{"query": ["\xff"]}', 422, "The request is no JSON"),
+    (b"", 422, "The request is not JSON"),
+    (b"query=one", 422, "The request is not JSON"),
+    (b'{"query": ["\xff"]}', 422, "The request is not JSON"),
     (["one"], 422, "The request has no query"),
     ({"queries": ["one"]}, 422, "The request has no query"),
     ({"query": "one"}, 422, "query is a string, not a list"),
@@ -63,8 +63,8 @@ WRONG: list[tuple[Any, int, str]] = [
     ({"query": ["one", 2]}, 422, "query[1] is a number, not a text"),
     ({"query": ["one", ["two"]]}, 422, "query[1] is a list, not a text"),
     ({"query": ["one", ""]}, 422, "query[1] has no tokens"),
-    ({"query": ["one", "\ud800"]}, 422, "query[1] is no Unicode text"),
-    ({"query": ["x"] * 5}, 413, "query holds 5 texts, and 4 are allowed (--max_request_texts)"),
+    ({"query": ["one", "\ud800"]}, 422, "query[1] is not Unicode text"),
+    ({"query": ["x"] * 5}, 413, "query has 5 texts, and 4 are allowed (--max_request_texts)"),
     ({"query": ["x" * 1100]}, 413, "The request is larger than 0.001 MiB (--max_request_mib)"),
 ]
 
@@ -82,8 +82,8 @@ def test_lists_in_lists_in_lists_are_no_json_either() -> None:
 
 
 def test_a_body_that_does_not_say_its_size_is_not_read_to_its_end() -> None:
-    batcher = Batcher(lengths, max_texts=None, max_tokens=100, max_wait=0.0)
-    with TestClient(reward_app(characters, batcher, RequestLimits(texts=4, mib=0.001))) as client:
+    batcher = Batcher(lengths, max_tokens=100, max_wait=0.0)
+    with TestClient(reward_app(characters, batcher, max_texts=4, max_mib=0.001)) as client:
         answer = client.post("/get_reward", content=(b" " * 100 for _ in range(1000)))
     assert (answer.status_code, answer.request.headers.get("content-length")) == (413, None)
 
@@ -121,6 +121,6 @@ def test_an_address_that_is_taken_or_not_of_this_machine_is_a_mistake_before_the
 
 
 def test_health_is_answered() -> None:
-    batcher = Batcher(lengths, max_texts=None, max_tokens=100, max_wait=0.0)
-    with TestClient(reward_app(characters, batcher, RequestLimits(texts=4, mib=1.0))) as client:
+    batcher = Batcher(lengths, max_tokens=100, max_wait=0.0)
+    with TestClient(reward_app(characters, batcher, max_texts=4, max_mib=1.0)) as client:
         assert client.get("/health").json() == {"status": "ok"}

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, Gemma2Config
 from openrlhf.config.flags import amend
 from openrlhf.config.serving import ServeConfig
 from openrlhf.models.loading import ModelError
-from openrlhf.serving.scorer import TextTokenizer, load_scorer, similar_lengths
+from openrlhf.serving.scorer import load_scorer, similar_lengths, tokenize_texts
 from openrlhf.serving.server import run_server
 from tests.tiny import SIZES, character_tokenizer, save_tiny_model, tiny_config
 
@@ -86,7 +86,7 @@ def test_a_dry_run_loads_the_model_and_stops(tmp_path: Path, capsys: pytest.Capt
 
 def cut(text: str, max_len: int, side: str) -> str:
     tokenizer = character_tokenizer()
-    tokens = TextTokenizer(tokenizer, max_len=max_len, keep_start=side == "right")([text])[0]
+    tokens = tokenize_texts([text], tokenizer, max_len=max_len, keep_start=side == "right")[0]
     return tokenizer.decode(tokens)
 
 
@@ -119,9 +119,8 @@ def test_the_score_of_a_long_text_is_that_of_what_is_left_of_it(tmp_path: Path) 
 
 def test_nothing_is_added_to_a_text() -> None:
     tokenizer = character_tokenizer()
-    assert TextTokenizer(tokenizer, max_len=9, keep_start=False)(["ab"]) == [
-        tokenizer.convert_tokens_to_ids(["a", "b"])
-    ]
+    ids = tokenizer.convert_tokens_to_ids(["a", "b"])
+    assert tokenize_texts(["ab"], tokenizer, max_len=9, keep_start=False) == [ids]
 
 
 # ---- going through the model together
