@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import get_scheduler
 
+from openrlhf.observability.glossary import implausible
 from openrlhf.observability.run_folder import read_lines
 from tests.ranks import ROOT
 
@@ -76,9 +77,11 @@ def finish(process: subprocess.Popen[str], *, timeout: float) -> Finished:
 def run(
     command: str, flags: Flags, *, launcher: Sequence[str] = PLAIN, status: int = 0, timeout: float = 400
 ) -> Finished:
-    """Run a command to its end, which has to be `status`."""
+    """Run a command to its end, which has to be `status`; every number it logged has to be plausible."""
     done = finish(launch(command, flags, launcher), timeout=timeout)
     assert done.status == status, f"ended with {done.status}:\n{done.printed}\n{done.errors}"
+    if status == 0 and flags.get("run.dir"):
+        numbers(Path(flags["run.dir"]))
     return done
 
 
@@ -102,11 +105,10 @@ def steps_logged(folder: Path) -> int:
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what measures time."""
-    return [
-        {k: v for k, v in row.items() if k != "time" and not k.startswith("timing/")}
-        for row in read_lines(folder / "metrics.jsonl")
-    ]
+    """The lines of metrics.jsonl, which have to be plausible, without the numbers that measure time."""
+    rows = list(read_lines(folder / "metrics.jsonl"))
+    assert implausible(rows) == []
+    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("timing/")} for row in rows]
 
 
 def column(folder: Path, name: str) -> list[float]:
@@ -133,8 +135,8 @@ def default_schedule(peak: float, steps: int) -> list[float]:
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
-    """The lines of samples.jsonl."""
-    return list(read_lines(folder / "samples.jsonl"))
+    """The lines of samples.jsonl, without samples of evaluations while training."""
+    return [row for row in read_lines(folder / "samples.jsonl") if not row["evaluation"]]
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

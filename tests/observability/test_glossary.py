@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from openrlhf.observability.glossary import GLOSSARY, declare, find_spec, glossary_markdown
+from openrlhf.observability.glossary import DECLARED, GLOSSARY, find_spec, glossary_markdown, implausible
 from openrlhf.observability.metrics import Last, Max, Mean
 
 # The names users have dashboards for.
@@ -46,20 +46,55 @@ def test_kinds_say_how_names_reduce():
     assert GLOSSARY["train/actor_lr"].kind is Last
 
 
-def test_declaring_a_name_twice_is_an_error():
-    with pytest.raises(ValueError, match="'train/kl' is declared twice"):
-        declare(Mean, "", {"train/kl": "again"})
+def test_no_name_is_declared_twice():
+    assert sum(map(len, DECLARED.values())) == len(GLOSSARY)
 
 
-def test_the_page_has_one_row_of_four_cells_for_every_name():
+def test_the_page_has_one_row_of_five_cells_for_every_name():
     page = glossary_markdown()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) == len(GLOSSARY)
-    assert all(len(re.split(r"(?<!\\)\|", row)) == 4 + 2 for row in rows)
-    assert "| `train/kl` | mean | nats per token | KL of the policy to the reference" in page
+    assert all(len(re.split(r"(?<!\\)\|", row)) == 5 + 2 for row in rows)
+    assert "| `train/kl` | mean | nats per token | -10 to 10 | KL of the policy to the reference" in page
 
 
 def test_every_definition_is_one_sentence_on_one_line():
     for name, spec in GLOSSARY.items():
         assert spec.definition.endswith("."), name
         assert "\n" not in spec.definition, name
+
+
+# ---- plausible numbers
+
+
+def test_plausible_numbers_draw_no_sentence():
+    step = {"train/acc": 1.0, "train/lr": 0.0, "train/policy_loss": -3.0, "train/truncated": 1 + 1e-9, "train/mine": -9}
+    assert implausible([{"step": 1, "time": 1.7e9, **step}]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("train/acc", 1.01, "train/acc is 1.01, and its range is 0 to 1"),
+        ("train/dynamic_filtering_pass_rate", 101, "is 101, and its range is 0 to 100"),
+        ("train/response_length", -1, "train/response_length is -1, and its range is ≥ 0"),
+        ("train/logprob_gap_mean", -0.1, "train/logprob_gap_mean is -0.1, and its range is ≥ 0"),
+        ("train/kl", 11, "train/kl is 11, and its range is -10 to 10"),
+        ("train/policy_loss", None, "train/policy_loss is not a finite number"),
+        ("eval/eval_gsm8k_truncated_rate", -0.5, "eval/eval_gsm8k_truncated_rate is -0.5, and its range is 0 to 1"),
+    ],
+)
+def test_a_number_outside_its_range_is_named_with_its_step(name, value, sentence):
+    (found,) = implausible([{"step": 6, "train/lr": 0.1}, {"step": 7, name: value}])
+    assert found.startswith("step 7: ") and found.endswith(sentence)
+
+
+def test_a_mean_is_not_more_than_its_maximum():
+    row = {"step": 2, "train/logprob_gap_mean": 0.5, "train/logprob_gap_max": 0.25}
+    assert implausible([row]) == ["step 2: train/logprob_gap_mean is 0.5, and train/logprob_gap_max is only 0.25"]
+
+
+def test_every_metric_but_signed_ones_has_a_least_value():
+    signed = {name for name, spec in GLOSSARY.items() if spec.range == "any"}
+    assert all(re.search("reward|return|values|score|pass|margin|policy_loss|diff|ppo_kl|vllm_kl", n) for n in signed)
+    assert {spec.range for spec in GLOSSARY.values()} == {"any", "≥ 0", "0 to 1", "0 to 100", "-10 to 10"}
