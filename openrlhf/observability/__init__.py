@@ -1,1 +1,1 @@
-"""What a run measures, writes down, shows and reports."""
+"""What a run measures, logs, shows and reports."""

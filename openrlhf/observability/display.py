@@ -1,4 +1,4 @@
-"""What a run says on the terminal: one line of sense per step, evaluations, notes.
+"""What a run prints on the terminal: one line per step and per evaluation, and notes.
 
 Three modes: *rich* on an interactive terminal (lines scroll above a live progress bar), *quiet*
 (the same lines, plain: files, pipes, --run.quiet) and *json* (one object per line, --run.json).
@@ -22,7 +22,7 @@ from openrlhf.observability.run_folder import json_line
 
 
 class DisplayMode(StrEnum):
-    """How a run talks."""
+    """How a run prints."""
 
     RICH = "rich"
     QUIET = "quiet"
@@ -30,7 +30,7 @@ class DisplayMode(StrEnum):
 
 
 class Display:
-    """Talks to the person who started the run."""
+    """Prints for the person who started the run."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Display:
         self._progress: Progress | None = None
 
     def begin(self, total_steps: int, *, done: int = 0) -> None:
-        """Start counting: `done` of `total_steps` were made before (a resumed run)."""
+        """Start counting: a resumed run has `done` of `total_steps` behind it."""
         self._total, self._first, self._began = total_steps, done, self._clock()
         if self.mode is DisplayMode.RICH:
             self._progress = Progress(
@@ -67,12 +67,12 @@ class Display:
             self._progress.start()
 
     def status(self, text: str) -> None:
-        """What the run is doing now, beside the progress bar: "generating 512 episodes"."""
+        """Show what the run is doing now beside the progress bar: "generating 512 episodes"."""
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], description=text)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """One training step and its metrics, under their logged names."""
+        """Print a training step, given its metrics by their logged names."""
         made = step - self._first
         left = (self._clock() - self._began) / made * (self._total - step) if made > 0 else None
         if self.mode is DisplayMode.JSON:
@@ -86,14 +86,14 @@ class Display:
             self._progress.update(self._progress.task_ids[0], completed=step, left=text)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """The metrics of an evaluation of the weights after `step`."""
+        """Print an evaluation of the weights after `step`."""
         if self.mode is DisplayMode.JSON:
             self._emit("evaluation", step=step, **values)
         else:
             self._line(evaluation_parts(step, values))
 
     def note(self, text: str) -> None:
-        """One sentence about the run."""
+        """Print a sentence about the run."""
         if self.mode is DisplayMode.JSON:
             self._emit("note", text=text)
         else:

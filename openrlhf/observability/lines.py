@@ -1,4 +1,4 @@
-"""The wording of a step's line: which metrics it shows, how numbers are written, what leaves first.
+"""The line of a step: which metrics it shows, how numbers are written, and what a narrow terminal leaves out first.
 
 Numbers have fixed widths, so that the lines of a run read as columns.
 """
@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
-WORTH_TELLING = 0.1  # of the episodes, that were cut off by a limit
+MANY_TRUNCATED = 0.1  # a larger share of episodes that ran out of tokens is on the line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One piece of a line: `label value unit (detail)`. The highest `rank` leaves first."""
+    """One piece of a line: `label value unit (detail)`. A narrow terminal leaves out the highest `rank` first."""
 
     value: str
     label: str = ""
@@ -34,7 +34,7 @@ class Part:
 
 
 def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
-    """The line. Where it is longer than `width` columns, details leave first, then high ranks."""
+    """The line. If it is longer than `width` columns, details are left out first, then the parts with the highest rank."""
     line = Text()
     for index, part in enumerate(parts):
         line.append(" · " if index else "", "dim").append_text(part.text)
@@ -49,7 +49,7 @@ def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
 
 
 def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_left: float | None) -> list[Part]:
-    """The pieces of a training step's line, from those metrics that are there."""
+    """The pieces of a training step's line, from the metrics that were logged."""
     parts = [Part(label="step", value=f"{step:>{len(str(total))}}/{total}", style="bold")]
     for shown in _SHOWN:
         number = next((values[name] for name in shown.names if name in values), None)
@@ -63,7 +63,7 @@ def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_le
         parts.append(Part(value=f"{time:>5}", unit="s", detail=", ".join(spent), rank=2))
     if seconds_left is not None:
         parts.append(Part(value=clock_time(seconds_left), unit="left", rank=1))
-    if values.get("train/truncated", 0) >= WORTH_TELLING:
+    if values.get("train/truncated", 0) >= MANY_TRUNCATED:
         parts.append(Part(value=f"{values['train/truncated']:.0%}", unit="cut off", style="yellow"))
     kinds = {name: f"{number:.0f} {name.removeprefix(_FAILED)}" for name, number in values.items() if _FAILED in name}
     if values.get(_EPISODES, 0) > 0:
@@ -76,32 +76,36 @@ def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_le
 
 
 def evaluation_parts(step: int, values: Mapping[str, float]) -> list[Part]:
-    """The pieces of an evaluation's line: every result of it, pass@k first."""
+    """The pieces of an evaluation's line: all its results, pass@k first. A standard error stands behind its pass@1."""
     parts = [Part(value="eval", unit=f"after step {step}", style="bold green")]
     passes = {name: re.fullmatch(r"eval/eval_(.+)_pass(\d+)", name) for name in values}
-    for name in sorted((name for name in values if name.startswith("eval/")), key=lambda name: passes[name] is None):
+    shown = [name for name in values if name.startswith("eval/") and not name.endswith("_score_stderr")]
+    for name in sorted(shown, key=lambda name: passes[name] is None):
         found = passes[name]
         plain = re.sub(r"^eval/(eval[_ ])?", "", name).replace("_", " ")
         label = f"{found[1]} pass@{found[2]}" if found else plain
         write = percent if name.endswith("rate") else compact
         style, rank = ("bold", 0) if found or "loss" in name else ("", 1)
-        parts.append(Part(label=label, value=write(values[name]).strip(), rank=rank, style=style))
+        error = values.get(f"{name.removesuffix('_pass1')}_score_stderr")
+        detail = "" if error is None else f"± {compact(error)}"
+        parts.append(Part(label=label, value=write(values[name]).strip(), detail=detail, rank=rank, style=style))
     return parts
 
 
 def compact(number: float) -> str:
     """A number in a few characters: 0.531, 12.3, 153, 1.5k, 1.9M, 1.0e-06."""
     size = abs(number)
-    if size == 0:
-        return "0"
-    for low, high, form, scale, suffix in _SIZES:
-        if low <= size < high:
-            return f"{number / scale:{form}}{suffix}"
-    return f"{number:.1e}" if math.isfinite(number) else str(number)
+    if size == 0 or not math.isfinite(number):
+        return f"{number:.0f}"
+    if not 1e-3 <= size < 1e9:
+        return f"{number:.1e}"
+    scale, suffix = (1e6, "M") if size >= 1e6 else (1e3, "k") if size >= 1e3 else (1, "")
+    digits = 3 if size < 10 else 1 if size / scale < 100 else 0
+    return f"{number / scale:.{digits}f}{suffix}"
 
 
 def percent(share: float) -> str:
-    """A share as 2%; the sign of the number 100 is not in the way of its alignment."""
+    """A share as "  2%": wide enough for 100%, so that shares of several lines are aligned."""
     return f"{100 * share:3.0f}%" if math.isfinite(share) else str(share)
 
 
@@ -118,19 +122,9 @@ def clock_time(duration: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-_SIZES = (  # from, below, format, divided by, suffix
-    (1e-3, 10, ".3f", 1, ""),
-    (10, 100, ".1f", 1, ""),
-    (100, 1e3, ".0f", 1, ""),
-    (1e3, 1e5, ".1f", 1e3, "k"),
-    (1e5, 1e6, ".0f", 1e3, "k"),
-    (1e6, 1e9, ".1f", 1e6, "M"),
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Shown:
-    """A metric on the line: the first of `names` that is there."""
+    """A metric on the line: the first of `names` that was logged."""
 
     names: tuple[str, ...]
     label: str = ""

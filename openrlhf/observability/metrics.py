@@ -1,7 +1,7 @@
 """How logged numbers reduce over micro-batches and ranks.
 
-A worker reports `dict[str, Metric]`; `merge_all` joins the reports, whatever keys each of them
-has; `values` makes the floats that are logged. What each name means: `glossary.py`.
+A worker reports `dict[str, Metric]`; `merge_all` joins the reports, which may have different keys;
+`values` gives the floats that are logged. What each name means: `glossary.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Metric(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that knows its weight, so that a mean of unequal parts is the mean of the whole."""
+    """A mean that knows its weight, so that merging parts of different sizes gives the mean of the whole."""
 
     sum: float
     count: float
@@ -33,7 +33,7 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """sum / count; NaN where nothing was counted."""
+        """sum / count; NaN if nothing was counted."""
         return self.sum / self.count if self.count else math.nan
 
 
@@ -67,7 +67,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value seen. A NaN anywhere is a NaN everywhere: an extreme must not hide it."""
+    """The largest value seen. If one part is NaN, the result is NaN, so that a large value cannot hide it."""
 
     value: float
 
@@ -77,7 +77,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The newest value: a learning rate, a gradient norm, a duration, a count kept in one place."""
+    """The newest value: for a learning rate, a gradient norm, a duration, or a count that one process keeps."""
 
     value: float
 
@@ -89,7 +89,7 @@ def merge_all(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Join the metrics of micro-batches and ranks, in their order.
 
     A name that some parts lack is reduced over the parts that have it.
-    Raises TypeError when two parts reduce one name in different ways.
+    Raises TypeError if two parts reduce one name in different ways.
     """
     merged: dict[str, Metric] = {}
     for part in parts:
@@ -103,7 +103,7 @@ def merge_all(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The plain numbers to log. A mean over nothing is left out: there is no number to show."""
+    """The plain numbers to log. A mean over nothing is left out, because it has no value."""
     return {
         name: float(metric.value)
         for name, metric in metrics.items()

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: run folder, trackers and terminal, one call each."""
+"""Sends the numbers and samples of a run to the run folder, the trackers and the terminal."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Protocol
 from openrlhf.config.commands import RecordedCommand
 from openrlhf.config.options import dump_yaml
 from openrlhf.observability.display import Display
+from openrlhf.observability.health import Health
 from openrlhf.observability.report import report_run
-from openrlhf.observability.run_folder import RunFolder, SampleRow
+from openrlhf.observability.run_folder import METRICS, RunFolder, SampleRow, read_lines
 from openrlhf.observability.trackers import make_trackers
 from openrlhf.trajectory import Failure, Trajectory
 
-SAMPLES_PER_STEP = 16  # episodes of a step that go to samples.jsonl; of filtered and of failed ones as many again
+SAMPLES_PER_STEP = 16  # episodes of a step that go to samples.jsonl, and as many filtered and as many failed ones
+SAMPLES_PER_EVALUATION = 4  # one of each of the first prompts, so that evaluations can be compared
 
 
 class Standing(Protocol):
-    """Where a run that is resumed stands."""
+    """The state that a resumed run continues from."""
 
     @property
     def step(self) -> int: ...
@@ -28,9 +30,9 @@ class Standing(Protocol):
 
 
 class Recorder:
-    """Writes what a run measures and samples. Belongs to the main process.
+    """Logs the numbers and samples of a run. Only the main process has one.
 
-    `resumed`: the state a resumed run continues from; its folder is continued, cut back to that step.
+    `resumed`: the state that a resumed run continues from. Its folder is continued, cut back to that step.
     """
 
     def __init__(self, config: RecordedCommand, *, resumed: Standing | None = None) -> None:
@@ -39,11 +41,11 @@ class Recorder:
         if resumed:
             self.folder = RunFolder(resumed.run_dir)
             self.folder.truncate_to(resumed.step)
-            self.display.note(f"Continuing after step {resumed.step}, in {resumed.run_dir}.")
+            self.display.note(f"Continuing after step {resumed.step} in {resumed.run_dir}.")
         else:
             self.folder = RunFolder.create(run.dir)
             if self.folder.earlier:
-                self.display.note(f"What an earlier run left in {run.dir} is now in {self.folder.earlier}.")
+                self.display.note(f"The files of an earlier run in {run.dir} are now in {self.folder.earlier}.")
         resolved = dump_yaml(config)
         self.folder.write_config(dump_yaml(config, given_only=True), resolved)
         self.trackers = make_trackers(
@@ -53,43 +55,51 @@ class Recorder:
             resume_step=resumed.step if resumed else None,
         )
         self.logging_steps = logger.logging_steps
+        self.health = Health()
+        self.health.read(read_lines(self.folder.path / METRICS))  # of the part before a resume
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of a training step."""
+        """Log the numbers of a training step."""
         if step % self.logging_steps == 0:
-            self.log(step, values)
             self.display.step(step, values)
+            self.log(step, values)
 
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of an evaluation of the weights after `step`."""
-        self.log(step, values)
+    def evaluation(self, step: int, values: Mapping[str, float], trajectories: Sequence[Trajectory] = ()) -> None:
+        """Log the numbers of an evaluation of the weights after `step`, and a sample of each of its first prompts."""
         self.display.evaluation(step, values)
+        self.log(step, values)
+        by_prompt = {t.prompt.index: t for t in reversed(trajectories) if not t.failed}
+        chosen = sorted(by_prompt)[:SAMPLES_PER_EVALUATION]
+        self.folder.log_samples(SampleRow.of(step, by_prompt[prompt], evaluation=True) for prompt in chosen)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers that are shown elsewhere."""
+        """Log numbers that the caller shows; what is wrong with them is shown here."""
         self.folder.log_metrics(step, values)
         self.trackers.log(step, values)
+        self._show(self.health.see(step, values))
 
     def samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Some episodes of a step, some of the filtered ones, and failed ones of every kind with their errors."""
+        """Log some episodes of a step, some of the filtered ones, and failed ones of every kind with their errors."""
         good = [t for t in trajectories if not t.failed and not t.filtered][:SAMPLES_PER_STEP]
         filtered = [t for t in trajectories if not t.failed and t.filtered][:SAMPLES_PER_STEP]
         failed = _kinds_in_turn([t for t in trajectories if t.failed])[:SAMPLES_PER_STEP]
-        self._log_samples(step, [*good, *filtered, *failed])
-
-    def _log_samples(self, step: int, trajectories: Iterable[Trajectory]) -> None:
-        rows = [SampleRow.of(step, trajectory) for trajectory in trajectories]
+        rows = [SampleRow.of(step, trajectory) for trajectory in [*good, *filtered, *failed]]
         self.folder.log_samples(rows)
         if rows:
             self.trackers.log_samples(step, rows[0].prompt + rows[0].response, rows[0].reward)
 
     def close(self) -> None:
         """Write the report and leave the terminal as it was."""
+        self._show(self.health.end())
         self.display.close()
         self.trackers.close()
         self.folder.close()
         report = report_run(self.folder.path)
         self.display.note(f"report: {report}")
+
+    def _show(self, notices: Iterable[str]) -> None:
+        for notice in notices:
+            self.display.note(f"Notice: {notice}")
 
 
 def _kinds_in_turn(failed: Sequence[Trajectory]) -> list[Trajectory]:

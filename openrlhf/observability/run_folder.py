@@ -1,24 +1,22 @@
-"""The folder of a run: what was asked for, what was measured, what was sampled.
+"""The folder of a run: its configuration, its numbers and its samples.
 
-    config.yaml     the flags that were given, also by a file; can be passed back with --config
+    config.yaml     the flags that were given on the command line or by a file; can be passed back with --config
     config_resolved.yaml    every value in effect
     metrics.jsonl   one object per log call: {"step": 12, "time": 1700000000.0, "train/kl": …}
     samples.jsonl   one object per logged episode: the fields of `SampleRow`
     report.html     written by `report.py`
     logs/           one file per process
     wandb_id        the W&B run that a resumed run continues
-    earlier/<n>/    what an earlier run left in the folder
+    earlier/<n>/    files of an earlier run in the same folder
 
-An evaluation of step 12 is a line of its own with the same step, after the line of the training
-step; readers merge the lines of a step. JSON has no NaN or infinity: such numbers become null. A
-line is handed to the operating system when it is logged, so a killed process loses at most the
-line it was writing.
+An evaluation after step 12 is a separate line with step 12, after the line of the training step; readers merge the
+lines of a step. JSON has no NaN or infinity: such numbers become null. A line is written to the file as soon as it is
+logged, so a killed process loses at most the line that it was writing.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,10 +47,11 @@ class SampleRow:
     error: str | None
     failure: str | None = None  # the kind of the error
     filtered: bool = False  # dynamic filtering replaced its prompt
+    evaluation: bool = False  # sampled by an evaluation of the weights after `step`
 
     @classmethod
-    def of(cls, step: int, trajectory: Trajectory) -> Self:
-        """The row of an episode that was generated for `step`."""
+    def of(cls, step: int, trajectory: Trajectory, *, evaluation: bool = False) -> Self:
+        """The row of an episode that was generated for `step`, or to evaluate the weights after it."""
         score = {} if trajectory.score is None else {"score": trajectory.score}
         return cls(
             step=step,
@@ -67,12 +66,13 @@ class SampleRow:
             error=trajectory.error,
             failure=trajectory.failure and str(trajectory.failure),
             filtered=trajectory.filtered,
+            evaluation=evaluation,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRow(SampleRow):
-    """A line about two answers: `response` and `reward` are of the model under evaluation, and 1.0 of `win` says that it won."""
+    """A line about two answers. `response` and `reward` belong to the model under evaluation; `win` is 1.0 if its answer is the better one."""
 
     against: str = ""
     against_reward: float | None = None
@@ -80,10 +80,10 @@ class ComparedRow(SampleRow):
 
 
 class RunFolder:
-    """Writes the files of a run. Belongs to one process; others are given the path."""
+    """Writes the files of a run. Only one process may have it; others use the path."""
 
     def __init__(self, path: Path | str, *, earlier: Path | None = None) -> None:
-        """Open `path`, made if needed, and continue what is there; an unfinished line is cut. `earlier`: an earlier run's files."""
+        """Open `path`, created if needed, and append to its files; an unfinished line is cut. `earlier`: where an earlier run's files are."""
         self.path, self.earlier = Path(path), earlier
         self.logs = self.path / LOGS
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -97,8 +97,8 @@ class RunFolder:
 
     def write_config(self, given: str, resolved: str) -> None:
         """Write config.yaml and config_resolved.yaml, each whole or not at all."""
-        _replace(self.path / CONFIG, [given])
-        _replace(self.path / RESOLVED, [resolved])
+        replace_file(self.path / CONFIG, [given])
+        replace_file(self.path / RESOLVED, [resolved])
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append the numbers of a step, or of an evaluation after it."""
@@ -111,11 +111,11 @@ class RunFolder:
             self._samples.write(json_line(vars(row)))
 
     def truncate_to(self, step: int) -> None:
-        """Forget what was logged after `step`: a resumed run starts there. Atomic per file."""
+        """Delete the lines logged after `step`, where a resumed run continues. Each file is replaced as a whole."""
         self.close()
         for name in (METRICS, SAMPLES):
             rows = read_lines(self.path / name)
-            _replace(self.path / name, (json_line(row) for row in rows if row["step"] <= step))
+            replace_file(self.path / name, (json_line(row) for row in rows if row["step"] <= step))
         self._metrics = _open_to_append(self.path / METRICS)
         self._samples = _open_to_append(self.path / SAMPLES)
 
@@ -126,7 +126,7 @@ class RunFolder:
 
 
 def set_aside(path: Path, names: Iterable[str] = ENTRIES) -> Path | None:
-    """Move the files of an earlier run in `path` to the next free `earlier/<n>/`; returns that, or None where there are none."""
+    """Move the files of an earlier run in `path` to the next free `earlier/<n>/`. Returns that folder, or None if there are no files."""
     left = [path / name for name in names if (path / name).exists()]
     if not left:
         return None
@@ -139,14 +139,15 @@ def set_aside(path: Path, names: Iterable[str] = ENTRIES) -> Path | None:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One line of valid JSON; non-finite numbers become null, unknown objects their text."""
-    return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    """One line of valid JSON; a number that is not finite becomes null, an object that JSON does not know its text."""
+    finite = json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
+    return json.dumps(finite, ensure_ascii=False) + "\n"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a .jsonl file that have a step; unfinished or foreign lines are skipped.
+    """The rows of a .jsonl file that have a step; unfinished and foreign lines are skipped.
 
-    A missing file has no rows. Reading while the run is writing is fine.
+    A missing file has no rows. A file may be read while the run writes to it.
     """
     if not path.exists():
         return
@@ -160,19 +161,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield cast(dict[str, Any], row)
 
 
-def _finite(value: Any) -> Any:
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case Mapping():
-            return {str(key): _finite(item) for key, item in cast(Mapping[Any, Any], value).items()}
-        case list() | tuple():
-            return [_finite(item) for item in cast(list[Any], value)]
-        case _:
-            return value
-
-
-def _replace(path: Path, parts: Iterable[str]) -> None:
+def replace_file(path: Path, parts: Iterable[str]) -> None:
+    """Write a file whole or not at all."""
     aside = path.with_name(path.name + ".new")
     with aside.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
         file.writelines(parts)

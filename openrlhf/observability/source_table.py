@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, a row per data source, as a table on the terminal."""
+"""A table of evaluation results on the terminal: one row per data source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openrlhf.observability.lines import compact
 
 
 def print_sources(rows: Mapping[str, Mapping[str, float]], *, console: Console) -> None:
-    """Print the rows, which have the same columns; whole numbers are counts."""
+    """Print the rows, which have the same columns. Integers are counts."""
     columns = list(next(iter(rows.values())))
     table = Table("data source", box=None, pad_edge=False)
     for column in columns:

@@ -1,8 +1,8 @@
 """Mirrors of metrics.jsonl: TensorBoard and Weights & Biases.
 
-A tracker never ends a run. One that cannot start is left out with a warning, one that fails later
-is reported once and dropped; the run folder has every number either way. Only a tracker that was
-asked for and whose package is missing is an error, before anything has started.
+A tracker never ends a run. If it cannot start or fails later, a warning is logged once and the run continues
+without it; the run folder has every number in any case. The only error is a tracker whose flag is set and whose
+package is not installed; it is raised before anything has started.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import LoggerConfig, WandbConfig
 from openrlhf.observability.run_folder import WANDB_ID
 
-# Generated modules: their classes are not visible to a type checker.
+# Generated modules, whose classes a type checker cannot see.
 _events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
 _summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
 
 logger = logging.getLogger(__name__)
 
 SAMPLES_NAME = "train/generated_samples"
-WANDB_KEY_LENGTH = 40  # a shorter --logger.wandb.key means: use this machine's login
-WANDB_SAMPLE_ROWS = 200  # a W&B table is sent whole each time it grows
+WANDB_KEY_LENGTH = 40  # a shorter --logger.wandb.key means that this machine's login is used
+WANDB_SAMPLE_ROWS = 200  # bounded, because a W&B table is sent as a whole each time it grows
 
 
 class Tracker(Protocol):
-    """Receives the numbers of a step and, now and then, one sampled text with its reward."""
+    """Receives the numbers of each step, and of some steps a sampled text with its reward."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -45,7 +45,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All mirrors of a run as one. Calls never raise: what fails is warned of and dropped."""
+    """All trackers of a run. Calls never raise: a tracker that fails is dropped with a warning."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
@@ -67,14 +67,14 @@ class Trackers:
             except Exception as error:
                 self._trackers.remove(tracker)
                 name = type(tracker).__name__
-                logger.warning("%s failed and is off from here on: %r", name, error)
+                logger.warning("%s failed, and the run continues without it: %r", name, error)
 
 
 class TensorBoardTracker:
-    """Event files, through tensorboard's own writer: neither TensorFlow nor torch is loaded."""
+    """Event files, written by tensorboard's own writer, so that neither TensorFlow nor torch is loaded."""
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
-        """Events later than `resume_step` that an earlier process wrote are hidden."""
+        """Events after `resume_step` that an earlier process wrote are hidden."""
         self._writer = EventFileWriter(str(directory))
         if resume_step is not None:
             start = _events.SessionLog(status=_events.SessionLog.START)
@@ -97,7 +97,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A W&B run. Its id is kept in the run folder, so that a resumed run continues its curves."""
+    """A W&B run. Its id is stored in the run folder, so that a resumed run continues the same W&B run."""
 
     def __init__(self, wandb: WandbConfig, *, settings: Mapping[str, Any], run_dir: Path) -> None:
         self._wandb: Any = importlib.import_module("wandb")  # optional dependency
@@ -115,12 +115,12 @@ class WandbTracker:
             resume="allow",
         )
         id_file.write_text(self._run.id)
-        for stage, axis in _WANDB_AXES.items():
-            self._run.define_metric(f"{stage}/*", step_metric=axis)
+        for stage in ("train", "rollout", "timing", "eval"):
+            self._run.define_metric(f"{stage}/*", step_metric=_wandb_axis(stage))
         self._samples: list[tuple[int, str, float | None]] = []
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        axes = {_WANDB_AXES.get(name.split("/")[0], "train/global_step") for name in values}
+        axes = {_wandb_axis(name.split("/")[0]) for name in values}
         self._run.log({**values, **dict.fromkeys(axes, step)})
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
@@ -132,22 +132,18 @@ class WandbTracker:
         self._run.finish()
 
 
-# Evaluations have an axis of their own: an asynchronous one is logged after later training steps.
-_WANDB_AXES = {
-    "train": "train/global_step",
-    "rollout": "train/global_step",
-    "timing": "train/global_step",
-    "eval": "eval/global_step",
-}
+def _wandb_axis(stage: str) -> str:
+    """Evaluations have their own axis, because an asynchronous evaluation is logged after later training steps."""
+    return "eval/global_step" if stage == "eval" else "train/global_step"
 
 
 def make_trackers(
     config: LoggerConfig, *, settings: Mapping[str, Any], run_dir: Path, resume_step: int | None = None
 ) -> Trackers:
-    """Start the mirrors that the flags ask for. `settings` is the resolved configuration, to show.
+    """Start the trackers of the flags. `settings`: the resolved configuration, which W&B shows.
 
-    `resume_step`: the step a resumed run continues from. Raises ConfigError when W&B is asked for
-    but not installed; any other trouble at the start is a warning.
+    `resume_step`: the step that a resumed run continues from. Raises ConfigError if a W&B key is set but wandb is not
+    installed; any other problem at the start is a warning.
     """
     wandb = config.wandb
     if wandb.key and not _wandb_is_installed():
@@ -166,11 +162,11 @@ def make_trackers(
         try:
             started.append(start())
         except Exception as error:
-            logger.warning("%s could not start, the run goes on without it: %r", name, error)
+            logger.warning("%s could not start, and the run continues without it: %r", name, error)
     return Trackers(started)
 
 
 def _wandb_is_installed() -> bool:
-    # W&B leaves a folder ./wandb behind, which Python takes for an (empty) package without origin.
+    # W&B leaves a folder ./wandb behind. Python takes that for an empty package, which has no origin.
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from statistics import stdev
 from typing import TypeVar
 
 from openrlhf.observability.glossary import find_spec
@@ -43,8 +44,8 @@ def _logged_as(name: str) -> str:
 def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
     """pass@1 and pass@k per data source, rewards, response lengths and truncation, under the logged names.
 
-    pass@1 is the mean over prompts of the mean score of their samples, pass@k of the best one. Failed samples are left
-    out and counted.
+    pass@1 is the mean over prompts of the mean score of their samples (`score_stderr` is its standard error), pass@k of
+    the best one. Failed samples are left out and counted.
     """
     finished = [t for t in trajectories if not t.failed]
     metrics = {
@@ -87,9 +88,11 @@ def _source_metrics(prefix: str, members: Sequence[Trajectory], *, k: int) -> di
     for t in members:
         if t.score is not None:
             scores.setdefault(t.prompt.index, []).append(t.score)
-    return {
+    means = [_mean(group) for group in scores.values()]
+    error = {f"{prefix}_score_stderr": stdev(means) / len(means) ** 0.5} if len(means) > 1 else {}
+    return error | {
         f"{prefix}_pass{k}": _mean([max(group) for group in scores.values()]),
-        f"{prefix}_pass1": _mean([_mean(group) for group in scores.values()]),
+        f"{prefix}_pass1": _mean(means),
         f"{prefix}_reward_mean": _mean([t.reward for t in members if t.reward is not None]),
         f"{prefix}_response_length_mean": _mean([t.num_actions for t in members]),
         f"{prefix}_truncated_rate": _mean([t.truncated for t in members]),

@@ -229,7 +229,7 @@ class PPOTrainer:
             trajectories = self.evaluate(self.step)
         metrics = evaluation_metrics(trajectories, k=self.settings.eval_samples)
         timing = {"timing/evaluation": self.timing.pop("timing/evaluation").value}
-        self.recorder.evaluation(self.step, metrics | timing)
+        self.recorder.evaluation(self.step, metrics | timing, trajectories)
         if self.best.improves(self.step, metrics) and (self.step > 0 or self.best.patience):
             self.save(best=True)
 

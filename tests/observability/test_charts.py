@@ -1,74 +1,75 @@
 """The geometry of the report's charts."""
 
-import json
 import math
-import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from markupsafe import Markup
 
 from openrlhf.observability.charts import (
+    BOTTOM,
+    LEFT,
     MAX_POINTS,
-    Line,
-    downsample,
+    RIGHT,
+    TOP,
     draw,
-    frame_of,
     is_noisy,
     round_ticks,
-    smoothed,
-    tick_text,
+    thinned,
+    trend,
+    value_range,
 )
 
 VALUES = st.floats(-1e30, 1e30, allow_subnormal=False)
 
 
-def line(values: list[float], first_step: int = 1) -> Line:
-    return Line(label="m", points=downsample(list(enumerate(values, start=first_step))))
+def curve(values: list[float], first_step: int = 1) -> list[tuple[float, float]]:
+    return list(enumerate(values, start=first_step))
 
 
-def chart_data(svg: Markup) -> dict:
-    found = re.search(r'data-chart="([^"]*)"', svg)
-    assert found
-    return json.loads(Markup(found[1]).unescape())
+def test_a_few_points_are_drawn_as_they_are():
+    assert thinned([(3, 0.5), (7, 0.25)]) == [(3, 0.5), (7, 0.25)]
 
 
-def test_few_points_are_drawn_as_they_are():
-    points = downsample([(3, 0.5), (7, 0.25)])
-    assert [(p.step, p.mean, p.low, p.high) for p in points] == [(3, 0.5, 0.5, 0.5), (7, 0.25, 0.25, 0.25)]
-
-
-def test_neighbours_share_a_point_that_keeps_their_mean_and_extremes():
-    points = downsample([(1, 0.0), (2, 4.0), (3, 2.0), (4, 7.0)], limit=2)
-    assert [(p.step, p.mean, p.low, p.high) for p in points] == [(2, 2, 0, 4), (4, 4.5, 2, 7)]
+def test_of_neighbouring_steps_the_lowest_and_the_highest_stay_in_their_order():
+    points = curve([0.0, 4.0, 2.0, 7.0, 9.0, 5.0, 6.0, 3.0])
+    assert thinned(points, limit=4) == [(1, 0.0), (4, 7.0), (5, 9.0), (8, 3.0)]
 
 
 @pytest.mark.parametrize("count", [1, MAX_POINTS, MAX_POINTS + 1, 100_003])
 def test_a_long_run_is_drawn_with_a_bounded_number_of_points(count):
-    points = downsample([(step, math.sin(step)) for step in range(count)])
+    points = thinned([(step, math.sin(step)) for step in range(count)])
     assert len(points) <= MAX_POINTS
-    assert points[-1].step == count - 1
+    assert points == sorted(points)
 
 
 def test_one_spike_in_a_long_run_stays_visible():
     series = [(step, 1.0) for step in range(10_000)]
     series[1234] = (1234, 50.0)
-    assert max(point.high for point in downsample(series)) == 50.0
+    assert (1234, 50.0) in thinned(series)
 
 
 @given(st.lists(VALUES, min_size=1, max_size=50))
-def test_every_point_lies_inside_the_frame(values):
-    frame = frame_of([line(values)])
-    assert frame.low < frame.high
-    assert all(frame.low <= value <= frame.high for value in values)
-    assert all(frame.low <= tick <= frame.high for tick in frame.ticks)
+def test_every_value_and_every_tick_lies_within_the_range(values):
+    low, high = value_range(values)
+    assert low < high
+    assert all(low <= value <= high for value in values)
+    assert all(low <= tick <= high for tick in round_ticks(low, high))
 
 
-def test_the_range_starts_at_zero_only_where_zero_is_near():
-    assert frame_of([line([0.2, 1.0])]).low == 0
-    assert frame_of([line([120.0, 150.0])]).low > 100
-    assert frame_of([line([-1.0, -0.2])]).high == 0
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [
+        ([0.0, 0.0], (0, 1)),
+        ([3.0, 3.0], (0, 3.18)),
+        ([-3.0, -3.0], (-3.18, 0)),
+        ([0.2, 1.0], (0, 1.06)),
+        ([-1.0, -0.2], (-1.06, 0)),
+        ([100.0, 150.0], (97, 153)),
+    ],
+)
+def test_the_range_has_zero_if_values_are_constant_or_near_zero_and_never_a_sign_they_lack(values, ends):
+    assert value_range(values) == pytest.approx(ends)
 
 
 def test_ticks_are_round_numbers():
@@ -79,39 +80,53 @@ def test_ticks_are_round_numbers():
 
 @given(VALUES, st.floats(1e-6, 1e6))
 def test_there_are_always_two_ticks_or_more_and_their_labels_differ(low, width):
-    high = low + width * max(1.0, abs(low))
-    ticks = round_ticks(low, high)
-    assert 2 <= len(ticks) <= 7
-    labels = [tick_text(tick, ticks[1] - ticks[0]) for tick in ticks]
+    chart = draw([curve([low, low + width * max(1.0, abs(low))])])
+    labels = [label for _, label in chart.values]
+    assert 2 <= len(labels) <= 7
     assert len(set(labels)) == len(labels), labels
 
 
 def test_tick_labels_are_short():
-    assert [tick_text(v, 0.2) for v in (0, 0.2, 1.0)] == ["0", "0.2", "1.0"]
-    assert tick_text(20_000, 2000) == "20k"
-    assert [tick_text(v, 2e-6) for v in (8e-6, 1e-5)] == ["8e-6", "1.0e-5"]
+    assert [label for _, label in draw([curve([0.0, 0.3])]).values] == ["0", "0.1", "0.2", "0.3"]
+    assert [label for _, label in draw([curve([0.0, 9e-6])]).values] == ["0", "2e-06", "4e-06", "6e-06", "8e-06"]
 
 
-def test_smoothing_keeps_a_constant_and_does_not_lag_behind_a_slope():
-    assert smoothed([2.0] * 50) == pytest.approx([2.0] * 50)
-    slope = [float(i) for i in range(101)]
-    assert smoothed(slope)[50] == pytest.approx(50.0)
+def test_the_moving_mean_keeps_a_constant_and_does_not_lag_behind_a_slope():
+    assert [value for _, value in trend(curve([2.0] * 50))] == pytest.approx([2.0] * 50)
+    slope = dict(trend(curve([float(i) for i in range(201)], first_step=0)))
+    assert slope[100] == pytest.approx(100.0)
+    assert max(slope) == 200
 
 
-def test_only_curves_that_jump_are_smoothed():
-    assert is_noisy([0.0, 1.0] * 20)
-    assert not is_noisy([i / 40 for i in range(40)])
-    assert not is_noisy([0.0, 1.0] * 10)  # few enough to be seen as they are
+def test_the_moving_mean_of_a_long_run_is_of_its_values_and_not_of_its_extremes():
+    mostly_zero = [(step, float(step % 50 == 0)) for step in range(20_000)]
+    means = [value for _, value in trend(mostly_zero)]
+    assert len(means) <= 82
+    assert means == pytest.approx([0.02] * len(means), abs=0.002)
 
 
-def test_a_chart_carries_its_numbers_and_escapes_its_label():
-    svg = draw([line([0.5, 0.25]), line([1.0], first_step=5)], label='a "b" <c>')
-    data = chart_data(svg)
-    assert data["lines"] == [{"x": [1, 2], "y": [0.5, 0.25]}, {"x": [5], "y": [1.0]}]
-    assert data["range"][:2] == [1, 5]
-    assert 'aria-label="a &#34;b&#34; &lt;c&gt;"' in svg
+def test_only_curves_that_jump_have_a_moving_mean():
+    assert is_noisy(curve([0.0, 1.0] * 20))
+    assert not is_noisy(curve([i / 40 for i in range(40)]))
+    assert not is_noisy(curve([0.0, 1.0] * 10))  # few enough to be seen as they are
+    assert [bool(line.trend) for line in draw([curve([0.0, 1.0] * 20), curve([0.0, 1.0])]).lines] == [True, False]
+
+
+def test_a_curve_spans_the_drawing_and_few_points_are_dots():
+    (line,) = draw([curve([0.0, 1.0], first_step=5)]).lines
+    assert line.dots[0] == (LEFT, BOTTOM)
+    assert line.dots[1][0] == RIGHT
+    assert TOP < line.dots[1][1] < TOP + 10  # a margin above the highest value
+    assert line.path == "M" + "L".join(f"{x} {y}" for x, y in line.dots)
+    assert draw([curve([0.0] * 30)]).lines[0].dots == []
+
+
+def test_a_chart_carries_its_numbers_for_the_pointer():
+    chart = draw([curve([0.5, 0.25]), curve([1 / 3], first_step=5)])
+    assert chart.data == {"range": [1, 5], "lines": [{"x": [1, 2], "y": [0.5, 0.25]}, {"x": [5], "y": [0.33333]}]}
+    assert [label for _, label in chart.steps] == ["1", "2", "3", "4", "5"]
 
 
 @pytest.mark.parametrize("values", [[0.0], [3.0, 3.0], [1e-300], [-5.0], [1e99, -1e99]])
 def test_flat_single_and_extreme_curves_can_be_drawn(values):
-    assert "nan" not in draw([line(values)], label="m")
+    assert "nan" not in draw([curve(values)]).lines[0].path

@@ -55,7 +55,7 @@ def test_trouble_is_on_the_line_only_when_there_is_some():
     assert line.endswith("3 failed episodes · 1 steps not finite")
 
 
-def test_a_tenth_of_episodes_cut_off_is_told() -> None:
+def test_many_truncated_episodes_are_on_the_line() -> None:
     assert line_of({**RL_STEP, "train/truncated": 0.62}).endswith(" · 62% cut off")
     assert "cut off" not in line_of({**RL_STEP, "train/truncated": 0.05})
 
@@ -103,6 +103,12 @@ def test_an_evaluation_shows_pass_at_k_first():
     assert line == (
         "eval after step 20 · my_set pass@1 0.452 · my_set pass@4 0.710 · num samples 1.6k · truncated rate 2%"
     )
+
+
+def test_a_standard_error_stands_behind_its_pass_at_one():
+    values = {"eval/eval_a_score_stderr": 0.0123, "eval/eval_a_pass4": 0.71, "eval/eval_a_pass1": 0.4523}
+    line = join_parts(evaluation_parts(0, values)).plain
+    assert line == "eval after step 0 · a pass@4 0.710 · a pass@1 0.452 (± 0.012)"
 
 
 def test_a_supervised_evaluation_shows_its_loss():

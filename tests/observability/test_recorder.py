@@ -10,7 +10,7 @@ import pytest
 from openrlhf.checkpoints import RunState
 from openrlhf.config.shared import LoggerConfig, RunConfig
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.observability.recorder import SAMPLES_PER_STEP, Recorder
+from openrlhf.observability.recorder import SAMPLES_PER_EVALUATION, SAMPLES_PER_STEP, Recorder
 from openrlhf.observability.run_folder import read_lines
 from openrlhf.trainers.filtering import thrown_away
 from openrlhf.trajectory import Failure
@@ -51,7 +51,7 @@ def test_a_new_run_in_the_same_folder_starts_anew(tmp_path: Path, capsys: pytest
     log_steps(recorder(tmp_path), 1, 3)
     assert "earlier run" not in capsys.readouterr().out
     log_steps(recorder(tmp_path), 1, 1)
-    assert f"is now in {tmp_path / 'earlier/1'}." in capsys.readouterr().out.replace("\n", " ")
+    assert f"are now in {tmp_path / 'earlier/1'}." in capsys.readouterr().out.replace("\n", " ")
     assert {row["step"] for row in rows(tmp_path, "metrics.jsonl")} == {1}
     assert {row["step"] for row in rows(tmp_path / "earlier/1", "metrics.jsonl")} == {1, 2, 3}
 
@@ -62,7 +62,7 @@ def test_logging_steps_thins_out_steps_but_not_evaluations(tmp_path: Path) -> No
     assert logged == [(1, False), (2, True), (2, False), (3, False), (4, True), (4, False)]
 
 
-def test_failed_episodes_are_written_beside_a_full_share_of_good_ones(tmp_path: Path) -> None:
+def test_failed_episodes_are_written_beside_as_many_good_ones(tmp_path: Path) -> None:
     many = [episode(0, i, score=1.0) for i in range(SAMPLES_PER_STEP + 5)]
     recorder(tmp_path).samples(1, [*many, failed(1, 0)])
     written = rows(tmp_path, "samples.jsonl")
@@ -70,19 +70,68 @@ def test_failed_episodes_are_written_beside_a_full_share_of_good_ones(tmp_path: 
     assert (written[-1]["stop_reason"], written[-1]["error"]) == ("failed", "it broke")
 
 
-def test_a_rare_kind_of_failure_is_written_though_another_fills_the_share(tmp_path: Path) -> None:
+def test_a_rare_kind_of_failure_is_written_though_another_is_frequent(tmp_path: Path) -> None:
     late = [failed(0, i).failing("slow", Failure.TIMEOUT) for i in range(SAMPLES_PER_STEP + 5)]
     recorder(tmp_path).samples(1, [*late, failed(1, 0).failing("gone", Failure.EXIT)])
     kinds = [row["failure"] for row in rows(tmp_path, "samples.jsonl")]
     assert kinds == ["timeout", "exit", *["timeout"] * (SAMPLES_PER_STEP - 2)]
 
 
-def test_filtered_episodes_are_written_beside_a_full_share_of_kept_ones_and_marked(tmp_path: Path) -> None:
+def test_filtered_episodes_are_written_beside_as_many_kept_ones_and_marked(tmp_path: Path) -> None:
     many = [episode(0, i, score=1.0) for i in range(SAMPLES_PER_STEP + 5)]
     recorder(tmp_path).samples(1, [*map(thrown_away, many), *many])
     written = rows(tmp_path, "samples.jsonl")
     assert [row["filtered"] for row in written] == [False] * SAMPLES_PER_STEP + [True] * SAMPLES_PER_STEP
     assert {row["reward"] for row in written} == {1.0}
+
+
+def test_every_evaluation_keeps_a_finished_sample_of_the_same_first_prompts(tmp_path: Path) -> None:
+    made = recorder(tmp_path)
+    many = [episode(prompt, sample, score=1.0) for prompt in range(9) for sample in range(2)]
+    made.evaluation(0, {"eval/score": 0.5}, [failed(0, 0), *many[1:]])
+    made.evaluation(4, {"eval/score": 0.5}, many)
+    kept = [(row["step"], row["prompt_index"], row["sample_index"]) for row in rows(tmp_path, "samples.jsonl")]
+    prompts = range(SAMPLES_PER_EVALUATION)
+    assert kept == [(0, 0, 1), *[(0, prompt, 0) for prompt in prompts[1:]], *[(4, prompt, 0) for prompt in prompts]]
+    assert all(row["evaluation"] for row in rows(tmp_path, "samples.jsonl"))
+
+
+def dead(recorder: Recorder, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        recorder.step(step, {"train/dead_groups": 1.0})
+
+
+def test_a_run_that_learns_nothing_says_so_once_on_the_terminal_and_in_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = recorder(tmp_path)
+    dead(made, 1, 4)
+    assert "Notice" not in capsys.readouterr().out
+    dead(made, 5, 20)
+    made.close()
+    printed = capsys.readouterr().out
+    notice = "Steps 1 to 5: train/dead_groups is 1. All samples have the same reward, so there is nothing to learn"
+    assert printed.count("Notice: ") == printed.count(notice) == 1
+    assert (tmp_path / "report.html").read_text().count(notice) == 1
+
+
+def test_a_resumed_run_counts_on_and_repeats_no_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dead(recorder(tmp_path), 1, 3)
+    dead(recorder(tmp_path, resume_step=3), 4, 6)
+    assert "Notice: Steps 1 to 5: " in capsys.readouterr().out
+    dead(recorder(tmp_path, resume_step=6), 7, 20)
+    assert "Notice" not in capsys.readouterr().out
+
+
+def test_what_can_be_known_only_at_the_end_is_said_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = recorder(tmp_path)
+    for step, score in ((0, 0.5), (8, 0.3)):
+        made.evaluation(step, {"eval/eval_x_pass1": score, "eval/eval_x_score_stderr": 0.02})
+    assert "Notice" not in capsys.readouterr().out
+    made.close()
+    assert "Notice: Step 8: eval/eval_x_pass1 is 0.3 (at the start 0.5)." in capsys.readouterr().out
 
 
 def test_closing_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

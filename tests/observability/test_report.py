@@ -1,5 +1,6 @@
 """The report page: what it shows, and that what it shows cannot break it."""
 
+import json
 import math
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -59,7 +60,7 @@ class Page(HTMLParser):
 @pytest.fixture
 def run(tmp_path):
     folder = RunFolder.create(tmp_path / "grpo")
-    folder.write_config("algo:\n  kl:\n    init_coef: 0.01\n", "")
+    folder.write_config("", "algo:\n  kl:\n    init_coef: 0.01\n")
     for step in range(1, 41):
         folder.log_metrics(step, {"train/reward": step / 40, "train/my_number": 1.0})
     folder.log_metrics(40, {"eval/eval_gsm8k_pass1": 0.5})
@@ -77,9 +78,8 @@ def test_a_run_reports_its_curves_numbers_config_and_samples(run):
     assert "40 steps" in page.text
     assert "gsm8k pass@1" in page.text
     assert "init_coef: 0.01" in page.text
-    assert "step 1 step 40" in page.text
-    assert "reward 0 ended by stop 2+2= 5" in page.text
-    assert "reward 1.000 ended by stop 2+2= 4" in page.text
+    assert "step 1 reward 0 ended by stop 2+2= 5" in page.text
+    assert "step 40 reward 1.000 ended by stop 2+2= 4" in page.text
 
 
 def test_the_page_needs_nothing_from_outside(run):
@@ -96,7 +96,7 @@ def test_nothing_a_model_writes_becomes_markup(run):
     run.log_samples([replace(SAMPLE, step=41, error=attack, reward=None)])
     run.log_metrics(41, {f"train/{attack}": 1.0})
     run.log_metrics(42, {f"train/{attack}": 2.0})
-    run.write_config(attack, "")
+    run.write_config("", attack)
     path = write_report(
         run.path / "r.html", [Stage(name=attack, folder=run.path)], title=attack, summary_rows=[[attack], [attack]]
     )
@@ -118,6 +118,14 @@ def test_several_stages_share_a_page_with_a_table_on_top(run, tmp_path):
     assert [a["href"] for tag, a in page.tags if tag == "a"] == ["#stage-0", "#stage-1"]
     assert "before after pass@1 0.410 –" in page.text
     assert "No metrics were logged in this folder." in page.text
+
+
+def test_the_script_finds_the_numbers_of_every_chart(run):
+    page = page_of(report_run(run.path))
+    charts = [json.loads(attrs["data-chart"] or "") for tag, attrs in page.tags if tag == "svg"]
+    assert charts[0] == {"range": [39.5, 40.5], "lines": [{"x": [40], "y": [0.5]}]}
+    assert [len(line["x"]) for chart in charts for line in chart["lines"]] == [1, 40, 40]
+    assert [attrs["d"][:2] for tag, attrs in page.tags if tag == "path"] == ["M1", "M4", "M4"]
 
 
 def test_an_empty_run_has_a_page_too(tmp_path):
@@ -142,53 +150,77 @@ def test_lines_of_one_step_are_merged_and_the_later_number_counts():
         {"step": 2, "time": 2.0, "train/kl": 2.0},
         {"step": 3, "time": 2.0, "train/kl": 1e300},
     ]
-    series, broken = read_series(rows)
-    assert series == {"train/kl": [(1, 3.0), (2, 2.0)]}
-    assert broken == {"eval/eval_loss": 1, "train/kl": 1}
+    assert read_series(rows) == {"train/kl": [(1, 3.0), (2, 2.0)]}
 
 
-def test_samples_are_paired_by_prompt_where_both_steps_have_it():
+def sample(step, prompt, response="", **fields):
+    return {"step": step, "prompt": prompt, "response": response, **fields}
+
+
+def responses(samples):
+    return [(x and x["response"], y and y["response"]) for x, y in samples.pairs]
+
+
+def test_the_same_evaluation_prompts_are_shown_before_and_after():
     rows = [
-        {"step": 1, "prompt": "a", "response": "a1"},
-        {"step": 1, "prompt": "a", "response": "second sample of a"},
-        {"step": 1, "prompt": "b", "response": "b1"},
-        {"step": 5, "prompt": "c", "response": "in between"},
-        {"step": 9, "prompt": "b", "response": "b9"},
-        {"step": 9, "prompt": "a", "response": "a9"},
-        {"step": 9, "prompt": "d", "response": "d9"},
+        sample(0, "held out", "h0", evaluation=True),
+        sample(1, "a", "a1"),
+        sample(20, "held out", "h20", evaluation=True),
+        sample(40, "a", "a40"),
+        sample(40, "held out", "h40", evaluation=True),
     ]
     samples = read_samples(rows)
-    assert (samples.first_step, samples.last_step) == (1, 9)
-    pairs = [(x and x["response"], y and y["response"]) for x, y in samples.pairs]
-    assert pairs == [("a1", "a9"), ("b1", "b9")]
+    assert responses(samples) == [("h0", "h40")]
+    assert samples.caption == "evaluation prompts, the first and the newest sample of each"
 
 
-def test_samples_of_different_prompts_stand_side_by_side_in_their_order():
-    rows = [{"step": step, "prompt": f"p{step}{i}"} for step in (1, 2) for i in range(step)]
-    pairs = read_samples(rows).pairs
-    assert [(x and x["prompt"], y and y["prompt"]) for x, y in pairs] == [("p10", "p20"), (None, "p21")]
+def test_without_evaluations_prompts_of_the_first_step_are_shown_when_they_were_last_drawn_again():
+    rows = [
+        sample(1, "a", "a1"),
+        sample(1, "a", "second sample of a"),
+        sample(1, "b", "b1"),
+        sample(5, "b", "b5"),
+        sample(5, "c", "in between"),
+        sample(9, "a", "a9"),
+        sample(9, "a", "second sample of a"),
+        sample(9, "d", "d9"),
+    ]
+    samples = read_samples(rows)
+    assert responses(samples) == [("b1", "b5"), ("a1", "a9")]
+    assert samples.caption == "training prompts, the first and the newest sample of each"
 
 
-def test_one_logged_step_has_no_after():
-    samples = read_samples([{"step": 3, "prompt": "a"}])
-    assert (samples.first_step, samples.last_step) == (3, None)
+def test_if_no_prompt_came_again_samples_of_the_first_and_the_newest_step_stand_side_by_side():
+    rows = [sample(step, f"p{step}{i}", f"r{step}{i}") for step in (1, 2, 3) for i in range(step) for _ in range(2)]
+    samples = read_samples(rows)
+    assert responses(samples) == [("r10", "r30"), (None, "r31"), (None, "r32")]
+    assert "no prompt of the first step was drawn again" in samples.caption
+
+
+def test_one_logged_step_has_no_later_sample():
+    assert responses(read_samples([sample(3, "a", "a3")])) == [("a3", None)]
+
+
+def test_only_a_few_rows_are_held_whatever_the_run_logged():
+    rows = (sample(step, f"prompt {step % 1000}", f"r{step}") for step in range(100_000))
+    assert responses(read_samples(rows)) == [("r0", "r99000")]
 
 
 def test_failures_are_counted_and_the_newest_errors_shown(run):
-    run.log_metrics(41, {"train/failed_episodes": 2, "train/nonfinite_steps": 1})
-    run.log_metrics(42, {"train/failed_episodes": 3, "train/nonfinite_steps": 2})
-    run.log_metrics(43, {"train/policy_loss": math.nan})
+    run.log_metrics(41, {"train/failed_episodes": 2})
+    run.log_metrics(42, {"train/failed_episodes": 3})
     run.log_samples(replace(SAMPLE, step=41, reward=None, error=f"TimeoutError {i}") for i in range(30))
     view = read_stage(Stage(name="RL", folder=run.path))
-    assert view.failures == [
-        "failed episodes, dropped: 5",
-        "optimizer steps skipped, loss or gradient not finite: 2",
-        "values of train/policy_loss that are not finite: 1",
-        "logged episodes with an error: 30",
-    ]
+    assert view.notices == ["Failed episodes, dropped: 5", "Logged episodes with an error: 30"]
     page = page_of(report_run(run.path))
     assert "TimeoutError 29" in page.text
     assert "TimeoutError 3 " not in page.text
+
+
+def test_notices_about_the_run_stand_above_its_curves(run):
+    run.log_metrics(41, {"train/nonfinite_steps": 1})
+    text = page_of(report_run(run.path)).text
+    assert text.index("Step 41: train/nonfinite_steps is 1. An optimizer step is skipped") < text.index("Reward")
 
 
 def test_tiles_compare_beginning_and_end():
@@ -196,8 +228,7 @@ def test_tiles_compare_beginning_and_end():
         "train/reward": [(step, float(step > 50)) for step in range(1, 101)],
         "eval/eval_gsm8k_pass1": [(1, 0.25), (100, 0.5)],
     }
-    tiles = [(tile.label, tile.first, tile.last) for tile in make_tiles(series)]
-    assert tiles == [("gsm8k pass@1", "0.250", "0.500"), ("reward", "0", "1.000")]
+    assert make_tiles(series) == [("gsm8k pass@1", "0.250", "0.500"), ("reward", "0", "1.000")]
 
 
 def test_names_are_shortened_for_people():

@@ -93,6 +93,7 @@ def test_a_sample_has_the_documented_keys(tmp_path):
             "error": None,
             "failure": None,
             "filtered": False,
+            "evaluation": False,
         }
     ]
 

@@ -69,7 +69,7 @@ class Log:
 
     def samples(self, step: int, trajectories: Sequence[Any]) -> None: ...
 
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, values: Mapping[str, float], trajectories: Sequence[Any] = ()) -> None:
         self.evaluated.append(step)
 
 

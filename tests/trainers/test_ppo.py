@@ -108,7 +108,7 @@ class Notes:
     def step(self, step: int, numbers: dict[str, float]) -> None:
         self.events.append(f"step {step}, {numbers['train/dynamic_filtering_pass_rate']:g}%")
 
-    def evaluation(self, step: int, numbers: dict[str, float]) -> None:
+    def evaluation(self, step: int, numbers: dict[str, float], trajectories: list[Trajectory]) -> None:
         self.events.append(f"evaluation {step}")
 
     def note(self, text: str) -> None:

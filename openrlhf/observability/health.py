@@ -1,0 +1,170 @@
+"""Notices about a run that learns nothing or falls apart: pure rules over the numbers that it logs.
+
+The terminal and report.html give the same notices, because both read what metrics.jsonl has. Each kind of
+sickness is reported once per run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+
+class Point(NamedTuple):
+    """A value of a metric, the step of it, and its standard error (NaN if none is logged)."""
+
+    step: int
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What `holds` says of the first point of a curve and of its latest `points`. `at_end`: only of a run that has ended."""
+
+    points: int
+    holds: Callable[[Point, Sequence[Point]], bool]
+    at_end: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A sickness, the metrics that show it (`metric` matches their whole names), and its sign on their curves."""
+
+    sickness: str
+    metric: str
+    sign: Sign
+
+
+class Health:
+    """Reads a run's numbers as they are logged, and gives each notice as soon as its rule applies."""
+
+    def __init__(self) -> None:
+        self._curves: dict[str, list[Point]] = {}
+        self._reported: set[str] = set()
+
+    def see(self, step: int, values: Mapping[str, float | None]) -> list[str]:
+        """The new notices, given the numbers of a step or an evaluation. None stands for a number that is not finite."""
+        for name, value in values.items():
+            if _rules_of(name):
+                error = values.get(f"{name.removesuffix('_pass1')}_score_stderr")
+                point = Point(step, math.nan if value is None else value, math.nan if error is None else error)
+                self._curves.setdefault(name, []).append(point)
+        return self._notices(values)
+
+    def read(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+        """The new notices, given rows of metrics.jsonl."""
+        notices: list[str] = []
+        for row in rows:
+            notices += self.see(
+                row["step"], {name: value for name, value in row.items() if name not in ("step", "time")}
+            )
+        return notices
+
+    def end(self) -> list[str]:
+        """The new notices once the run has ended."""
+        return self._notices(self._curves, ended=True)
+
+    def _notices(self, names: Iterable[str], *, ended: bool = False) -> list[str]:
+        notices: list[str] = []
+        for number, name in sorted((number, each) for each in names for number in _rules_of(each)):
+            rule, curve = RULES[number], self._curves[name]
+            first, latest = curve[0], curve[-rule.sign.points :]
+            known = {rule.sickness, CAUSES.get(rule.sickness)} & self._reported
+            if known or rule.sign.at_end > ended or len(latest) < rule.sign.points:
+                continue
+            if rule.sign.holds(first, latest):
+                self._reported.add(rule.sickness)
+                since, now = latest[0].step, latest[-1].step
+                steps = f"Step {now}" if since == now else f"Steps {since} to {now}"
+                start = f" (at the start {first.value:.4g})" if first is not latest[0] else ""
+                notices.append(f"{steps}: {name} is {latest[-1].value:.4g}{start}. {MEANING[rule.sickness]}")
+        return notices
+
+
+def notices_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """All notices about a run, given the rows of its metrics.jsonl."""
+    health = Health()
+    return health.read(rows) + health.end()
+
+
+@cache
+def _rules_of(name: str) -> list[int]:
+    return [number for number, rule in enumerate(RULES) if re.fullmatch(rule.metric, name)]
+
+
+def _each(points: int, test: Callable[[float, float], bool]) -> Sign:
+    """`test(value, start of the curve)` holds for each of the latest points."""
+    return Sign(points, lambda first, latest: all(test(point.value, first.value) for point in latest))
+
+
+def _constant(first: Point, latest: Sequence[Point]) -> bool:
+    values = [point.value for point in latest]
+    return max(values) - min(values) <= 1e-6 * max(map(abs, values))
+
+
+def _below_start(first: Point, latest: Sequence[Point]) -> bool:
+    """By more than two standard errors of the difference."""
+    return all(first.value - point.value > 2 * math.hypot(first.error, point.error) for point in latest)
+
+
+def _rising(first: Point, latest: Sequence[Point]) -> bool:
+    values = [point.value for point in latest]
+    return values == sorted(values) and values[-1] > 1.05 * values[0]
+
+
+_LR = "the learning rate (--adam.lr; in RL --actor.adam.lr and --critic.adam.lr)"
+MEANING = {  # of each sickness, and what to look at
+    "not finite": "An optimizer step is skipped if its loss or gradient is not finite. "
+    f"Lower {_LR}, use --ds.param_dtype bf16 or fp32 instead of fp16, and look for extreme rewards.",
+    "same rewards": "All samples have the same reward, so there is nothing to learn from. Compare responses, labels and "
+    "rewards in samples.jsonl. If all are wrong: is the prompt's format (--data.input_template, "
+    "--data.apply_chat_template) the one that the model was trained with, does the reward function expect the end token, "
+    "is --rollout.max_new_tokens large enough? If all are right: use harder prompts.",
+    "no update": "The model does not learn. Check "
+    f"{_LR}, that the rows differ, and that they have tokens to learn (--data.output_key).",
+    "divergence": "The training diverges. Lower --adam.lr, or raise --lr_warmup_ratio.",
+    "overfitting": "The loss on the evaluation set rises while the training continues. Lower --train.max_epochs or "
+    "--adam.lr, or keep the best weights with --eval.patience.",
+    "drift": "The policy runs away from the reference; the unit is nats per token. Raise --algo.kl.init_coef, lower "
+    "--actor.adam.lr, or end such runs with --algo.kl.stop_run.",
+    "entropy collapse": "The samples of a prompt hardly differ any more. Raise --actor.entropy_coef, --algo.kl.init_coef "
+    "or the upper bound of --actor.eps_clip_low_high.",
+    "entropy growth": "The samples turn into noise. Lower --actor.adam.lr or --actor.entropy_coef, or raise "
+    "--algo.kl.init_coef.",
+    "truncation": "Episodes run out of tokens before they end. Raise --rollout.max_new_tokens, or check that the model was "
+    "trained to write the tokenizer's end token.",
+    "mismatch": "Engine and trainer disagree about the log-probabilities of sampled tokens. Compare --vllm.dtype with "
+    "--ds.param_dtype, and correct for the difference with --algo.advantage.is_correction_enable.",
+    "empty responses": "The policy ends at once. Check whether the reward prefers short responses, and whether the prompts "
+    "have the format that the model was trained with.",
+    "regression": "The score on held-out prompts fell by more than two standard errors: the training makes the model worse. "
+    "Lower --actor.adam.lr, raise --algo.kl.init_coef, try --ds.param_dtype fp32 for a small model, or keep the best "
+    "weights with --eval.patience.",
+}
+CAUSES = {"no update": "same rewards"}  # a sickness is not reported after its cause
+
+_LOSS, _PASS_RATE = r"train/(gpt_loss|loss|kto_loss|prm_loss)", r"eval/eval_.+_pass1"
+RULES = (  # in the order of reporting
+    Rule("not finite", r"train/nonfinite_steps", _each(1, lambda x, _: x > 0)),
+    Rule("not finite", r"train/(\w+_)?(loss|grad_norm|kl|reward|values)", _each(1, lambda x, _: not math.isfinite(x))),
+    Rule("same rewards", r"train/dead_groups", _each(5, lambda x, _: x > 1 - 1e-9)),
+    Rule("same rewards", r"train/reward", Sign(5, _constant)),
+    Rule("no update", r"train/(actor_|critic_)?(lr|grad_norm)", _each(5, lambda x, _: x == 0)),
+    Rule("no update", _LOSS, Sign(5, _constant)),
+    Rule("divergence", _LOSS, _each(5, lambda x, start: x > 1.5 * start + 0.5)),
+    Rule("overfitting", r"eval/(eval gpt_loss|eval_loss|eval prm_loss)", Sign(3, _rising)),
+    Rule("drift", r"train/kl", _each(3, lambda x, _: abs(x) > 1)),
+    Rule("entropy collapse", r"train/entropy_loss", _each(5, lambda x, start: x < 0.01 * start)),
+    Rule("entropy growth", r"train/entropy_loss", _each(5, lambda x, start: x > 2 * start + 1)),
+    Rule("truncation", r"train/truncated", _each(5, lambda x, _: x > 0.95)),
+    Rule("mismatch", r"train/logprob_gap_mean", _each(3, lambda x, _: x > 0.1)),
+    Rule("mismatch", r"train/rollout_ratio", _each(3, lambda x, _: abs(x - 1) > 0.2)),
+    Rule("empty responses", r"train/response_length", _each(5, lambda x, _: x <= 1)),
+    Rule("regression", _PASS_RATE, Sign(2, _below_start)),
+    Rule("regression", _PASS_RATE, Sign(1, _below_start, at_end=True)),
+)
