@@ -19,7 +19,7 @@ MANY_TRUNCATED = 0.1  # a larger share of episodes that ran out of tokens is on 
 class Part:
     """One piece of a line: `label value unit (detail)`. A narrow terminal leaves out the highest `rank` first."""
 
-    value: str
+    value: str = ""
     label: str = ""
     unit: str = ""
     detail: str = ""
@@ -51,12 +51,10 @@ def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
 def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_left: float | None) -> list[Part]:
     """The pieces of a training step's line, from the metrics that were logged."""
     parts = [Part(label="step", value=f"{step:>{len(str(total))}}/{total}", style="bold")]
-    for shown in _SHOWN:
-        number = next((values[name] for name in shown.names if name in values), None)
+    for names, write, part in _SHOWN:
+        number = next((values[name] for name in names if name in values), None)
         if number is not None:
-            value = shown.form(number)
-            style = "bold" if shown.rank == 0 else ""
-            parts += [Part(label=shown.label, value=value, unit=shown.unit, rank=shown.rank, style=style)]
+            parts.append(replace(part, value=write(number), style="bold" if part.rank == 0 else ""))
     if "timing/step_total" in values:
         spent = [f"{say} {seconds(values[name])}" for name, say in _SPENT.items() if name in values]
         time = seconds(values["timing/step_total"])
@@ -122,29 +120,16 @@ def clock_time(duration: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shown:
-    """A metric on the line: the first of `names` that was logged."""
-
-    names: tuple[str, ...]
-    label: str = ""
-    unit: str = ""
-    form: Callable[[float], str] = "{:6.3f}".format
-    rank: int = 0
-
-
-_SHOWN = (
-    _Shown(names=("train/reward", "rollout/reward_mean"), label="reward"),
-    _Shown(names=("train/gpt_loss", "train/loss"), label="loss"),
-    _Shown(names=("train/acc",), label="accuracy", form=percent),
-    _Shown(names=("train/kl",), label="kl", form="{:7.4f}".format, rank=1),
-    _Shown(names=("train/entropy_loss",), label="entropy", rank=5),
-    _Shown(names=("train/logprob_gap_mean",), label="gap", form="{:.0e}".format, rank=6),
-    _Shown(
-        names=("train/response_length", "rollout/response_length_mean"), label="length", form="{:4.0f}".format, rank=3
-    ),
-    _Shown(names=("train/lr",), label="lr", form="{:.1e}".format, rank=4),
-    _Shown(names=("timing/tokens_per_second",), unit="tokens/s", form=lambda rate: f"{compact(rate):>5}", rank=4),
+_SHOWN: Sequence[tuple[tuple[str, ...], Callable[[float], str], Part]] = (  # the first name that was logged, its form
+    (("train/reward", "rollout/reward_mean"), "{:6.3f}".format, Part(label="reward")),
+    (("train/gpt_loss", "train/loss"), "{:6.3f}".format, Part(label="loss")),
+    (("train/acc",), percent, Part(label="accuracy")),
+    (("train/kl",), "{:7.4f}".format, Part(label="kl", rank=1)),
+    (("train/entropy_loss",), "{:6.3f}".format, Part(label="entropy", rank=5)),
+    (("train/logprob_gap_mean",), "{:.0e}".format, Part(label="gap", rank=6)),
+    (("train/response_length", "rollout/response_length_mean"), "{:4.0f}".format, Part(label="length", rank=3)),
+    (("train/lr",), "{:.1e}".format, Part(label="lr", rank=4)),
+    (("timing/tokens_per_second",), lambda rate: f"{compact(rate):>5}", Part(unit="tokens/s", rank=4)),
 )
 
 _SPENT = {
