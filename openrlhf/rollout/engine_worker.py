@@ -23,6 +23,11 @@ from vllm.platforms import current_platform
 from openrlhf.distributed.buckets import WeightManifest, WorkerReceipt, bucket_hash, bucket_nbytes, unpack
 from openrlhf.distributed.weight_sync import Channel, WeightGroup, join_group
 
+# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX), which Linux refuses to a process that has not
+# asked for them. vLLM does not ask. Unless oneDNN happened to ask before, the engine's first sample ends it with SIGILL.
+if torch.cpu._is_amx_tile_supported():
+    torch.cpu._init_amx()
+
 
 class WorkerExtension:
     """What vLLM's worker class gains. Arguments and results are plain: vLLM carries nothing else."""

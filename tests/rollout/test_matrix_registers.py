@@ -1,0 +1,31 @@
+"""A process that runs vLLM's workers may use the CPU's matrix registers from its first sample on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from openrlhf.rollout.engine_settings import engine_environment
+from tests.ranks import ROOT
+
+PERMITTED = """
+import ctypes
+import openrlhf.rollout.engine_worker
+permitted = ctypes.c_ulong(0)
+arch_prctl, get_permissions = 158, 0x1022
+assert ctypes.CDLL(None).syscall(arch_prctl, get_permissions, ctypes.byref(permitted)) == 0
+print("tiles:", permitted.value >> 18 & 1)
+"""
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix registers (AMX)")
+def test_linux_lets_an_engines_process_use_them() -> None:
+    environment = os.environ | engine_environment("cpu") | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PERMITTED], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "tiles: 1" in done.stdout
