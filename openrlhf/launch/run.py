@@ -145,8 +145,11 @@ class Run:
         maker = ExperienceMaker(
             make_stages(config, groups),
             models if source.keep is None else None,
-            settings.credit_settings(config),
+            config.algo,
+            config.reward,
             kl,
+            max_new_tokens=config.rollout.max_new_tokens,
+            max_len=config.data.max_len,
             needs_groups=settings.needs_groups(config),
             timeout_s=config.train.step_timeout,
             remote_teacher=make_remote_teacher(config),
@@ -165,7 +168,6 @@ class Run:
             evaluate=self._make_evaluation(generator, models),
             pretraining=self.data.pretraining,
             checkpoints=self.checkpoints,
-            ckpt=config.ckpt,
             tokenizer=self.data.tokenizer,
             recorder=self.recorder,
             settings=settings.loop_settings(

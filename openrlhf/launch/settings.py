@@ -19,7 +19,6 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import LoadSpec
 from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
-from openrlhf.trainers.experience_maker import CreditSettings
 from openrlhf.trainers.ppo import LoopSettings
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.critic import CriticSettings
@@ -193,26 +192,6 @@ def reference_settings(config: PPOConfig, path: str) -> ReferenceSettings:
     )
 
 
-def credit_settings(config: PPOConfig) -> CreditSettings:
-    """How rewards become advantages."""
-    reward, advantage, kl = config.reward, config.algo.advantage, config.algo.kl
-    return CreditSettings(
-        estimator=advantage.estimator,
-        gamma=advantage.gamma,
-        lam=advantage.lambd,
-        scale_advantages=not advantage.no_std_norm,
-        kl_estimator=kl.estimator,
-        kl_in_reward=kl.init_coef > 0 and not kl.use_loss,
-        distill_coef=config.algo.distill.coef,
-        reward_clip=reward.clip_range,
-        overlong_buffer=reward.overlong_buffer_len,
-        overlong_factor=reward.overlong_penalty_factor,
-        stop_properly=reward.stop_properly_penalty_coef,
-        max_new_tokens=config.rollout.max_new_tokens,
-        max_len=config.data.max_len,
-    )
-
-
 def engine_settings(config: Sampling, path: str, kind: Device, tokenizer: PreTrainedTokenizerBase) -> EngineSettings:
     """What the engines of a model are made of."""
     return EngineSettings(
@@ -278,22 +257,16 @@ def eval_sampling(config: Sampling) -> SamplingSpec:
 def loop_settings(config: PPOConfig, run_dir: str, identity: Mapping[str, Any]) -> LoopSettings:
     """What the loop itself needs to know."""
     return LoopSettings(
-        batch_size=config.train.batch_size,
-        epochs=config.train.max_epochs,
+        train=config.train,
+        eval=config.eval,
+        ckpt=config.ckpt,
+        stop_run=config.algo.kl.stop_run,
         updates_per_step=updates_of(config, config.rollout.batch_size),
-        seed=config.train.seed,
-        eval_steps=config.eval.steps,
-        eval_at_start=config.eval.at_start,
-        eval_samples=config.eval.n_samples_per_prompt,
-        best_metric_key=config.ckpt.best_metric_key,
-        patience=config.eval.patience,
-        step_timeout=config.train.step_timeout,
+        freezing_steps=freezing_steps(config),
+        save_critic=config.critic.save_value_network,
         run_dir=run_dir,
         identity=identity,
         layouts=engine_layouts(config),
-        freezing_steps=freezing_steps(config),
-        stop_run=config.algo.kl.stop_run,
-        save_critic=config.critic.save_value_network,
     )
 
 

@@ -20,30 +20,13 @@ from openrlhf.algorithms.advantages import (
 from openrlhf.algorithms.kl import KLController, kl_estimate
 from openrlhf.algorithms.rewards import clip_rewards, overlong_penalty, stop_properly_penalty, token_rewards
 from openrlhf.batches import Experience, turn_reward_column
+from openrlhf.config.learning import AlgoConfig
+from openrlhf.config.rollout import RewardConfig
 from openrlhf.observability.metrics import Last, Mean, Metric
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.stages import RewardModels, Stage
 from openrlhf.trajectory import Trajectory
 from openrlhf.workers.policy import kl_metrics
-
-
-@dataclass(frozen=True, kw_only=True)
-class CreditSettings:
-    """How rewards become advantages. Built from the flags."""
-
-    estimator: str
-    gamma: float
-    lam: float
-    scale_advantages: bool  # divide by the standard deviation where the estimator whitens
-    kl_estimator: str
-    kl_in_reward: bool
-    distill_coef: float  # of the teacher, where there is one
-    reward_clip: tuple[float, float]
-    overlong_buffer: float | None  # tokens
-    overlong_factor: float
-    stop_properly: float | None
-    max_new_tokens: int | None
-    max_len: int  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +60,19 @@ class ExperienceMaker:
         self,
         stages: Sequence[Stage],
         reward_models: RewardModels | None,
-        settings: CreditSettings,
+        algo: AlgoConfig,
+        reward: RewardConfig,
         kl: KLController,
         *,
+        max_new_tokens: int | None,
+        max_len: int,
         needs_groups: bool,
         timeout_s: float,
         remote_teacher: RemoteTeacher | None = None,
     ) -> None:
         self.stages, self.reward_models, self.remote_teacher = stages, reward_models, remote_teacher
-        self.settings, self.kl = settings, kl
+        self.algo, self.reward, self.kl = algo, reward, kl
+        self.max_new_tokens, self.max_len = max_new_tokens, max_len
         self.needs_groups, self.timeout_s = needs_groups, timeout_s
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> Annotated:
@@ -124,9 +111,9 @@ class ExperienceMaker:
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """r_t, Â_t and Ĝ_t, and the metrics of the batch."""
-        estimator = ADVANTAGE_ESTIMATORS[self.settings.estimator]
+        estimator = ADVANTAGE_ESTIMATORS[self.algo.advantage.estimator]
         rewards = self._penalised(experience)
-        shaped = clip_rewards(shape_rewards(rewards, experience.group_ids, estimator), *self.settings.reward_clip)
+        shaped = clip_rewards(shape_rewards(rewards, experience.group_ids, estimator), *self.reward.clip_range)
         kl = self._reward_kl(experience)
         columns = {name: torch.zeros(experience.num_tokens) for name in ("token_rewards", "advantages", "returns")}
         row_of_token = experience.sample_of_token()
@@ -146,18 +133,19 @@ class ExperienceMaker:
                 per_token,
                 mask,
                 values=None if experience.values is None else block.gather(experience.values),
-                gamma=self.settings.gamma,
-                lam=self.settings.lam,
+                gamma=self.algo.advantage.gamma,
+                lam=self.algo.advantage.lambd,
             )
             for name, values in zip(columns, (per_token, advantages, returns), strict=True):
                 block.scatter(values, columns[name])
+        scale = not self.algo.advantage.no_std_norm
         columns["advantages"] = normalize_advantages(
-            columns["advantages"], experience.action_mask, estimator, scale=self.settings.scale_advantages
+            columns["advantages"], experience.action_mask, estimator, scale=scale
         )
         metrics: dict[str, Metric] = {}
         if experience.teacher_logprobs is not None:
             gap = self._teacher_kl(experience)
-            columns["advantages"] -= self.settings.distill_coef * gap
+            columns["advantages"] -= self.algo.distill.coef * gap
             metrics["train/teacher_kl"] = Mean(float(gap.sum()), float(experience.action_mask.sum()))
         credited = experience.with_columns(rewards=rewards, **columns)
         return credited, metrics | self._metrics(credited, kl)
@@ -173,26 +161,26 @@ class ExperienceMaker:
 
     def _penalised(self, experience: Experience) -> Tensor:
         """Rewards after the length penalties; what the log calls reward."""
-        settings, rewards = self.settings, experience.rewards
-        if settings.overlong_buffer is not None:
+        flags, rewards = self.reward, experience.rewards
+        if flags.overlong_buffer_len is not None:
             prompts = experience.lengths - experience.num_actions
-            longest = settings.max_new_tokens or settings.max_len - prompts
             rewards = rewards + overlong_penalty(
                 experience.num_actions,
-                max_length=longest,
-                buffer=settings.overlong_buffer,
-                factor=settings.overlong_factor,
+                max_length=self.max_new_tokens or self.max_len - prompts,
+                buffer=flags.overlong_buffer_len,
+                factor=flags.overlong_penalty_factor,
             )
-        if settings.stop_properly is not None:
-            rewards = stop_properly_penalty(rewards, experience.truncated, settings.stop_properly)
+        if flags.stop_properly_penalty_coef is not None:
+            rewards = stop_properly_penalty(rewards, experience.truncated, flags.stop_properly_penalty_coef)
         return rewards
 
     def _reward_kl(self, experience: Experience) -> Tensor | None:
         """KL per token from the rollout, where it enters the reward: log π_old against log π_ref."""
-        if not self.settings.kl_in_reward or experience.ref_logprobs is None:
+        in_reward = self.algo.kl.init_coef > 0 and not self.algo.kl.use_loss
+        if not in_reward or experience.ref_logprobs is None:
             return None
         assert experience.old_logprobs is not None
-        return kl_estimate(experience.old_logprobs, experience.ref_logprobs, self.settings.kl_estimator)
+        return kl_estimate(experience.old_logprobs, experience.ref_logprobs, self.algo.kl.estimator)
 
     def _metrics(self, experience: Experience, kl: Tensor | None) -> dict[str, Metric]:
         count, actions = experience.num_samples, experience.num_actions
@@ -204,7 +192,7 @@ class ExperienceMaker:
             "train/response_length": Mean(float(actions.sum()), count),
             "train/total_length": Mean(float(experience.num_tokens), count),
             "train/truncated": Mean(float(experience.truncated.sum()), count),
-            "train/response_clip_ratio": Mean(float((experience.lengths >= self.settings.max_len).sum()), count),
+            "train/response_clip_ratio": Mean(float((experience.lengths >= self.max_len).sum()), count),
         }
         metrics |= group_metrics(experience.rewards, experience.group_ids)
         if kl is not None:

@@ -16,6 +16,7 @@ from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState
+from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
@@ -42,22 +43,16 @@ Evaluate = Callable[[int], list[Trajectory]]  # of the weights after that step
 class LoopSettings:
     """What the loop itself needs to know. Built from the flags."""
 
-    batch_size: int  # samples per optimizer step
-    epochs: int  # passes over a rollout batch
+    train: RLTrainConfig
+    eval: RLEvalConfig
+    ckpt: CheckpointConfig
+    stop_run: float | None  # KL to the reference, nats per token, that ends the run
     updates_per_step: int  # optimizer steps of a full rollout batch
-    seed: int
-    eval_steps: int  # ≤ 0: no evaluation while training
-    eval_at_start: bool
-    eval_samples: int  # the k of pass@k
-    best_metric_key: str
-    patience: int | None  # evaluations in a row without a new best that end the run
-    step_timeout: float  # seconds
+    freezing_steps: int  # steps in which only the critic learns
+    save_critic: bool
     run_dir: str
     identity: Mapping[str, Any]  # of the run, for the checkpoint
     layouts: Mapping[str, EngineLayout]  # of the models' states, for the checkpoint
-    freezing_steps: int  # steps in which only the critic learns
-    stop_run: float | None  # KL to the reference, nats per token, that ends the run
-    save_critic: bool
 
 
 class PPOTrainer:
@@ -76,7 +71,6 @@ class PPOTrainer:
         evaluate: Evaluate | None,
         pretraining: PretrainingMix | None,
         checkpoints: CheckpointManager,
-        ckpt: CheckpointConfig,
         tokenizer: PreTrainedTokenizerBase,
         recorder: Recorder,
         settings: LoopSettings,
@@ -85,18 +79,18 @@ class PPOTrainer:
         self.policy, self.critic = policy, critic
         self.kl, self.errors, self.evaluate = kl, errors, evaluate
         self.pretraining = pretraining
-        self.checkpoints, self.ckpt, self.tokenizer = checkpoints, ckpt, tokenizer
+        self.checkpoints, self.ckpt, self.tokenizer = checkpoints, settings.ckpt, tokenizer
         self.recorder, self.settings = recorder, settings
         self.step = 0
         self.stopped = False  # before the prompts are used up
-        self.best = BestMetric(settings.best_metric_key, ending="_pass1", patience=settings.patience)
+        self.best = BestMetric(settings.ckpt.best_metric_key, ending="_pass1", patience=settings.eval.patience)
         self.timing: dict[str, Metric] = {}
 
     def fit(self) -> None:
         """Train until the prompts, or the patience, are used up, then export."""
         self.recorder.display.begin(self.source.total_steps, done=self.step)
         self.weights.publish(self.step)  # π_old ← π, also after a resume
-        if self.settings.eval_at_start and self.step == 0 and self.best.step is None:
+        if self.settings.eval.at_start and self.step == 0 and self.best.step is None:
             self.run_evaluation()
         for trajectories in self.timed("generation", self.source):  # τ ~ π_old
             with self.clock("make_experience"):
@@ -115,7 +109,7 @@ class PPOTrainer:
             self.after_step(merge_all(metrics))
             if self.stopped:
                 break
-        if self.settings.eval_steps > 0 and self.best.evaluated_at < self.step:  # nothing came of the last prompts
+        if self.settings.eval.steps > 0 and self.best.evaluated_at < self.step:  # nothing came of the last prompts
             self.run_evaluation()
         if self.source.exhausted and self.step < self.source.total_steps:
             self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.")
@@ -170,9 +164,9 @@ class PPOTrainer:
         return plan_update(
             lengths,
             ranks=ranks,
-            batch_size=self.settings.batch_size,
-            epochs=self.settings.epochs,
-            seed=self.settings.seed + self.step,
+            batch_size=self.settings.train.batch_size,
+            epochs=self.settings.train.max_epochs,
+            seed=self.settings.train.seed + self.step,
         )
 
     def _pretraining_text(self, steps: int) -> list[list[TokenRows]]:
@@ -183,7 +177,7 @@ class PPOTrainer:
         return self.pretraining.for_ranks(range(first, first + steps), self.policy.slices)
 
     def _gather(self, launched: list[Any], doing: str, logs: list[str]) -> list[Any]:
-        return gather(launched, timeout_s=self.settings.step_timeout, doing=doing, logs=logs)
+        return gather(launched, timeout_s=self.settings.train.step_timeout, doing=doing, logs=logs)
 
     def after_step(self, metrics: dict[str, Metric]) -> None:
         """Log, adapt β, evaluate, checkpoint."""
@@ -218,7 +212,7 @@ class PPOTrainer:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the weights of this step are evaluated, before a checkpoint of them is written."""
-        every = self.settings.eval_steps
+        every = self.settings.eval.steps
         return every > 0 and (self.step % every == 0 or self.source.exhausted or self.stopped)
 
     def run_evaluation(self) -> None:
@@ -227,7 +221,7 @@ class PPOTrainer:
             return
         with self.clock("evaluation"):
             trajectories = self.evaluate(self.step)
-        metrics = evaluation_metrics(trajectories, k=self.settings.eval_samples)
+        metrics = evaluation_metrics(trajectories, k=self.settings.eval.n_samples_per_prompt)
         timing = {"timing/evaluation": self.timing.pop("timing/evaluation").value}
         self.recorder.evaluation(self.step, metrics | timing, trajectories)
         if self.best.improves(self.step, metrics) and (self.step > 0 or self.best.patience):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,30 +11,52 @@ import torch
 
 from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience, TokenRows, offsets_of
+from openrlhf.config.flags import amend
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.protocol import combined
-from openrlhf.trainers.experience_maker import Annotated, CreditSettings, ExperienceMaker, group_metrics, trainable
+from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker, group_metrics, trainable
 from openrlhf.trainers.filtering import thrown_away
 from openrlhf.trainers.stages import RewardModels, Stage
 from openrlhf.workers.critic import CriticWorker
 from tests.reference import credit as reference
 from tests.trainers.episodes import episode, failed
 
-SETTINGS = CreditSettings(
-    estimator="group_norm",
-    gamma=1.0,
-    lam=1.0,
-    scale_advantages=True,
-    kl_estimator="k1",
-    kl_in_reward=True,
-    distill_coef=0.5,
-    reward_clip=(-10.0, 10.0),
-    overlong_buffer=None,
-    overlong_factor=1.0,
-    stop_properly=None,
-    max_new_tokens=4,
-    max_len=6,
-)
+FLAGS = {
+    "estimator": "algo.advantage.estimator",
+    "gamma": "algo.advantage.gamma",
+    "scale_advantages": "algo.advantage.no_std_norm",
+    "kl_in_reward": "algo.kl.use_loss",
+    "distill_coef": "algo.distill.coef",
+    "reward_clip": "reward.clip_range",
+    "overlong_buffer": "reward.overlong_buffer_len",
+    "overlong_factor": "reward.overlong_penalty_factor",
+    "stop_properly": "reward.stop_properly_penalty_coef",
+    "max_new_tokens": "rollout.max_new_tokens",
+    "max_len": "data.max_len",
+}
+OPPOSITE = ("scale_advantages", "kl_in_reward")
+BASE = {"estimator": "group_norm", "max_new_tokens": 4, "max_len": 6}
+
+
+def maker_of(
+    stages: Any = (), reward_models: Any = None, *, needs_groups: bool = False, kl_coef: float = 0.1, **changes: Any
+) -> ExperienceMaker:
+    values = {FLAGS[n]: not v if n in OPPOSITE else v for n, v in (BASE | changes).items()}
+    config = amend(PPOConfig(), {**values, "algo.kl.init_coef": kl_coef})
+    return ExperienceMaker(
+        stages,
+        reward_models,
+        config.algo,
+        config.reward,
+        KLController(kl_coef),
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_len=config.data.max_len,
+        needs_groups=needs_groups,
+        timeout_s=1.0,
+    )
+
+
 # Two prompts of one token with two samples each: 2, 1, 1 and 3 sampled tokens.
 ACTIONS = [2, 1, 1, 3]
 ROWS = [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 11)]
@@ -58,9 +80,7 @@ def batch(rewards: list[float], **changes: Any) -> Experience:
 
 
 def credited(experience: Experience, *, kl_coef: float = 0.1, **changes: Any) -> tuple[Experience, dict[str, float]]:
-    maker = ExperienceMaker(
-        [], None, replace(SETTINGS, **changes), KLController(kl_coef), needs_groups=False, timeout_s=1.0
-    )
+    maker = maker_of(kl_coef=kl_coef, **changes)
     result, metrics = maker.credit(experience)
     return result, values(metrics)
 
@@ -292,8 +312,7 @@ def annotated(
     judge = None if broken is None else Judge(NOBODY, [0.5, 2.0, 1.0], timeout_s=1.0)
     if judge and broken:
         judge.broken = broken
-    maker = ExperienceMaker(stages, judge, SETTINGS, KLController(0.1), needs_groups=needs_groups, timeout_s=1.0)
-    return maker.annotate(trajectories)
+    return maker_of(stages, judge, needs_groups=needs_groups).annotate(trajectories)
 
 
 def test_a_stage_is_sent_the_columns_that_it_reads_and_nothing_else() -> None:

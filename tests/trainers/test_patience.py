@@ -15,6 +15,7 @@ from torch import nn
 
 from openrlhf.batches import Experience
 from openrlhf.checkpoints import CheckpointManager
+from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig, TrainConfig
 from openrlhf.distributed.strategy import StepResult
 from openrlhf.observability.metrics import Last, Metric
@@ -165,22 +166,16 @@ class OnPolicy(PPOTrainer):
         self.weights_made, self.log, self.scores = Weights(), Log(), scores
         same: Any = SimpleNamespace(annotate=annotated, credit=lambda e: (e, {}))
         settings = LoopSettings(
-            batch_size=1,
-            epochs=1,
+            train=RLTrainConfig(batch_size=1, step_timeout=1.0),
+            eval=RLEvalConfig(steps=1, at_start=at_start, n_samples_per_prompt=1, patience=patience),
+            ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
+            stop_run=None,
             updates_per_step=1,
-            seed=0,
-            eval_steps=1,
-            eval_at_start=at_start,
-            eval_samples=1,
-            best_metric_key="",
-            patience=patience,
-            step_timeout=1.0,
+            freezing_steps=0,
+            save_critic=False,
             run_dir=str(folder),
             identity={},
             layouts={},
-            freezing_steps=0,
-            stop_run=None,
-            save_critic=False,
         )
         nothing: Any = SimpleNamespace(publish=lambda _: None, check=lambda _: None, coef=None)
         made: Any = self.weights_made
@@ -197,7 +192,6 @@ class OnPolicy(PPOTrainer):
             evaluate=lambda step: [episode(score=self.scores[made.made_by - (not at_start)])],
             pretraining=None,
             checkpoints=CheckpointManager(folder, parts=["_actor"], max_num=STEPS),
-            ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
             tokenizer=character_tokenizer(),
             recorder=log,
             settings=settings,

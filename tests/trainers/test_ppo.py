@@ -11,6 +11,7 @@ import pytest
 
 from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience
+from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.observability.metrics import Metric, values
 from openrlhf.rewards.budget import ErrorBudget
@@ -149,14 +150,13 @@ def events(
     """What a run over these steps does."""
     notes, nothing = Notes(), weights or Nothing()
     settings: Any = LoopSettings(
-        batch_size=2, epochs=1, seed=0, eval_steps=eval_steps, eval_at_start=False, eval_samples=1, best_metric_key="none",
-        patience=None, step_timeout=1.0, run_dir="", identity={}, layouts={}, freezing_steps=freezing_steps, save_critic=False,
-        stop_run=None, updates_per_step=1,
+        train=RLTrainConfig(batch_size=2), eval=RLEvalConfig(steps=eval_steps), ckpt=CheckpointConfig(best_metric_key="none"),
+        stop_run=None, updates_per_step=1, freezing_steps=freezing_steps, save_critic=False, run_dir="", identity={}, layouts={},
     )  # fmt: skip
     parts: dict[str, Any] = {
         "source": Steps(steps), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
         "kl": KLController(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": None,
-        "ckpt": CheckpointConfig(), "tokenizer": None, "recorder": notes, "settings": settings,
+        "tokenizer": None, "recorder": notes, "settings": settings,
     }  # fmt: skip
     Untrained(**parts).fit()
     return notes.events
