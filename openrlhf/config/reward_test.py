@@ -8,7 +8,7 @@ from typing import Any
 from openrlhf.config import rules
 from openrlhf.config.commands import Command
 from openrlhf.config.effects import Sentences
-from openrlhf.config.flags import option
+from openrlhf.config.flags import Section, option
 from openrlhf.config.rollout import PromptConfig, RemoteEnginesConfig, RuleConfig
 
 
@@ -18,13 +18,19 @@ class ScoredDataConfig(PromptConfig, title="The rows to score."):
     max_samples: int = option(1000, "Rows to score, the first ones.", ge=1)
     input_template: str | None = option(None, "Text with {} as prompt.")
 
+class ScoredPolicyConfig(Section, title="The model that a run would train."):
+    model_name_or_path: str | None = option(
+        None, "Its tokenizer encodes and decodes responses as in a run, and ends them with the end token; unset: responses are "
+        "scored as they stand.", holds="model")
+
 class RewardTestConfig(Command, title="Try a reward on a dataset, before any training."):
+    actor: ScoredPolicyConfig = ScoredPolicyConfig()
     reward: RuleConfig = RuleConfig()
     rollout: RemoteEnginesConfig = RemoteEnginesConfig()
     data: ScoredDataConfig = ScoredDataConfig()
 
     def derived_values(self) -> dict[str, Any]:
-        """The number of host processes."""
+        """The number of user processes."""
         return {"reward.workers": self.reward.workers or os.cpu_count() or 1}
 
     def mistakes(self) -> Sentences:

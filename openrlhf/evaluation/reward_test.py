@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
+import os
+import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.reward_test import RewardTestConfig, ScoredDataConfig
@@ -16,34 +20,57 @@ from openrlhf.data.errors import DataError, check_columns, row_error, text_of
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.rows import number_rows
 from openrlhf.data.templates import fill_template, to_messages
+from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.observability.score_table import ScoredRow, print_scores
+from openrlhf.rewards.preview import answered, wrong_answers
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rewards.rule import offer_remote_engines, reward_of
 from openrlhf.rewards.servers import IN_FLIGHT
 
 USER_ERRORS = (ConfigError, DataError)
+WRONG = 100  # rows that are scored with a wrong answer too
 PRINTED = 2000  # characters of what the reward prints that are shown
 
 
 def try_reward(config: RewardTestConfig) -> int:
     """Score the rows, print what came of it, and return the command's exit status: 1 above --reward.max_error_rate."""
-    requests = list(read_requests(config.data))
+    path = config.actor.model_name_or_path
+    tokenizer = get_tokenizer(path, flag="--actor.model_name_or_path") if path else None
+    requests = list(read_requests(config.data, tokenizer))
+    wrong = [] if config.data.output_key else list(wrong_requests(requests, tokenizer))
     offer_remote_engines(config.rollout, config.reward)
-    with tempfile.TemporaryDirectory() as logs, reward_of(config.reward, log_dir=Path(logs)) as reward:
+    logs = Path(f"runs/reward_test-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}/logs")
+    with reward_of(config.reward, log_dir=logs) as reward:
         assert reward is not None
         at_once = IN_FLIGHT if config.reward.urls else config.reward.workers
         began = time.monotonic()
-        scored = asyncio.run(score_all(reward, requests, at_once=at_once, groups=config.reward.batch))
+        scored = asyncio.run(score_all(reward, [*requests, *wrong], at_once=at_once, groups=config.reward.batch))
         seconds = time.monotonic() - began
-        printed = "".join(log.read_text(errors="replace") for log in sorted(Path(logs).iterdir()))
+    scored, misled = scored[: len(requests)], scored[len(requests) :]
     print_scores(scored, seconds=seconds, at_once=at_once)
-    if printed:
-        print(f"\nPrinted by the reward, the end of it:\n{printed[-PRINTED:].strip()}")
-    errors = sum(row.error is not None for row in scored)
-    return int(errors > config.reward.max_error_rate * len(scored))
+    if given := [row.reward for row in misled if row.reward is not None]:
+        print(f"\nWrong answers (labels of other rows): {len(given):,}, mean reward {fmean(given):.4g}")
+    if tokenizer is None:
+        print(
+            "\nResponses were scored as they stand. In a run they have passed through the tokenizer, and end with its end "
+            "token: to see that here, pass --actor.model_name_or_path."
+        )
+    show_printed(logs)
+    errors = sum(row.error is not None for row in [*scored, *misled])
+    return int(errors > config.reward.max_error_rate * len([*scored, *misled]))
 
 
-def read_requests(data: ScoredDataConfig) -> Iterator[RewardRequest]:
+def show_printed(logs: Path) -> None:
+    """Show the end of what the reward printed, and where the rest is; a folder without a word is removed."""
+    written = [log for log in sorted(logs.glob("*")) if log.stat().st_size]
+    if written:
+        printed = "".join(log.read_text(errors="replace") for log in written)
+        print(f"\nPrinted by the reward (all of it: {logs}), the end of it:\n{printed[-PRINTED:].strip()}")
+    elif logs.exists():
+        shutil.rmtree(logs.parent)
+
+
+def read_requests(data: ScoredDataConfig, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[RewardRequest]:
     """A request per row. Without --data.output_key the label stands for a right answer. Raises DataError."""
     rows = number_rows(
         load_datasets(
@@ -57,8 +84,24 @@ def read_requests(data: ScoredDataConfig) -> Iterator[RewardRequest]:
     for row in rows:
         assert isinstance(row, dict)
         prompt = fill_template(data.input_template, _prompt(row, data.input_key))
-        label, response = row[data.label_key] if data.label_key else "", text_of(row, column)
-        yield RewardRequest(query=prompt + response, prompt=prompt, label=label, response=response)
+        label = row[data.label_key] if data.label_key else ""
+        yield _request(prompt, label, text_of(row, column), tokenizer)
+
+
+def wrong_requests(
+    requests: Sequence[RewardRequest], tokenizer: PreTrainedTokenizerBase | None
+) -> Iterator[RewardRequest]:
+    """The first rows once more, each with another row's label as its answer."""
+    rows = [request for request in requests if isinstance(request.label, str) and request.label][:WRONG]
+    for request, other in zip(rows, wrong_answers([request.label for request in rows]), strict=True):
+        if other:
+            yield _request(request.prompt, request.label, other, tokenizer)
+
+
+def _request(prompt: str, label: Any, response: str, tokenizer: PreTrainedTokenizerBase | None) -> RewardRequest:
+    if tokenizer is not None:
+        return answered(tokenizer, prompt, label, response)
+    return RewardRequest(query=prompt + response, prompt=prompt, label=label, response=response)
 
 
 def _prompt(row: Mapping[str, Any], column: str) -> str:

@@ -22,12 +22,15 @@ from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder
 from openrlhf.launch.run import Run, make_remote_teacher
 from openrlhf.models.loading import ModelError
+from openrlhf.observability.once import warn_once
 from openrlhf.rewards.budget import RewardErrors
+from openrlhf.rewards.preview import preview
 from openrlhf.rewards.rule import check_reward, offer_remote_engines
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
 
+PREVIEWED = 4  # rows whose labels are scored before the run
 # What a user can mend: printed without a traceback.
 USER_ERRORS = (
     ConfigError,
@@ -62,6 +65,7 @@ def run_ppo(config: PPOConfig) -> None:
     data = load_prompts(config)
     if generates:
         check_agents(config, data.tokenizer)
+        preview_reward(config, data)
     if teacher := make_remote_teacher(config):
         teacher.check(data.tokenizer, max_len=config.data.max_len)
     if checkpoint:
@@ -74,6 +78,15 @@ def run_ppo(config: PPOConfig) -> None:
         return
     with ray_cluster(plan), Run(config, data, plan, kind, checkpoints, checkpoint, replay) as run, run.naming_logs():
         run.trainer.fit()
+
+
+def preview_reward(config: PPOConfig, data: PromptData) -> None:
+    """Warn if the reward of the first labels shows that no response will please it."""
+    rows = [data.train[place] for place in range(min(PREVIEWED, len(data.train)))]
+    if not config.train.agent_func_path and (
+        line := preview(config.reward, [row.text for row in rows], [row.label for row in rows], data.tokenizer)
+    ):
+        warn_once(line)
 
 
 def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:

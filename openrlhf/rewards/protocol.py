@@ -10,9 +10,12 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.trajectory import Failure, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LARGEST = 3e38  # of a reward: more is infinite in float32
 
@@ -33,6 +36,19 @@ class RewardRequest:
         if self.response is not None:
             return self.response
         return self.query.rpartition(self.prompt)[2] if self.prompt else self.query
+
+
+def request_of(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, label: Any, tokens: Sequence[int], sampled: Sequence[int]
+) -> RewardRequest:
+    """The request for a sample: prompt and response decoded with special tokens, and the answer without them."""
+    return RewardRequest(
+        query=str(tokenizer.decode([*tokens, *sampled], skip_special_tokens=False)),
+        prompt=prompt,
+        label=label,
+        response=str(tokenizer.decode(list(sampled), skip_special_tokens=False)),
+        answer=str(tokenizer.decode(list(sampled), skip_special_tokens=True)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

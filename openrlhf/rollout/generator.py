@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.observability.metrics import Metric
 from openrlhf.rewards.budget import ErrorPolicy
-from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
+from openrlhf.rewards.protocol import Reward, RewardResult, request_of
 from openrlhf.rollout.measures import SampleCost, generation_metrics
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
@@ -205,13 +205,7 @@ class RolloutGenerator:
             )  # fmt: skip
         generations = await generate(prompt, spec, tokens, spec.params_for(prompt, len(tokens)))
         requests = [
-            RewardRequest(
-                query=self._decode(tokens + generation.tokens),
-                prompt=prompt.text,
-                label=prompt.label,
-                response=self._decode(generation.tokens),
-                answer=str(self.tokenizer.decode(generation.tokens, skip_special_tokens=True)),
-            )
+            request_of(self.tokenizer, prompt.text, prompt.label, tokens, generation.tokens)
             for generation in generations
         ]
         results = await self.reward.score(requests) if self.reward else [RewardResult()] * len(requests)
@@ -219,10 +213,6 @@ class RolloutGenerator:
             self._trajectory(prompt, sample, tokens, generation, request.response_text, result)
             for sample, (generation, request, result) in enumerate(zip(generations, requests, results, strict=True))
         ]
-
-    def _decode(self, tokens: list[int]) -> str:
-        """The text that rewards and samples show: special tokens kept."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
 
     async def _generate(
         self, prompt: Prompt, spec: SamplingSpec, tokens: list[int], params: list[SamplingParams]

@@ -11,6 +11,7 @@ from openrlhf.cli import main
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.reward_test import RewardTestConfig
 from tests.openai_server import openai_server
+from tests.tiny import save_tiny_model
 
 MOODY = """
 import os, time
@@ -24,7 +25,8 @@ def reward_func(queries, prompts, labels):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "moody.py").write_text(MOODY)
     return tmp_path
 
@@ -99,6 +101,36 @@ def test_without_responses_a_right_answer_is_scored(folder: Path, capsys: pytest
     )
     assert status == 0
     assert "mean 1, deviation 0, from 1 to 1" in printed and "errors 0 (0.0%)" in printed
+
+
+def test_with_the_runs_tokenizer_responses_end_as_in_a_run_and_wrong_answers_are_scored_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "strict.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [float(queries[0] == prompts[0] + labels[0] + '<eos>')]\n"
+    )
+    save_tiny_model(folder / "model")
+    data = rows(folder, ["4", "5", "6"])
+    flags = ("--reward.remote_url", folder / "strict.py", "--data.prompt_dataset", data, "--data.label_key", "output")
+    status, printed = reward_test(capsys, *flags, "--actor.model_name_or_path", folder / "model")
+    assert status == 0 and "mean 1, deviation 0" in printed and "(labels of other rows): 3, mean reward 0" in printed
+    status, printed = reward_test(capsys, *flags)
+    assert "mean 0, deviation 0" in printed and "pass --actor.model_name_or_path" in printed
+
+
+def test_the_whole_of_what_a_function_prints_stays_where_it_is_said_to_be(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "chatty.py").write_text(
+        "import os\ndef reward_func(queries, prompts, labels):\n    print('hello'); os._exit(3)\n"
+    )
+    flags = ("--data.prompt_dataset", rows(folder, ["x"]), "--data.label_key", "output")
+    _, printed = reward_test(capsys, "--reward.remote_url", folder / "chatty.py", *flags)
+    [logs] = folder.glob("runs/*/logs")
+    assert "It wrote to " + str(logs.relative_to(folder)) in printed
+    assert any("hello" in log.read_text() for log in logs.iterdir())
+    status, _ = reward_test(capsys, "--reward.verifier", "math", *flags)
+    assert status == 0 and list(folder.glob("runs/*/logs")) == [logs], "a silent one leaves nothing"
 
 
 def test_in_batch_mode_neighbours_of_one_prompt_share_a_call(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,10 +85,18 @@ def test_a_function_without_labels_or_a_dict_is_noticed_once(pool: ProcessPool, 
     assert "without_labels takes no labels" in messages[0] and "returns rewards alone" in messages[1]
 
 
-def test_a_function_whose_names_mean_something_else_is_refused(pool: ProcessPool):
-    words = r"takes \(prompts, completions\), but is called with \(queries, prompts, labels\)"
-    with pytest.raises(ConfigError, match=words):
-        asyncio.run(function(pool, "legacy.py", "of_another_trainer").check())
+@pytest.mark.parametrize("name", ["of_another_trainer", "of_a_response", "of_an_answer"])
+def test_a_function_whose_names_mean_something_else_is_refused(pool: ProcessPool, name: str):
+    with pytest.raises(
+        ConfigError, match=r"but is called with \(queries, prompts, labels\).* give its parameters these names"
+    ):
+        asyncio.run(function(pool, "legacy.py", name).check())
+
+
+def test_a_function_with_names_of_its_own_is_told_what_it_gets(pool: ProcessPool, caplog: pytest.LogCaptureFixture):
+    warn_once.cache_clear()
+    asyncio.run(function(pool, "legacy.py", "other_names").check())
+    assert "takes (texts, starts, answers), but is called with (queries, prompts, labels)" in caplog.text
 
 
 def test_a_function_that_follows_the_contract_is_not_remarked_on(pool: ProcessPool, caplog: pytest.LogCaptureFixture):

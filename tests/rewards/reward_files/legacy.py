@@ -32,3 +32,11 @@ def bfloat16(queries, prompts, labels):
 
 def of_another_trainer(prompts, completions, **kwargs):
     return [float(len(completion)) for completion in completions]
+
+
+def of_a_response(response, answer):
+    return [float(response == answer)]
+
+
+def of_an_answer(text, answer):
+    return [float(text == answer)]

@@ -1,0 +1,60 @@
+"""What a reward says of labels before a run is what it says of them in the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from openrlhf.processes.pool import ProcessPool
+from openrlhf.rewards.function import FunctionReward
+from openrlhf.rewards.preview import answered, reward_preview, wrong_answers
+from tests.tiny import character_tokenizer
+
+TOKENIZER = character_tokenizer()
+PROMPTS, LABELS = ["1+1=", "2+2=", "3+3="], ["2", "4", "6"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPool]:
+    with ProcessPool(1) as pool:
+        yield pool
+
+
+def line(pool: ProcessPool, folder: Path, body: str, labels: list[str] = LABELS) -> str | None:
+    """What is said of a reward function."""
+    file = folder / f"reward{len(list(folder.iterdir()))}.py"
+    file.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
+    reward = FunctionReward(file, pool=pool, timeout=60)
+    return asyncio.run(reward_preview(reward, PROMPTS[: len(labels)], labels, TOKENIZER))
+
+
+def test_a_right_answer_ends_as_one_that_was_sampled() -> None:
+    request = answered(TOKENIZER, "1+1=", "2", "2")
+    assert (request.query, request.response, request.answer) == ("1+1=2<eos>", "2<eos>", "2")
+    assert answered(TOKENIZER, "1+1=", "2", "2<eos>") == request
+
+
+def test_a_reward_that_wants_the_end_token_is_fine_and_one_that_ignores_that_there_is_one_is_not(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    assert line(pool, tmp_path, "return [float(queries[0] == prompts[0] + labels[0] + '<eos>')]") is None
+    said = line(pool, tmp_path, "return [float(queries[0] == prompts[0] + labels[0])]")
+    assert said and "such as '2<eos>') [0.0, 0.0, 0.0], and labels of other rows [0.0, 0.0, 0.0]" in said
+
+
+def test_a_reward_that_fails_is_quoted(pool: ProcessPool, tmp_path: Path) -> None:
+    said = line(pool, tmp_path, "raise ValueError('no such label')")
+    assert said and said.startswith("The reward failed on 6 of 6") and "no such label" in said
+
+
+def test_labels_that_are_all_alike_or_absent_say_nothing(pool: ProcessPool, tmp_path: Path) -> None:
+    for labels in (["2", "2"], ["", ""]):
+        assert line(pool, tmp_path, "return [0.0]", labels) is None
+
+
+def test_a_wrong_answer_is_the_next_label_that_differs() -> None:
+    assert wrong_answers(["a", "a", "b"]) == ["b", "b", "a"]
+    assert wrong_answers(["a", "a"]) == [None, None]
