@@ -70,6 +70,14 @@ def test_imports_point_down_and_siblings_do_not_know_each_other(module: Module) 
     assert not wrong, f"{module} (level {LEVELS[module.room]}) imports {sorted(wrong)}"
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and for type checkers count. What is left when modules without imports are taken away, again and again, is circular."""
+    graph = {name: module.imports() & package().keys() - {name} for name, module in package().items()}
+    while free := {name for name, imports in graph.items() if not imports & graph.keys()}:
+        graph = {name: imports for name, imports in graph.items() if name not in free}
+    assert {name: sorted(imports & graph.keys()) for name, imports in graph.items()} == {}
+
+
 @pytest.mark.parametrize("library", HOMES)
 def test_a_heavy_library_has_one_home(library: str) -> None:
     users = [module for module in MODULES if library in libraries(module.imports())]
