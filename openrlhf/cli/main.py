@@ -20,6 +20,7 @@ VERBS = {
     "reward": ("reward_test", "`reward test`: try a reward on a dataset, before any training"),
     "serve-rm": ("serve_rm", "HTTP server of a reward model"),
 }
+PLANNED = ("dpo", "kto", "prm", "kd", "ppo", "lora_combiner", "batch_inference", "interactive_chat")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,9 +51,12 @@ def run_plugin_task(verb: str, argv: Sequence[str]) -> None:
     if verb not in tasks:
         known = [*VERBS, *(name for name in tasks if name not in VERBS)]
         close = get_close_matches(verb, known, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
+        yet = " yet" if verb.removeprefix("train_") in PLANNED else ""
+        hint = f" Did you mean {close[0]}?" if close and not yet else ""
         fail(
-            ConfigError(f"there is no verb {verb}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own.")
+            ConfigError(
+                f"there is no verb {verb}{yet}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own."
+            )
         )
     train_offline(flags_or_exit(tasks[verb].root, argv, command=verb), verb)
 

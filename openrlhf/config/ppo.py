@@ -105,8 +105,6 @@ class PPOConfig(RLFlags):
         return [
             (unset and not self.uses_gpus, f"No GPU on this machine: {', '.join(unset)} is 1."),
             (self.ds.packing_samples and not given.get("ds.packing_samples"), f"--{cause} turns --ds.packing_samples on."),
-            (given.get("vllm.enable_sleep") and not self.vllm.enable_sleep,
-             "--vllm.enable_sleep is off: it needs --train.colocate_all."),
             (given.get("vllm.enable_prefix_caching") and self.vllm.disable_prefix_caching,
              "--vllm.disable_prefix_caching wins over --vllm.enable_prefix_caching."),
             (train.colocate_all and train.async_enable, "With --train.async_enable, "

@@ -28,7 +28,7 @@ class VLLMConfig(Section, title="Rollout engines (vLLM)."):
     enforce_eager: bool = option(False, "No CUDA graphs.", needs="uses_gpus")
     enable_prefix_caching: bool = option(False, "Cache prefixes; on for several samples or agents.")
     disable_prefix_caching: bool = option(False, "Never cache them.")
-    enable_sleep: bool = option(False, "Free the GPU between rollouts, with train.colocate_all.")
+    enable_sleep: bool = option(False, "Free the GPU between rollouts.", needs="train.colocate_all")
     sync_backend: str = option("nccl", "Transport of the weights; gloo where there is no GPU.")
     sync_with_ray: bool = option(False, "Send weights through Ray's collectives.")
     engine_args: Mapping[str, Any] = option({}, "More arguments of vLLM's engine.", metavar="JSON")

@@ -35,6 +35,25 @@ def test_a_version_outside_the_range_ends_the_command_with_the_line_that_mends_i
     assert said in errors and "pip install -e '.[" in errors
 
 
+def test_a_mistake_is_printed_once_per_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "OTHERS_WAIT_S", 0.0)
+    for rank, printed in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            main.main(["sft", "--no_such_flag", "1"])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.count("error:") == printed
+
+
+@pytest.mark.parametrize("verb", ["train_dpo", "dpo", "kto", "train_kd", "lora_combiner", "interactive_chat"])
+def test_a_command_that_is_planned_is_said_to_be_missing_yet(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main([verb])
+    assert f"there is no verb {verb} yet; known are" in capsys.readouterr().err
+
+
 def test_the_console_command_lists_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     main.main([])
     printed = capsys.readouterr().out

@@ -313,7 +313,7 @@ def test_samples_are_seeded_where_no_gpu_is(gpu_machine: Any) -> None:
 def test_engines_sleep_only_where_others_use_their_devices() -> None:
     config, notices = resolved(rl(vllm__enable_sleep=True), "vllm.enable_sleep")
     assert not config.vllm.enable_sleep
-    assert "--vllm.enable_sleep is off: it needs --train.colocate_all" in notices
+    assert "--vllm.enable_sleep: no effect without --train.colocate_all." in notices
     assert resolved(rl(vllm__enable_sleep=True, train__colocate_all=True))[0].vllm.enable_sleep
 
 

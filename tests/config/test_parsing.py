@@ -206,3 +206,97 @@ def test_what_is_missing_is_named() -> None:
 @pytest.mark.parametrize("command", SMALLEST)
 def test_the_smallest_command_lines_are_valid(command: str) -> None:
     assert parse(command).check() == []
+
+
+# ---- mistakes, all in one round
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "path"),
+    [
+        ("train_sft", "--bf16 False", "ds.param_dtype"),
+        ("train_sft", "--flash_attn eager", "ds.attn_implementation"),
+        ("train_ppo_ray", "--use_kl_estimator_k3 junk words", "algo.kl.estimator"),
+        ("train_sft", "--packing_samples True", ""),
+        ("train_sft", "--perf yes", ""),
+    ],
+)
+def test_words_after_a_switch_are_an_error_also_after_an_old_one(command: str, line: str, path: str) -> None:
+    (sentence,) = violations(command, line)
+    words = line.partition(" ")[2]
+    assert f"is a switch and takes no value, not even true or false: leave {words} out" in sentence
+    assert not path or f"set --{path}" in sentence
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "meant"),
+    [
+        ("train_ppo_ray", "--lr 1", "Did you mean --actor.adam.lr or --critic.adam.lr?"),
+        ("train_ppo_ray", "--actor.lr 1", "--actor.adam.lr"),
+        ("train_sft", "--lr 1", "Did you mean --adam.lr?"),
+        ("train_ppo_ray", "--kl_coef 1", "Did you mean --algo.kl.init_coef?"),
+        ("train_sft", "--fp16", "Did you mean --ds.param_dtype?"),
+        ("train_sft", "--max_seq_length 1", "Did you mean --data.max_len?"),
+        ("train_ppo_ray", "--num_generations 1", "Did you mean --rollout.n_samples_per_prompt?"),
+        ("train_sft", "--pre m", "--model.model_name_or_path"),
+    ],
+)
+def test_names_of_elsewhere_and_short_names_are_answered_with_ours(command: str, line: str, meant: str) -> None:
+    (sentence,) = violations(command, line)
+    assert meant in sentence
+
+
+def test_everything_that_is_wrong_comes_in_one_round() -> None:
+    """An unknown name, an ambiguous one, a value too few, a wrong value, a refusal and a broken rule."""
+    found = violations(
+        "train_ppo_ray",
+        "--xyzzy --adam. 1 --reward.clip_range 5 --actor.adam.lr fast --critic.optim muon --rollout.temperature 0",
+    )
+    for part in (
+        "--xyzzy",
+        "--adam.",
+        "clip_range takes two values",
+        "'fast'",
+        "--critic.optim muon is not",
+        "is greedy",
+    ):
+        assert len([text for text in found if part in text]) == 1, part
+    assert len(found) == 6
+
+
+def test_what_follows_from_a_mistake_is_not_reported() -> None:
+    line = "--actor.model_name_or_path m --data.prompt_dataset d --reward.verifier math --data.label_key l"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(PPOConfig, f"{line} --train.batchsize 8 --rollout.batch_size 4".split(), command="train_ppo_ray")
+    assert len(caught.value.violations) == 1  # and nothing about a --train.batch_size of 128
+    assert violations("train_ppo_ray", "--colocate_all_models --vllm.num_engines 2") == [
+        "--train.colocate_all is not available yet: use --train.colocate_actor_ref."
+    ]
+
+
+def test_old_names_take_one_line_however_many(capsys: pytest.CaptureFixture[str]) -> None:
+    sft("--max_len 4096 --train_batch_size 256 --max_samples 5000 --zero_stage 2 --bf16")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "[notice] 5 flags have the names of older releases (--max_len, --train_batch_size, --max_samples"
+    )
+    assert "config.yaml in the run folder has today's names" in line
+
+
+def test_short_help_has_what_is_required_first_and_a_word_finds_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*words: str) -> str:
+        with pytest.raises(SystemExit):
+            parse_config(PPOConfig, ["--help", *words], command="train_ppo_ray")
+        return capsys.readouterr().out
+
+    short = printed()
+    assert len(short.splitlines()) < 40
+    assert short.index("--actor.model_name_or_path") < short.index("Sections:") < short.index("algo.*")
+    found = printed("async")
+    assert "--train.async_enable" in found and "--actor.adam.lr" not in found
+    assert (
+        printed("nonsense") == "train_ppo_ray has no flag with nonsense in its name or description: try --help all.\n"
+    )
+    assert len(printed("all").splitlines()) > 200
+    for word in ("muon.lr", "critic.optim", "async_queue_size"):
+        assert " ".join(printed(word).split()).endswith("Not available yet."), word

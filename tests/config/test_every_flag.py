@@ -1,0 +1,258 @@
+"""Every flag of every command: setting it changes something that a component is given, draws a notice, or is refused by name.
+
+What components are given is seen by making all their settings from a resolved configuration, without starting anything. Sections that
+are handed over whole prove nothing: a component may leave a flag in them unread. What such a component makes of its section (an
+optimizer, DeepSpeed's configuration) is made here too, and for the rest `READ_IN` names the modules that read the flags.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from openrlhf.config import machine
+from openrlhf.config.effects import conditions_of, look_up
+from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.flags import Flag, Section, amend, flags_of, mentions
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.reward_test import RewardTestConfig
+from openrlhf.config.shared import OptimizerConfig
+from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.config.unsupported import is_refused, refusals
+from openrlhf.distributed.ds_config import inference_config, training_config
+from openrlhf.distributed.optimizers import make_optimizer, make_schedule
+from openrlhf.launch import offline, settings
+from openrlhf.launch.reinforcement import plan_placement
+from openrlhf.launch.run import make_kl
+from openrlhf.rewards.budget import ErrorPolicy
+from openrlhf.rollout.engine_settings import engine_arguments
+from openrlhf.trainers import tasks
+from tests.config.commands import ROOTS, SMALLEST, read_flags
+from tests.sources import ROOT, package
+
+COMMANDS: dict[str, type[Any]] = ROOTS | {"reward_test": RewardTestConfig}
+LINES = SMALLEST | {"reward_test": "--data.prompt_dataset d --data.label_key l --reward.verifier math"}
+EVERY_FLAG = [(command, path) for command, root in COMMANDS.items() for path in flags_of(root)]
+
+# Words that set a flag to a value with an effect, if any other value would break a rule or be the one in effect anyway.
+VALUES = {
+    "algo.correction.mode": "--algo.correction.mode mask",
+    "ckpt.max_mem": "--ckpt.max_mem 5",
+    "reward.on_error": "--reward.on_error drop",
+    "rollout.seeded": "--rollout.seeded off",
+    "algo.advantage.estimator": "--algo.advantage.estimator gae",
+    "critic.freezing_steps": "--critic.freezing_steps 2",
+    "plugin": "",
+}
+# What a flag's effect takes besides.
+BESIDE = {
+    "algo.correction.mode": "--algo.correction.level token --algo.correction.band 0.5 2",
+    "vllm.disable_prefix_caching": "--rollout.n_samples_per_prompt 2",
+    "vllm.enable_prefix_caching": "--eval.n_samples_per_prompt 1",
+}
+# How a condition that is not about a flag is met.
+MET = {
+    "ckpt.saves": "--ckpt.save_steps 1",
+    "estimator.needs_critic": "--algo.advantage.estimator gae",
+    "estimator.needs_groups": "",
+    "estimator.whitened": "",
+    "reward.models": "--reward.model_name_or_path r",
+}
+# Modules that a command hands whole sections to, or reads flags in: `READ.section.flag` must stand in one of them.
+TRAINING = (
+    "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder observability.trackers"
+)
+READERS = {
+    "train_sft": f"{TRAINING} trainers.sft",
+    "train_rm": f"{TRAINING} trainers.reward",
+    "train_ppo_ray": "launch.reinforcement launch.run launch.prompt_data launch.hosts trainers.ppo rewards.rule "
+    "observability.recorder observability.trackers",
+    "serve_rm": "serving.server serving.scorer",
+    "eval": "evaluation.runs trainers.reward launch.prompt_data launch.hosts rewards.rule observability.recorder observability.trackers",
+    "reward_test": "evaluation.reward_test rewards.rule",
+}
+# What a section is called in those modules besides its own name.
+ALSO_CALLED = {"eval": {"evaluation"}, "logger": {"config"}, "model": {"model_config"}}
+# Flags whose effect is elsewhere: the test that shows it.
+SHOWN_BY = {
+    "plugin": "config/test_plugins.py::test_names_of_a_plugin_are_valid_and_its_properties_count",
+    "local_rank": "cli/test_commands.py::test_a_verb_is_found_behind_what_deepspeed_puts_in_front",
+    "rollout.remote_engines": "config/test_derived.py::test_remote_engines_that_nothing_asks_are_pointed_out",
+}
+
+
+def other_words(flag: Flag) -> str:
+    """Words that set a flag to another value than its default."""
+    if flag.path in VALUES:
+        return VALUES[flag.path]
+    if flag.shape == "switch":
+        return next(text for text, value in flag.switches.items() if value != flag.default)
+    if flag.choices:
+        return f"{flag.name} {next(choice for choice in flag.choices if choice != flag.default)}"
+    if flag.shape == "pair":
+        return f"{flag.name} 0.25 0.75"
+    if flag.shape == "json":
+        return flag.name + ' {"max_num_seqs":8}'
+    if flag.kind is str:
+        return f"{flag.name} other"
+    value = flag.default + 1 if flag.kind is int and flag.default else 8
+    if flag.kind is float:
+        value = flag.default / 2 if flag.default else 0.5
+    return f"{flag.name} {value}"
+
+
+def resolved(command: str, line: str) -> tuple[Any, list[str]]:
+    """The configuration of the smallest command line and `line`, and the notices."""
+    words = [*LINES[command].split(), *line.split()]
+    given, _ = read_flags(COMMANDS[command], words, command=command)
+    return amend(COMMANDS[command](), {**given, "given": given}).resolve(command=command)
+
+
+# ---- what components are given
+
+
+def shown(value: Any) -> Any:
+    """A value without the sections in it."""
+    if isinstance(value, Section):
+        return "a section"
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: shown(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [shown(each) for each in cast(list[Any], value)]
+    if isinstance(value, dict):
+        return {key: shown(each) for key, each in cast(dict[Any, Any], value).items()}
+    return repr(value)
+
+
+def optimizer_of(section: OptimizerConfig) -> list[Any]:
+    """The optimizer of a small module, and the learning rates of its schedule."""
+    module = torch.nn.Linear(2, 2)
+    optimizer = make_optimizer(module.named_parameters(), section)
+    schedule, rates = make_schedule(optimizer, section, 40), []
+    for _ in range(40):
+        rates.append(schedule.get_last_lr())
+        optimizer.step()
+        schedule.step()
+    return [repr(optimizer), rates]
+
+
+def deepspeed_of(config: Any) -> list[Any]:
+    return [training_config(config.ds, max_norm=1.0), inference_config(config.ds)]
+
+
+def given_to_all(config: Any) -> Iterator[Any]:
+    """What every component of a run is given."""
+    kind = "cuda" if machine.count_gpus() else "cpu"
+    if isinstance(config, SupervisedConfig):
+        yield optimizer_of(config)
+        yield training_config(config.ds, max_norm=config.max_norm)
+        yield tasks.load_spec(config)
+        yield vars(offline.open_checkpoints(config.ckpt))
+        yield vars(offline.follow_best(config))
+    if isinstance(config, EvaluationConfig | PPOConfig):
+        yield settings.reward_settings(config)
+        yield settings.agent_settings(config)
+        yield settings.train_sampling(config)
+        yield settings.eval_sampling(config)
+        yield inference_config(config.ds)
+        yield ErrorPolicy.parse(config.reward.on_error)
+        if config.vllm.dtype != "auto":
+            tokenizer: Any = SimpleNamespace(eos_token_id=0)
+            yield engine_arguments(settings.engine_settings(config, "m", kind, tokenizer), 0)
+    if isinstance(config, PPOConfig):
+        yield optimizer_of(config.actor)
+        yield optimizer_of(config.critic)
+        yield deepspeed_of(config)
+        yield training_config(config.ds, max_norm=config.actor.max_norm)
+        yield settings.policy_settings(config, kind, total_steps=1)
+        yield settings.reference_settings(config, "m")
+        yield settings.credit_settings(config)
+        yield settings.loop_settings(config, config.run.dir, {})
+        yield plan_placement(config, kind)
+        yield vars(make_kl(config))
+        yield settings.optimizer_steps(config, 5000, after=settings.freezing_steps(config))
+        if settings.has_critic(config):
+            yield settings.critic_settings(config, kind, total_steps=1)
+            yield training_config(config.ds, max_norm=config.critic.max_norm)
+
+
+def everything(config: Any) -> list[Any]:
+    return [shown(each) for each in given_to_all(config)]
+
+
+# ---- the walk
+
+
+def enabling(command: str, flag: Flag, line: str) -> str:
+    """What has to be added to a command line so that every condition of a flag is met."""
+    root, more = COMMANDS[command], ""
+    for condition in conditions_of(root, flag):
+        config, _ = resolved(command, f"{line} {more}")
+        terms = [(term, found) for term in condition.split("|") if (found := look_up(config, flag.path, term))]
+        if not terms or any(holds(term, value) for term, (_, value) in terms):
+            continue
+        term, (path, _) = terms[0]
+        if path in MET:
+            more += f" {MET[path]}"
+        elif path in flags_of(root) and not term.startswith("!"):
+            value = term.partition("=")[2].partition(",")[0]
+            more += f" --{path} {value}" if value else f" {other_words(flags_of(root)[path])}"
+    return more
+
+
+def holds(term: str, value: Any) -> bool:
+    _, equals, values = term.partition("=")
+    return (str(value) in values.split(",") if equals else bool(value)) != term.startswith("!")
+
+
+@pytest.mark.parametrize(("command", "path"), EVERY_FLAG)
+def test_a_flag_does_something_or_is_said_to_do_nothing(command: str, path: str) -> None:
+    flag = flags_of(COMMANDS[command])[path]
+    beside = BESIDE.get(path, "") if command != "eval" or path in ("vllm.enable_prefix_caching",) else ""
+    line = f"{beside} {other_words(flag)}"
+    config, notices = resolved(command, line)
+    if path in dict(refusals(config)):
+        return
+    said = [text for text in notices if mentions(text, [path]) and "no effect" in text]
+    if said and ("!always" in conditions_of(COMMANDS[command], flag) or is_refused(path, COMMANDS[command]())):
+        return  # never an effect here, or not before the feature it belongs to is there
+    more = enabling(command, flag, line)
+    assert bool(more) <= bool(said), "without what it needs, nothing says that it has no effect"
+    if said and not more:
+        return
+    config, notices = resolved(command, f"{line} {more}")
+    assert not [text for text in notices if mentions(text, [path]) and "no effect" in text]
+    before, _ = resolved(command, f"{beside} {more}")
+    changed = everything(before) != everything(config)
+    assert changed or is_read(command, path) or path in SHOWN_BY, f"{line} {more}"
+
+
+def is_read(command: str, path: str) -> bool:
+    """Whether a module that the command hands the flag's section to reads the flag."""
+    section, _, leaf = path.rpartition(".")
+    last = section.rpartition(".")[2] or "config"
+    return any(
+        (name, leaf) in reads(module)
+        for module in READERS[command].split()
+        for name in {last} | ALSO_CALLED.get(last, set())
+    )
+
+
+@cache
+def reads(module: str) -> set[tuple[str, str]]:
+    """Each `name.attribute` in a module."""
+    nodes = [node for node in ast.walk(package()[f"openrlhf.{module}"].tree) if isinstance(node, ast.Attribute)]
+    return {(ast.unparse(node.value).rpartition(".")[2], node.attr) for node in nodes}
+
+
+@pytest.mark.parametrize("path", SHOWN_BY)
+def test_the_test_that_shows_the_effect_of_a_flag_is_there(path: str) -> None:
+    file, _, name = SHOWN_BY[path].partition("::")
+    assert f"def {name}(" in (ROOT / "tests" / file).read_text()
