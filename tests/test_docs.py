@@ -21,12 +21,12 @@ from tests.verify.learning import LearningRun, page, read_runs, record, sparklin
 from tests.verify.test_learning import RUNS
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-README = (ROOT / "README.md").read_text()
+TUTORIAL = (ROOT / "docs/tutorial.md").read_text()
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every training command of the README: its name and its words."""
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL):
+    """Every training command of the tutorial: its name and its words."""
+    for block in re.findall(r"```bash\n(.*?)```", TUTORIAL, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             found = re.search(r"openrlhf\.cli\.(\w+) (.*)", line)
             if found:
@@ -39,7 +39,7 @@ COMMANDS = list(commands())
 ON_LAPTOP, ON_CLUSTER = COMMANDS[: len(LAPTOP)], COMMANDS[len(LAPTOP) :]
 
 
-def test_the_readme_shows_each_command_on_a_laptop_and_on_a_cluster() -> None:
+def test_the_tutorial_shows_each_command_on_a_laptop_and_on_a_cluster() -> None:
     assert [name for name, _ in COMMANDS] == [*LAPTOP, *CLUSTER]
 
 

@@ -1,4 +1,4 @@
-"""The README's estimator, taken from there as it stands."""
+"""The estimator of docs/extending.md, taken from there as it stands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sources import ROOT
 @pytest.fixture
 def plugin(tmp_path: Path) -> Iterator[Path]:
     """The file; its name is gone from flags and registry afterwards."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if "advantage_estimator" in block]
     file = tmp_path / "median.py"
     file.write_text(code)

@@ -1,4 +1,4 @@
-"""Offline tasks of users: the README's, taken from there as it stands, and one from nothing; alone and under both launchers."""
+"""Offline tasks of users: the one of docs/extending.md as it stands there, and one from nothing; alone and under both launchers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, TEMPLATE = 16, "reverse {}="
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Model, words and the README's file."""
+    """Model, words and the page's file."""
     folder = tmp_path_factory.mktemp("tasks")
     save_tiny_model(folder / "model")
     draw = random.Random(1)
@@ -33,7 +33,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder / "words.jsonl",
         [{"input": word, "output": word[::-1] + "<eos>", "label": int(word[-1] < "e")} for word in words],
     )
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if "offline_task" in block]
     (folder / "focal.py").write_text(code)
     with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +63,7 @@ def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(workspace: Path) -> Path:
-    """The README's task as one process."""
+    """The page's task as one process."""
     folder = workspace / "alone"
     run("main focal_sft", flags(workspace, folder))
     return folder
