@@ -16,12 +16,10 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum
-from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from openrlhf.checkpoints.files import write_atomically
 from openrlhf.data.errors import DataError
@@ -29,6 +27,7 @@ from openrlhf.observability.run_folder import set_aside
 from openrlhf.trajectory import Trajectory
 
 FORMAT = 1
+EPISODE = TypeAdapter(Trajectory)
 FILE = re.compile(r"(step|eval)-(\d+)\.jsonl\.gz")
 DAMAGE = (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError)
 Kind = Literal["step", "eval"]
@@ -65,7 +64,8 @@ class EpisodeFolder:
     def write(self, kind: Kind, step: int, episodes: Sequence[Trajectory], *, run: Mapping[str, Any]) -> None:
         """Replace a file. `run`: what has to be the same in a run that replays it."""
         header = {"format": FORMAT, "kind": kind, "step": step, "episodes": len(episodes), "run": run}
-        text = b"".join(map(_line, [header, *episodes]))
+        rows = [EPISODE.dump_python(episode) for episode in episodes]
+        text = b"".join(map(_line, [header, *rows]))
         write_atomically(self.file(kind, step), gzip.compress(text, compresslevel=1, mtime=0))
 
     def header(self, kind: Kind, step: int) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class EpisodeFolder:
             with gzip.open(path) as file:
                 next(file)
                 for line in file:
-                    episodes.append(revived(Trajectory, json.loads(line)))
+                    episodes.append(EPISODE.validate_python(json.loads(line)))
             if len(episodes) != promised:
                 raise ValueError(f"the file ends after {len(episodes)} of {promised} episodes")
         except DAMAGE as error:
@@ -108,34 +108,6 @@ def _damaged(path: Path, line: int, error: Exception) -> DataError:
 
 def _line(row: object) -> bytes:
     try:
-        return json.dumps(row, default=_as_json, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(row, default=str, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot express
-        return json.dumps(row, default=_as_json).encode() + b"\n"
-
-
-def _as_json(value: object) -> object:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    return dict(value) if isinstance(value, Mapping) else str(value)
-
-
-def revived(kind: Any, value: Any) -> Any:
-    """What JSON made of a value of the annotation `kind`, as it was: data classes, enumerations and tuples again."""
-    if get_origin(kind) is UnionType:  # X | None
-        [kind] = [part for part in get_args(kind) if part is not NoneType]
-    if value is None:
-        return None
-    if is_dataclass(kind):
-        make: Any = kind
-        hints = _hints(make)
-        return make(**{name: revived(hints.get(name), part) for name, part in value.items()})
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
-    if get_origin(kind) is tuple:
-        return tuple(revived(get_args(kind)[0], part) for part in value)
-    return value
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+        return json.dumps(row, default=str).encode() + b"\n"
