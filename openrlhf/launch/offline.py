@@ -18,6 +18,7 @@ from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import NonFiniteError, Strategy
 from openrlhf.launch.identity import Identity, offline_identity
 from openrlhf.models.loading import ModelError
+from openrlhf.models.proof import prove_layout
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.supervised import Schedule, SupervisedTrainer, layout_of
@@ -35,6 +36,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     Raises DataError for too few rows, and CheckpointError where --ckpt.load_enable finds a checkpoint of another run.
     """
     config = task.config
+    task.check_model()
     tokenizer = get_tokenizer(
         config.model.model_name_or_path,
         padding_side=task.padding_side,
@@ -58,6 +60,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     if checkpoint:
         check_resumable(checkpoint, strategy, identity)
     engine = strategy.trained(task.load_model, config, total_steps=schedule.total_steps)
+    prove_layout(engine.module)
     task.frozen = {name: strategy.frozen(load) for name, load in task.frozen_models().items()}
     recorder = None
     if strategy.is_main:

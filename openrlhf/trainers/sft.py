@@ -13,7 +13,7 @@ from openrlhf.batches import TokenRows
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset, SFTRow
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import check_is_causal, load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.tasks import OfflineTask, load_spec, offline_task
@@ -38,6 +38,10 @@ class SFTTask(OfflineTask[SFTConfig, SFTRow, TokenRows]):
             multiturn=data.multiturn,
             pretrain_mode=self.config.model.pretrain_mode_enable,
         )
+
+    def check_model(self) -> None:
+        """Raise ModelError unless the configuration is of a language model that can be trained here."""
+        check_is_causal(load_spec(self.config))
 
     def load_model(self) -> PolicyModel:
         """A causal language model."""
