@@ -15,7 +15,7 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data.errors import DataError
 from openrlhf.data.loading import Table, load_datasets
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.strategy import NonFiniteError, Strategy
+from openrlhf.distributed.strategy import NonFiniteError, Strategy, TrainEngine
 from openrlhf.launch.identity import Identity, offline_identity
 from openrlhf.models.loading import ModelError
 from openrlhf.models.proof import prove_layout
@@ -59,9 +59,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     checkpoint: Checkpoint | None = strategy.broadcast(found)
     if checkpoint:
         check_resumable(checkpoint, strategy, identity)
-    engine = strategy.trained(task.load_model, config, total_steps=schedule.total_steps)
-    prove_layout(engine.module)
-    task.frozen = {name: strategy.frozen(load) for name, load in task.frozen_models().items()}
+    engine = load_models(task, strategy, schedule.total_steps)
     recorder = None
     if strategy.is_main:
         recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
@@ -92,6 +90,15 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         if recorder:
             recorder.close()
     torch.distributed.destroy_process_group()
+
+
+def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total_steps: int) -> TrainEngine:
+    """The trained model, with its optimizer, and the frozen models of the task, which get them here. Raises ModelError."""
+    engine = strategy.trained(task.load_model, task.config, total_steps=total_steps)
+    task.frozen = {name: strategy.frozen(load) for name, load in task.frozen_models().items()}
+    for model in (engine.module, *task.frozen.values()):
+        prove_layout(getattr(model, "module", model))
+    return engine
 
 
 def load_rows(config: SupervisedConfig, encoded: Callable[[Table], T]) -> tuple[T, T | None]:
