@@ -80,7 +80,15 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
     policy = PolicyWorker(ranks, settings.policy_settings(config, "cpu", setting.steps * OPTIMIZER_STEPS))
     reference = ReferenceWorker(ranks, settings.reference_settings(config, str(model)))
     maker = ExperienceMaker(
-        [], None, settings.credit_settings(config), make_kl(config), needs_groups=True, timeout_s=1.0
+        [],
+        None,
+        config.algo,
+        config.reward,
+        make_kl(config),
+        max_new_tokens=NEW_TOKENS,
+        max_len=config.data.max_len,
+        needs_groups=True,
+        timeout_s=1.0,
     )
     engine = Engine(policy.engine.hf, AutoTokenizer.from_pretrained(model), seed)
     rows, held_out = (read(task / name) for name in ("prompts.jsonl", "held_out.jsonl"))
