@@ -11,18 +11,11 @@ from typing import Any, cast
 
 from openrlhf.config import machine
 from openrlhf.config.effects import Sentences
-from openrlhf.config.flags import flags_of
+from openrlhf.config.flags import by_name, flags_of
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
-
-def _table(text: str) -> dict[str, str]:
-    """Arguments and what is said of them, from lines `argument argument: what`."""
-    lines = (line.partition(": ") for line in text.strip().splitlines())
-    return {name: said for names, _, said in lines for name in names.split()}
-
-
 # Arguments that have a flag of ours, or follow from one.
-FLAGS = _table("""
+FLAGS = by_name("""
     model model_weights tokenizer served_model_name hf_config_path: actor.model_name_or_path
     revision code_revision tokenizer_revision: actor.model_name_or_path with a folder
     trust_remote_code: model.trust_remote_code
@@ -38,7 +31,7 @@ FLAGS = _table("""
 """) | {name: f"vllm.{name}" for name in flags_of(VLLMConfig)}
 DRAWN = "samples would be drawn from another distribution than their log-probabilities say"
 # Arguments that would bend log-probabilities, publication or placement.
-REASONS = _table(f"""
+REASONS = by_name(f"""
     hf_overrides model_class_overrides config_format disable_sliding_window: the trainer's model would be another
     runner convert pooler_config diffusion_config: the engine would generate no tokens
     logits_processors watermark_config: {DRAWN}
@@ -47,8 +40,9 @@ REASONS = _table(f"""
     load_format: other formats are quantised, or no files that --actor.model_name_or_path can name
     worker_cls worker_extension_cls weight_transfer_config enable_eplb: new weights could not be published
     cpu_offload_* offload_*: new weights could not be published to weights in CPU memory
-    kv_transfer_config kv_offloading_* ec_transfer_config: a cache beside the engine may keep keys and values of older weights
-    data_parallel_* *_context_parallel_size nnodes node_rank master_* device_ids enable_elastic_ep: --vllm.num_engines and .tensor_parallel_size say which devices an engine has
+    kv_transfer_config kv_offloading_* ec_transfer_config: a second cache may keep keys and values of older weights
+    data_parallel_* *_context_parallel_size nnodes node_rank: --vllm.num_engines says which devices engines have
+    master_* device_ids enable_elastic_ep: --vllm.num_engines says which devices engines have
 """)
 # Quantisations that vLLM makes of new weights itself.
 ROUNDED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")

@@ -224,6 +224,12 @@ def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
+def by_name(text: str) -> dict[str, str]:
+    """What is said of each name, from lines `name name: what is said of them`."""
+    lines = (line.partition(": ") for line in text.strip().splitlines())
+    return {name: said for names, _, said in lines for name in names.split()}
+
+
 def nearest(name: str, known: Collection[str]) -> list[str]:
     """The two known names at most that a user may have meant: those with this last part first, then similar ones."""
     leaf = name.rpartition(".")[2]

@@ -34,7 +34,7 @@ class ActorConfig(
     freeze_visual_encoder: bool = option(False, "Train only the language part of a vision model.")
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
 
-class CriticConfig(shared.GroupConfig, shared.OptimizerConfig, title="The critic, with the estimator gae.", needs=CRITIC):
+class CriticConfig(shared.GroupConfig, shared.OptimizerConfig, title="The critic (estimator gae).", needs=CRITIC):
     model_name_or_path: str | None = option(
         None, "Folder or hub name; unset: first reward model, else the policy's.", holds="model")
     value_clip: float = option(0.5, "Clip range of the values.", gt=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from openrlhf.config.flags import Flag
+from openrlhf.config.flags import Flag, by_name
 
 
 def _table(text: str) -> dict[str, str]:
@@ -110,43 +110,37 @@ VALUES: dict[str, tuple[str, str]] = {
     "use_icepop": ("algo.advantage.is_correction_type", "icepop"),
 }
 
-IGNORED: dict[str, str] = {
-    "perf": "times are always measured",
-    "actor_init_on_gpu": "models are loaded where they train",
-    "disable_trace_cache": "the trace of ZeRO 3 needs no switch",
-    "to_bettertransformer": "attention is chosen by --ds.attn_implementation",
-    "critic_train_remote": "the critic always trains beside the policy",
-}
-
-RAW = "Raw weights are not read; give a model folder by"
-TOKENS = "Special tokens are those of the tokenizer in the model's folder."
-CSFT = "Conditional SFT is a post-processor now: batch_inference"
-REMOVED: dict[str, str] = {
-    "colocate_actor_critic": "Use --train.colocate_all to share devices between all models.",
-    "colocate_ref_reward": "Use --train.colocate_actor_ref or --train.colocate_all.",
-    "inference_tp_size": "Engines generate now: --vllm.tensor_parallel_size.",
-    "load_model": f"{RAW} model_name_or_path.",
-    "save_hf_model": "Every run exports to --ckpt.output_dir; with checkpoints: --ckpt.save_hf.",
-    "sft_model_path": f"{RAW} model_name_or_path.",
-    "reward_model_path": f"{RAW} --reward.model_name_or_path.",
-    **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), TOKENS),
-    **dict.fromkeys(("enable_dt", "enable_ca"), f"{CSFT} --csft.enable."),
-    **dict.fromkeys(("dt_prompt", "ca_prompt"), f"{CSFT} --csft.prompt."),
-    "unpaired_preference": "train_kto takes rows with a label: --data.label_key.",
-    "vanilla_loss": "train_kto has one loss; weigh its sides with --kto.desirable_weight.",
-    "teacher_peft_model": "Merge the adapter first: openrlhf.cli.lora_combiner.",
-}
+IGNORED = by_name("""
+    perf: times are always measured
+    actor_init_on_gpu: models are loaded where they train
+    disable_trace_cache: the trace of ZeRO 3 needs no switch
+    to_bettertransformer: attention is chosen by --ds.attn_implementation
+    critic_train_remote: the critic always trains beside the policy
+""")
+REMOVED = by_name("""
+    colocate_actor_critic: Use --train.colocate_all to share devices between all models.
+    colocate_ref_reward: Use --train.colocate_actor_ref or --train.colocate_all.
+    inference_tp_size: Engines generate now: --vllm.tensor_parallel_size.
+    load_model sft_model_path: Raw weights are not read; give a model folder by model_name_or_path.
+    reward_model_path: Raw weights are not read; give a model folder by --reward.model_name_or_path.
+    save_hf_model: Every run exports to --ckpt.output_dir; with checkpoints: --ckpt.save_hf.
+    bos_token eos_token pad_token unk_token: Special tokens are those of the tokenizer in the model's folder.
+    enable_dt enable_ca: Conditional SFT is a post-processor now: batch_inference --csft.enable.
+    dt_prompt ca_prompt: Conditional SFT is a post-processor now: batch_inference --csft.prompt.
+    unpaired_preference: train_kto takes rows with a label: --data.label_key.
+    vanilla_loss: train_kto has one loss; weigh its sides with --kto.desirable_weight.
+    teacher_peft_model: Merge the adapter first: openrlhf.cli.lora_combiner.
+""")
 
 
 # Names of other frameworks, and the flags that are hinted at, as far as the command has them.
-ELSEWHERE = {
-    "fp16": "ds.param_dtype",
-    "lr": "adam.lr actor.adam.lr critic.adam.lr",
-    "learning_rate": "actor.adam.lr critic.adam.lr",
-    "max_seq_length": "data.max_len",
-    "num_generations": "rollout.n_samples_per_prompt",
-    "kl_coef": "algo.kl.init_coef",
-}
+ELSEWHERE = by_name("""
+    fp16: ds.param_dtype
+    lr learning_rate: adam.lr actor.adam.lr critic.adam.lr
+    max_seq_length: data.max_len
+    num_generations: rollout.n_samples_per_prompt
+    kl_coef: algo.kl.init_coef
+""")
 Group = tuple[str, list[str]]  # a flag as it is typed, without its dashes, and the words that follow it
 
 

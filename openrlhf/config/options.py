@@ -50,7 +50,7 @@ def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: s
 
 
 def load_named_plugins(argv: Sequence[str]) -> None:
-    """Load the plug-ins that a command line or its configuration file names, whatever the command. Raises ConfigError."""
+    """Load the plug-ins that a command line, of any command, or its file names. Raises ConfigError."""
     groups = list(_groups(argv))
     typed = [word for name, words in groups if name == "plugin" for word in words]
     files = [words[-1] for name, words in groups if name == "config" and words]
@@ -124,7 +124,7 @@ class Reader:
                 self.doubtful.add(flag.path)
 
     def _no_such(self, name: str, begun: Sequence[str] = ()) -> str:
-        """`name` as typed, with -- on the command line and without it in a file; `begun`: the flags that begin like it."""
+        """`name` as typed: with -- on a command line, without it in a file. `begun`: the flags that begin like it."""
         bare = name.removeprefix("--")
         dashes, defaults = name.removesuffix(bare), self.root()
         old = legacy.aliases(self.flags, command=self.command)
@@ -178,7 +178,7 @@ class Reader:
 
 
 def _groups(argv: Iterable[str]) -> Iterator[Group]:
-    """Each flag with the words after it; what precedes all flags has the name "". Old names may have one dash: -pretrain."""
+    """Each flag with its words; words before all flags have the name "". Old names may have one dash: -pretrain."""
     name, words = "", list[str]()
     for word in argv:
         bare, equals, value = word.lstrip("-").partition("=")

@@ -6,40 +6,27 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from openrlhf.config.effects import look_up
-from openrlhf.config.flags import flags_in, flags_of
-
-LEAVE_OUT = """
-    ds.load_in_4bit ds.use_liger_kernel ds.deepcompile ds.torch_compile ds.nvme_path ds.enable_sleep
-    ds.experts_implementation actor.freeze_visual_encoder
-    train.async_enable train.partial_rollout_enable
-    ref.offload reward.offload vllm.max_restarts
-    vllm.sync_with_ray vllm.enable_sleep placement
-"""
-FUNCTION = "use --reward.remote_url (a .py file or a server), or --reward.verifier"
-MORE_GPUS = "use --ds.zero_stage 3 on more GPUs"
-MORE_ENGINES = "use 1 and more --vllm.num_engines"
+from openrlhf.config.flags import by_name, flags_in, flags_of
 
 # A flag, or a section, that is refused at any value but its default; and what to do instead.
-NOT_YET: dict[str, str] = {
-    **dict.fromkeys(LEAVE_OUT.split(), "leave it out"),
-    "ds.ring_attn_size": "use 1 and a smaller --data.max_len",
-    "ds.tensor_parallel_size": "use 1 and --ds.zero_stage 3",
-    "ds.lora.rank": "train every weight: 0",
-    "ds.adam_offload": MORE_GPUS,
-    "ds.param_offload": MORE_GPUS,
-    "ds.use_universal_ckpt": "resume with as many processes as before",
-    "ds.zpg": "use 1",
-    "optim": "use adam",
-    "actor.optim": "use adam",
-    "critic.optim": "use adam",
-    "use_ms": "download the files first and give their paths",
-    "data.max_images_per_prompt": "use text prompts",
-    "reward.process_model": FUNCTION,
-    "train.colocate_all": "use --train.colocate_actor_ref",
-    "train.max_restarts": "start again with --ckpt.load_enable",
-    "vllm.tensor_parallel_size": MORE_ENGINES,
-    "vllm.pipeline_parallel_size": MORE_ENGINES,
-}
+NOT_YET = by_name("""
+    ds.load_in_4bit ds.use_liger_kernel ds.deepcompile ds.torch_compile ds.nvme_path ds.enable_sleep: leave it out
+    ds.experts_implementation actor.freeze_visual_encoder ref.offload reward.offload placement: leave it out
+    train.async_enable train.partial_rollout_enable vllm.max_restarts vllm.sync_with_ray vllm.enable_sleep: leave it out
+    ds.ring_attn_size: use 1 and a smaller --data.max_len
+    ds.tensor_parallel_size: use 1 and --ds.zero_stage 3
+    ds.lora.rank: train every weight: 0
+    ds.adam_offload ds.param_offload: use --ds.zero_stage 3 on more GPUs
+    ds.use_universal_ckpt: resume with as many processes as before
+    ds.zpg: use 1
+    optim actor.optim critic.optim: use adam
+    use_ms: download the files first and give their paths
+    data.max_images_per_prompt: use text prompts
+    reward.process_model: use --reward.remote_url (a .py file or a server), or --reward.verifier
+    train.colocate_all: use --train.colocate_actor_ref
+    train.max_restarts: start again with --ckpt.load_enable
+    vllm.tensor_parallel_size vllm.pipeline_parallel_size: use 1 and more --vllm.num_engines
+""")
 # The same for some values only: refused where the function of the resolved root says so.
 FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("ds.param_dtype", "use bf16", lambda c: c.trains and c.ds.param_dtype == "fp16"),
