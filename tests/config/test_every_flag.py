@@ -44,6 +44,7 @@ EVERY_FLAG = [(command, path) for command, root in COMMANDS.items() for path in 
 # Words that set a flag to a value with an effect, if any other value would break a rule or be the one in effect anyway.
 VALUES = {
     "algo.correction.mode": "--algo.correction.mode mask",
+    "actor.dual_clip": "--actor.dual_clip 3",
     "ckpt.max_mem": "--ckpt.max_mem 5",
     "reward.on_error": "--reward.on_error drop",
     "rollout.seeded": "--rollout.seeded off",
@@ -72,14 +73,14 @@ TRAINING = (
 READERS = {
     "train_sft": f"{TRAINING} trainers.sft",
     "train_rm": f"{TRAINING} trainers.reward",
-    "train_ppo_ray": "launch.reinforcement launch.run launch.prompt_data launch.hosts trainers.ppo rewards.rule "
+    "train_ppo_ray": "launch.reinforcement launch.run launch.prompt_data launch.hosts trainers.ppo trainers.experience_maker rewards.rule "
     "observability.recorder observability.trackers",
     "serve_rm": "serving.server serving.scorer",
     "eval": "evaluation.runs trainers.reward launch.prompt_data launch.hosts rewards.rule observability.recorder observability.trackers",
     "reward_test": "evaluation.reward_test rewards.rule",
 }
 # What a section is called in those modules besides its own name.
-ALSO_CALLED = {"eval": {"evaluation"}, "logger": {"config"}, "model": {"model_config"}}
+ALSO_CALLED = {"eval": {"evaluation"}, "reward": {"flags"}, "logger": {"config"}, "model": {"model_config"}}
 # Flags whose effect is elsewhere: the test that shows it.
 SHOWN_BY = {
     "plugin": "config/test_plugins.py::test_names_of_a_plugin_are_valid_and_its_properties_count",
@@ -173,7 +174,6 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield training_config(config.ds, max_norm=config.actor.max_norm)
         yield settings.policy_settings(config, kind, total_steps=1)
         yield settings.reference_settings(config, "m")
-        yield settings.credit_settings(config)
         yield settings.loop_settings(config, config.run.dir, {})
         yield plan_placement(config, kind)
         yield vars(make_kl(config))
