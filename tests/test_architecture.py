@@ -13,7 +13,7 @@ LEVELS = {
     room: level
     for level, rooms in enumerate(
         (
-            ("config", "trajectory"),
+            ("config", "files", "trajectory"),
             ("batches", "algorithms", "observability"),
             ("models", "data", "distributed"),
             ("processes", "checkpoints"),

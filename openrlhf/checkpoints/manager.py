@@ -1,41 +1,42 @@
-"""Which checkpoints are kept, and how one is written so that a kill costs at most itself.
+"""Which checkpoints are kept, and how one is written so that a kill loses at most the save under way.
 
     <ckpt.path>/global_step20.manifest.json  the commit point: files, sizes, hashes, run state
     <ckpt.path>/_actor/global_step20/…       engine files and metric.json  (offline: no `_actor/`)
     <ckpt.path>/_actor/latest                the newest tag, for DeepSpeed's own tools
     <ckpt.path>/global_step20_hf/…           the optional export
-    <ckpt.path>/.tmp-…, <ckpt.path>/.old-…   a save or a removal under way, laid out as above
+    <ckpt.path>/.tmp-<tag>-<nonce>           a save or a removal under way, laid out as above
 
-A save is written aside, synced and hashed, renamed into place, committed by the rename of its
-manifest, and only then are others let go. A checkpoint that makes room is first renamed to
-`.old-…`, and comes back for as long as its manifest stands. What no manifest names does not exist:
-remains of our own saves are swept, what other programs wrote is left alone.
+A save is written aside, synced and hashed, renamed into place, and committed by the rename of its manifest; only then are
+older checkpoints removed. A checkpoint is removed the same way backwards: its directories are renamed aside, and come back
+as long as its manifest stands; then the manifest goes. A directory that no manifest names is no checkpoint: what our own
+saves left aside is deleted, and what other programs wrote stays.
 
-Standard library only. One process (rank 0, the controller) owns the manager, one save at a time.
-`<ckpt.path>` is on one file system that all processes see; the others get paths to write to.
+Standard library only. One process (rank 0, the controller) owns the manager and makes one save at a time. `<ckpt.path>` is
+on one file system that all processes see.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
-import re
 import shutil
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from openrlhf.checkpoints.files import fingerprint, move, sync, sync_tree, write_atomically
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, manifest_text, read_manifest
+from openrlhf.files import fingerprint, move, sync, sync_tree, write_atomically
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
+FULL = 2**20  # bytes: with less than this free a disk counts as full
 MANIFEST = ".manifest.json"
-PLACE = re.compile(r"(best_)?global_step\d+(_hf)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +60,10 @@ class StagedCheckpoint:
 
 
 class CheckpointManager:
-    """Writes, finds and lets go the checkpoints under `root` (`--ckpt.path`).
+    """Writes, finds and removes the checkpoints under `root` (`--ckpt.path`).
 
-    `parts` are the engines a checkpoint consists of, none with `--ckpt.disable_ds`. `max_num`
-    limits the regular checkpoints, `max_mem_gib` the GiB of all of them; both count the newest.
+    `parts`: the engines that a checkpoint consists of, none with `--ckpt.disable_ds`. `max_num` limits the regular
+    checkpoints, `max_mem_gib` the GiB of all checkpoints; both count the newest.
     """
 
     def __init__(
@@ -79,16 +80,13 @@ class CheckpointManager:
         self._damaged: set[str] = set()  # nonces of what `latest` found incomplete
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, regular or best, all files checked; None, with a warning, without one.
+        """The newest complete checkpoint, regular or best, with all its files checked; None, with a warning, if there is none.
 
-        An incomplete one is passed over with a warning that says what is wrong.
-        Raises CheckpointError where the newest complete one lacks an engine that this run has.
+        An incomplete checkpoint is passed over with a warning that says what is wrong. Raises CheckpointError if the newest
+        complete one lacks an engine that this run has.
         """
-        there = self.root.is_dir()
-        if there:
-            self._settle()
-            self._name_strangers()
-        for checkpoint in reversed(self.checkpoints() if there else []):
+        self._settle()
+        for checkpoint in reversed(self.checkpoints()):
             tag = checkpoint.tag
             if not checkpoint.parts:
                 logger.warning("%s in %s is only an export: passed over.", tag, self.root)
@@ -133,7 +131,7 @@ class CheckpointManager:
         """
         tag, nonce = _tag(step, best=best), os.urandom(4).hex()
         places = [str(Path(part, tag)) for part in self.parts] + [f"{tag}_hf"] * hf
-        directory = self.root / f".tmp-{tag}-{nonce}"
+        directory = self.root / _aside_name(tag, nonce)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._settle()
@@ -152,10 +150,10 @@ class CheckpointManager:
         metric_key: str | None = None,
         metric_value: float | None = None,
     ) -> Checkpoint:
-        """Make a save, all of whose files are written, the newest; then rotate.
+        """Make a save whose files are all written the newest checkpoint, and remove older ones beyond the limits.
 
-        A metric that is not finite counts as none. Raises CheckpointError where the save fails, and
-        then gives it up; trouble with the older ones only warns.
+        A metric that is not finite counts as none. Raises CheckpointError if the save fails, and gives the save up; trouble
+        with older checkpoints is only a warning.
         """
         if state.step != staged.step:
             raise ValueError(f"{staged.tag} was given the state of step {state.step}")
@@ -167,9 +165,7 @@ class CheckpointManager:
         except OSError as error:
             with suppress(OSError):  # what is left is settled by the next call
                 self.abort(staged)
-            raise CheckpointError(
-                f"{staged.tag} could not be written to --ckpt.path {self.root}: {error}. Older checkpoints still stand."
-            ) from error
+            raise self._failed(staged, error) from error
         try:
             _remove(staged.directory)
             for part in self.parts:
@@ -178,6 +174,22 @@ class CheckpointManager:
         except OSError as error:
             logger.warning("%s is saved; tidying up %s failed: %s.", staged.tag, self.root, error)
         return checkpoint
+
+    @contextmanager
+    def writing(self, staged: StagedCheckpoint) -> Iterator[None]:
+        """Within it, in any process, a failure on a full disk is a CheckpointError that says so; torch's own error does not."""
+        try:
+            yield
+        except Exception as error:
+            if shutil.disk_usage(staged.directory).free > FULL:
+                raise
+            raise self._failed(staged, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
+
+    def _failed(self, staged: StagedCheckpoint, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{staged.tag} could not be written to --ckpt.path {self.root}: {error}. Older checkpoints still stand. Make "
+            f"room, choose another --ckpt.path, or keep fewer with --ckpt.max_num (now {self.max_num})."
+        )
 
     def abort(self, staged: StagedCheckpoint) -> None:
         """Give up a save, and remove what it has written."""
@@ -225,13 +237,13 @@ class CheckpointManager:
         move(staged.directory / (staged.tag + MANIFEST), self.root / (staged.tag + MANIFEST))
 
     def _set_aside(self, checkpoint: Checkpoint) -> None:
-        """Rename its directories to where `_settle` brings them back from, or sweeps them."""
+        """Rename its directories aside, from where `_settle` brings them back or deletes them."""
         for place in checkpoint.places:
             if (self.root / place).exists():
-                move(self.root / place, self.root / _aside_name(checkpoint) / place)
+                move(self.root / place, self.root / _aside_name(checkpoint.tag, checkpoint.nonce) / place)
 
     def _rotate(self) -> None:
-        """Let go what exceeds the limits, and sweep."""
+        """Remove what exceeds the limits."""
         evicted = evictions(self.checkpoints(), max_num=self.max_num, max_bytes=self.max_bytes, damaged=self._damaged)
         for checkpoint in evicted:
             self._set_aside(checkpoint)
@@ -240,39 +252,30 @@ class CheckpointManager:
         self._settle()
         size = sum(checkpoint.size for checkpoint in self.checkpoints())
         if size > self.max_bytes:
-            text = "What must stay in %s takes %.2f GiB, more than --ckpt.max_mem %.2f."
-            logger.warning(text, self.root, size / GIB, self.max_bytes / GIB)
+            text = "The checkpoints that must stay in %s take %s, more than --ckpt.max_mem %g GiB."
+            logger.warning(text, self.root, _size(size), self.max_bytes / GIB)
 
     def _settle(self) -> None:
-        """Take back saves and removals that were not committed; sweep what the others left.
+        """Take back saves and removals that were not committed, and delete what the others left.
 
-        A draft that still lies in `.tmp-…` was not committed: what is in place already moves back,
-        and the draft goes before the rest, so that this too can be killed and repeated.
+        A draft of a manifest aside was not committed: what is in place already moves back aside, and the draft goes before
+        the rest, so that this too can be killed and repeated. Then what a standing manifest names comes back.
         """
-        for temporary in sorted(self.root.glob(".tmp-*")):
-            for draft in temporary.glob(f"*{MANIFEST}"):
+        asides = sorted(self.root.glob(".tmp-*"))
+        for aside in asides:
+            for draft in aside.glob(f"*{MANIFEST}"):
                 with suppress(ValueError):  # damaged: nothing can be told from it
                     for place in read_manifest(draft, root=self.root).places:
-                        if not (temporary / place).exists() and (self.root / place).exists():
-                            move(self.root / place, temporary / place)
+                        if not (aside / place).exists() and (self.root / place).exists():
+                            move(self.root / place, aside / place)
                 draft.unlink()
-                sync(temporary)
-            logger.warning("Removing %s, what an interrupted save has left.", temporary)
-            _remove(temporary)
-        standing = {_aside_name(checkpoint): checkpoint for checkpoint in self.checkpoints()}
-        for aside in sorted(self.root.glob(".old-*")):
+                sync(aside)
+        standing = {_aside_name(checkpoint.tag, checkpoint.nonce): checkpoint for checkpoint in self.checkpoints()}
+        for aside in asides:
             for place in standing[aside.name].places if aside.name in standing else ():
                 if (aside / place).exists():
                     move(aside / place, self.root / place)
             _remove(aside)
-
-    def _name_strangers(self) -> None:
-        """Warn of directories that look like checkpoints and that no manifest names."""
-        named = {place for checkpoint in self.checkpoints() for place in checkpoint.places}
-        for part in {"", *self.parts}:
-            for path in sorted((self.root / part).glob("*/")):
-                if PLACE.fullmatch(path.name) and str(Path(part, path.name)) not in named:
-                    logger.warning("%s is named by no manifest: not a checkpoint of ours.", path)
 
     def _check_space(self, tag: str) -> None:
         """Raise CheckpointError where the disk has less room than `tag` is likely to take."""
@@ -280,21 +283,19 @@ class CheckpointManager:
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise CheckpointError(
-                f"--ckpt.path {self.root} has {free / GIB:.2f} GiB free, but {tag} needs about"
-                f" {needed / GIB:.2f} GiB beside the older checkpoints, which stay until it is"
-                " complete. Make room, choose another --ckpt.path, or keep fewer with"
-                f" --ckpt.max_num (now {self.max_num})."
+                f"--ckpt.path {self.root} has {_size(free)} free, {_size(needed - free)} less than {tag} needs beside the "
+                "older checkpoints, which stay until it is complete. Make room, choose another --ckpt.path, or keep fewer "
+                f"with --ckpt.max_num (now {self.max_num})."
             )
 
 
 def evictions(
     checkpoints: Sequence[Checkpoint], *, max_num: int, max_bytes: float, damaged: Collection[str] = ()
 ) -> list[Checkpoint]:
-    """Which of `checkpoints` (oldest first) to let go: all best but the last, then regular ones.
+    """Which of `checkpoints` (oldest first) to remove: all best ones but the last, then regular ones.
 
-    While those that stay exceed a limit, regular ones go in this order: those in `damaged`
-    (nonces), those without a metric, those with the worst, the oldest. The newest of all stays
-    whatever the limits, and so does the last best.
+    While the others exceed a limit, regular ones go in this order: damaged ones (their nonces are in `damaged`), those
+    without a metric, those with the worst metric, the oldest. The newest of all and the last best one always stay.
     """
     evicted = [checkpoint for checkpoint in checkpoints if checkpoint.is_best][:-1]
     number = sum(not checkpoint.is_best for checkpoint in checkpoints)
@@ -315,8 +316,14 @@ def _tag(step: int, *, best: bool) -> str:
     return f"{'best_' if best else ''}global_step{step}"
 
 
-def _aside_name(checkpoint: Checkpoint) -> str:
-    return f".old-{checkpoint.tag}-{checkpoint.nonce}"
+def _aside_name(tag: str, nonce: str) -> str:
+    return f".tmp-{tag}-{nonce}"
+
+
+def _size(count: float) -> str:
+    """Bytes for people: `12.3 MiB`."""
+    unit = max((unit for unit in UNITS if UNITS[unit] <= count), key=UNITS.__getitem__, default="bytes")
+    return f"{count / UNITS[unit]:.3g} {unit}"
 
 
 def _remove(directory: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openrlhf.checkpoints.files import fingerprint
+from openrlhf.files import fingerprint
 
 FORMAT = 1
 GONE = ("loader", "rng", "extra")  # fields of the state that older manifests have

@@ -81,7 +81,8 @@ def evaluation_parts(step: int, values: Mapping[str, float]) -> list[Part]:
     for name in sorted(shown, key=lambda name: passes[name] is None):
         found = passes[name]
         plain = re.sub(r"^eval/(eval[_ ])?", "", name).replace("_", " ")
-        label = f"{found[1]} pass@{found[2]}" if found else plain
+        source = "" if not found or found[1] == "default" else f"{found[1]} "  # rows without a datasource are "default"
+        label = f"{source}pass@{found[2]}" if found else plain
         write = percent if name.endswith("rate") else compact
         style, rank = ("bold", 0) if found or "loss" in name else ("", 1)
         error = values.get(f"{name.removesuffix('_pass1')}_score_stderr")

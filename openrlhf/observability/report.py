@@ -18,12 +18,13 @@ from typing import Any
 
 from jinja2 import Environment
 
+from openrlhf.files import write_atomically
 from openrlhf.observability import charts
 from openrlhf.observability.charts import Chart, draw
 from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.health import notices_of
 from openrlhf.observability.lines import clock_time, compact
-from openrlhf.observability.run_folder import CONFIG, METRICS, REPORT, RESOLVED, SAMPLES, read_lines, replace_file
+from openrlhf.observability.run_folder import CONFIG, METRICS, REPORT, RESOLVED, SAMPLES, read_lines
 
 Row = dict[str, Any]  # one line of a .jsonl file
 Series = dict[str, list[tuple[int, float]]]  # (step, value) by metric name
@@ -104,7 +105,7 @@ def write_report(
         summary=[[_cell(value) for value in row] for row in summary_rows],
         stages=[read_stage(stage, index) for index, stage in enumerate(stages)],
     )
-    replace_file(path, [page])
+    write_atomically(path, page)
     return path
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
+from openrlhf.files import write_atomically
 from openrlhf.trajectory import Trajectory
 
 CONFIG, RESOLVED, METRICS, SAMPLES = "config.yaml", "config_resolved.yaml", "metrics.jsonl", "samples.jsonl"
@@ -97,8 +98,8 @@ class RunFolder:
 
     def write_config(self, given: str, resolved: str) -> None:
         """Write config.yaml and config_resolved.yaml, each whole or not at all."""
-        replace_file(self.path / CONFIG, [given])
-        replace_file(self.path / RESOLVED, [resolved])
+        write_atomically(self.path / CONFIG, given)
+        write_atomically(self.path / RESOLVED, resolved)
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append the numbers of a step, or of an evaluation after it."""
@@ -115,7 +116,7 @@ class RunFolder:
         self.close()
         for name in (METRICS, SAMPLES):
             rows = read_lines(self.path / name)
-            replace_file(self.path / name, (json_line(row) for row in rows if row["step"] <= step))
+            write_atomically(self.path / name, *(json_line(row) for row in rows if row["step"] <= step))
         self._metrics = _open_to_append(self.path / METRICS)
         self._samples = _open_to_append(self.path / SAMPLES)
 
@@ -159,16 +160,6 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(row, dict) and isinstance(cast(dict[str, Any], row).get("step"), int):
                 yield cast(dict[str, Any], row)
-
-
-def replace_file(path: Path, parts: Iterable[str]) -> None:
-    """Write a file whole or not at all."""
-    aside = path.with_name(path.name + ".new")
-    with aside.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def _open_to_append(path: Path) -> TextIO:

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from openrlhf.checkpoints.files import write_atomically
 from openrlhf.data.errors import DataError
+from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import set_aside
 from openrlhf.trajectory import Trajectory
 

@@ -233,11 +233,12 @@ class PPOTrainer:
             return
         with self.clock("checkpoint"):
             staged = self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf)
-            for part, group in self.parts().items() if not self.ckpt.disable_ds else ():
-                saved = group.broadcast(TrainedWorker.save_checkpoint, staged.engine_dir(part), staged.tag)
-                self._gather(saved, "save a checkpoint", group.logs)
-            if self.ckpt.save_hf:
-                self.export(staged.hf_dir)
+            with self.checkpoints.writing(staged):
+                for part, group in self.parts().items() if not self.ckpt.disable_ds else ():
+                    saved = group.broadcast(TrainedWorker.save_checkpoint, staged.engine_dir(part), staged.tag)
+                    self._gather(saved, "save a checkpoint", group.logs)
+                if self.ckpt.save_hf:
+                    self.export(staged.hf_dir)
             self.checkpoints.commit(
                 staged, state=self._state(), metric_key=self.best.followed, metric_value=self.best.value_of(self.step)
             )

@@ -53,7 +53,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         *,
         tokenizer: PreTrainedTokenizerBase,
         train_rows: Rows,
-        eval_rows: Rows | None,
+        eval_rows: Any,  # rows without a summary, or None
         schedule: Schedule,
         train: TrainConfig,
         ckpt: CheckpointConfig,
@@ -185,10 +185,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
             return
         begun = self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf) if self.strategy.is_main else None
         staged: StagedCheckpoint = self.strategy.broadcast(begun)
-        if not self.ckpt.disable_ds:
-            self.engine.save(staged.engine_dir(), staged.tag)
-        if self.ckpt.save_hf:
-            self.export(staged.hf_dir)
+        with self.checkpoints.writing(staged):
+            if not self.ckpt.disable_ds:
+                self.engine.save(staged.engine_dir(), staged.tag)
+            if self.ckpt.save_hf:
+                self.export(staged.hf_dir)
         if self.strategy.is_main:
             self.checkpoints.commit(
                 staged, state=self._state(), metric_key=self.best.followed, metric_value=self.best.value_of(self.step)

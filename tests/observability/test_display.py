@@ -111,6 +111,11 @@ def test_a_standard_error_stands_behind_its_pass_at_one():
     assert line == "eval after step 0 · a pass@4 0.710 · a pass@1 0.452 (± 0.012)"
 
 
+def test_the_data_source_of_rows_that_name_none_is_not_shown():
+    shown = evaluation_parts(2, {"eval/eval_default_pass1": 0.5, "eval/eval_gsm8k_pass1": 0.25})
+    assert [part.label for part in shown[1:]] == ["pass@1", "gsm8k pass@1"]
+
+
 def test_a_supervised_evaluation_shows_its_loss():
     assert join_parts(evaluation_parts(5, {"eval/eval gpt_loss": 0.5})).plain == ("eval after step 5 · gpt loss 0.500")
 
