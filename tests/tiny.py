@@ -19,6 +19,7 @@ from transformers import (
 )
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>"]
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=.,?:ĠĊ"
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SIZES = {
     "vocab_size": 64,
@@ -58,9 +59,14 @@ def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
 
 def character_tokenizer() -> Qwen2Tokenizer:
     """One token per character: digits, small letters, some signs, space (written Ġ by byte-level tokenizers) and newline (Ċ)."""
-    characters = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=.,?:ĠĊ"
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
     return Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def sayable(text: str) -> str:
+    """A text in small letters, without the characters that `character_tokenizer` has no token for."""
+    known = set(CHARACTERS) | {" ", "\n"}
+    return "".join(character for character in text.lower() if character in known)
 
 
 def save_tiny_model(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,15 @@ from openrlhf.algorithms.tensors import GroupIds, PerSample, PerToken, TokenMask
 GROUP_STD_EPSILON = 1e-9
 
 RewardShaping = Callable[[Tensor, Tensor], Tensor]  # (rewards (R,), group (R,)) -> (R,)
-# token rewards, values and mask, with gamma= and lam= -> (advantages, returns), all (B, T). Without a critic, values are 0.
-CreditAssignment = Callable[..., tuple[Tensor, Tensor]]
+
+
+@runtime_checkable
+class CreditAssignment(Protocol):
+    """Token rewards and values to (advantages, returns), all (B, T); no critic: values are 0."""
+
+    def __call__(
+        self, token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,9 @@
-"""Errors in a user's data: where it is, what was seen, what to change. Needs no heavy library."""
+"""Errors and notices about a user's data: where it is, what was seen, what to change. Needs no heavy library."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,12 @@ KINDS = {
 
 class DataError(ValueError):
     """A user's mistake in data, tokenizer or template: where it is and what to change."""
+
+
+def notice(sentence: str) -> None:
+    """Print what the user may want to know, in the first process of a launcher only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"[notice] {sentence}", file=sys.stderr)
 
 
 def kind(value: Any) -> str:
@@ -56,8 +64,3 @@ def check_columns(columns: Sequence[str], needed: Mapping[str, str | None]) -> N
             raise DataError(
                 f"The dataset has no column {column!r}, which {flag} names. It has {there}: set {flag} to one of them."
             )
-
-
-def looks_like_path(name: str) -> bool:
-    """Whether a name can only be a local path, never a hub name (`name` or `owner/name`)."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1

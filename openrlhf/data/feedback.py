@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.utils.data
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.errors import DataError, check_columns, kind, row_error, text_of
+from openrlhf.data.errors import check_columns, kind, notice, row_error, text_of
 from openrlhf.data.layouts import PairLayout, recognise
 from openrlhf.data.prompts import DATASOURCE
-from openrlhf.data.rows import Columns, as_rows, kept, map_rows, number_rows
+from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
 from openrlhf.data.templates import (
     Encoded,
     Message,
+    Passage,
+    cut,
     encode,
     fill_template,
     in_common,
+    messages_of,
     render,
     render_conversation,
-    to_messages,
 )
 from openrlhf.data.tokenizer import require_chat_template
 
@@ -35,7 +35,7 @@ FEATURES = Features(
         "prompt_length": Value("int32"),
         "margin": Value("float64"),
         "datasource": Value("string"),
-        "dropped": Value("string"),  # the reason, or "" for a pair that is kept
+        "dropped": Value("string"),
         "cut": Value("bool"),
     }
 )
@@ -47,9 +47,8 @@ SAME_TEXT, TIE = "whose chosen and rejected text are the same", "that are ties"
 class PairRow:
     """A preferred and a rejected text, each ending with end-of-text.
 
-    `prompt_length`: tokens that both begin with and that are not judged; 0 where no prompt was asked
-    for. `margin`: by how much the first is better, in units of the reward; 0 where nothing is said.
-    `datasource` names evaluation metrics.
+    `prompt_length`: tokens that both begin with and that are not judged; 0 unless a prompt was asked for. `margin`: by how
+    much the first is better, in units of the reward; 0 if the row has none. `datasource` names evaluation metrics.
 
     Example, the prompt "Q: " and the answers "yes" and "no" (ids made up), prompt_length 2:
 
@@ -64,19 +63,16 @@ class PairRow:
     datasource: str = "default"
 
 
-class PreferenceDataset(torch.utils.data.Dataset[PairRow]):
+class PreferenceDataset(TokenizedRows[PairRow]):
     """The pairs of a dataset as tokens, all made when it is created.
 
-    A text is the prompt (where `prompt_key` is set) and the answer, or a whole conversation, plain
-    or as chat messages. It loses its trailing newlines, ends with end-of-text (after a space where
-    that was missing), and is cut at its end to `max_len` tokens, the last of which is always
-    end-of-text. A pair whose texts are then the same says nothing and is left out; so is, with
-    `needs_prompt`, one with a prompt of `max_len` − 2 tokens or more. `summary` counts them, and the
-    pairs that were cut. `needs_prompt` also makes a chat's prompt what comes before its last answer,
-    where no `prompt_key` is set; plain texts without one have no prompt. Where the chosen column is
-    missing, the columns of some public datasets are recognised (`layouts`), and their ties are left
-    out. Raises DataError for a missing column, for a malformed row (naming it), and where no pair is
-    left.
+    A text is the prompt (if `prompt_key` is set) and the answer, or a whole conversation, plain or as chat messages. It
+    loses its trailing newlines, ends with end-of-text (after a space if it was missing), and is cut at its end to `max_len`
+    tokens, the last of which is always end-of-text. Pairs whose texts are then the same are dropped. With `needs_prompt`,
+    pairs with a prompt of `max_len` − 2 tokens or more are dropped too, and without a `prompt_key` a chat's prompt is
+    everything before its last answer; plain texts without `prompt_key` have no prompt. If the chosen column is missing, the
+    columns of some public datasets are recognised (`layouts`), and their ties are dropped. `summary` counts dropped and cut
+    pairs. Raises DataError for a missing column, for a malformed row (naming the row), and if no pair is left.
     """
 
     def __init__(
@@ -99,6 +95,12 @@ class PreferenceDataset(torch.utils.data.Dataset[PairRow]):
         flags = {"--data.prompt_key": prompt_key, "--data.chosen_key": chosen_key, "--data.rejected_key": rejected_key}
         if not layout:
             check_columns(dataset.column_names, flags)
+        if not (layout or prompt_key) and "prompt" in dataset.column_names:
+            first = dataset[0]
+            if str(first["prompt"]).strip() not in str(first[chosen_key]):
+                notice(
+                    "The column 'prompt' is not used, and the texts do not contain it: set --data.prompt_key prompt."
+                )
         if apply_chat_template:
             require_chat_template(tokenizer)
         encoder = _Encoder(
@@ -113,31 +115,10 @@ class PreferenceDataset(torch.utils.data.Dataset[PairRow]):
         )
         used = list(layout.columns) if layout else [name for name in flags.values() if name]
         used += [name for name in (MARGIN, DATASOURCE) if name in dataset.column_names]
-        rows = map_rows(number_rows(dataset), used, encoder, FEATURES, "Tokenizing")
-        reasons = list(rows["dropped"])
-        self.summary = kept(Counter(reasons), "pairs")
-        if cut := sum(rows["cut"]):
-            self.summary += f" {cut} of those kept were cut to {max_len} tokens (--data.max_len)."
-        usable = [number for number, reason in enumerate(reasons) if not reason]
-        if not usable:
-            advice = "Look at --data.chosen_key, --data.rejected_key and --data.max_len."
-            raise DataError(f"No pair is left to train on: {self.summary} {advice}")
-        columns = ["chosen", "rejected", "prompt_length", "margin", "datasource"]
-        self._rows = rows.select(usable).select_columns(columns)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> PairRow:
-        return PairRow(**self._rows[index])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Text:
-    """A prompt and an answer, and the character where the answer begins."""
-
-    text: str
-    answer: int
+        advice = "Look at --data.chosen_key, --data.rejected_key and --data.max_len."
+        super().__init__(PairRow, dataset, used, encoder, FEATURES, what="pair", advice=advice)
+        if cut_pairs := sum(self.rows["cut"]):
+            self.summary += f" {cut_pairs} of those kept were cut to {max_len} tokens (--data.max_len)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,17 +139,15 @@ class _Encoder:
         pairs = [[self._text(row, key) for key in self.answer_keys] if row else [] for row in rows]
         encoded = iter(encode(self.tokenizer, [text.text for pair in pairs for text in pair]))
         results = [
-            self._tokens(row, pair, [next(encoded), next(encoded)]) if row else _drop(TIE)
+            self._tokens(row, pair, [next(encoded), next(encoded)]) if row else TIE
             for row, pair in zip(rows, pairs, strict=True)
         ]
-        return {name: [result[name] for result in results] for name in FEATURES}
+        return as_columns(results, FEATURES)
 
-    def _text(self, row: Mapping[str, Any], column: str) -> _Text:
+    def _text(self, row: Mapping[str, Any], column: str) -> Passage:
         """Prompt and answer, without trailing newlines and with end-of-text."""
         text, answer = self._conversation(row, column) if self.chat else self._plain(row, column)
-        bare, eos = text.rstrip("\n"), str(self.tokenizer.eos_token)
-        closed = bare if bare.endswith(eos) else f"{bare} {eos}"
-        return _Text(text=closed, answer=answer)
+        return Passage(text=text, spans=[], response=answer).closed(str(self.tokenizer.eos_token))
 
     def _plain(self, row: Mapping[str, Any], column: str) -> tuple[str, int]:
         prompt = ""
@@ -177,14 +156,15 @@ class _Encoder:
         return prompt + text_of(row, column), len(prompt)
 
     def _conversation(self, row: Mapping[str, Any], column: str) -> tuple[str, int]:
-        prompt = _messages(row, self.prompt_key, "user") if self.prompt_key else []
+        prompt = messages_of(row, self.prompt_key, role="user", flag="--data.prompt_key") if self.prompt_key else []
         if not prompt and isinstance(row[column], str):
             problem = (
                 "is a string, not a list of chat messages: set --data.prompt_key to the column with "
                 "the question, or leave out --data.apply_chat_template."
             )
             raise row_error(row, column, problem)
-        messages = prompt + _messages(row, column, "assistant")
+        side = "chosen" if column == self.answer_keys[0] else "rejected"
+        messages = prompt + messages_of(row, column, role="assistant", flag=f"--data.{side}_key")
         try:
             text = render(self.tokenizer, messages)
             return text, self._answer(prompt or messages[:-1], messages, text)
@@ -200,47 +180,30 @@ class _Encoder:
         before = render(self.tokenizer, prompt, add_generation_prompt=True) if prompt else ""
         if text.startswith(before):
             return len(before)
-        return render_conversation(self.tokenizer, messages, every_turn=False).response
+        return render_conversation(self.tokenizer, messages).response
 
-    def _tokens(self, row: Mapping[str, Any], texts: list[_Text], pair: list[Encoded]) -> dict[str, Any]:
-        """The columns of a pair that is tokenized."""
+    def _tokens(self, row: Mapping[str, Any], texts: list[Passage], pair: list[Encoded]) -> Result:
+        """The columns of a pair that is tokenized, or the reason why it is dropped."""
         margin, limit, prompt_length = _margin(row), self.max_len - 2, 0
-        chosen, rejected = map(self._cut, pair)
+        chosen, rejected = (cut(known.tokens, self.max_len, self.tokenizer) for known in pair)
         if self.needs_prompt:
-            spans = [(text.answer, len(text.text)) for text in texts]
+            spans = [(text.response, len(text.text)) for text in texts]
             starts = [known.tokens_of(span).start for known, span in zip(pair, spans, strict=True)]
             if min(starts) >= limit:
-                return _drop(f"with a prompt of {limit} tokens or more (--data.max_len {self.max_len})")
+                return f"with a prompt of {limit} tokens or more (--data.max_len {self.max_len})"
             prompt_length = min(*starts, in_common(chosen, rejected))
         if pair[0].tokens == pair[1].tokens:
-            return _drop(SAME_TEXT)
+            return SAME_TEXT
         if chosen == rejected:
-            return _drop(f"that differ only after --data.max_len {self.max_len} tokens")
+            return f"that differ only after --data.max_len {self.max_len} tokens"
         return {
             "chosen": chosen,
             "rejected": rejected,
             "prompt_length": prompt_length,
             "margin": margin,
             "datasource": str(row.get(DATASOURCE) or "default"),
-            "dropped": "",
             "cut": any(len(known.tokens) > self.max_len for known in pair),
         }
-
-    def _cut(self, known: Encoded) -> list[int]:
-        end_of_text: Any = self.tokenizer.eos_token_id
-        return [*known.tokens[: self.max_len][:-1], end_of_text]
-
-
-def _drop(reason: str) -> dict[str, Any]:
-    nothing = {"chosen": [], "rejected": [], "prompt_length": 0, "margin": 0.0, "datasource": ""}
-    return nothing | {"dropped": reason, "cut": False}
-
-
-def _messages(row: Mapping[str, Any], column: str, role: str) -> list[Message]:
-    try:
-        return to_messages(row[column], role=role)
-    except ValueError as error:
-        raise row_error(row, column, f"{error}.") from error
 
 
 def _margin(row: Mapping[str, Any]) -> float:

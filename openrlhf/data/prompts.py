@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.errors import ROW, check_columns, row_error, text_of
 from openrlhf.data.rows import Columns, as_rows, map_rows, number_rows
-from openrlhf.data.templates import encode, fill_template, render, to_messages
+from openrlhf.data.templates import encode, fill_template, messages_of, render
 from openrlhf.data.tokenizer import require_chat_template
 from openrlhf.trajectory import Prompt
 
@@ -110,9 +110,8 @@ class _Renderer:
     def _text(self, row: Mapping[str, Any]) -> str:
         if not self.chat:
             return fill_template(self.input_template, text_of(row, self.column))
+        messages = messages_of(row, self.column, role="user", flag="--data.input_key")
         try:
-            messages = to_messages(row[self.column])
             return render(self.tokenizer, messages, add_generation_prompt=True)
         except ValueError as error:
-            problem = f"{error}. --data.input_key names this column."
-            raise row_error(row, self.column, problem) from error
+            raise row_error(row, self.column, f"{error}.") from error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
 
+import torch.utils.data
 from datasets import Dataset, Features
 
 from openrlhf.data.errors import ROW, SOURCE, DataError
@@ -14,6 +16,7 @@ from openrlhf.data.errors import ROW, SOURCE, DataError
 MANY_ROWS = 20_000  # more are mapped by several processes, and their results kept on disk
 
 Columns = dict[str, list[Any]]
+Row = TypeVar("Row")  # a data class
 
 
 def number_rows(dataset: Dataset, source: str = "the dataset") -> Dataset:
@@ -32,10 +35,45 @@ def as_rows(columns: Columns) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in values]
 
 
-def kept(reasons: Counter[str], what: str) -> str:
-    """`90 of 100 rows kept, dropped 10 with an empty prompt.` A reason is why rows were dropped; "" stands for kept ones."""
-    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()) if reason)
-    return f"{reasons['']} of {reasons.total()} {what} kept" + (f", dropped {dropped}." if dropped else ".")
+Result = dict[str, Any] | str  # the columns of a row, or the reason why the row is dropped
+
+
+def as_columns(results: Sequence[Result], features: Features) -> Columns:
+    """Results of rows as columns of `features`, one of which is `dropped`: the reason, or ""."""
+    rows = [{"dropped": result} if isinstance(result, str) else {"dropped": "", **result} for result in results]
+    return {name: [row.get(name) for row in rows] for name in features}
+
+
+class TokenizedRows(torch.utils.data.Dataset[Row]):
+    """The rows of a dataset as tokens, all made when it is created; `summary` says how many were dropped, and why."""
+
+    def __init__(
+        self,
+        row: Any,
+        dataset: Dataset,
+        columns: list[str],
+        encoder: Callable[[Columns], Columns],
+        features: Features,
+        *,
+        what: str,
+        advice: str,
+    ) -> None:
+        """`what` the rows are called. Raises DataError, with `advice`, if no row is left."""
+        mapped = map_rows(number_rows(dataset), columns, encoder, features, "Tokenizing")
+        reasons = list(mapped["dropped"])
+        counts = Counter(reasons)
+        dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if reason)
+        self.summary = f"{counts['']} of {len(reasons)} {what}s kept" + (f", dropped {dropped}." if dropped else ".")
+        if not counts[""]:
+            raise DataError(f"No {what} is left to train on: {self.summary} {advice}")
+        self.rows = mapped.select([number for number, reason in enumerate(reasons) if not reason])
+        self._row, self._fields = row, self.rows.select_columns([field.name for field in fields(row)])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._row(**self._fields[index])
 
 
 def map_rows(

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch.utils.data
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.errors import DataError, check_columns, row_error, text_of
-from openrlhf.data.rows import Columns, as_rows, kept, map_rows, number_rows
-from openrlhf.data.templates import Encoded, Message, Passage, encode, fill_template, render_conversation, to_messages
+from openrlhf.data.errors import check_columns, row_error, text_of
+from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
+from openrlhf.data.templates import Encoded, Passage, cut, encode, fill_template, messages_of, render_conversation
 from openrlhf.data.tokenizer import require_chat_template
 
 FEATURES = Features(
     {
         "tokens": List(Value("int32")),
         "loss_mask": List(Value("bool")),
-        "dropped": Value("string"),  # the reason, or "" for a row that is kept
+        "dropped": Value("string"),
         "rewritten": Value("int32"),
     }
 )
@@ -47,16 +45,16 @@ class SFTRow:
             raise ValueError(f"the lists of a row speak of the same positions, but there are {sizes}")
 
 
-class SFTDataset(torch.utils.data.Dataset[SFTRow]):
+class SFTDataset(TokenizedRows[SFTRow]):
     """The rows of a dataset as tokens and loss masks, all made when it is created.
 
     A text is prompt and response, or a rendered conversation, without trailing newlines. It ends
-    with end-of-text (after a space where that was missing) and is cut to `max_len` tokens, the last
-    of which is always end-of-text and learned. In pretrain mode it is the input column as it is,
-    and every token but the first is learned. Rows with an empty prompt or response, or a prompt of
-    `max_len` − 2 tokens or more, are left out and counted in `summary`; messages after the last one
-    of the assistant are cut off. Raises DataError for a missing column, for a malformed row (naming
-    it), and where no row is left.
+    with end-of-text (after a space if it was missing) and is cut to `max_len` tokens, the last of which is always
+    end-of-text and learned. The response is the output column, all its messages; without an output column it is the last
+    message of the assistant; with `multiturn` it is every message of the assistant. In pretrain mode a text is the input
+    column as it is, and every token but the first is learned. Rows with an empty prompt or response, or a prompt of
+    `max_len` − 2 tokens or more, are left out and counted in `summary`; messages after the last one of the assistant are
+    cut off. Raises DataError for a missing column, for a malformed row (naming the row), and if no row is left.
     """
 
     def __init__(
@@ -87,21 +85,9 @@ class SFTDataset(torch.utils.data.Dataset[SFTRow]):
         if encoder.chat:
             require_chat_template(tokenizer)
         used = [column for column in columns.values() if column]
-        rows = map_rows(number_rows(dataset), used, encoder, FEATURES, "Tokenizing")
-        reasons = list(rows["dropped"])
-        self.summary = kept(Counter(reasons), "rows")
-        if rewritten := sum(rows["rewritten"]):
+        super().__init__(SFTRow, dataset, used, encoder, FEATURES, what="row", advice=encoder.advice())
+        if rewritten := sum(self.rows["rewritten"]):
             self.summary += f" {rewritten} assistant turns are not learned: the chat template rewrites them."
-        usable = [number for number, reason in enumerate(reasons) if not reason]
-        if not usable:
-            raise DataError(f"No row is left to train on: {self.summary} {encoder.advice()}")
-        self._rows = rows.select(usable).select_columns(["tokens", "loss_mask"])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> SFTRow:
-        return SFTRow(**self._rows[index])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +108,9 @@ class _Encoder:
         texts = [passage.text for passage in passages if isinstance(passage, Passage)]
         encoded = iter(encode(self.tokenizer, texts))
         results = [
-            self._learn(passage, next(encoded)) if isinstance(passage, Passage) else _drop(passage)
-            for passage in passages
+            self._learn(passage, next(encoded)) if isinstance(passage, Passage) else passage for passage in passages
         ]
-        return {name: [result[name] for result in results] for name in FEATURES}
+        return as_columns(results, FEATURES)
 
     def _passage(self, row: Mapping[str, Any]) -> Passage | str:
         """The text and its targets, or the reason why the row is left out."""
@@ -139,48 +124,43 @@ class _Encoder:
         if not prompt or not response:
             return NO_RESPONSE if prompt else NO_PROMPT
         text = prompt + response
-        return self._close(Passage(text=text, spans=[(len(prompt), len(text))], response=len(prompt)))
+        passage = Passage(text=text, spans=[(len(prompt), len(text))], response=len(prompt))
+        return passage.closed(str(self.tokenizer.eos_token))
 
     def _conversation(self, row: Mapping[str, Any]) -> Passage | str:
-        messages = _messages(row, self.input_key, "user")
+        messages = messages_of(row, self.input_key, role="user", flag="--data.input_key")
+        asked = len(messages)
         if self.output_key:
-            messages += _messages(row, self.output_key, "assistant")
+            messages += messages_of(row, self.output_key, role="assistant", flag="--data.output_key")
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()
         if len(messages) < 2:
             return NO_PROMPT if messages else NO_ASSISTANT
         if not messages[-1]["content"] and not messages[-1].get("tool_calls"):
             return NO_RESPONSE
+        answers = [n for n, message in enumerate(messages) if n >= asked and message["role"] == "assistant"]
+        first = answers[0] if answers else -1  # without an output column the last message is the response
         try:
-            passage = render_conversation(self.tokenizer, messages, every_turn=self.every_turn)
+            passage = render_conversation(self.tokenizer, messages, first=first, every_turn=self.every_turn)
         except ValueError as error:
             raise row_error(row, self.input_key, f"{error}.") from error
-        return self._close(passage)
+        return passage.closed(str(self.tokenizer.eos_token))
 
-    def _close(self, passage: Passage) -> Passage:
-        """Without trailing newlines, and with end-of-text: a target, as the text before it is."""
-        text, eos = passage.text.rstrip("\n"), str(self.tokenizer.eos_token)
-        closed = text if text.endswith(eos) else f"{text} {eos}"
-        spans = [(a, len(closed) if b >= len(text) else b) for a, b in passage.spans]
-        return replace(passage, text=closed, spans=spans)
-
-    def _learn(self, passage: Passage, encoded: Encoded) -> dict[str, Any]:
-        """The columns of a row that is tokenized."""
+    def _learn(self, passage: Passage, encoded: Encoded) -> Result:
+        """The columns of a row that is tokenized, or the reason why it is dropped."""
         tokens, longest = encoded.tokens[: self.max_len], self.max_len - 2
         if len(tokens) < 2:
-            return _drop(TOO_SHORT)
+            return TOO_SHORT
         prompt_tokens = encoded.tokens_of((passage.response, len(passage.text))).start
         if not self.pretrain and prompt_tokens >= longest:
-            limit = f"{longest} tokens or more (--data.max_len {self.max_len})"
-            return _drop(f"with a prompt of {limit}")
+            return f"with a prompt of {longest} tokens or more (--data.max_len {self.max_len})"
         mask = [False] * len(tokens)
         for places in map(encoded.tokens_of, passage.spans):
             learned = range(max(places.start, 1), min(places.stop, len(tokens)))
             mask[learned.start : learned.stop] = [True] * len(learned)
         if not self.pretrain:
-            end_of_text: Any = self.tokenizer.eos_token_id
-            tokens[-1], mask[-1] = end_of_text, True
-        return {"tokens": tokens, "loss_mask": mask, "dropped": "", "rewritten": passage.rewritten}
+            tokens, mask[-1] = cut(tokens, self.max_len, self.tokenizer), True
+        return {"tokens": tokens, "loss_mask": mask, "rewritten": passage.rewritten}
 
     def advice(self) -> str:
         """What to look at when no row is left."""
@@ -190,15 +170,3 @@ class _Encoder:
                 "--data.apply_chat_template (chats) or --model.pretrain_mode_enable (plain text)."
             )
         return "Look at --data.input_key, --data.output_key and --data.max_len."
-
-
-def _drop(reason: str) -> dict[str, Any]:
-    return {"tokens": [], "loss_mask": [], "dropped": reason, "rewritten": 0}
-
-
-def _messages(row: Mapping[str, Any], column: str, role: str) -> list[Message]:
-    try:
-        return to_messages(row[column], role=role)
-    except ValueError as error:
-        flag = "--data.input_key" if role == "user" else "--data.output_key"
-        raise row_error(row, column, f"{error}. {flag} names this column.") from error

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from openrlhf.data.errors import kind
+from openrlhf.data.errors import kind, row_error
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
@@ -30,11 +30,19 @@ def fill_template(template: str | None, text: str) -> str:
         return template.replace("{}", text, 1)
 
 
-def to_messages(value: Any, *, role: str = "user") -> list[Message]:
-    """A row's value as chat messages: a string is one message of `role`, a list is checked.
+def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) -> list[Message]:
+    """A row's value as chat messages. Raises DataError with row, column and `flag`, which names the column."""
+    try:
+        return to_messages(row[column], role=role)
+    except ValueError as error:
+        raise row_error(row, column, f"{error}. {flag} names this column.") from error
 
-    Fields that are null, as Arrow has them where only other rows have a value, are left out. Raises
-    ValueError that says which message is malformed, and how.
+
+def to_messages(value: Any, *, role: str = "user") -> list[Message]:
+    """A value as chat messages: a string is one message of `role`, a list is checked.
+
+    Null fields are left out: Arrow adds them if other rows have a value there. Raises ValueError that says which message is
+    malformed, and how.
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -103,41 +111,50 @@ def _render(
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """A text to train on: which characters are targets, and where the last response begins."""
+    """A text to train on: which characters are targets, and where the response begins."""
 
     text: str
     spans: list[Span]
     response: int
-    rewritten: int = 0  # assistant turns that are no targets: the text shows them changed
+    rewritten: int = 0  # assistant turns that are no targets, because the template changes them
+
+    def closed(self, end_of_text: str) -> Passage:
+        """Without trailing newlines, and ending with `end_of_text`, after a space if it was missing; a target like the text before it."""
+        text = self.text.rstrip("\n")
+        closed = text if text.endswith(end_of_text) else f"{text} {end_of_text}"
+        spans = [(start, len(closed) if end >= len(text) else end) for start, end in self.spans]
+        return replace(self, text=closed, spans=spans)
 
 
 def render_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, every_turn: bool
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, first: int = -1, every_turn: bool = False
 ) -> Passage:
-    """A conversation that ends with the assistant; targets are the last turn or every turn of it.
+    """A conversation that ends with the assistant. Targets are everything from message `first` on, or every assistant turn.
 
-    A turn is what the template marks with `{% generation %}`; without marks, what comes after the
-    generation prompt and before the next message. Where the template rewrites history (drops
-    earlier reasoning), it is the turn's content and the end of turn after it; an earlier turn whose
-    content was changed is no target. Raises ValueError where the last turn cannot be found.
+    A turn is what the template marks with `{% generation %}`, and only marked text is a target. Without marks a turn is what
+    comes after the generation prompt and before the next message. If the template rewrites history (drops earlier
+    reasoning), a turn is its content and the end of turn after it; an earlier turn whose content was changed is no target.
+    Message `first` is the assistant's. Raises ValueError if it, or with `every_turn` the last turn, cannot be found.
     """
     text, marked = _render(tokenizer, messages, False)
+    first %= len(messages)
     if marked:
-        earlier = len(_render(tokenizer, messages[:-1], False)[1]) if messages[:-1] else 0
+        earlier = len(_render(tokenizer, messages[:first], False)[1]) if first else 0
         last = marked[earlier:] or marked[-1:]
         return Passage(text=text, spans=marked if every_turn else last, response=last[0][0])
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    wanted = turns if every_turn else turns[-1:]
+    wanted = turns if every_turn else [first]
     found = [_find_turn(tokenizer, messages, turn, text) for turn in wanted]
     if found[-1] is None:
         raise ValueError(
-            "the chat template does not show the last assistant message as it is (it may drop "
-            "reasoning), so its tokens cannot be told from the others. Mark the assistant's words "
-            "with {% generation %} and {% endgeneration %} in the template, and pass it as "
-            "--data.tokenizer_chat_template"
+            f"the chat template does not show message {wanted[-1]}, the assistant's, as it is (it may drop reasoning), so "
+            "that its tokens cannot be told from the others. Mark the assistant's words with {% generation %} and "
+            "{% endgeneration %} in the template, and pass it as --data.tokenizer_chat_template"
         )
     spans = [span for span in found if span is not None]
     rewritten = len(found) - len(spans)
+    if not every_turn and first < len(messages) - 1:
+        spans = [(spans[0][0], len(text))]
     return Passage(text=text, spans=spans, response=spans[-1][0], rewritten=rewritten)
 
 
@@ -206,6 +223,12 @@ class Encoded:
 
 def _end(span: Span) -> int:
     return span[1]
+
+
+def cut(tokens: Sequence[int], max_len: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """At most `max_len` tokens, the last of which is end-of-text."""
+    end_of_text: Any = tokenizer.eos_token_id
+    return [*tokens[:max_len][:-1], end_of_text]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoded]:

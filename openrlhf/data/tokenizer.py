@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from openrlhf.data.errors import DataError, looks_like_path
-
-logger = logging.getLogger(__name__)
+from openrlhf.data.errors import DataError, notice
 
 
 def get_tokenizer(
@@ -23,21 +20,17 @@ def get_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name; a missing padding token becomes end-of-text.
 
-    `chat_template` replaces the tokenizer's own; `flag` is what named the model. Raises DataError where there is no tokenizer,
-    where it needs code of the model's repository that is not trusted, and where it has no
-    end-of-text token.
+    `chat_template` replaces the tokenizer's own. `flag` is the flag that names the model.
+    Raises DataError if there is no tokenizer, if it needs code of the model's repository that is not trusted, or if it has
+    no end-of-text token.
     """
     if not use_fast:
-        logger.warning(
-            "--data.disable_fast_tokenizer has no effect: Transformers 5 has one implementation of each tokenizer."
-        )
+        notice("--data.disable_fast_tokenizer has no effect: Transformers 5 has one implementation of each tokenizer.")
     folder = os.path.expanduser(path)
-    if looks_like_path(path) and not os.path.isdir(folder):
-        raise DataError(f"{flag}: there is no folder {path!r} (seen from {os.getcwd()}) with a tokenizer.")
     owner = os.path.dirname(folder)
     if os.path.isdir(owner) and not os.path.isdir(folder):
         there = ", ".join(sorted(entry.name for entry in os.scandir(owner) if entry.is_dir())) or "no folder"
-        logger.warning("%s: %r is not here (%r has %.200s), so the hub is asked for it.", flag, path, owner, there)
+        notice(f"{flag}: {path!r} is not here ({owner!r} has {there:.200}), so the hub is asked for it.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, LookupError, AttributeError, ImportError) as error:
@@ -71,7 +64,7 @@ def _explain(path: str, error: Exception, flag: str) -> str:
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises DataError where the tokenizer has no chat template to render messages with."""
+    """Raises DataError if the tokenizer has no chat template to render messages with."""
     try:
         tokenizer.get_chat_template()
     except ValueError as error:

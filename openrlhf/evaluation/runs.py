@@ -18,7 +18,7 @@ from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.machine import count_gpus
 from openrlhf.data.errors import check_columns, text_of
-from openrlhf.data.loading import Table, load_datasets
+from openrlhf.data.loading import Table, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.rows import number_rows
 from openrlhf.data.tokenizer import get_tokenizer
@@ -39,7 +39,7 @@ from openrlhf.evaluation.comparing import (
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents, make_agents
 from openrlhf.launch.hosts import start_hosts
-from openrlhf.launch.prompt_data import check_reward_models, policy_tokenizer, read_prompts
+from openrlhf.launch.prompt_data import check_reward_models, look_at_prompts, policy_tokenizer, read_prompts
 from openrlhf.launch.reinforcement import check_reward, show_prompts
 from openrlhf.observability.display import DisplayMode
 from openrlhf.observability.recorder import Recorder
@@ -145,14 +145,23 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
     tokenizer = policy_tokenizer(config, path, flag=flag)
     check_agents(config, tokenizer)
     check_reward_models(config, tokenizer, policy=f"{flag} {path}")
-    prompts = read_prompts(config, tokenizer, config.eval.dataset, split=config.eval.split)
+    prompts = read_prompts(
+        config, tokenizer, config.eval.dataset, split=config.eval.split, max_samples=config.data.max_samples
+    )
+    look_at_prompts(config, prompts, tokenizer, policy=path, flag=flag)
     return Candidate(path=path, tokenizer=tokenizer, prompts=prompts)
 
 
 def read_rows(config: EvaluationConfig) -> Table:
     """The rows of --eval.dataset."""
     evaluation, most = config.eval, config.data.max_samples
-    return load_datasets(evaluation.dataset, split=evaluation.split, max_samples=most, seed=config.train.seed)
+    return load_datasets(
+        evaluation.dataset,
+        split=evaluation.split,
+        max_samples=most,
+        seed=config.train.seed,
+        text=[*key_columns(config.data), config.against.answer_key or ""],
+    )
 
 
 def read_answers(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, column: str) -> list[list[int]]:

@@ -14,19 +14,27 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from openrlhf.checkpoints.files import fingerprint
 from openrlhf.config.flags import value_at
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.prompts import PromptDataset
+from openrlhf.files import fingerprint
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
 
 COMPARED_ROWS = 64  # of a dataset, evenly spread
-RL_OBJECTIVE = (
+OBJECTIVE = (
     "algo.advantage.estimator",
     "actor.policy_loss_type",
     "algo.kl.estimator",
     "algo.kl.use_loss",
     "reward.verifier",
+)
+SAMPLING = (
+    "rollout.n_samples_per_prompt",
+    "rollout.temperature",
+    "rollout.max_new_tokens",
+    "data.max_len",
+    "algo.dynamic_filtering_enable",
+    "algo.dynamic_filtering_range",
 )
 
 Identity = dict[str, Any]
@@ -50,37 +58,25 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows) -> Ident
 
 def rl_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
     """The identity of an RL run."""
-    path = config.actor.model_name_or_path
-    return {
-        **_values(config, RL_OBJECTIVE),
-        **prompt_identity(config, prompts, tokenizer),
-        "--actor.model_name_or_path": of_model(path, trust_remote_code=config.model.trust_remote_code),
-    }
+    model = of_model(config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code)
+    return _of_prompts(config, OBJECTIVE, prompts, tokenizer) | {"--actor.model_name_or_path": model}
 
 
 def episode_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
     """What decides which prompts the steps of an RL run take, and how their samples are drawn."""
-    sampling = "rollout.n_samples_per_prompt", "rollout.temperature", "rollout.max_new_tokens", "data.max_len"
-    algo = config.algo
-    filtering = list(algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None
-    return {
-        **prompt_identity(config, prompts, tokenizer),
-        **_values(config, sampling),
-        "--algo.dynamic_filtering_range": filtering,
-    }
+    return _of_prompts(config, SAMPLING, prompts, tokenizer)
 
 
-def prompt_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
-    """Which prompts there are, and in which batches and order they are drawn."""
-
+def _of_prompts(
+    config: PPOConfig, flags: tuple[str, ...], prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase
+) -> Identity:
     def contents(number: int) -> list[Any]:
         return [prompts[number].tokens, prompts[number].label]
 
-    tokens = sorted(tokenizer.get_vocab().items())
     return {
-        **_values(config, ("rollout.batch_size", "train.seed")),
+        **_values(config, ("rollout.batch_size", "train.seed", *flags)),
         "prompts of --data.prompt_dataset, with --data.input_template and labels": of_rows(len(prompts), contents),
-        "vocabulary of --actor.model_name_or_path": f"{len(tokenizer)} tokens, {_hash(tokens)}",
+        "vocabulary of --actor.model_name_or_path": f"{len(tokenizer)} tokens, {_hash(tokenizer.get_vocab())}",
     }
 
 
@@ -103,7 +99,7 @@ def of_model(path: str, *, trust_remote_code: bool = False) -> str:
 
 
 def _values(config: Any, paths: tuple[str, ...]) -> Identity:
-    return {f"--{path}": value_at(config, path) for path in paths}
+    return json.loads(json.dumps({f"--{path}": value_at(config, path) for path in paths}))
 
 
 def _hash(value: Any) -> str:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from openrlhf.batches import TokenRows
 from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
 from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.data.errors import DataError
-from openrlhf.data.loading import Table, load_datasets
+from openrlhf.data.errors import DataError, notice
+from openrlhf.data.first_look import (
+    LOOKED_AT,
+    compare_formats,
+    end_notices,
+    ending_of,
+    record,
+    recorded,
+    round_trip,
+    texts_of,
+)
+from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.strategy import NonFiniteError, Strategy, TrainEngine
+from openrlhf.distributed.strategy import NonFiniteError, Strategy
 from openrlhf.launch.identity import Identity, offline_identity
 from openrlhf.models.loading import ModelError
-from openrlhf.models.proof import prove_layout
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.supervised import Schedule, SupervisedTrainer, layout_of
@@ -26,8 +36,6 @@ from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
 
 # What a user can mend: printed without a traceback.
 USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError, NonFiniteError)
-ALL_ROWS = 10**8
-T = TypeVar("T")
 
 
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
@@ -36,7 +44,6 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     Raises DataError for too few rows, and CheckpointError where --ckpt.load_enable finds a checkpoint of another run.
     """
     config = task.config
-    task.check_model()
     tokenizer = get_tokenizer(
         config.model.model_name_or_path,
         padding_side=task.padding_side,
@@ -44,7 +51,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         trust_remote_code=config.model.trust_remote_code,
         chat_template=config.data.tokenizer_chat_template,
     )
-    train_rows, eval_rows = load_rows(config, lambda dataset: task.rows(dataset, tokenizer))
+    train_rows, eval_rows = load_rows(task, tokenizer)
     schedule = make_schedule(config, train_rows)
     plan = f"{train_rows.summary} {schedule.total_steps} optimizer step(s) of {schedule.batch_size} rows"
     if config.dry_run:
@@ -59,7 +66,8 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     checkpoint: Checkpoint | None = strategy.broadcast(found)
     if checkpoint:
         check_resumable(checkpoint, strategy, identity)
-    engine = load_models(task, strategy, schedule.total_steps)
+    engine = strategy.trained(task.load_model, config, total_steps=schedule.total_steps)
+    task.frozen = {name: strategy.frozen(load) for name, load in task.frozen_models().items()}
     recorder = None
     if strategy.is_main:
         recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
@@ -92,23 +100,34 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     torch.distributed.destroy_process_group()
 
 
-def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total_steps: int) -> TrainEngine:
-    """The trained model, with its optimizer, and the frozen models of the task, which get them here. Raises ModelError."""
-    engine = strategy.trained(task.load_model, task.config, total_steps=total_steps)
-    task.frozen = {name: strategy.frozen(load) for name, load in task.frozen_models().items()}
-    for model in (engine.module, *task.frozen.values()):
-        prove_layout(getattr(model, "module", model))
-    return engine
-
-
-def load_rows(config: SupervisedConfig, encoded: Callable[[Table], T]) -> tuple[T, T | None]:
-    """The training and the evaluation rows, as `encoded` makes them; --data.max_samples is about training only."""
-    data, evaluation, seed = config.data, config.eval, config.train.seed
-    most, split, probs = data.max_samples, data.dataset_split, data.dataset_probs
-    train = encoded(load_datasets(data.dataset, split=split, probs=probs, max_samples=most, seed=seed))
+def load_rows(task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, Rows | None]:
+    """The training and the evaluation rows, tokenized; --data.max_samples is about training only. Raises DataError."""
+    data, evaluation, seed = task.config.data, task.config.eval, task.config.train.seed
+    most, split, probs, text = data.max_samples, data.dataset_split, data.dataset_probs, key_columns(data)
+    read = load_datasets(data.dataset, split=split, probs=probs, max_samples=most, seed=seed, text=text)
+    train = task.rows(read, tokenizer)
+    for sentence in first_look_at(task, texts_of(read, text), train, tokenizer):
+        notice(sentence)
     if not evaluation.dataset:
         return train, None
-    return train, encoded(load_datasets(evaluation.dataset, split=evaluation.split, max_samples=ALL_ROWS, seed=seed))
+    held_out = load_datasets(evaluation.dataset, split=evaluation.split, max_samples=ALL_ROWS, seed=seed, text=text)
+    return train, task.rows(held_out, tokenizer)
+
+
+def first_look_at(
+    task: OfflineTask[Config, Row, Micro], texts: Sequence[str], rows: Rows, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """What looks wrong about the first rows. Records in the tokenizer how they look. Raises DataError if text is lost."""
+    found = round_trip(tokenizer, texts)
+    first = [task.collate([rows[number]]) for number in range(min(LOOKED_AT, len(rows)))]
+    ending = ending_of([row.tokens.tolist() for row in first], tokenizer)
+    trained, used = recorded(tokenizer), task.text_format(tokenizer, ending)
+    if used:
+        model = f"--model.model_name_or_path {task.config.model.model_name_or_path}"
+        found += compare_formats(model, trained, used, texts)
+        found += end_notices(ending, tokenizer, "Responses") if isinstance(first[0], TokenRows) else []
+    record(tokenizer, used)
+    return found
 
 
 def make_schedule(config: SupervisedConfig, rows: Rows) -> Schedule:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.data.errors import DataError
-from openrlhf.data.loading import load_datasets
+from openrlhf.data.errors import DataError, notice
+from openrlhf.data.first_look import (
+    LOOKED_AT,
+    TextFormat,
+    chat_end,
+    compare_formats,
+    end_notices,
+    record,
+    recorded,
+    round_trip,
+)
+from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.tokenizer import get_tokenizer
@@ -40,10 +50,13 @@ def load_prompts(config: PPOConfig) -> PromptData:
     if config.local_teacher:
         check_vocabulary(config, config.local_teacher, tokenizer, flag="--algo.distill.teacher", policy=policy)
     prompts = partial(read_prompts, config, tokenizer, image_key=data.image_key)
+    train = prompts(data.prompt_dataset, split=data.prompt_split, probs=data.prompt_probs, max_samples=data.max_samples)
+    look_at_prompts(config, train, tokenizer, policy=config.actor.model_name_or_path, flag="--actor.model_name_or_path")
+    held_out = config.eval.dataset
     return PromptData(
         tokenizer=tokenizer,
-        train=prompts(data.prompt_dataset, split=data.prompt_split, probs=data.prompt_probs),
-        eval=prompts(config.eval.dataset, split=config.eval.split) if config.eval.dataset else None,
+        train=train,
+        eval=prompts(held_out, split=config.eval.split, max_samples=ALL_ROWS) if held_out else None,
         pretraining=load_pretraining_text(config, tokenizer) if config.algo.ptx.dataset else None,
     )
 
@@ -62,10 +75,10 @@ def policy_tokenizer(config: settings.Sampling, path: str, *, flag: str) -> PreT
 
 
 def check_language_model(config: settings.Sampling, path: str) -> None:
-    """Raise ModelError unless the model is a language model with enough positions for --data.max_len."""
+    """Raise ModelError where a model is none of language, or has too few positions for --data.max_len."""
     spec = settings.load_spec(config, path)
     check_is_causal(spec)
-    check_positions(spec)
+    check_positions(spec, config.data.max_len)
 
 
 def read_prompts(
@@ -74,13 +87,14 @@ def read_prompts(
     spec: str,
     *,
     split: str,
+    max_samples: int,
     probs: str | None = None,
     image_key: str = "images",
 ) -> PromptDataset:
     """The prompts of a dataset, as the columns and templates of --data.* say. Raises DataError."""
-    data = config.data
+    data, seed = config.data, config.train.seed
     return PromptDataset(
-        load_datasets(spec, split=split, probs=probs, max_samples=data.max_samples, seed=config.train.seed),
+        load_datasets(spec, split=split, probs=probs, max_samples=max_samples, seed=seed, text=key_columns(data)),
         tokenizer,
         input_key=data.input_key,
         label_key=data.label_key,
@@ -88,6 +102,36 @@ def read_prompts(
         apply_chat_template=data.apply_chat_template,
         image_key=image_key,
     )
+
+
+def look_at_prompts(
+    config: settings.Sampling, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, policy: str, flag: str
+) -> None:
+    """Print what looks wrong about the first prompts, and record in the tokenizer how they look. Raises DataError if text is lost."""
+    texts = [prompts[number].text for number in range(min(LOOKED_AT, len(prompts)))]
+    used, trained = TextFormat.of(config.data, tokenizer), recorded(tokenizer)
+    found = round_trip(tokenizer, texts) + compare_formats(f"{flag} {policy}", trained, used, texts)
+    for path in config.reward.models:
+        judge = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+        found += compare_formats(f"--reward.model_name_or_path {path}", recorded(judge), used, texts)
+    if trained and trained.ending:
+        used = replace(used, ending=trained.ending)
+        found += end_notices(trained.ending, tokenizer, f"In training, the responses of {flag} {policy}")
+    if used.chat_template:
+        found += chat_end(tokenizer, ends_of_generation(config, tokenizer, policy))
+    record(tokenizer, used)
+    for sentence in found:
+        notice(sentence)
+
+
+def ends_of_generation(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, policy: str) -> set[str]:
+    """The texts at which the engine stops: of the tokenizer, the model's generation_config.json and the flags."""
+    try:
+        ids = GenerationConfig.from_pretrained(policy).eos_token_id
+    except OSError:
+        ids = None
+    numbers = [*(ids if isinstance(ids, list) else [ids] if ids is not None else []), *config.rollout.stop_token_ids]
+    return {str(tokenizer.eos_token), *config.rollout.stop, *map(str, tokenizer.convert_ids_to_tokens(numbers))}
 
 
 def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:

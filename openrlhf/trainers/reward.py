@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.supervised_losses import log_sigmoid
@@ -15,13 +15,14 @@ from openrlhf.batches import Pairs, offsets_of
 from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.supervised import PreferenceDataConfig, RMConfig
 from openrlhf.data.feedback import PairRow, PreferenceDataset
+from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.observability.metrics import Deviation, Mean, Metric
-from openrlhf.trainers.tasks import OfflineTask, Rows, load_spec, offline_task
+from openrlhf.trainers.tasks import OfflineTask, load_spec, offline_task
 from openrlhf.workers.base import MicroBatchLimits, balancing_term
 
-MEASURED = 0.01  # of the training rows: mean and deviation are those of their rewards where there is no evaluation set
+MEASURED = 0.01  # of the training rows, whose rewards are measured if there is no evaluation set
 
 
 @offline_task("rm")
@@ -36,9 +37,14 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
         """Chosen and rejected answers."""
         return read_pairs(dataset, tokenizer, self.config.data)
 
-    def measured_rows(self, train_rows: Rows) -> Rows:
-        """Mean and deviation of the rewards are wanted in any case."""
-        return FirstRows(train_rows, max(1, int(len(train_rows) * MEASURED)))
+    def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
+        """Unknown if the prompt is inside the texts, unless these are chat messages."""
+        data = self.config.data
+        return super().text_format(tokenizer, ending) if data.prompt_key or data.apply_chat_template else None
+
+    def measured_rows(self, train_rows: Any) -> Subset[PairRow]:
+        """The first rows: the mean and the deviation of the rewards are wanted in any case."""
+        return Subset(train_rows, range(max(1, int(len(train_rows) * MEASURED))))
 
     def load_model(self) -> ScalarModel:
         """A language model with a scalar head."""
@@ -121,21 +127,3 @@ def read_pairs(
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
     )
-
-
-@dataclass(frozen=True)
-class FirstRows:
-    """The first rows of a dataset: what mean and deviation of the rewards are measured on where no evaluation set is given."""
-
-    rows: Rows
-    number: int
-
-    @property
-    def summary(self) -> str:
-        return f"the first {self.number} of: {self.rows.summary}"
-
-    def __len__(self) -> int:
-        return self.number
-
-    def __getitem__(self, index: int) -> PairRow:
-        return self.rows[index]

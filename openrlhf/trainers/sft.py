@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.batches import TokenRows
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset, SFTRow
-from openrlhf.models.loading import check_is_causal, load_causal_lm
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.tasks import OfflineTask, load_spec, offline_task
@@ -39,9 +40,9 @@ class SFTTask(OfflineTask[SFTConfig, SFTRow, TokenRows]):
             pretrain_mode=self.config.model.pretrain_mode_enable,
         )
 
-    def check_model(self) -> None:
-        """Raise ModelError unless the configuration is of a language model that can be trained here."""
-        check_is_causal(load_spec(self.config))
+    def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
+        """Plain text has no prompts."""
+        return None if self.config.model.pretrain_mode_enable else super().text_format(tokenizer, ending)
 
     def load_model(self) -> PolicyModel:
         """A causal language model."""

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.algorithms.registry import Registry
 from openrlhf.batches import Ragged
 from openrlhf.config.supervised import SFTConfig, SupervisedConfig
+from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
-from openrlhf.models.loading import LoadSpec, configuration
+from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import Metric
 from openrlhf.workers.base import MicroBatchLimits
 
@@ -49,10 +50,6 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     @abstractmethod
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
         """The rows of a dataset, tokenized."""
-
-    def check_model(self) -> None:
-        """Raise ModelError for a model that the stored configuration shows to be the wrong one. Reads no weights."""
-        configuration(load_spec(self.config))
 
     @abstractmethod
     def load_model(self) -> nn.Module:
@@ -91,7 +88,11 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """What an evaluation logs, from the metrics of all its rows."""
 
-    def measured_rows(self, train_rows: Rows) -> Rows | None:
+    def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
+        """How prompts look in training, to be recorded with the model; None if the flags do not say."""
+        return TextFormat.of(self.config.data, tokenizer, ending=ending)
+
+    def measured_rows(self, train_rows: Rows) -> Any:
         """The rows to evaluate if there is no --eval.dataset. By default there is no evaluation then."""
         return None
 
@@ -120,7 +121,6 @@ def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
         param_dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
         packing=config.ds.packing_samples,
-        max_len=config.data.max_len,
         gradient_checkpointing=config.model.gradient_checkpointing_enable,
         reentrant=config.model.gradient_checkpointing_reentrant,
         trust_remote_code=config.model.trust_remote_code,

@@ -91,6 +91,15 @@ def test_columns_may_have_other_names() -> None:
     assert (text(row.chosen), text(row.rejected)) == ("a <eos>", "b <eos>")
 
 
+def test_a_prompt_column_that_the_texts_do_not_contain_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs([{"prompt": "Why? ", "chosen": "a", "rejected": "b"}])
+    assert "set --data.prompt_key prompt" in capsys.readouterr().err
+    pairs([{"prompt": "Why? ", "chosen": "Why? a", "rejected": "Why? b"}])
+    pairs([{"prompt": "Why? ", "chosen": "a", "rejected": "b"}], prompt_key="prompt")
+    chat([{"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}])
+    assert capsys.readouterr().err == ""
+
+
 # ---- margins
 
 

@@ -134,6 +134,37 @@ def test_the_output_column_continues_the_messages_of_the_input_column() -> None:
         assert len(show(row)) == 2
 
 
+ANSWERS = [assistant("one"), user("two"), assistant("three")]
+
+
+@pytest.mark.parametrize(
+    ("template", "multiturn", "learned"),
+    [
+        (PLAIN_CHAT, False, ["one<|end|>\n<|user|>two<|end|>\n<|assistant|>three<|end|>"]),
+        (PLAIN_CHAT, True, ["one<|end|>\n", "three<|end|>"]),
+        (MARKED_CHAT, False, ["one<|end|>", "three<|end|>"]),
+        (MARKED_CHAT, True, ["one<|end|>", "three<|end|>"]),
+    ],
+)
+def test_an_output_column_of_several_messages_is_the_response(
+    template: str, multiturn: bool, learned: list[str]
+) -> None:
+    """All of it, unless the template marks what the assistant said, or only its turns are wanted."""
+    rows = [{"p": [user("a")], "r": ANSWERS}]
+    tokenizer = build_tokenizer(template, eos="<|end|>")
+    flags = {"input_key": "p", "output_key": "r", "apply_chat_template": True, "multiturn": multiturn}
+    shown = show(dataset(rows, tokenizer, **flags)[0])
+    assert shown[0] == "<|user|>a<|end|>\n<|assistant|>"
+    assert [text for text in shown if text[0] == "["] == [f"[{text}]" for text in learned]
+
+
+def test_messages_of_an_output_column_before_the_assistants_first_belong_to_the_prompt() -> None:
+    rows = [{"p": [user("a")], "r": [user("b"), *ANSWERS[:1]]}]
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    row = dataset(rows, tokenizer, input_key="p", output_key="r", apply_chat_template=True)[0]
+    assert show(row) == ["<|user|>a<|end|>\n<|user|>b<|end|>\n<|assistant|>", "[one<|end|>]"]
+
+
 def test_a_template_that_ends_in_a_space_loses_no_first_response_token() -> None:
     row = dataset([{"input": [user("a"), assistant("bee")]}], build_tokenizer(SPACED_CHAT), apply_chat_template=True)[0]
     assert show(row) == ["A: a\nB:", "[ bee <eos>]"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.data.errors import DataError
+from openrlhf.data.errors import DataError, notice
 from openrlhf.data.tokenizer import get_tokenizer, require_chat_template
 from tests.data.small import PLAIN_CHAT, build_tokenizer
 
@@ -46,7 +46,7 @@ def test_a_given_chat_template_replaces_the_tokenizers_own(saved: str) -> None:
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_missing() -> None:
-    with pytest.raises(DataError, match=r"no folder './nowhere'"):
+    with pytest.raises(DataError, match=r"--model\.model_name_or_path './nowhere' \(no folder here"):
         get_tokenizer("./nowhere")
 
 
@@ -56,13 +56,14 @@ def test_a_hub_name_that_cannot_be_reached_names_the_flag() -> None:
 
 
 def test_what_is_beside_a_missing_folder_is_said_before_the_hub_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "runs" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError):
         get_tokenizer("runs/modle", flag="--actor.model_name_or_path")
-    assert "--actor.model_name_or_path: 'runs/modle' is not here ('runs' has model), so the hub is asked" in caplog.text
+    said = "[notice] --actor.model_name_or_path: 'runs/modle' is not here ('runs' has model), so the hub is asked"
+    assert said in capsys.readouterr().err
 
 
 def test_a_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
@@ -90,6 +91,15 @@ def test_chat_messages_need_a_chat_template() -> None:
         require_chat_template(build_tokenizer())
 
 
-def test_asking_for_the_slow_tokenizer_is_answered(saved: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_asking_for_the_slow_tokenizer_is_answered(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
     get_tokenizer(saved, use_fast=False)
-    assert "--data.disable_fast_tokenizer has no effect" in caplog.text
+    assert "--data.disable_fast_tokenizer has no effect" in capsys.readouterr().err
+
+
+def test_a_notice_is_printed_by_the_first_process_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        notice(f"from {rank}")
+    assert capsys.readouterr().err == "[notice] from 0\n"

@@ -30,7 +30,7 @@ from tests.e2e.commands import (
     steps_logged,
     write_rows,
 )
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, sayable
 
 TRAIN_ROWS, EVAL_ROWS, BATCH, EPOCHS = 52, 13, 8, 5
 STEPS = TRAIN_ROWS // BATCH * EPOCHS
@@ -256,7 +256,7 @@ def test_a_run_that_overfits_ends_with_its_patience_and_exports_its_best_weights
 
 def test_gsm8k_as_chat_messages_in_bfloat16(workspace: Path, data_dir: Path) -> None:
     lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
-    rows = [json.loads(line.lower()) for line in lines]
+    rows = [{name: sayable(text) for name, text in json.loads(line).items()} for line in lines]
     chats = [
         {"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]}
         for row in rows

@@ -12,7 +12,7 @@ import pytest
 
 from openrlhf.observability.run_folder import read_lines
 from tests.ranks import ROOT
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, sayable
 from tests.verify.results import write_result
 
 pytestmark = pytest.mark.verify
@@ -28,7 +28,7 @@ def test_every_gsm8k_prompt_is_sampled_rewarded_and_trained_on(data_dir: Path, t
     problems = [json.loads(line) for line in (data_dir / "gsm8k" / "train.jsonl").open()]
     rows = [
         {
-            "messages": [{"role": "user", "content": problem["question"].lower()}],
+            "messages": [{"role": "user", "content": sayable(problem["question"])}],
             "answer": problem["answer"].split("####")[1].strip(),
         }
         for problem in problems

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from openrlhf.algorithms.corrections import Correction
-from openrlhf.algorithms.policy_losses import Clip
 from openrlhf.batches import Experience, Layout, TokenRows, offsets_of
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.tokenizer import get_tokenizer
@@ -33,7 +32,9 @@ OPTIMIZER = OptimizerConfig(
 )
 OBJECTIVE = Objective(
     policy_loss="ppo",
-    clip=Clip(low=CLIP, high=CLIP),
+    clip_low=CLIP,
+    clip_high=CLIP,
+    dual_clip=None,
     correction=Correction(level="token", mode="clip", low=BAND[0], high=BAND[1]),
     correct=True,
     aggregation="token",

@@ -1,0 +1,171 @@
+"""What the first rows of a run give away: tokenizers that lose text, other templates than in training, ends of answers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from openrlhf.data.errors import DataError
+from openrlhf.data.first_look import (
+    TextFormat,
+    chat_end,
+    compare_formats,
+    end_notices,
+    ending_of,
+    record,
+    recorded,
+    round_trip,
+    texts_of,
+)
+from openrlhf.data.templates import encode
+from tests.data.small import MARKED_CHAT, PLAIN_CHAT, build_tokenizer
+
+
+def words(*vocabulary: str, normalizer: Any = None, splits: Any = None, decoder: Any = None) -> PreTrainedTokenizerBase:
+    """A tokenizer of whole words: by default it loses spaces, and joins words with one when it decodes."""
+    vocab = {word: number for number, word in enumerate(["<unk>", "<eos>", *vocabulary])}
+    backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = splits or pre_tokenizers.WhitespaceSplit()
+    if normalizer:
+        backend.normalizer = normalizer
+    if decoder:
+        backend.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
+
+
+# ---- round trips
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [
+        (build_tokenizer(), "Two  spaces,\n\na line break and CAPITALS."),
+        (ByT5Tokenizer(), "Größe 数学 🙂\n"),
+        (words("two", "words"), "two   words\n"),  # runs of white space become one space
+        (words("do", "n't", ".", splits=pre_tokenizers.Split("n't", "isolated")), "don't"),  # a space is added
+        (words("fi", normalizer=normalizers.NFKC()), "ﬁ"),  # the same in another Unicode form
+        (words("a", "b"), "a<eos>b"),
+    ],
+)
+def test_white_space_that_changes_and_unicode_forms_are_no_loss(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    assert round_trip(tokenizer, [text]) == []
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "back"),
+    [
+        (words("two", "words", decoder=decoders.Fuse()), "two words", "twowords"),  # spaces vanish
+        (words("two", normalizer=normalizers.Replace("!", "")), "two!", "two"),  # a sign vanishes
+        (words("a"), "a lot of unknown words", "a <unk>"),
+    ],
+)
+def test_lost_text_is_an_error_with_both_texts(tokenizer: PreTrainedTokenizerBase, text: str, back: str) -> None:
+    with pytest.raises(DataError) as caught:
+        round_trip(tokenizer, ["two" if "two" in text else "a", text])
+    assert repr(text) in str(caught.value) and back in str(caught.value) and "Text is lost" in str(caught.value)
+
+
+def test_a_few_unknown_tokens_and_lost_capitals_are_a_notice() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.unk_token = "<unk>"
+    [said] = round_trip(tokenizer, ["some letters, and äöü"])
+    assert "3 of 21 tokens are unknown to it (<unk>)" in said
+    [said] = round_trip(words("two", normalizer=normalizers.Lowercase()), ["TWO"])
+    assert "'TWO' comes back as 'two'" in said and "cannot tell upper from lower case" in said
+
+
+def test_the_texts_of_rows_are_strings_and_contents_of_messages() -> None:
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2
+    rows = Dataset.from_dict({"chat": chats, "text": ["c", None], "number": [1, 2]})
+    assert texts_of(rows, ["chat", "text", "number", "missing"]) == ["a", "b", "a", "b", "c"]
+    assert len(texts_of(Dataset.from_dict({"text": ["x"] * 100}), ["text"])) == 8
+
+
+# ---- the format of texts
+
+QUESTION = SimpleNamespace(apply_chat_template=False, input_template="Q: {}\nA: ")
+NOTHING = SimpleNamespace(apply_chat_template=False, input_template=None)
+BARE = SimpleNamespace(apply_chat_template=False, input_template="{}")
+CHAT = SimpleNamespace(apply_chat_template=True, input_template="ignored {}")
+
+
+def of(flags: SimpleNamespace, template: str | None = None) -> TextFormat:
+    return TextFormat.of(flags, build_tokenizer(template))
+
+
+def test_a_format_goes_wherever_the_tokenizer_goes(tmp_path: Any) -> None:
+    tokenizer = build_tokenizer()
+    assert recorded(tokenizer) is None
+    record(tokenizer, TextFormat(input_template="Q: {}", ending=" <eos>"))
+    tokenizer.save_pretrained(tmp_path / "one")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "one")
+    assert recorded(loaded) == TextFormat(input_template="Q: {}", ending=" <eos>")
+    assert [e.tokens for e in encode(loaded, ["Q: ok"])] == [e.tokens for e in encode(tokenizer, ["Q: ok"])]
+    record(loaded, None)
+    loaded.save_pretrained(tmp_path / "two")
+    assert recorded(AutoTokenizer.from_pretrained(tmp_path / "two")) is None
+
+
+@pytest.mark.parametrize(
+    ("trained", "used", "said"),
+    [
+        (
+            of(QUESTION),
+            of(NOTHING),
+            "was trained with --data.input_template 'Q: {}\\nA: ', but this run uses no template",
+        ),
+        (of(NOTHING), of(QUESTION), "was trained with no template, but this run uses --data.input_template"),
+        (
+            of(CHAT, PLAIN_CHAT),
+            of(NOTHING),
+            "was trained with --data.apply_chat_template, but this run uses no template",
+        ),
+        (of(CHAT, PLAIN_CHAT), of(CHAT, MARKED_CHAT), "was trained with another chat template"),
+    ],
+)
+def test_other_prompts_than_in_training_are_announced(trained: TextFormat, used: TextFormat, said: str) -> None:
+    [sentence] = compare_formats(
+        "--actor.model_name_or_path m", trained, used, ["2+2" if trained.input_template else "Q"]
+    )
+    assert sentence.startswith("--actor.model_name_or_path m was") and said in sentence
+
+
+def test_the_same_prompts_are_not_and_neither_are_rows_that_bring_the_template_along() -> None:
+    assert compare_formats("m", None, of(NOTHING), ["x"]) == []
+    assert of(BARE) == of(NOTHING)
+    for flags, template in ((QUESTION, None), (NOTHING, None), (CHAT, PLAIN_CHAT)):
+        assert compare_formats("m", of(flags, template), of(flags, template), ["x"]) == []
+    assert compare_formats("m", of(QUESTION), of(NOTHING), ["Q: 1+1\nA: ", "Q: 2\nA: "]) == []
+    assert compare_formats("m", of(QUESTION), of(NOTHING), ["Q: 1+1\nA: ", "2"]) != []
+
+
+# ---- ends
+
+
+@pytest.mark.parametrize(
+    ("texts", "ending", "said"),
+    [
+        (["Q: no <eos>", "Q: yes <eos>", "Q: cu<eos>"], " <eos>", "end with a space before <eos>"),
+        (["Q: no<eos>", "Q: yes<eos>"], "<eos>", None),
+        (["Q: no", "Q: yes"], "", "will not learn to end"),
+    ],
+)
+def test_what_answers_end_with(texts: list[str], ending: str, said: str | None) -> None:
+    tokenizer = build_tokenizer()
+    found = ending_of([encoded.tokens for encoded in encode(tokenizer, texts)], tokenizer)
+    notices = end_notices(found, tokenizer, "Responses")
+    assert found == ending
+    assert said in notices[0] if said else notices == []
+
+
+def test_a_chat_template_that_ends_answers_with_what_does_not_end_generation_is_announced() -> None:
+    tokenizer = build_tokenizer(PLAIN_CHAT)
+    [said] = chat_end(tokenizer, {"<eos>"})
+    assert "'<|end|>\\n', but generation ends at <eos>: add --rollout.stop '<|end|>'" in said
+    assert chat_end(tokenizer, {"<eos>", "<|end|>"}) == []
