@@ -13,7 +13,7 @@ from openrlhf.trajectory import TrajectoryBuilder
 
 
 class EpisodeMistake(ValueError):
-    """What an executor returned is no episode; the message says what is wrong."""
+    """What an executor returned is not an episode; the message says what is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class _Samples:
     def _take(self, tokens: list[int], start: int, end: int) -> Sampled | None:
         """The sample that covers most of what is at `start`. One that continued exactly the tokens before it is preferred.
 
-        Only such an exact sample counts if nobody knows whose it is.
+        If nobody knows which episode asked for a sample, only such an exact sample counts.
         """
         fitting = [sample for sample in self.samples if _continues(sample.generation.tokens, tokens, start, end)]
         exact = [sample for sample in fitting if sample.prompt == tokens[:start]]
@@ -101,7 +101,7 @@ class _Samples:
 
 
 def _continues(sampled: list[int], tokens: list[int], start: int, end: int) -> bool:
-    """Whether `tokens[start:end]` begins with what was sampled, or is where that begins."""
+    """Whether `tokens[start:end]` begins with the sample, or is the beginning of the sample."""
     length = min(len(sampled), end - start)
     return tokens[start : start + length] == sampled[:length]
 
@@ -157,7 +157,7 @@ class _Rewards:
 
 
 def _rewards(result: Mapping[str, Any], count: int) -> _Rewards:
-    """The reward, which a reward model may still have to give, and those of the turns."""
+    """The reward, which a reward model may still have to give, and the rewards of the turns."""
     turns = result.get("turn_rewards")
     if turns is not None and not (isinstance(turns, list) and len(turns) == count and all(map(_is_finite, turns))):
         raise EpisodeMistake(f"turn_rewards must be a number for each of {count} action ranges, and is {shown(turns)}")

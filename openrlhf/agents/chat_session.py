@@ -1,4 +1,4 @@
-"""A chat with the policy as tokens: every reply stays as it was sampled, and only what is new is rendered and tokenised."""
+"""A chat with the policy as tokens: every reply stays as it was sampled, and only new messages are rendered and tokenised."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ChatSession:
         self.ranges: list[tuple[int, int]] = []
         self.truncated = False
         self._asked: list[Message] = []  # the messages of the last request
-        self._seen: list[Message] = []  # those of the last one that was answered
+        self._seen: list[Message] = []  # the messages of the last request that was answered
         self._reply: Message | None = None  # and the answer to it
         self._ended = False  # whether that answer's last token ended it
 
@@ -71,7 +71,7 @@ class ChatSession:
         assert self._reply is not None
         if messages[:count] != self._seen or len(messages) <= count or not _same(messages[count], self._reply):
             raise ChatMistake(
-                "these messages do not continue the conversation of this session: they must begin with those of the last "
+                "these messages do not continue the conversation of this session: they must begin with the messages of the last "
                 "request, and the reply to it unchanged. Several conversations need several sessions"
             )
         after = self._after_reply(messages[count + 1 :], tools)
@@ -89,18 +89,18 @@ class ChatSession:
             if not (self._reply and self._reply.get("tool_calls")):
                 raise
             calls = _with_parsed_arguments({**stand_in, "tool_calls": self._reply["tool_calls"]})
-            told = self._render([*self._seen, calls], tools, prompt=False)
+            shown = self._render([*self._seen, calls], tools, prompt=False)
             text = self._render([*self._seen, calls, *messages], tools)
-            if not text.startswith(told):
+            if not text.startswith(shown):
                 raise
-            text = self._render(before, tools, prompt=False) + text.removeprefix(told)
+            text = self._render(before, tools, prompt=False) + text.removeprefix(shown)
         _, found, after = text.rpartition(STAND_IN)
         if not found:
             raise ChatMistake("the chat template does not show earlier replies, so the conversation cannot go on")
         return after
 
     def heard(self, prompt: list[int], output: CompletionOutput, *, tools: bool) -> Reply:
-        """Keep what was sampled, and read it as a message: calls of tools, where there are some, and text."""
+        """Keep what was sampled, and read it as a message: calls of tools, if there are any, and text."""
         self._seen = self._asked
         self.tokens = [*prompt, *output.token_ids]
         self.ranges.append((len(prompt), len(self.tokens)))
@@ -133,13 +133,13 @@ def parse_reply(
 ) -> Message:
     """A reply as a message, calls of tools taken out of its text.
 
-    As the tokenizer's response template says where it has one, from the `sampled` tokens and the `prefix` before them; else
-    as `<tool_call>` blocks of JSON. A block that cannot be read stays text.
+    If the tokenizer has a response template, it reads the calls, from the `sampled` tokens and the `prefix` before them. If not,
+    calls are `<tool_call>` blocks of JSON. A block that cannot be read stays text.
     """
     if getattr(tokenizer, "response_template", None):
         try:
             parsed: Any = tokenizer.parse_response(list(sampled), prefix=list(prefix))
-        except ValueError:  # its JSON is none
+        except ValueError:  # not JSON
             parsed = {"content": text}
         calls = [call.get("function", call) for call in parsed.get("tool_calls") or []]
         calls = [call for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)]
@@ -173,7 +173,7 @@ def _as_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_plain_text(message: Message) -> Message:
-    """The message with its content as text; clients may send the parts of a text. Raises ValueError where a part is none."""
+    """The message with its content as text; clients may send the parts of a text. Raises ValueError for parts of another type."""
     content = message["content"]
     if isinstance(content, str):
         return message

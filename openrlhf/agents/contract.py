@@ -32,14 +32,14 @@ class Engine(Protocol):
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: Any = None, multi_modal_data: Any = None
     ) -> RequestOutput:
-        """One sample that continues the prompt. Raises EngineRefusal where the engine cannot serve it."""
+        """One sample that continues the prompt. Raises EngineRefusal if the engine cannot serve it."""
         ...
 
 
 class AgentExecutorBase(ABC):
     """Runs episodes, each a call of `execute`. Constructed without arguments.
 
-    `max_turns` is --rollout.max_turns where that is given.
+    `max_turns` is --rollout.max_turns, if it is given.
     """
 
     max_turns: int | None = None
@@ -60,8 +60,8 @@ class AgentExecutorBase(ABC):
 
         - `prompt`, `label`: as given;
         - `observation_tokens`: the ids of the whole episode, prompt and all that followed;
-        - `action_ranges`: [start, end) of those that the policy sampled;
-        - `rollout_log_probs`: of the sampled tokens, 0.0 for others; None takes those that the engine gave;
+        - `action_ranges`: [start, end) of the tokens that the policy sampled;
+        - `rollout_log_probs`: of the sampled tokens, 0.0 for others; None takes the log-probabilities that the engine gave;
         - `reward`, `scores`, `extra_logs` (optional): a reward model scores what has no reward;
         - `truncated` (optional): the episode ended for want of room or turns;
         - `turn_rewards` (optional): a number per action range; `reward` is their sum by default.
@@ -72,7 +72,7 @@ class AgentInstanceBase(ABC):
     """The environment of one episode. A fresh instance for each."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """The episode begins with `states["observation"]`, the prompt; `observation` of what is returned is shown instead."""
+        """The episode begins with the prompt, `states["observation"]`; return a dict with another `observation` to change it."""
         return states
 
     @abstractmethod
@@ -230,7 +230,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Sample once, and have it rewarded where `remote_rm_url` says by what."""
+        """Sample once, and ask `remote_rm_url`, if it is given, for the reward."""
         tokens = _first_tokens(prompt, hf_tokenizer, max_length, sampling_params.max_tokens)
         episode = _Episode(tokens, prompt)
         output = await episode.act(llm_engine, sampling_params, max_length)
@@ -248,22 +248,14 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         return result | await self._rewarded(query, prompt, label)
 
     async def _rewarded(self, query: str, prompt: str, label: Any) -> dict[str, Any]:
-        """What the function file, or one of the servers, says. Raises RewardFailure with its words."""
+        """What the function file, or one of the servers, says. Raises ContractMistake with its words."""
         if self._reward is None:
             sources = self.remote_rm_url.split(",") if isinstance(self.remote_rm_url, str) else self.remote_rm_url or []
             self._reward = reward_here([source.strip() for source in sources])
         result = await self._reward(RewardRequest(query=query, prompt=prompt, label=label))
         if result.error is not None:
-            raise RewardFailure(result.error, result.failure)
+            raise ContractMistake(result.error, result.failure)
         return {"reward": result.reward, "scores": result.score, "extra_logs": dict(result.extra_logs)}
-
-
-class RewardFailure(RuntimeError):
-    """A reward could not be had."""
-
-    def __init__(self, message: str, failure: Failure | None) -> None:
-        super().__init__(message)
-        self.failure = failure
 
 
 def reward_here(sources: list[str]) -> Callable[[RewardRequest], Awaitable[RewardResult]]:
@@ -287,13 +279,15 @@ def reward_here(sources: list[str]) -> Callable[[RewardRequest], Awaitable[Rewar
 
 
 class ContractMistake(ValueError):
-    """An environment returned what it must not; the message says what, and what is expected."""
+    """An agent, its environment or its reward returned what it must not; the message says what, and what is expected."""
 
-    failure = Failure.RESULT
+    def __init__(self, message: str, failure: Failure | None = Failure.RESULT) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 def _checked(agent: AgentInstanceBase, answer: Any) -> Mapping[str, Any]:
-    """What `step` returned. Raises ContractMistake where that is no answer."""
+    """What `step` returned. Raises ContractMistake if something is missing or of the wrong type."""
     step, wanted = f"{_named(agent)}.step", "a dict with rewards, environment_feedback and done"
     if not isinstance(answer, Mapping):
         raise ContractMistake(f"{step} returned {answer!r}; it must return {wanted}")
@@ -303,7 +297,7 @@ def _checked(agent: AgentInstanceBase, answer: Any) -> Mapping[str, Any]:
         raise ContractMistake(f"{step} returned done {answer['done']!r}, which is neither True nor False")
     if not isinstance(answer.get("environment_feedback"), str | None):
         raise ContractMistake(
-            f"{step} returned environment_feedback {answer['environment_feedback']!r}, which is no text"
+            f"{step} returned environment_feedback {answer['environment_feedback']!r}, which is not text"
         )
     if answer.get("environment_images") is not None:
         raise ContractMistake(f"{step} returned environment_images; the policy reads text only")

@@ -122,16 +122,16 @@ class OpenAIAgentExecutor(AgentExecutorBase):
                 request.cancel()
         if not chat.ranges:
             raise ChatMistake("the agent made no request to its session, so there is nothing to train on")
-        told = returned if isinstance(returned, Mapping) else {"reward": returned}
+        result = returned if isinstance(returned, Mapping) else {"reward": returned}
         return {
             "prompt": prompt,
             "label": label,
             "observation_tokens": chat.tokens,
             "action_ranges": chat.ranges,
-            "rollout_log_probs": None,  # those that the engine gave
-            "reward": told.get("reward"),
-            "scores": told.get("scores"),
-            "extra_logs": told.get("extra_logs"),
+            "rollout_log_probs": None,  # the engine's own
+            "reward": result.get("reward"),
+            "scores": result.get("scores"),
+            "extra_logs": result.get("extra_logs"),
             "truncated": chat.truncated,
         }
 

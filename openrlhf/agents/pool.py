@@ -55,7 +55,7 @@ class Episode:
 
 
 class EpisodeError(RuntimeError):
-    """An episode failed; `samples` are those it had by then."""
+    """An episode failed; `samples`: the ones it had by then."""
 
     def __init__(self, error: UserCodeError) -> None:
         super().__init__(str(error))

@@ -77,7 +77,7 @@ class EngineProxy:
 
 
 def own_params(params: Any) -> SamplingParams:
-    """A copy in our own class. Raises EngineRefusal where it asks, in vLLM's class, for what we do not pass on."""
+    """A copy in our own class. Raises EngineRefusal if it is of vLLM's class and asks for what is not passed on."""
     if isinstance(params, Mapping):
         params = SamplingParams(**params)
     ours = {f.name for f in fields(SamplingParams)}
@@ -86,7 +86,7 @@ def own_params(params: Any) -> SamplingParams:
         default = type(params)()
         names = [n for n in getattr(params, "__struct_fields__", vars(params)) if not n.startswith("_")]
         if other := [n for n in names if n not in ours | ignored and getattr(params, n) != getattr(default, n, None)]:
-            raise EngineRefusal(f"sampling parameters {other} are not passed on; those that are: {sorted(ours)}")
+            raise EngineRefusal(f"sampling parameters {other} are not passed on; the ones that are: {sorted(ours)}")
     own = SamplingParams(**{name: getattr(params, name) for name in ours if hasattr(params, name)})
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
         value = getattr(own, name)
@@ -141,12 +141,12 @@ async def play(prompt: str, label: Any, params: SamplingParams, images: Any) -> 
 def _unpickled_tokenizer(data: bytes) -> PreTrainedTokenizerBase:
     from transformers.dynamic_module_utils import init_hf_modules
 
-    init_hf_modules()  # where the code of a tokenizer that came with its model is found
+    init_hf_modules()  # makes the code of a tokenizer that came with its model importable
     return pickle.loads(data)
 
 
 def load_executor(path: Path) -> AgentExecutorBase:
-    """The executor of a user's file. Raises TypeError or AttributeError that say what is wrong with the file."""
+    """The executor of a user's file. Raises TypeError or AttributeError, which say what is wrong with the file."""
     module = load_file(path)
     kind = getattr(module, CLASS, None)
     if kind is None and inspect.iscoroutinefunction(getattr(module, "step", None)):
@@ -171,7 +171,7 @@ def load_executor(path: Path) -> AgentExecutorBase:
 
 
 def _accepted(execute: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Without `images` where the method has no such parameter."""
+    """Without `images` if the method has no such parameter."""
     parameters = inspect.signature(execute).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: value for name, value in arguments.items() if name != "images" or takes_any or name in parameters}

@@ -123,7 +123,7 @@ class Program:
 
     def _failed(self, call: int, error: BaseException, otherwise: Failure) -> None:
         """Send an error. After some errors the process should not be used again."""
-        failure, text = failure_of(error, otherwise), told(error)[-LONGEST_ERROR:]
+        failure, text = failure_of(error, otherwise), traceback_of(error)[-LONGEST_ERROR:]
         full = _asked_for_a_process(error) and _is_full()
         if full:
             text += f"This process and what it started have reached the limit of {PROCESSES} processes and threads. "
@@ -171,7 +171,7 @@ def failure_of(error: BaseException, otherwise: Failure) -> Failure:
     return otherwise if isinstance(error, Exception | asyncio.CancelledError) else Failure.EXIT
 
 
-def told(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> str:
     """The traceback from the first frame that is the user's. Of an error of ours, which says all, the message alone."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OURS):
@@ -210,7 +210,7 @@ def die_with_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # gone before the kernel was told
+    if select.select([lifeline], [], [], 0)[0]:  # gone before the kernel knew
         os._exit(1)
 
 

@@ -2,7 +2,7 @@
 
 A program is the child of a launcher, a process that keeps the deadline, and finds and kills all that
 the program leaves behind, daemons too: the kernel hands it every orphan. Both are gone when
-`run_program` returns; where the caller is killed instead, at the program's deadline. What confines
+`run_program` returns, or at the program's deadline if the caller is killed. What confines
 the program is in `confinement`. Standard library only.
 """
 
@@ -62,7 +62,7 @@ class Ran:
 def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
     """Run `program` with this standard input; it has `seconds` of CPU time, and twice that by the clock.
 
-    Raises SandboxError where it cannot be started.
+    Raises SandboxError if it cannot be started.
     """
     with (
         tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder,  # the launcher removes it
@@ -73,7 +73,7 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
         given.write(stdin.encode(errors="replace"))
         given.seek(0)
-        uid = random.choice(confinement.UIDS)  # used where there is the right to
+        uid = random.choice(confinement.UIDS)  # used by root
         launcher = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", f"{LAUNCH}; launch({seconds!r}, {uid}, {READABLE!r})"],
             stdin=given,
@@ -100,7 +100,7 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
 
 
 def missing_protection() -> list[str]:
-    """What the sandbox cannot do on this machine, in words; nothing where all of it works."""
+    """What the sandbox cannot do on this machine, in words; an empty list if all of it works."""
     probe = run_program("import os\nprint(os.environ['UNPROTECTED'])", seconds=20)
     if not probe.ok:
         raise SandboxError(f"the sandbox does not work here:\n{probe.errors}")
@@ -108,7 +108,7 @@ def missing_protection() -> list[str]:
 
 
 def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
-    """The launcher: start ./program.py as a confined child, wait, remove all that is left of it, tell how it ended."""
+    """The launcher: start ./program.py as a confined child, wait, remove all that is left of it, report how it ended."""
     unprotected: list[str] = []
     with suppress(OSError):
         os.chown(".", uid, -1)

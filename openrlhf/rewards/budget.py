@@ -37,25 +37,25 @@ class RewardErrors(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorBudget:
-    """The share of a batch's episodes that may fail (--reward.max_error_rate)."""
+    """The fraction of a batch's episodes that may fail (--reward.max_error_rate)."""
 
     max_error_rate: float
     policy: ErrorPolicy = ErrorPolicy()
 
     def exceeded(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Whether too large a share has failed."""
+        """Whether too many have failed."""
         return self.exceeded_by(sum(trajectory.failed for trajectory in trajectories), of=len(trajectories))
 
     def exceeded_by(self, failed: int, *, of: int) -> bool:
-        """Whether so many failed episodes are too large a share."""
+        """Whether so many failed episodes are too many."""
         return self.policy.counts and failed > self.max_error_rate * of
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raise RewardErrors, with the first error, where too large a share has failed."""
+        """Raise RewardErrors, with the first error, if too many have failed."""
         if self.exceeded(trajectories):
             failed = [trajectory for trajectory in trajectories if trajectory.failed]
             raise RewardErrors(
-                f"{len(failed)} of {len(trajectories)} episodes failed, a larger share than "
+                f"{len(failed)} of {len(trajectories)} episodes failed, a larger fraction than "
                 f"--reward.max_error_rate {self.max_error_rate:g}. To go on all the same, raise it "
                 "or set --reward.on_error to drop or to a number. "
                 f"The first error:\n{failed[0].error}"

@@ -18,11 +18,11 @@ from typing import Any
 from openrlhf.processes.sandbox import run_program
 
 TEST_SECONDS = 10.0  # of CPU time for one test
-SHARE_OF_TIMEOUT = 0.8  # of the call, for all tests of a program; the rest is for starting sandboxes
+PART_OF_TIMEOUT = 0.8  # of the call, for all tests of a program; the rest is for starting sandboxes
 _FENCED = re.compile(r"```(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 _RANGE = re.compile(r"\s*(?:(\d+)\s*-\s*)?(\d+)\s*")
 
-# Runs inside the sandbox. The token comes out only where every line before it was executed.
+# Runs inside the sandbox. The token is printed only if every line before it was executed.
 _HARNESS = """
 import json, os, sys
 program, tests, name, arguments, token = json.load(sys.stdin)
@@ -39,7 +39,7 @@ write(output, (token + dumps(result)).encode())
 
 
 def grade_format(response: str, label: str) -> float:
-    """1.0 where the whole response matches the label, a regular expression in which . matches line breaks too.
+    """1.0 if the whole response matches the label, a regular expression in which . matches line breaks too.
 
     An empty label asks for `<think>…</think>` once, then an answer; the opening tag may be the end
     of the prompt instead.
@@ -95,21 +95,21 @@ class CodeTests:
 
 
 def grade_code(response: str, label: str, timeout: float) -> dict[str, Any]:
-    """1.0 where the program in the response passes all tests of its label, else 0.0; the share it passes is logged.
+    """1.0 if the program in the response passes all tests of its label, else 0.0; the fraction of passed tests is logged.
 
-    After a test that ran out of time, or when `SHARE_OF_TIMEOUT` of `timeout` (seconds) is used up, the
+    After a test that ran out of time, or when `PART_OF_TIMEOUT` of `timeout` (seconds) is used up, the
     rest counts as failed.
     """
     tests, program, passed = CodeTests.parse(label), program_in(response), 0
-    deadline = time.monotonic() + SHARE_OF_TIMEOUT * timeout
+    deadline = time.monotonic() + PART_OF_TIMEOUT * timeout
     for case in tests.cases or [None]:
         seconds = min(TEST_SECONDS, (deadline - time.monotonic()) / 2)  # a run may take twice that by the clock
         right, late = _passes(program, tests, case, seconds) if seconds > 0.1 else (False, True)
         passed += right
         if late:
             break
-    share = passed / max(1, len(tests.cases))
-    return {"rewards": float(share == 1), "extra_logs": {"tests_passed": share}}
+    fraction = passed / max(1, len(tests.cases))
+    return {"rewards": float(fraction == 1), "extra_logs": {"tests_passed": fraction}}
 
 
 def program_in(response: str) -> str:
@@ -138,7 +138,7 @@ def _passes(program: str, tests: CodeTests, case: tuple[Any, Any] | None, second
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether two outputs are the same words; where a decimal point is expected, up to a millionth."""
+    """Whether two outputs are the same words; numbers with a decimal point may differ by a millionth."""
     ours, theirs = output.split(), expected.split()
     return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 

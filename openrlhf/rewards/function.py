@@ -10,7 +10,7 @@ from typing import Any
 from openrlhf.config.options import ConfigError
 from openrlhf.observability.once import warn_once
 from openrlhf.processes.pool import ProcessPool, UserCodeError
-from openrlhf.rewards.protocol import RewardRequest, RewardResult, batches, read_rewards
+from openrlhf.rewards.protocol import RewardRequest, RewardResult, batches, results_of
 from openrlhf.trajectory import Failure
 
 ARGUMENTS = ("queries", "prompts", "labels")  # what a reward function is called with, in this order
@@ -44,19 +44,15 @@ class FunctionReward:
     async def _call(self, requests: list[RewardRequest]) -> list[RewardResult]:
         try:
             args, kwargs = (await self._learn_arguments()).of(requests)
-            returned = await self.pool.call(self.target, *args, timeout=self.timeout, **kwargs)
-            if not isinstance(returned, Mapping):
-                warn_once(
-                    f"{self.target} returns rewards alone; a dict with rewards, scores and extra_logs can say more."
-                )
-            return read_rewards(returned, len(requests))
-        except UserCodeError as error:
-            failed = RewardResult(error=str(error), failure=error.failure)
         except ConfigError as error:
-            failed = RewardResult(error=str(error), failure=Failure.EXCEPTION)
-        except (ValueError, OverflowError) as error:
-            failed = RewardResult(error=f"{self.target} {error}", failure=Failure.RESULT)
-        return [failed] * len(requests)
+            return [RewardResult(error=str(error), failure=Failure.EXCEPTION)] * len(requests)
+        return await results_of(self._ask(args, kwargs), len(requests), self.target)
+
+    async def _ask(self, args: list[list[Any]], kwargs: dict[str, list[Any]]) -> Any:
+        returned = await self.pool.call(self.target, *args, timeout=self.timeout, **kwargs)
+        if not isinstance(returned, Mapping):
+            warn_once(f"{self.target} returns rewards alone; a dict with rewards, scores and extra_logs can say more.")
+        return returned
 
     async def _learn_arguments(self) -> _Arguments:
         if self._arguments is None:

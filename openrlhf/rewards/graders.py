@@ -94,7 +94,7 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
     """Whether `given` is `truth`: equal up to spelling, or of equal value part by part.
 
     Fractions have to match as written (2/4 is not 1/2) and an integer is matched by integers only;
-    other parts are compared symbolically where they hold at most two different letters and no
+    other parts are compared symbolically if they hold at most two different letters and no
     exponent above 9. None and overlong answers are wrong.
     """
     if given is None or truth is None or len(given) > LONGEST_ANSWER:
@@ -111,7 +111,7 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
 
 
 def grade_math(response: str, label: str) -> float:
-    r"""1.0 where the response's final answer is the label's, else 0.0.
+    r"""1.0 if the response's final answer is the label's, else 0.0.
 
     The final answer is what the last box holds, else what follows `####`, else what math-verify
     finds in the last 1,000 characters (a formula or number, rather after "answer"). A label is a

@@ -106,6 +106,18 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
     ]
 
 
+async def results_of(asking: Awaitable[Any], count: int, source: str) -> list[RewardResult]:
+    """What a reward gave for `count` samples, or its error for each. `source`: what messages call the reward."""
+    try:
+        return read_rewards(await asking, count)
+    except (TypeError, ValueError, OverflowError) as error:
+        return [RewardResult(error=f"{source} {error}", failure=Failure.RESULT)] * count
+    except RuntimeError as error:
+        if failure := getattr(error, "failure", None):  # of user code, or of a server
+            return [RewardResult(error=str(error), failure=failure)] * count
+        raise
+
+
 def _finite(name: str, value: Any, count: int) -> list[float]:
     numbers = _numbers(name, value, count)
     if not all(abs(number) < LARGEST for number in numbers):

@@ -30,9 +30,9 @@ def offer_engines(urls: Mapping[str, str], *, timeout: float, retries: int) -> N
 
 
 class RemoteEngine:
-    """One server. `model`: its name there, asked of the server where it is None; `parameters` are those of the OpenAI API.
+    """One server. `model`: the name of a model there; None asks the server for the first; `parameters` are those of the OpenAI API.
 
-    Methods raise ServerError where the server is gone, slow, refuses, or answers something else. Those whose names end in
+    Methods raise ServerError if the server is gone, slow, refuses, or answers something else. Methods with names in
     `_sync` are for code that is not async; they may be called from any thread. Requests of a process share their connections.
     """
 
@@ -75,7 +75,7 @@ class RemoteEngine:
         return MODELS[self._servers]
 
     async def room(self) -> int | None:
-        """Tokens that a request and its answer may have together; None where the server does not tell, as vLLM's do."""
+        """Tokens that a request and its answer may have together; None if the server does not say; vLLM does."""
         listed = self.read(await self._answer(None, "/models"), "data", 0, kind=dict)
         return listed.get("max_model_len")
 
@@ -87,7 +87,7 @@ class RemoteEngine:
             raise ServerError(f"{self._servers.kind} {error}") from error
 
     def read(self, answered: Any, *path: str | int, kind: type[T]) -> T:
-        """What is at a place in an answer. Raises ServerError where there is no such thing."""
+        """What is at a place in an answer. Raises ServerError if there is no such thing."""
         found = answered
         try:
             for step in path:
@@ -106,7 +106,7 @@ class RemoteEngine:
 def remote_engine(
     name: str, model: str | None = None, *, timeout: float | None = None, key: str | None = None
 ) -> RemoteEngine:
-    """The engine of that name in --rollout.remote_engines. Raises LookupError where there is none.
+    """The engine of that name in --rollout.remote_engines. Raises LookupError if there is none.
 
     `timeout` (seconds) bounds one attempt; without it, --reward.timeout does. `key`, or else OPENAI_API_KEY, goes along.
     """

@@ -10,12 +10,11 @@ from pathlib import Path
 
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.observability.once import warn_once
-from openrlhf.processes.pool import ProcessPool, UserCodeError
+from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
-from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult, batches, read_rewards
+from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult, batches, results_of
 from openrlhf.rewards.remote_engines import offer_engines
-from openrlhf.rewards.servers import HTTPServers, ServerError
-from openrlhf.trajectory import Failure
+from openrlhf.rewards.servers import HTTPServers
 
 VERIFIERS = {  # called with a response and its label; code with a limit of seconds, too
     "math": "openrlhf.rewards.graders:grade_math",
@@ -76,12 +75,7 @@ class HTTPReward(HTTPServers):
             "prompts": [request.prompt for request in requests],
             "labels": [request.label for request in requests],
         }
-        try:
-            return read_rewards(await self.ask(body), len(requests))
-        except ServerError as error:
-            return [RewardResult(error=str(error), failure=Failure.SERVER)] * len(requests)
-        except (TypeError, ValueError, OverflowError) as error:  # no JSON, there or here, or not the expected answer
-            return [RewardResult(error=f"reward server: {error}", failure=Failure.RESULT)] * len(requests)
+        return await results_of(self.ask(body), len(requests), "reward server:")
 
 
 class VerifierReward:
@@ -106,7 +100,5 @@ class VerifierReward:
         [request] = requests
         answer = request.response_text if request.answer is None else request.answer
         label = request.label if isinstance(request.label, str) else json.dumps(request.label)
-        try:
-            return read_rewards(await self.pool.call(self.target, answer, label, *self.limits, timeout=self.timeout), 1)
-        except UserCodeError as error:
-            return [RewardResult(error=str(error), failure=error.failure)]
+        verdict = self.pool.call(self.target, answer, label, *self.limits, timeout=self.timeout)
+        return await results_of(verdict, 1, self.target)

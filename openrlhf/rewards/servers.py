@@ -25,7 +25,7 @@ RETRIED = {408, 425, 429, *range(500, 600)}  # statuses that another attempt may
 class ServerError(RuntimeError):
     """A server did not answer, or answered that it cannot now: worth another attempt."""
 
-    failure = Failure.SERVER  # what it counts as where user code lets it through
+    failure = Failure.SERVER  # what an episode counts as if user code does not catch it
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Server:
 
 
 class HTTPServers:
-    """Servers that answer with JSON, each as well as the next.
+    """Servers that answer with JSON, any of which may be asked.
 
     `timeout` (seconds) bounds one attempt, `retries` says how many may follow a failed one. An attempt goes to the server
     with the fewest requests under way; one that failed rests, longer each time, while another is there. `kind` is what
@@ -76,12 +76,12 @@ class HTTPServers:
         self._turns = asyncio.Semaphore(IN_FLIGHT)
 
     async def check(self) -> None:
-        """Wait for the servers. Raises ConfigError naming those that nothing answers at."""
+        """Wait for the servers. Raises ConfigError naming the servers that do not answer."""
         async with httpx.AsyncClient() as client:
             problems = await asyncio.gather(*(_await_server(client, s.url) for s in self.servers))
         if problems := [problem for problem in problems if problem]:
-            mend = f"Start the {self.kind}, or mend host and port."
-            raise ConfigError("\n".join(f"{self.flag}: {problem}. {mend}" for problem in problems))
+            remedy = f"Start the {self.kind}, or correct host and port."
+            raise ConfigError("\n".join(f"{self.flag}: {problem}. {remedy}" for problem in problems))
 
     async def ask(self, body: Mapping[str, Any] | None, path: str = "") -> Any:
         """The first answer in `retries` + 1 attempts to POST `body`, or without one to GET, at the URL with `path` behind it.
@@ -100,7 +100,7 @@ class HTTPServers:
             raise ServerError(f"{error} (attempt {self.retries + 1} of {self.retries + 1})") from error
 
     async def _attempt(self, body: Mapping[str, Any] | None, path: str, tried: list[str]) -> Any:
-        """What one server says, rather one not yet `tried`. Raises ServerError, or ValueError where asking again is no use."""
+        """The answer of one server, if possible one not yet `tried`. Raises ServerError, or ValueError if asking again is no use."""
         async with self._turns:
             server = min(self.servers, key=lambda each: (tried.count(each.url), self._rest(each), each.in_flight))
             tried.append(server.url)

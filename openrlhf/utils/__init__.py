@@ -6,14 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
     from openrlhf.processes.sandbox import run_program
     from openrlhf.rewards.graders import extract_boxed_answer, grade_answer
     from openrlhf.rewards.remote_engines import remote_engine
     from openrlhf.rewards.servers import ServerError
 
-__all__ = ["ServerError", "extract_boxed_answer", "grade_answer", "remote_engine", "run_program"]
+__all__ = ["OpenAIAgentExecutor", "ServerError", "extract_boxed_answer", "grade_answer", "remote_engine", "run_program"]
 
 _HOMES = {
+    "OpenAIAgentExecutor": "openrlhf.agents.openai_endpoint",
     "ServerError": "openrlhf.rewards.servers",
     "extract_boxed_answer": "openrlhf.rewards.graders",
     "grade_answer": "openrlhf.rewards.graders",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from openrlhf import utils
 from openrlhf.agents.contract import (
     AgentExecutorBase,
     AgentInstanceBase,
@@ -29,14 +29,4 @@ __all__ = [
     "remote_engine",
 ]
 
-_HOMES = {  # of names that load a web server or client: where they are asked for
-    "OpenAIAgentExecutor": "openrlhf.agents.openai_endpoint",
-    "ServerError": "openrlhf.rewards.servers",
-    "remote_engine": "openrlhf.rewards.remote_engines",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = utils.__getattr__  # names that load a web server or client
