@@ -123,75 +123,67 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             begun = await awaited(agent.reset({"observation": prompt, "label": label}))
             if not isinstance(begun, Mapping) or not isinstance(begun.get("observation"), str):
                 raise ContractMistake(f"{_named(agent)}.reset returned {begun!r}, not a dict with the text observation")
-            text: str = begun["observation"]
-            episode = _Episode(_first_tokens(text, hf_tokenizer, max_length, sampling_params.max_tokens), text)
-            await self._take_turns(agent, episode, label, sampling_params, max_length, hf_tokenizer, llm_engine)
+            episode = _Episode(begun["observation"], sampling_params, max_length, hf_tokenizer, llm_engine)
+            await self._take_turns(agent, episode, label, sampling_params)
         finally:
             await awaited(agent.close())
-        rewards = {"turn_rewards": episode.rewards} if self.turn_rewards else {}
         return {
             "prompt": prompt,
             "label": label,
-            "observation_tokens": episode.tokens,
-            "action_ranges": episode.ranges,
-            "rollout_log_probs": episode.logprobs,
+            **episode.result(),
             "reward": sum(episode.rewards),
             "scores": sum(episode.rewards) if episode.score is None else episode.score,
             "extra_logs": episode.logs,
-            "truncated": episode.truncated,
-            **rewards,
+            **({"turn_rewards": episode.rewards} if self.turn_rewards else {}),
         }
 
     async def _take_turns(
-        self,
-        agent: AgentInstanceBase,
-        episode: _Episode,
-        label: Any,
-        params: SamplingParams,
-        max_length: int,
-        tokenizer: PreTrainedTokenizerBase,
-        engine: Engine,
+        self, agent: AgentInstanceBase, episode: _Episode, label: Any, params: SamplingParams
     ) -> None:
-        turn = 0
-        while len(episode.tokens) < max_length and (self.max_turns is None or turn < self.max_turns):
-            observed = episode.text
-            output = await episode.act(engine, params, max_length)
+        while episode.room > 0 and (self.max_turns is None or len(episode.ranges) < self.max_turns):
             states = {
-                "observation_text": observed,
-                "action_text": output.text,
+                "observation_text": episode.text,
                 "label": label,
                 "sampling_params": copy.copy(params),
-                "turn": turn,
+                "turn": len(episode.ranges),
             }
-            answer = _checked(agent, await awaited(agent.step(states)))
-            feedback: str = answer.get("environment_feedback") or ""
-            episode.observe(answer, feedback, tokenizer(feedback, add_special_tokens=False)["input_ids"])
+            output = await episode.act(params)
+            answer = _checked(agent, await awaited(agent.step({**states, "action_text": output.text})))
+            episode.observe(answer)
             if answer["done"]:
-                episode.truncated = output.finish_reason == "length"
                 return
             params = answer.get("sampling_params") or params
-            turn += 1
         episode.truncated = True
 
 
 class _Episode:
-    """What has been said so far, by tokens."""
+    """What has been said so far, by tokens, beginning with the last tokens of `text` that leave room for an action."""
 
-    def __init__(self, tokens: list[int], text: str) -> None:
-        self.tokens, self.text = tokens, text
-        self.logprobs = [0.0] * len(tokens)
+    def __init__(
+        self, text: str, params: SamplingParams, max_length: int, tokenizer: PreTrainedTokenizerBase, engine: Engine
+    ) -> None:
+        self.engine, self.tokenizer, self.max_length, self.text = engine, tokenizer, max_length, text
+        self.tokens = self._tokens(text)[-max(1, max_length - (params.max_tokens or 1)) :]
+        self.logprobs = [0.0] * len(self.tokens)
         self.ranges: list[tuple[int, int]] = []
         self.rewards: list[float] = []  # of each turn
         self.score: float | None = None
         self.logs: dict[str, Any] = {}
         self.truncated = False
 
-    async def act(self, engine: Engine, params: SamplingParams, max_length: int) -> CompletionOutput:
+    @property
+    def room(self) -> int:
+        """Tokens that are left."""
+        return self.max_length - len(self.tokens)
+
+    def _tokens(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+    async def act(self, params: SamplingParams) -> CompletionOutput:
         """Have the policy sample what follows, as far as there is room, and append it."""
-        room = max_length - len(self.tokens)
         asked = copy.copy(params)
-        asked.max_tokens = min(room, params.max_tokens or room)
-        output = (await engine.generate(list(self.tokens), asked)).outputs[0]
+        asked.max_tokens = min(self.room, params.max_tokens or self.room)
+        output = (await self.engine.generate(list(self.tokens), asked)).outputs[0]
         sampled = list(output.token_ids)
         self.ranges.append((len(self.tokens), len(self.tokens) + len(sampled)))
         self.tokens += sampled
@@ -200,10 +192,13 @@ class _Episode:
             chosen[t].logprob if t in chosen else 0.0 for t, chosen in zip(sampled, candidates, strict=True)
         ]
         self.text += output.text
+        self.truncated = output.finish_reason == "length"
         return output
 
-    def observe(self, answer: Mapping[str, Any], feedback: str, tokens: list[int]) -> None:
+    def observe(self, answer: Mapping[str, Any]) -> None:
         """Append what the environment said, and remember what it gave."""
+        feedback: str = answer.get("environment_feedback") or ""
+        tokens = self._tokens(feedback)
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.text += feedback
@@ -211,6 +206,15 @@ class _Episode:
         if answer.get("scores") is not None:
             self.score = _number(answer["scores"])
         self.logs |= answer.get("extra_logs") or {}
+
+    def result(self) -> dict[str, Any]:
+        """The episode's part of what `execute` returns."""
+        return {
+            "observation_tokens": self.tokens,
+            "action_ranges": self.ranges,
+            "rollout_log_probs": self.logprobs,
+            "truncated": self.truncated,
+        }
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
@@ -231,17 +235,9 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         images: Any = None,
     ) -> dict[str, Any]:
         """Sample once, and ask `remote_rm_url`, if it is given, for the reward."""
-        tokens = _first_tokens(prompt, hf_tokenizer, max_length, sampling_params.max_tokens)
-        episode = _Episode(tokens, prompt)
-        output = await episode.act(llm_engine, sampling_params, max_length)
-        result = {
-            "prompt": prompt,
-            "label": label,
-            "observation_tokens": episode.tokens,
-            "action_ranges": episode.ranges,
-            "rollout_log_probs": episode.logprobs,
-            "truncated": output.finish_reason == "length",
-        }
+        episode = _Episode(prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
+        await episode.act(sampling_params)
+        result = {"prompt": prompt, "label": label, **episode.result()}
         if self.remote_rm_url is None:
             return result
         query = str(hf_tokenizer.decode(episode.tokens, skip_special_tokens=False))
@@ -320,12 +316,6 @@ async def _new(kind: type[AgentInstanceBase], arguments: Mapping[str, Any]) -> A
     instance = kind.__new__(kind)
     await kind.__init__(instance, **arguments)
     return instance
-
-
-def _first_tokens(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int | None) -> list[int]:
-    """The last tokens of the beginning that leave room for `max_tokens`."""
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens[-max(1, max_length - (max_tokens or 1)) :]
 
 
 def _number(value: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -29,8 +30,7 @@ def ray_cluster(plan: Placement) -> Iterator[None]:
     Raises PlacementError when the Ray of RAY_ADDRESS cannot be joined, or the cluster is too small for the plan.
     """
     started = not ray.is_initialized()
-    if started:
-        _init_ray(plan)
+    session = _init_ray(plan) if started else None
     try:
         check_capacity(plan, ray.cluster_resources())
         with _plain_sigterm():
@@ -38,6 +38,8 @@ def ray_cluster(plan: Placement) -> Iterator[None]:
     finally:
         if started:
             ray.shutdown()
+    if session:  # after an error, the logs of Ray stay
+        shutil.rmtree(session, ignore_errors=True)
 
 
 @contextmanager
@@ -59,18 +61,19 @@ def _plain_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _init_ray(plan: Placement) -> None:
+def _init_ray(plan: Placement) -> str | None:
+    """Join or start Ray; the folder of what was started."""
     # Leave CUDA_VISIBLE_DEVICES of GPU-less actors alone.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if not (address := _answering_address()):
-        ray.init(
+        context = ray.init(
             "local",
             num_cpus=max(os.cpu_count() or 1, 4),
             include_dashboard=False,
             object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
             **QUIET,
         )
-        return
+        return str(context.address_info["session_dir"])  # type: ignore[attr-defined]
     try:  # Not by address="auto": that also joins what another run has started for itself, and dies with it.
         ray.init(**QUIET)
     except (OSError, ValueError, AuthenticationError) as error:
@@ -78,6 +81,7 @@ def _init_ray(plan: Placement) -> None:
             f"Ray at {address} cannot be joined: {error}. If it asks for a token, set RAY_AUTH_MODE=token, and have the "
             "token of its head node in ~/.ray/auth_token."
         ) from error
+    return None
 
 
 def _answering_address() -> str | None:

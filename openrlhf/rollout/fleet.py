@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,12 +36,14 @@ class Fleet:
         self.logs = [f"{log_dir}/{group.name}-{index}.log" for index in range(group.slots)]
         self.workers_per_engine = settings.tensor_parallel_size
         self._reserved = reserve(group, on_gpus=on_gpus, timeout_s=timeout_s)
+        self._scratch = tempfile.mkdtemp(prefix="openrlhf-")  # for sockets and files that vLLM never removes
+        environment = engine_environment(settings.device) | {"TMPDIR": self._scratch}
         engine = ray.remote(RolloutEngine)
         self._engines: list[Any] = [
             engine.options(
                 **actor_options(self._reserved, index, on_gpus=on_gpus),
                 max_concurrency=4096,
-                runtime_env={"env_vars": engine_environment(settings.device)},
+                runtime_env={"env_vars": environment},
             ).remote(settings, index, log)
             for index, log in enumerate(self.logs)
         ]
@@ -93,6 +97,7 @@ class Fleet:
         for engine in self._engines:
             ray.kill(engine)
         ray.util.remove_placement_group(self._reserved)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def checked(generation: Generation, engine: int) -> Generation:

@@ -427,7 +427,7 @@ def mistakes(logs: Path) -> Iterator[Stand]:
         ("no done", "Game.step returned no done; it must"),
         ("done in words", "Game.step returned done 'no', which is neither True nor False"),
         ("two rewards", "Game.step returned rewards [1.0, 2.0], which is not one number"),
-        ("list", "Game.step returned environment_feedback ['no', 3], which is no text"),
+        ("list", "Game.step returned environment_feedback ['no', 3], which is not text"),
         ("reward as text", "Game.step returned rewards '1.0', which is not one number"),
         ("images", "Game.step returned environment_images; the policy reads text only"),
     ],

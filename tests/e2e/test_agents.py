@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,19 @@ def agent_flags(workspace: Path, folder: Path, agent: Path, **changes: Any) -> d
 
 
 @pytest.fixture(scope="module")
-def game(workspace: Path) -> Path:
-    run(
-        "train_ppo_ray",
-        agent_flags(workspace, workspace / "game", EXAMPLES / "higher_lower.py", **{"reward.workers": 2}),
-    )
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files, with a name short enough for sockets in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def game(workspace: Path, temporary: Path) -> Path:
+    flags = agent_flags(workspace, workspace / "game", EXAMPLES / "higher_lower.py", **{"reward.workers": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TMPDIR", "RAY_TMPDIR"):
+            patch.setenv(name, str(temporary))
+        run("train_ppo_ray", flags)
     return workspace / "game"
 
 
@@ -73,6 +82,11 @@ def test_the_example_environment_trains(game: Path) -> None:
     assert all(1 <= guesses <= 4 for guesses in column(game, "train/guesses"))
     assert all("higher: " in row["response"] or row["reward"] is not None for row in samples(game))
     assert any(" higher: " in row["response"] or " lower: " in row["response"] for row in samples(game))
+
+
+def test_a_run_leaves_nothing_in_the_folder_for_temporary_files(game: Path, temporary: Path) -> None:
+    assert {path.name for path in temporary.iterdir()} <= {"ray"}
+    assert [path.name for path in (temporary / "ray").glob("session_2*")] == []
 
 
 def test_the_trainer_recomputes_the_logprobs_that_were_recorded_over_several_turns(game: Path) -> None:
