@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.observability.metrics import Metric
+from openrlhf.observability.once import warn_once
 from openrlhf.rewards.budget import ErrorPolicy
 from openrlhf.rewards.protocol import Reward, RewardResult, request_of
 from openrlhf.rollout.measures import SampleCost, generation_metrics
@@ -21,7 +21,6 @@ from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
 Group = list[Trajectory]  # all samples of one prompt, failed ones among them
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +160,6 @@ class RolloutGenerator:
     ) -> None:
         self.engines, self.tokenizer = engines, tokenizer
         self.reward, self.agents, self.on_error = reward, agents, on_error
-        self._clipped = False  # a prompt was clipped, and the user was warned
         self._costs: list[SampleCost] = []  # of training samples, since `metrics` was last called
 
     async def stream(
@@ -197,12 +195,10 @@ class RolloutGenerator:
 
     async def _sample(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group:
         tokens = spec.clip_prompt(prompt.tokens)
-        if len(tokens) < len(prompt.tokens) and not self._clipped:
-            self._clipped = True
-            logger.warning(
-                "Prompt %d has %d tokens and keeps its last %d, like every prompt that leaves no room for a response in --data.max_len.",
-                prompt.index, len(prompt.tokens), len(tokens),
-            )  # fmt: skip
+        if len(tokens) < len(prompt.tokens):
+            warn_once(
+                f"Prompts that leave no room for a response in --data.max_len keep their last {len(tokens)} tokens."
+            )
         generations = await generate(prompt, spec, tokens, spec.params_for(prompt, len(tokens)))
         requests = [
             request_of(self.tokenizer, prompt.text, prompt.label, tokens, generation.tokens)
