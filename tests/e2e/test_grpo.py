@@ -342,7 +342,7 @@ def check_same(folder: Path, other: Path) -> None:
 def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depend_on_the_layout(
     workspace: Path,
 ) -> None:
-    """One rank with fixed micro-batches against two ranks with micro-batches by tokens; the last batch is short."""
+    """One rank with fixed micro-batches against two with micro-batches by tokens, fewer than --data.max_len; the last batch is short."""
     common = {
         "data.max_samples": 11,
         "train.batch_size": 8,
@@ -355,7 +355,7 @@ def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depe
     }
     one, two = workspace / "one", workspace / "two"
     train(grpo_flags(workspace, one, **common))
-    budget = {"train.dynamic_batch_enable": True, "train.max_tokens_per_gpu": 40, "rollout.max_tokens_per_gpu": 48}
+    budget = {"train.dynamic_batch_enable": True, "train.max_tokens_per_gpu": 11, "rollout.max_tokens_per_gpu": 10}
     ranks = {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2}
     train(grpo_flags(workspace, two, **common, **budget, **ranks))
     assert column(one, "rollout/num_samples") == [16.0, 16.0, 12.0]
