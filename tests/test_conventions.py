@@ -15,7 +15,7 @@ from openrlhf.algorithms import tensors
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS, GROUP_STD_EPSILON, gae, shape_rewards
 from openrlhf.algorithms.corrections import PRESETS, Correction, correction_weights
 from openrlhf.algorithms.kl import KLController, kl_estimate
-from openrlhf.algorithms.policy_losses import POLICY_LOSSES, aggregation_weights, value_loss
+from openrlhf.algorithms.policy_losses import POLICY_LOSSES, Clip, aggregation_weights, value_loss
 from openrlhf.algorithms.rewards import overlong_penalty, token_rewards
 from openrlhf.algorithms.tensors import linear_logprobs, masked_whiten
 from openrlhf.config.choices import POLICY_LOSSES as POLICY_LOSS_FLAGS
@@ -141,9 +141,7 @@ def cispo() -> list[str]:
     assert clip is not None
     ratios = torch.tensor([[0.01, 9.0]])
     logprobs, ones = ratios.log().requires_grad_(), torch.ones(1, 2)
-    loss = POLICY_LOSSES["cispo"].function(
-        logprobs, torch.zeros(1, 2), ones, ones > 0, clip_low=clip[0], clip_high=clip[1], dual_clip=None
-    )
+    loss = POLICY_LOSSES["cispo"].function(logprobs, torch.zeros(1, 2), ones, ones > 0, Clip(low=clip[0], high=clip[1]))
     (gradient,) = torch.autograd.grad(loss.per_token.sum(), logprobs)
     low, high = (numbers([-value]) for value in gradient[0].tolist())
     return [

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +24,8 @@ from openrlhf.algorithms.tensors import GroupIds, PerSample, PerToken, TokenMask
 GROUP_STD_EPSILON = 1e-9
 
 RewardShaping = Callable[[Tensor, Tensor], Tensor]  # (rewards (R,), group (R,)) -> (R,)
-
-
-@runtime_checkable
-class CreditAssignment(Protocol):
-    """Token rewards and values to (advantages, returns), all (B, T); no critic: values are 0."""
-
-    def __call__(
-        self, token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
-    ) -> tuple[Tensor, Tensor]: ...
+# token rewards, values and mask, with gamma= and lam= -> (advantages, returns), all (B, T). Without a critic, values are 0.
+CreditAssignment = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,21 +27,21 @@ class PolicyLoss:
     approx_kl: PerToken  # log π_old − log π_θ, nats, unbounded
 
 
-@runtime_checkable
-class PolicyLossFunction(Protocol):
-    """log π_θ (with gradient), log π_old, Â, action mask, all (B, T); clip [1 − low, 1 + high]."""
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """The range [1 − low, 1 + high] of a ratio, and the bound `dual` · Â of bad tokens. ValueError for a dual clip of at most 1."""
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        clip_low: float,
-        clip_high: float,
-        dual_clip: float | None,
-    ) -> PolicyLoss: ...
+    low: float
+    high: float
+    dual: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.dual is not None and self.dual <= 1:
+            raise ValueError(f"--actor.dual_clip {self.dual} must be above 1")
+
+
+# log π_θ (with gradient), log π_old, Â and the action mask, all (B, T), and the clip
+PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Clip], PolicyLoss]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,37 +67,18 @@ def policy_loss(name: str, *, aggregation: str = "token") -> Callable[[PolicyLos
 
 
 @policy_loss("ppo")
-def ppo(
-    logprobs: PerToken,
-    old_logprobs: PerToken,
-    advantages: PerToken,
-    mask: TokenMask,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> PolicyLoss:
+def ppo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip) -> PolicyLoss:
     """ℓ = −min(ρ Â, clip(ρ, 1 − ε_low, 1 + ε_high) Â).     Schulman et al. 2017, eq. 7
 
-    ε_high > ε_low is DAPO's clip-higher (arXiv:2503.14476). `dual_clip` c > 1 bounds ℓ by −c Â
-    where Â < 0 (Ye et al. 2020, arXiv:1912.09729); `clipped` does not count that bound. Raises
-    ValueError for c ≤ 1.  arXiv:1707.06347
+    ε_high > ε_low is DAPO's clip-higher (arXiv:2503.14476). A dual clip c bounds ℓ by −c Â where
+    Â < 0 (Ye et al. 2020, arXiv:1912.09729); `clipped` does not count that bound.  arXiv:1707.06347
     """
     log_rho = log_ratio(logprobs, old_logprobs, mask)
-    return _surrogate(bounded_exp(log_rho), log_rho, advantages, mask, clip_low, clip_high, dual_clip)
+    return _surrogate(bounded_exp(log_rho), log_rho, advantages, mask, clip)
 
 
 @policy_loss("gspo", aggregation="sequence")
-def gspo(
-    logprobs: PerToken,
-    old_logprobs: PerToken,
-    advantages: PerToken,
-    mask: TokenMask,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> PolicyLoss:
+def gspo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip) -> PolicyLoss:
     """As `ppo`, with one ρ per sequence: the geometric mean of its tokens'.
 
     The paper's ε are 3e-4 and 4e-4: sequence ratios stay far closer to 1 than token ratios.
@@ -107,27 +87,17 @@ def gspo(
     log_rho = log_ratio(logprobs, old_logprobs, mask)
     mean = log_rho.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     rho = bounded_exp(mean).expand_as(log_rho)
-    return _surrogate(rho, log_rho, advantages, mask, clip_low, clip_high, dual_clip)
+    return _surrogate(rho, log_rho, advantages, mask, clip)
 
 
-def _surrogate(
-    rho: Tensor,
-    log_rho: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> PolicyLoss:
+def _surrogate(rho: Tensor, log_rho: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> PolicyLoss:
     """The pessimistic surrogate of PPO for any ratio."""
     advantages = advantages.masked_fill(~mask, 0)
     plain = rho * advantages
-    held = rho.clamp(1 - clip_low, 1 + clip_high) * advantages
+    held = rho.clamp(1 - clip.low, 1 + clip.high) * advantages
     objective = torch.minimum(plain, held)
-    if dual_clip is not None:
-        if dual_clip <= 1:
-            raise ValueError(f"--actor.dual_clip {dual_clip} must be above 1")
-        bounded = torch.maximum(objective, dual_clip * advantages)
+    if clip.dual is not None:
+        bounded = torch.maximum(objective, clip.dual * advantages)
         objective = torch.where(advantages < 0, bounded, objective)
     return PolicyLoss(
         per_token=-objective,
@@ -138,28 +108,19 @@ def _surrogate(
 
 
 @policy_loss("cispo")
-def cispo(
-    logprobs: PerToken,
-    old_logprobs: PerToken,
-    advantages: PerToken,
-    mask: TokenMask,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> PolicyLoss:
+def cispo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip) -> PolicyLoss:
     """ℓ = −sg(clip(ρ, 1 − ε_low, 1 + ε_high)) Â log π_θ: every token keeps a gradient.
 
     ε_low = 1 leaves the lower side open, as in the paper. Raises ValueError for a dual clip: this
     loss has nothing that it could bound.  MiniMax-M1, 2025, eqs. 4 and 5, arXiv:2506.13585
     """
-    if dual_clip is not None:
+    if clip.dual is not None:
         raise ValueError(
-            f"--actor.dual_clip {dual_clip} has no meaning with --actor.policy_loss_type cispo: leave it out"
+            f"--actor.dual_clip {clip.dual} has no meaning with --actor.policy_loss_type cispo: leave it out"
         )
     log_rho = log_ratio(logprobs, old_logprobs, mask).detach()
     rho = bounded_exp(log_rho).masked_fill(~mask, 0)
-    weight = rho.clamp(1 - clip_low, 1 + clip_high)
+    weight = rho.clamp(1 - clip.low, 1 + clip.high)
     return PolicyLoss(
         per_token=-weight * advantages.masked_fill(~mask, 0) * logprobs.masked_fill(~mask, 0),
         ratio=rho,
@@ -178,13 +139,8 @@ def value_loss(values: PerToken, old_values: PerToken, returns: PerToken, mask: 
     return 0.5 * torch.maximum((values - returns).square(), (held - returns).square())
 
 
-@runtime_checkable
-class Aggregation(Protocol):
-    """(weights (B, T), this micro-batch's share of the denominator)."""
-
-    def __call__(self, mask: Tensor, max_tokens: int | None) -> tuple[Tensor, float]: ...
-
-
+# action mask and the longest response -> (weights (B, T), this micro-batch's part of the denominator)
+Aggregation = Callable[[Tensor, int | None], tuple[Tensor, float]]
 AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 
 def device_kind() -> str:
     """`cuda` where torch sees a GPU, else `cpu`."""

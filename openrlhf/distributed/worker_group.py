@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from openrlhf.config.plugins import load_plugins
 from openrlhf.distributed.devices import device_kind, free_port, node_address, redirect_output, worker_environment
@@ -180,6 +180,8 @@ def gather(
                 raise WorkerError(_late(references, waiting, timeout_s, doing, logs, flag))
             ray.get(done)
         return ray.get([call[0] for call in each])
+    except RayTaskError as error:
+        raise error.cause from error  # as the worker raised it: its message alone, for what a user can correct
     except RayActorError as error:
         raise WorkerError(
             f"a process died while the run was about to {doing}: {error}. Logs: {', '.join(logs) or 'see the run folder'}"

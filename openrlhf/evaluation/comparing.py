@@ -76,7 +76,10 @@ def win_rate(pairs: Sequence[Comparison]) -> tuple[float, float]:
 
 
 def win_metrics(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """The win rate with its standard error, of everything and per data source, and the counts, under the logged names."""
+    """The win rate with its standard error, of everything and per data source, and the counts, under the logged names.
+
+    A rate of no pairs and an error of fewer than two prompts are left out.
+    """
     rate, error = win_rate(pairs)
     wins = [pair.win for pair in pairs if pair.win is not None]
     metrics = {
@@ -90,7 +93,7 @@ def win_metrics(pairs: Sequence[Comparison]) -> dict[str, float]:
     for source, members in of_sources(pairs, lambda pair: pair.ours).items():
         rate, error = win_rate(members)
         metrics |= {f"eval/eval_{source}_win_rate": rate, f"eval/eval_{source}_win_rate_stderr": error}
-    return metrics
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def accuracy_metrics(pairs: Sequence[Comparison]) -> dict[str, float]:

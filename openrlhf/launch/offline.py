@@ -26,9 +26,10 @@ from openrlhf.data.first_look import (
 )
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.strategy import NonFiniteError, Strategy
+from openrlhf.distributed.strategy import NonFiniteError, Strategy, TrainEngine
 from openrlhf.launch.identity import Identity, offline_identity
 from openrlhf.models.loading import ModelError
+from openrlhf.models.proof import prove_layout
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.supervised import Schedule, SupervisedTrainer, layout_of
@@ -44,6 +45,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     Raises DataError for too few rows, and CheckpointError where --ckpt.load_enable finds a checkpoint of another run.
     """
     config = task.config
+    task.check_model()
     tokenizer = get_tokenizer(
         config.model.model_name_or_path,
         padding_side=task.padding_side,
@@ -66,8 +68,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     checkpoint: Checkpoint | None = strategy.broadcast(found)
     if checkpoint:
         check_resumable(checkpoint, strategy, identity)
-    engine = strategy.trained(task.load_model, config, total_steps=schedule.total_steps)
-    task.frozen = {name: strategy.frozen(load) for name, load in task.frozen_models().items()}
+    engine = load_models(task, strategy, schedule.total_steps)
     recorder = None
     if strategy.is_main:
         recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
@@ -98,6 +99,15 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         if recorder:
             recorder.close()
     torch.distributed.destroy_process_group()
+
+
+def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total_steps: int) -> TrainEngine:
+    """The trained model, with its optimizer, and the frozen models of the task, which get them here. Raises ModelError."""
+    engine = strategy.trained(task.load_model, task.config, total_steps=total_steps)
+    task.frozen = {name: strategy.frozen(load) for name, load in task.frozen_models().items()}
+    for model in (engine.module, *task.frozen.values()):
+        prove_layout(getattr(model, "module", model))
+    return engine
 
 
 def load_rows(task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, Rows | None]:

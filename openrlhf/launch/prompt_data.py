@@ -75,10 +75,10 @@ def policy_tokenizer(config: settings.Sampling, path: str, *, flag: str) -> PreT
 
 
 def check_language_model(config: settings.Sampling, path: str) -> None:
-    """Raise ModelError where a model is none of language, or has too few positions for --data.max_len."""
+    """Raise ModelError unless the model is a language model with enough positions for --data.max_len."""
     spec = settings.load_spec(config, path)
     check_is_causal(spec)
-    check_positions(spec, config.data.max_len)
+    check_positions(spec)
 
 
 def read_prompts(

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from openrlhf.agents.pool import AgentSettings
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from openrlhf.algorithms.corrections import Correction, Level, Mode
+from openrlhf.algorithms.policy_losses import Clip
 from openrlhf.checkpoints import EngineLayout
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.ppo import PPOConfig
@@ -47,11 +48,17 @@ def has_dropout(config: PPOConfig) -> bool:
     """Whether the model's forward draws random numbers while it trains."""
     architecture = AutoConfig.from_pretrained(
         config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code
-    ).to_dict()
+    )
+    return _draws(architecture.to_dict())
+
+
+def _draws(entries: dict[str, Any]) -> bool:
+    """Whether an entry of a configuration, or of one nested in it, is the rate of a dropout or a jitter."""
     return any(
-        isinstance(value, float) and value > 0
-        for name, value in architecture.items()
-        if "dropout" in name or "pdrop" in name or "jitter" in name
+        _draws(value)
+        if isinstance(value, dict)
+        else isinstance(value, float) and value > 0 and any(word in name for word in ("dropout", "pdrop", "jitter"))
+        for name, value in entries.items()
     )
 
 
@@ -81,6 +88,7 @@ def load_spec(config: Sampling, path: str) -> LoadSpec:
         param_dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
         packing=config.ds.packing_samples,
+        max_len=config.data.max_len,
         trust_remote_code=config.model.trust_remote_code,
     )
 
@@ -121,9 +129,7 @@ def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySet
         optimizer=actor,
         objective=Objective(
             policy_loss=actor.policy_loss_type,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=actor.dual_clip,
+            clip=Clip(low=clip_low, high=clip_high, dual=actor.dual_clip),
             correction=correction_of(config),
             correct=algo.correction.level is not None,
             aggregation=algo.loss.aggregation,

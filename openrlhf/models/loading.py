@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.models import packed_attention
@@ -21,6 +23,8 @@ class ModelError(ValueError):
     """A model cannot be loaded; the message says what to do."""
 
 
+# Configuration entries by which some architectures transform logits after the output layer.
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 transformers_logging.disable_progress_bar()  # a bar per process and model tells the user nothing
@@ -34,6 +38,7 @@ class LoadSpec:
     param_dtype: str  # bf16, fp16 or fp32
     attention: str  # the value in effect, as the resolved configuration has it
     packing: bool
+    max_len: int | None = None  # tokens of the longest sequence of the run
     gradient_checkpointing: bool = False
     reentrant: bool = False
     trust_remote_code: bool = False
@@ -41,38 +46,71 @@ class LoadSpec:
 
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
-    """A causal language model, ready to train. Raises ValueError naming the flag when it needs code of its own."""
+    """A causal language model, ready to train. Raises ModelError for what `check_is_causal` refuses, and unreadable files."""
     check_is_causal(spec)
-    with naming_the_flag(spec):
+    with explaining_failures(spec):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(spec.path, **pretrained_options(spec))
     return prepared(model, spec)
 
 
 def configuration(spec: LoadSpec) -> Any:
-    """The stored configuration. Raises ModelError."""
-    with naming_the_flag(spec):
-        return AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    """The stored configuration. Raises ModelError for files that cannot be read, and for positions that depend on the batch."""
+    with explaining_failures(spec):
+        config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    kind, positions = _rope(config)
+    if kind == "dynamic" and spec.max_len and positions and spec.max_len > positions:
+        raise ModelError(
+            f"{spec.path} has rope_type dynamic: beyond {positions} tokens its numbers depend on the longest sequence of a "
+            f"batch. --data.max_len is {spec.max_len}: lower it to {positions}."
+        )
+    return config
+
+
+def _rope(config: Any) -> tuple[str, int | None]:
+    """How positions are stretched (`default`: not at all), and the number of positions."""
+    stored = config.get_text_config().to_dict()
+    return (stored.get("rope_parameters") or {}).get("rope_type", "default"), stored.get("max_position_embeddings")
 
 
 def check_is_causal(spec: LoadSpec) -> None:
-    """Raise ModelError where the configuration is a reward model's or critic's: an output layer would be made up. Reads no weights."""
-    for name in configuration(spec).architectures or []:
+    """Raise ModelError unless the configuration is of a causal language model whose every weight and logit we know.
+
+    Reads no weights: it costs nothing at the start.
+    """
+    config = configuration(spec)
+    for name in config.architectures or []:
         if "SequenceClassification" in name:
+            raise ModelError(f"{spec.path} is a reward model or critic ({name}). Name a language model.")
+    loaded: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if loaded is not None and not isinstance(config, loaded.config_class):
+        stored = ", ".join(config.architectures or [config.model_type])
+        raise ModelError(
+            f"{spec.path} is a model of more than text ({stored}). Transformers would load its language model alone, and an "
+            "export would lose the rest. Name a text model."
+        )
+    reject_transformed_logits(config)
+
+
+def reject_transformed_logits(architecture: PretrainedConfig) -> None:
+    """Raise ModelError for an architecture whose logits are more than the output layer: its log-probabilities would be wrong."""
+    for name in LOGIT_TRANSFORMS:
+        value = getattr(architecture.get_text_config(), name, None)
+        if value not in (None, 1, 1.0):
             raise ModelError(
-                f"{spec.path} is a reward model or critic ({name}), and no language model. Name one that is."
+                f"{architecture.model_type} transforms its logits after the output layer (config.{name} = {value}); "
+                "such models are not supported. Use an architecture with a plain output layer (Llama, Qwen, Mistral, …)."
             )
 
 
-def check_positions(spec: LoadSpec, max_len: int) -> None:
-    """Raise ModelError where --data.max_len is more tokens than the model has positions for, and nothing stretches them."""
-    stored = configuration(spec).get_text_config().to_dict()
-    rope, positions = stored.get("rope_parameters") or {}, stored.get("max_position_embeddings") or max_len
-    if max_len > positions and rope.get("rope_type", "default") == "default":
-        raise ModelError(f"--data.max_len is {max_len}, but {spec.path} has {positions} positions: lower it.")
+def check_positions(spec: LoadSpec) -> None:
+    """Raise ModelError if --data.max_len is more tokens than the model has positions for, and nothing stretches them."""
+    kind, positions = _rope(configuration(spec))
+    if spec.max_len and positions and spec.max_len > positions and kind == "default":
+        raise ModelError(f"--data.max_len is {spec.max_len}, but {spec.path} has {positions} positions: lower it.")
 
 
 def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
-    """What `from_pretrained` is told about any model."""
+    """Keyword arguments of `from_pretrained` for any model."""
     packed = spec.packing and spec.attention == "sdpa"
     return {
         "dtype": DTYPES[spec.param_dtype],
@@ -83,26 +121,49 @@ def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
 
 
 @contextmanager
-def naming_the_flag(spec: LoadSpec) -> Iterator[None]:
-    """Within it, a refusal to run a model's own code names the flag that allows it, and unreadable files are named. Raises ModelError."""
+def explaining_failures(spec: LoadSpec) -> Iterator[None]:
+    """Within it, what Transformers cannot load is a ModelError that names the file or the flag."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         raise ModelError(f"the model in {spec.path} cannot be read (an incomplete download?): {error}") from error
     except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ModelError(
-            f"the model {spec.path} comes with code of its own; if you trust it, add --model.trust_remote_code"
-        ) from error
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"the model {spec.path} comes with code of its own; if you trust it, add --model.trust_remote_code"
+            ) from error
+        if "attention implementation" in str(error):
+            packed = "drop --ds.packing_samples, or " if spec.packing else ""
+            raise ModelError(
+                f"{spec.path} has no attention of the kind {spec.attention}: {packed}try --ds.attn_implementation eager. {error}"
+            ) from error
+        raise
 
 
 def prepared(model: PreTrainedModel, spec: LoadSpec) -> PreTrainedModel:
-    """The model without a cache, and with gradient checkpointing where that is asked for."""
+    """The model with one set of position frequencies, and with gradient checkpointing if the flags ask for it."""
+    if spec.max_len:
+        pin_longrope(model, spec.max_len)
     if spec.gradient_checkpointing:
         options: dict[str, Any] = {"use_reentrant": spec.reentrant}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     return model
+
+
+def pin_longrope(model: PreTrainedModel, max_len: int) -> None:
+    """Give all sequences the frequencies of `max_len` tokens, as the engine does.
+
+    LongRoPE has two sets of frequencies, and Transformers chooses one by the longest sequence of each batch: a result would
+    depend on its neighbours.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            rotary: Any = module
+            frequencies, rotary.attention_scaling = ROPE_INIT_FUNCTIONS["longrope"](
+                rotary.config, device=rotary.inv_freq.device, seq_len=max_len
+            )
+            rotary.register_buffer("inv_freq", frequencies, persistent=False)
+            rotary.rope_type = "longrope of one length"  # no name at which Transformers looks at the batch
 
 
 def stored_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -11,9 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.models.backbone import decode, require_balanced_experts
 from openrlhf.models.head import OutputHead, preceding
-
-# Configuration entries by which some architectures transform logits after the head.
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+from openrlhf.models.loading import reject_transformed_logits
 
 
 class TokenScores(NamedTuple):
@@ -69,17 +67,3 @@ class PolicyModel(nn.Module):
             entropy=None if entropies is None else blank.index_put((places,), entropies),
             aux_loss=aux_loss,
         )
-
-
-def reject_transformed_logits(architecture: PretrainedConfig) -> None:
-    """Refuse architectures whose logits are more than the output layer: their log-probabilities would be wrong here.
-
-    Raises ValueError naming the entry.
-    """
-    for name in _LOGIT_TRANSFORMS:
-        value = getattr(architecture.get_text_config(), name, None)
-        if value not in (None, 1, 1.0):
-            raise ValueError(
-                f"{architecture.model_type} transforms its logits after the output layer (config.{name} = {value}); "
-                "such models are not supported. Use an architecture with a plain output layer (Llama, Qwen, Mistral, …)."
-            )

@@ -19,7 +19,14 @@ from transformers.utils import logging as transformers_logging
 
 from openrlhf.models.backbone import decode, require_balanced_experts
 from openrlhf.models.head import OutputHead, preceding
-from openrlhf.models.loading import LoadSpec, ModelError, configuration, naming_the_flag, prepared, pretrained_options
+from openrlhf.models.loading import (
+    LoadSpec,
+    ModelError,
+    configuration,
+    explaining_failures,
+    prepared,
+    pretrained_options,
+)
 
 NATIVE_HEAD = "score"  # what Transformers calls the head
 
@@ -103,7 +110,7 @@ def load_scalar(
     """
     config, declared = _configuration(spec, head_prefix)
     model_class = _model_class(config)
-    with naming_the_flag(spec), _quietly():
+    with explaining_failures(spec), _quietly():
         hf, report = model_class.from_pretrained(
             spec.path,
             config=config,

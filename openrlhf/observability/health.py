@@ -132,6 +132,9 @@ MEANING = {  # of each sickness, and what to look at
     "--adam.lr, or keep the best weights with --eval.patience.",
     "drift": "The policy runs away from the reference; the unit is nats per token. Raise --algo.kl.init_coef, lower "
     "--actor.adam.lr, or end such runs with --algo.kl.stop_run.",
+    "leap": "One batch moved the policy this far; the unit is nats per token. The first steps of AdamW change every weight by "
+    "the full learning rate, mostly along noise, and can undo what the model knew. Lower --actor.adam.lr, or raise "
+    "--actor.lr_warmup_ratio.",
     "entropy collapse": "The samples of a prompt hardly differ any more. Raise --actor.entropy_coef, --algo.kl.init_coef "
     "or the upper bound of --actor.eps_clip_low_high.",
     "entropy growth": "The samples turn into noise. Lower --actor.adam.lr or --actor.entropy_coef, or raise "
@@ -143,8 +146,8 @@ MEANING = {  # of each sickness, and what to look at
     "empty responses": "The policy ends at once. Check whether the reward prefers short responses, and whether the prompts "
     "have the format that the model was trained with.",
     "regression": "The score on held-out prompts fell by more than two standard errors: the training makes the model worse. "
-    "Lower --actor.adam.lr, raise --algo.kl.init_coef, try --ds.param_dtype fp32 for a small model, or keep the best "
-    "weights with --eval.patience.",
+    "Lower --actor.adam.lr, raise --actor.lr_warmup_ratio or --algo.kl.init_coef, or keep the best weights with "
+    "--eval.patience.",
 }
 CAUSES = {"no update": "same rewards"}  # a sickness is not reported after its cause
 
@@ -159,6 +162,8 @@ RULES = (  # in the order of reporting
     Rule("divergence", _LOSS, _each(5, lambda x, start: x > 1.5 * start + 0.5)),
     Rule("overfitting", r"eval/(eval gpt_loss|eval_loss|eval prm_loss)", Sign(3, _rising)),
     Rule("drift", r"train/kl", _each(3, lambda x, _: abs(x) > 1)),
+    # From 0.19 on held-out scores fell, up to 0.08 they did not: docs/results/learning_rates.md.
+    Rule("leap", r"train/kl", Sign(2, lambda _, latest: latest[1].value - latest[0].value > 0.15)),
     Rule("entropy collapse", r"train/entropy_loss", _each(5, lambda x, start: x < 0.01 * start)),
     Rule("entropy growth", r"train/entropy_loss", _each(5, lambda x, start: x > 2 * start + 1)),
     Rule("truncation", r"train/truncated", _each(5, lambda x, _: x > 0.95)),

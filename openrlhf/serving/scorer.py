@@ -12,6 +12,7 @@ from openrlhf.batches import offsets_of
 from openrlhf.config.serving import ServeConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.models.loading import LoadSpec, ModelError
+from openrlhf.models.proof import prove_layout
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 
 
@@ -81,6 +82,7 @@ def load_scorer(
         param_dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
         packing=config.ds.packing_samples,
+        max_len=config.data.max_len,
         trust_remote_code=config.model.trust_remote_code,
         device_map="auto" if torch.cuda.is_available() else None,
     )
@@ -88,6 +90,7 @@ def load_scorer(
         model = load_scalar(
             spec, head_prefix=config.ds.value_head_prefix, require_head=True, normalize=config.reward.normalize_enable
         )
+        prove_layout(model)
         embeddings = model.hf.get_input_embeddings().get_parameter("weight").shape[0]
         if len(tokenizer) > embeddings:
             raise ModelError(

@@ -14,7 +14,7 @@ from openrlhf.config.supervised import SFTConfig
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset, SFTRow
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import check_is_causal, load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.tasks import OfflineTask, load_spec, offline_task
@@ -39,6 +39,10 @@ class SFTTask(OfflineTask[SFTConfig, SFTRow, TokenRows]):
             multiturn=data.multiturn,
             pretrain_mode=self.config.model.pretrain_mode_enable,
         )
+
+    def check_model(self) -> None:
+        """Raise ModelError unless the configuration is of a language model that can be trained here."""
+        check_is_causal(load_spec(self.config))
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """Plain text has no prompts."""

@@ -14,7 +14,7 @@ from openrlhf.batches import Ragged
 from openrlhf.config.supervised import SFTConfig, SupervisedConfig
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
-from openrlhf.models.loading import LoadSpec
+from openrlhf.models.loading import LoadSpec, configuration
 from openrlhf.observability.metrics import Metric
 from openrlhf.workers.base import MicroBatchLimits
 
@@ -50,6 +50,10 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     @abstractmethod
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
         """The rows of a dataset, tokenized."""
+
+    def check_model(self) -> None:
+        """Raise ModelError for a model that the stored configuration shows to be the wrong one. Reads no weights."""
+        configuration(load_spec(self.config))
 
     @abstractmethod
     def load_model(self) -> nn.Module:
@@ -121,6 +125,7 @@ def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
         param_dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
         packing=config.ds.packing_samples,
+        max_len=config.data.max_len,
         gradient_checkpointing=config.model.gradient_checkpointing_enable,
         reentrant=config.model.gradient_checkpointing_reentrant,
         trust_remote_code=config.model.trust_remote_code,

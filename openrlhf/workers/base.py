@@ -19,6 +19,7 @@ from openrlhf.data.batching import micro_batches
 from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.strategy import Metrics, StepResult, Strategy
 from openrlhf.models.loading import LoadSpec
+from openrlhf.models.proof import prove_layout
 from openrlhf.observability.metrics import Last, Max, Mean, merge_all
 
 Rows = TypeVar("Rows", bound=Ragged)
@@ -123,6 +124,7 @@ class TrainedWorker(ABC, Generic[Job]):
         self.strategy = strategy
         self.trained = settings
         self.engine = strategy.trained(load_model, settings.optimizer, total_steps=settings.total_steps, name=self.name)
+        prove_layout(self.engine.module)
         self.average = None if settings.ema_beta is None else WeightAverage(self.engine, settings.ema_beta)
 
     @abstractmethod

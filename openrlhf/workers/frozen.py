@@ -7,14 +7,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from openrlhf.batches import Ragged, TokenRows
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.proof import prove_layout
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.workers.base import MicroBatchLimits, per_sample_column, per_token_column
+
+
+def proven(model: nn.Module) -> nn.Module:
+    """A frozen model, which under ZeRO 3 a DeepSpeed engine wraps, after it has proven the layout of its batches."""
+    prove_layout(getattr(model, "module", model))
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +39,9 @@ class ReferenceWorker:
     def __init__(self, strategy: Strategy, settings: ReferenceSettings) -> None:
         self.strategy = strategy
         self.settings = settings
-        self.model = strategy.frozen(lambda: PolicyModel(load_causal_lm(settings.load), packing=settings.load.packing))
+        self.model = proven(
+            strategy.frozen(lambda: PolicyModel(load_causal_lm(settings.load), packing=settings.load.packing))
+        )
 
     def logprobs(self, rows: TokenRows) -> Tensor:
         """log π_ref of every target of this rank's rows, (N,)."""
@@ -58,7 +67,7 @@ class RewardWorker:
     def __init__(self, strategy: Strategy, settings: RewardModelSettings) -> None:
         self.strategy = strategy
         self.settings = settings
-        self.models = [strategy.frozen(partial(self._load, spec)) for spec in settings.models]
+        self.models = [proven(strategy.frozen(partial(self._load, spec))) for spec in settings.models]
 
     def _load(self, spec: LoadSpec) -> ScalarModel:
         settings = self.settings

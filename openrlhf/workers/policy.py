@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.corrections import Correction, Mismatch, correction_weights, mismatch
 from openrlhf.algorithms.kl import kl_clamped, kl_estimate
-from openrlhf.algorithms.policy_losses import POLICY_LOSSES, aggregation_weights
+from openrlhf.algorithms.policy_losses import POLICY_LOSSES, Clip, aggregation_weights
 from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.algorithms.tensors import log_ratio, masked_sum
 from openrlhf.batches import Experience, TokenRows
@@ -29,9 +29,7 @@ class Objective:
     """What a policy update minimises, and how its tokens are averaged."""
 
     policy_loss: str
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
+    clip: Clip
     correction: Correction  # of engine-trainer differences
     correct: bool  # False: tokens outside its band are only counted
     aggregation: str
@@ -143,13 +141,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         objective, layout = self.settings.objective, micro.layout
         assert micro.advantages is not None and micro.rollout_logprobs is not None
         surrogate = POLICY_LOSSES[objective.policy_loss].function(
-            logprobs,
-            old,
-            layout.gather(micro.advantages),
-            mask,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            dual_clip=objective.dual_clip,
+            logprobs, old, layout.gather(micro.advantages), mask, objective.clip
         )
         rollout = layout.gather(micro.rollout_logprobs)
         corrected, outside = correction_weights(old, rollout, mask, objective.correction)

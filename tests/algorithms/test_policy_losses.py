@@ -11,12 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from openrlhf.algorithms.corrections import Correction, correction_weights
-from openrlhf.algorithms.policy_losses import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, aggregation_weights, value_loss
+from openrlhf.algorithms.policy_losses import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    Clip,
+    PolicyLoss,
+    aggregation_weights,
+    value_loss,
+)
 from tests.reference import policy
 
 LOSSES = ["ppo", "gspo", "cispo"]
 KINDS = ["token", "sequence", "constant"]
-ASYMMETRIC: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
+ASYMMETRIC: dict[str, Any] = {"low": 0.2, "high": 0.28}
 Block = tuple[Tensor, ...]
 
 
@@ -32,7 +39,7 @@ def random_block(spread: float = 0.5, rows: int = 6, width: int = 9) -> Block:
 
 
 def loss_of(name: str, block: Block, **clip: Any) -> PolicyLoss:
-    return POLICY_LOSSES[name].function(*block, **(ASYMMETRIC | clip))
+    return POLICY_LOSSES[name].function(*block, Clip(**ASYMMETRIC | clip))
 
 
 def one_token(ratio: float, advantage: float, name: str = "ppo", **clip: Any) -> PolicyLoss:
@@ -69,7 +76,7 @@ def gradient(name: str, block: Block, **clip: Any) -> Tensor:
 def test_the_clipped_surrogate_by_hand(
     ratio: float, advantage: float, dual_clip: float | None, expected: float, clipped: bool
 ) -> None:
-    loss = one_token(ratio, advantage, dual_clip=dual_clip)
+    loss = one_token(ratio, advantage, dual=dual_clip)
     assert loss.per_token.item() == pytest.approx(expected)
     assert loss.clipped.item() is clipped
     assert loss.ratio.item() == pytest.approx(ratio)
@@ -89,7 +96,7 @@ def test_cispo_weighs_the_log_probability_with_a_held_ratio(
     ratio: float, clip_low: float, expected: float, clipped: bool
 ) -> None:
     """Â = 2 and log π = log ratio − 1, so ℓ = −weight · 2 · (log ratio − 1)."""
-    loss = one_token(ratio, 2.0, "cispo", clip_low=clip_low)
+    loss = one_token(ratio, 2.0, "cispo", low=clip_low)
     assert loss.per_token.item() == pytest.approx(-expected * 2.0 * (math.log(ratio) - 1))
     assert loss.clipped.item() is clipped
 
@@ -117,7 +124,7 @@ def test_gspo_is_ppo_for_sequences_of_one_token() -> None:
 @pytest.mark.parametrize("spread", [0.1, 1.0])
 def test_losses_agree_with_the_reference(name: str, dual_clip: float | None, spread: float) -> None:
     block = random_block(spread)
-    loss = loss_of(name, block, dual_clip=dual_clip)
+    loss = loss_of(name, block, dual=dual_clip)
     reference = {"ppo": policy.ppo, "gspo": policy.gspo, "cispo": policy.cispo}[name]
     for row, per_token in enumerate(loss.per_token.tolist()):
         logprobs, old, advantages, mask = (x[row].tolist() for x in block)
@@ -126,9 +133,9 @@ def test_losses_agree_with_the_reference(name: str, dual_clip: float | None, spr
 
 def test_a_dual_clip_where_it_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--actor\.dual_clip 1\.0 must be above 1"):
-        one_token(1.0, 1.0, dual_clip=1.0)
+        one_token(1.0, 1.0, dual=1.0)
     with pytest.raises(ValueError, match=r"no meaning with --actor\.policy_loss_type cispo"):
-        one_token(1.0, 1.0, "cispo", dual_clip=3.0)
+        one_token(1.0, 1.0, "cispo", dual=3.0)
 
 
 # Gradients
@@ -170,7 +177,7 @@ def test_the_surrogate_has_the_gradient_of_its_finite_differences(name: str) -> 
     logprobs, *rest = random_block()
 
     def total(logprobs: Tensor) -> Tensor:
-        return loss_of(name, (logprobs, *rest), dual_clip=3.0).per_token
+        return loss_of(name, (logprobs, *rest), dual=3.0).per_token
 
     assert torch.autograd.gradcheck(total, (logprobs.requires_grad_(),))
 
@@ -241,7 +248,7 @@ def test_a_loss_is_as_large_as_its_advantages(name: str, factor: float) -> None:
 def test_a_dual_clip_bounds_what_a_bad_token_costs_and_nothing_else(
     log_rho: float, advantage: float, bound: float
 ) -> None:
-    free, held = (one_token(math.exp(log_rho), advantage, dual_clip=dual).per_token.item() for dual in (None, bound))
+    free, held = (one_token(math.exp(log_rho), advantage, dual=dual).per_token.item() for dual in (None, bound))
     assert held == pytest.approx(min(free, -bound * advantage) if advantage < 0 else free)
 
 

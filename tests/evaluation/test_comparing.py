@@ -111,6 +111,13 @@ def test_wins_are_logged_in_all_and_per_data_source() -> None:
     }  # fmt: skip
 
 
+def test_a_rate_of_nothing_and_an_error_of_one_prompt_are_not_logged() -> None:
+    assert {name for name in win_metrics([won(0, None)]) if "win_rate" in name} == set()
+    metrics = win_metrics([won(0, 1.0, source="x"), won(1, 0.5, source="y")])
+    assert {name for name in metrics if "eval_x_win_rate" in name} == {"eval/eval_x_win_rate"}
+    assert "eval/win_rate_stderr" in metrics
+
+
 # ---- accuracy
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from transformers import LlavaConfig
 
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
@@ -35,6 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("models")
     tiny_config("qwen2-tied").save_pretrained(made / "plain")
     tiny_config("qwen2-tied", attention_dropout=0.1).save_pretrained(made / "dropout")
+    nested = LlavaConfig(text_config=tiny_config("qwen2-tied", attention_dropout=0.1))
+    nested.save_pretrained(made / "nested dropout")
     return made
 
 
@@ -62,6 +65,7 @@ def test_a_strictly_on_policy_update_needs_no_old_logprobs(folder: Path) -> None
         {"train.max_epochs": 2},
         {"algo.kl.use_loss": None},  # the KL in the reward is that of the rollout's policy
         {"model": "dropout"},  # a second forward would not give the same numbers
+        {"model": "nested dropout"},
     ],
     ids=str,
 )

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from openrlhf.algorithms import tensors
 from openrlhf.batches import offsets_of
 from openrlhf.models import packed_attention
-from openrlhf.models.policy import PolicyModel, reject_transformed_logits
+from openrlhf.models.loading import reject_transformed_logits
+from openrlhf.models.policy import PolicyModel
 from tests.allocations import LargestTensor
 from tests.tiny import tiny_config
 

@@ -64,6 +64,7 @@ SICKNESSES: list[tuple[str, str, str, Callable[[int, float], float | None]]] = [
     ("sft", "not finite", "train/gpt_loss", lambda n, x: None if n == 3 else x),
     ("ppo", "not finite", "train/critic_loss", lambda n, x: None if n == 3 else x),
     ("grpo", "drift", "train/kl", lambda n, x: 0.1 * n),
+    ("grpo", "leap", "train/kl", lambda n, x: x + 0.2),
     ("grpo", "truncation", "train/truncated", lambda n, _: 0.99),
     ("grpo", "mismatch", "train/logprob_gap_mean", lambda n, _: 0.02 * n),
     ("grpo", "mismatch", "train/rollout_ratio", lambda n, _: 0.5),
@@ -143,8 +144,10 @@ def test_a_warm_up_from_zero_is_healthy() -> None:
 
 
 def test_a_notice_has_the_steps_the_number_and_where_it_began() -> None:
-    (notice,) = notices_of({"step": n, "train/kl": x} for n, x in enumerate([0.125, 0.5, 1.5, 2.0, 2.5]))
-    assert notice.startswith("Steps 2 to 4: train/kl is 2.5 (at the start 0.125). The policy runs away")
+    (notice,) = notices_of(
+        {"step": n, "train/logprob_gap_mean": x} for n, x in enumerate([0.05, 0.08, 0.15, 0.2, 0.25])
+    )
+    assert notice.startswith("Steps 2 to 4: train/logprob_gap_mean is 0.25 (at the start 0.05). Engine and trainer")
 
 
 def test_every_flag_that_a_notice_names_exists_and_every_sickness_has_a_rule() -> None:

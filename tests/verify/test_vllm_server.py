@@ -104,10 +104,10 @@ def test_a_remote_teacher_behind_a_stock_server_says_what_transformers_say(
         teacher.check(tokenizer, max_len=63)
         with pytest.raises(ConfigError, match="takes 64 tokens"):
             teacher.check(tokenizer, max_len=64)
-        (taught,) = teacher.taught([episode(actions=62)])
+        (judged,) = teacher.annotated([episode(actions=62)])
         assert isinstance(remote_engine("wise").completion_sync("ab=", max_tokens=3), str)
     with torch.no_grad():
-        logprobs = hf(torch.tensor([taught.tokens])).logits[0].log_softmax(-1)
-    expected = [logprobs[t - 1, token].item() for t, token in enumerate(taught.tokens)][1:]
-    assert taught.teacher_logprobs is not None
-    assert taught.teacher_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+        logprobs = hf(torch.tensor([judged.tokens])).logits[0].log_softmax(-1)
+    expected = [logprobs[t - 1, token].item() for t, token in enumerate(judged.tokens)][1:]
+    assert judged.teacher_logprobs is not None
+    assert judged.teacher_logprobs[1:] == pytest.approx(expected, abs=1e-4)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from openrlhf.algorithms.corrections import Correction
+from openrlhf.algorithms.policy_losses import Clip
 from openrlhf.batches import Experience, Layout, TokenRows, offsets_of
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.tokenizer import get_tokenizer
@@ -32,9 +33,7 @@ OPTIMIZER = OptimizerConfig(
 )
 OBJECTIVE = Objective(
     policy_loss="ppo",
-    clip_low=CLIP,
-    clip_high=CLIP,
-    dual_clip=None,
+    clip=Clip(low=CLIP, high=CLIP),
     correction=Correction(level="token", mode="clip", low=BAND[0], high=BAND[1]),
     correct=True,
     aggregation="token",

@@ -9,6 +9,7 @@ from itertools import product
 import torch
 
 from openrlhf.algorithms.corrections import Correction
+from openrlhf.algorithms.policy_losses import Clip
 from openrlhf.batches import Experience
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import values
@@ -30,8 +31,7 @@ def objective_of(loss: str, aggregation: str) -> Objective:
     return replace(
         OBJECTIVE,
         policy_loss=loss,
-        clip_low=CLIPS[loss],
-        clip_high=1.5 * CLIPS[loss],
+        clip=Clip(low=CLIPS[loss], high=1.5 * CLIPS[loss]),
         correction=CORRECTIONS[loss],
         aggregation=aggregation,
     )

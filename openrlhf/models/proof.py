@@ -1,0 +1,140 @@
+"""A model proves at the start of a run that the layout of its batches changes no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from openrlhf.batches import Layout, offsets_of
+from openrlhf.models import packed_attention
+from openrlhf.models.loading import ModelError
+from openrlhf.models.policy import PolicyModel
+from openrlhf.models.scalar import ScalarModel
+
+Proven = PolicyModel | ScalarModel
+LENGTHS = (11, 17)  # tokens of the two sequences
+# What may remain by rounding: mean difference of the numbers in their standard deviations; difference of a gradient, relative.
+TOLERANCES = {torch.float32: (1e-3, 0.01), torch.float16: (0.05, 0.1), torch.bfloat16: (0.2, 0.5)}
+LEAK = 1e-5  # gradient by another sequence's tokens, relative to that by its own. A correct layout gives exactly 0.
+
+
+def prove_layout(model: nn.Module) -> None:
+    """Score two short sequences as the run lays them out, packed or padded, and each alone through plain Transformers.
+
+    Log-probabilities or values and one gradient have to agree, and no token may depend on another sequence. Raises
+    ModelError, naming the layer types, if they do not. Weights, gradients, random state and mode stay as they are.
+    Collective under ZeRO 3. A model that is neither a PolicyModel nor a ScalarModel lays out its batches itself.
+    """
+    if not isinstance(model, Proven):
+        return
+    weights, training = next(model.parameters()), model.training
+    tokens = _ordinary_tokens(model.hf).to(weights.device)
+    with torch.random.fork_rng(devices=[weights.device] if weights.is_cuda else []), torch.enable_grad():
+        try:
+            model.eval()
+            faults = [_fault(model, tokens, place, TOLERANCES[weights.dtype]) for place in range(len(LENGTHS))]
+        except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(_refusal(model, f"fails with {type(error).__name__}: {error}")) from error
+        finally:
+            model.train(training)
+    if found := [fault for fault in faults if fault]:
+        raise ModelError(_refusal(model, found[-1]))
+
+
+def _ordinary_tokens(hf: PreTrainedModel) -> Tensor:
+    """Tokens of both sequences, without those that end or pad a sequence."""
+    text = hf.config.get_text_config()
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    drawn = torch.randperm(text.vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
+    ordinary = [token for token in drawn if token not in (*ends, text.pad_token_id, text.bos_token_id)]
+    return torch.tensor((ordinary * sum(LENGTHS))[: sum(LENGTHS)])
+
+
+def _fault(model: Proven, tokens: Tensor, place: int, tolerances: tuple[float, float]) -> str | None:
+    """What is wrong about one sequence in the layout of the run, in the words of a message; None if nothing is."""
+    offsets = offsets_of(LENGTHS).to(tokens.device)
+    own = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    own[offsets[place] : offsets[place + 1]] = True
+    expected, expected_gradient = _differentiated(model.hf, lambda: _alone(model, tokens[own]))
+    # A forward for each sequence: ZeRO 3 knows no second backward of one forward.
+    numbers, gradient = _differentiated(model.hf, lambda: _laid_out(model, tokens, offsets)[own])
+    layout = Layout.of(offsets)
+    mine = own[None] if model.packing else layout.gather(own) & layout.real
+    leak = float(gradient[~mine].norm() / gradient[mine].norm())
+    gaps = (numbers - expected).abs()
+    turned = float((gradient[mine] - expected_gradient[0]).norm() / expected_gradient.norm())
+    if leak > LEAK:
+        return f"mixes them: a token depends on other sequences ({leak:.1g} of its gradient; largest difference {gaps.max():.3g})"
+    if not float(gaps.mean()) <= tolerances[0] * float(expected.std()):
+        return (
+            f"gives other numbers than Transformers gives for each sequence alone (largest difference {gaps.max():.3g})"
+        )
+    if not turned <= tolerances[1]:
+        return f"gives another gradient than Transformers gives for each sequence alone ({turned:.1%} away)"
+    return None
+
+
+def _differentiated(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """The numbers of a forward, and the gradient of their sum by the embeddings. No parameter gets a gradient."""
+    leaves: list[Tensor] = []
+
+    def cut(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1]
+
+    with hf.get_input_embeddings().register_forward_hook(cut):
+        numbers = forward()
+    return numbers.detach(), torch.autograd.grad(numbers.sum(), leaves[0])[0]
+
+
+def _alone(model: Proven, sequence: Tensor) -> Tensor:
+    """Numbers of one sequence by itself, from the whole Transformers model; nothing of ours takes part."""
+    outputs: list[Tensor] = []  # of the last layer at every token: Transformers keeps one number of a scalar model
+
+    def keep(_: nn.Module, __: object, output: Tensor) -> None:
+        outputs.append(output)
+
+    ours = model.hf.config._attn_implementation == packed_attention.NAME
+    if ours:
+        model.hf.set_attn_implementation("sdpa")
+    try:
+        with model.head.layer.register_forward_hook(keep):
+            logits = model.hf(input_ids=sequence[None], use_cache=False).logits
+    finally:
+        if ours:
+            model.hf.set_attn_implementation(packed_attention.NAME)
+    if isinstance(model, ScalarModel):
+        return outputs[0].reshape(-1).float()
+    of_next = logits[0, :-1].float().log_softmax(-1).gather(1, sequence[1:, None])[:, 0]
+    return torch.cat([of_next.new_zeros(1), of_next])
+
+
+def _laid_out(model: Proven, tokens: Tensor, offsets: Tensor) -> Tensor:
+    """Numbers of both sequences, as in the run."""
+    if isinstance(model, PolicyModel):
+        return model(tokens, offsets, torch.ones_like(tokens, dtype=torch.bool)).logprobs
+    values = model(tokens, offsets).values
+    return values * model.std + model.mean if model.normalize else values
+
+
+def _refusal(model: Proven, what: str) -> str:
+    config = model.hf.config
+    text: Any = config.get_text_config()
+    kinds = (
+        getattr(text, "layer_types", None)
+        or getattr(text, "layers_block_type", None)
+        or text.to_dict().get("block_types")
+    )
+    layers = f" (layers: {', '.join(dict.fromkeys(kinds))})" if kinds else ""
+    if model.packing:
+        how, advice = "packed into one row", "Drop --ds.packing_samples"
+    else:
+        how, advice = "padded to one length", "Try --ds.packing_samples"
+    return (
+        f"{model.hf.name_or_path or 'the model'}, of type {config.model_type}{layers}, was given two short sequences "
+        f"{how}, and {what}. {advice}, or use another architecture."
+    )

@@ -1,0 +1,204 @@
+"""Every command with nothing but what it requires: it finishes, and each number it logs can be true.
+
+Beside the required flags there are only those that say where things go, and those that fit a run to a CPU: a tiny model,
+few rows, short responses. Precision, schedules, batch sizes and algorithms are the defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from openrlhf.config.options import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.launch.reinforcement import run_ppo
+from openrlhf.observability.glossary import find_spec, implausible
+from tests.e2e.commands import as_arguments, column, default_schedule, numbers, run, samples, write_rows
+from tests.e2e.servers import reward_model_server
+from tests.e2e.test_grpo import HEADS, REWARDS, places, words
+from tests.pages import flag_sets
+from tests.tiny import save_tiny_model
+
+MODEL: dict[str, Any] = {**HEADS, "max_position_embeddings": 2048}  # as many as the default --data.max_len
+VOCABULARY = 64
+ROWS, BATCH = 320, 128  # two default optimizer steps, and one of the 64 rows that are left
+# Sets of flags that together use each advantage estimator's and each policy loss's code; `make verify` runs them all.
+SOME_METHODS = ("gae", "dapo", "gspo", "distill")
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Models, and rows for every command."""
+    folder = tmp_path_factory.mktemp("defaults")
+    save_tiny_model(folder / "model", **MODEL)
+    save_tiny_model(folder / "teacher", **MODEL, seed=5)
+    rows = words(ROWS, seed=1)
+    write_rows(folder / "rows.jsonl", [{**row, "output": row["input"][::-1]} for row in rows])
+    write_rows(folder / "pairs.jsonl", [{"chosen": f"{row['input']}aaa", "rejected": row["input"]} for row in rows])
+    write_rows(folder / "text.jsonl", [{"input": "abc" * (1 + row % 3)} for row in range(10)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        yield folder
+
+
+def all_plausible(folder: Path) -> None:
+    """Every number that a run logged has a definition, and is one that can be right."""
+    rows = numbers(folder)
+    assert rows and implausible(rows) == []
+    assert {name for row in rows for name in row if name != "step" and not find_spec(name)} <= {"train/digits"}
+
+
+# ---- training
+
+
+@pytest.fixture(scope="module")
+def sft(workspace: Path) -> Path:
+    folder = workspace / "sft"
+    required = {
+        "model.model_name_or_path": workspace / "model",
+        "data.dataset": workspace / "rows.jsonl",
+        "data.output_key": "output",
+    }
+    run("train_sft", required | places(folder))
+    return folder
+
+
+def test_sft_trains(sft: Path) -> None:
+    all_plausible(sft)
+    assert column(sft, "train/lr") == default_schedule(5e-6, 2 * (ROWS // BATCH))
+    assert column(sft, "train/gpt_loss") == pytest.approx([math.log(VOCABULARY)] * 4, abs=0.15)  # hardly trained
+
+
+@pytest.fixture(scope="module")
+def reward_model(workspace: Path) -> Path:
+    folder = workspace / "rm"
+    required = {"model.model_name_or_path": workspace / "model", "data.dataset": workspace / "pairs.jsonl"}
+    run("train_rm", required | places(folder))
+    return folder
+
+
+def test_a_reward_model_trains(reward_model: Path) -> None:
+    all_plausible(reward_model)
+    assert column(reward_model, "train/lr") == default_schedule(9e-6, ROWS // BATCH)
+    assert column(reward_model, "train/loss") == pytest.approx([math.log(2)] * 2, abs=0.2)  # hardly trained
+
+
+@pytest.fixture(scope="module")
+def ppo(workspace: Path, reward_model: Path) -> Path:
+    folder = workspace / "ppo"
+    required = {
+        "actor.model_name_or_path": workspace / "model",
+        "reward.model_name_or_path": reward_model / "model",
+        "data.prompt_dataset": workspace / "rows.jsonl",
+    }
+    run("train_ppo_ray", required | places(folder) | {"rollout.batch_size": BATCH, "rollout.max_new_tokens": 8})
+    return folder
+
+
+def test_ppo_trains_with_a_reward_model(ppo: Path) -> None:
+    all_plausible(ppo)
+    steps = [row for row in numbers(ppo) if "train/reward" in row]
+    assert [row["rollout/num_samples"] for row in steps] == [BATCH, BATCH, ROWS - 2 * BATCH]
+    assert column(ppo, "train/actor_lr") == default_schedule(1e-6, len(steps))
+    assert column(ppo, "train/critic_lr") == default_schedule(9e-6, len(steps))
+    first = steps[0]
+    # The policy is its reference, and the only optimizer step of a batch starts at π_old.
+    assert first["train/kl"] == 0
+    for row in steps:
+        assert abs(row["train/ppo_kl"]) < 1e-6 and row["train/ppo_clip_ratio"] == 0
+        assert row["train/logprob_gap_mean"] < 0.02  # engine and trainer, in bfloat16
+        assert row["train/rollout_ratio"] == pytest.approx(1, abs=0.02)
+        assert row["train/response_length"] <= 8
+        assert row["train/return"] == pytest.approx(row["train/reward"] - 0.01 * row["train/kl"] * 8, abs=0.02)
+
+
+# ---- methods
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One Ray for all methods."""
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SOME_METHODS else pytest.mark.verify) for name in flag_sets()]
+)
+def test_a_method_trains_from_the_defaults_of_what_its_flags_leave_out(name: str, workspace: Path) -> None:
+    """Two steps; models and data are the test's, and lengths and groups are those of a CPU."""
+    folder, method = workspace / name, flag_sets()[name]
+    samples_per_prompt = 4 if "--rollout.n_samples_per_prompt" in method else 1
+    flags = {
+        "actor.model_name_or_path": workspace / "model",
+        "data.prompt_dataset": workspace / "rows.jsonl",
+        "data.label_key": "label",
+        "data.max_samples": 32 // samples_per_prompt,
+        "data.max_len": 24,
+        "reward.remote_url": REWARDS / "letters.py",
+        "rollout.max_new_tokens": 8,
+        "rollout.batch_size": 16 // samples_per_prompt,
+        "train.batch_size": 16,
+    } | places(folder)
+    if samples_per_prompt > 1:
+        flags["rollout.n_samples_per_prompt"] = samples_per_prompt
+    stand_ins = {
+        "algo.distill.teacher": workspace / "teacher",
+        "algo.ptx.dataset": workspace / "text.jsonl",
+        "reward.overlong_buffer_len": 4,
+    }
+    flags |= {path: value for path, value in stand_ins.items() if f"--{path}" in method}
+    run_ppo(parse_config(PPOConfig, [*method, *as_arguments(flags)], command="train_ppo_ray"))
+    steps = [row for row in numbers(folder) if "train/policy_loss" in row]
+    assert len(steps) == 2
+    assert [row["train/nonfinite_steps"] for row in steps] == [0, 0]
+    all_plausible(folder)
+
+
+# ---- serving and evaluation
+
+
+def test_a_reward_model_is_served(reward_model: Path) -> None:
+    text = "abc=aaa"
+    with reward_model_server(reward_model / "model", ds__param_dtype=None) as server:
+        answer = httpx.post(server.url, json={"query": [text]}, timeout=120).json()
+    tokens = AutoTokenizer.from_pretrained(reward_model / "model")(text, return_tensors="pt")
+    hf = AutoModelForSequenceClassification.from_pretrained(reward_model / "model", dtype=torch.float32)
+    with torch.no_grad():
+        expected = hf(**tokens).logits[0, 0].item()
+    assert answer["rewards"] == pytest.approx([expected], abs=0.02)
+
+
+def test_a_model_is_evaluated(workspace: Path) -> None:
+    folder = workspace / "eval"
+    write_rows(workspace / "few.jsonl", words(6, seed=2))
+    required = {
+        "model.model_name_or_path": workspace / "model",
+        "eval.dataset": workspace / "few.jsonl",
+        "reward.remote_url": REWARDS / "letters.py",
+    }
+    run("main eval", required | {"run.dir": folder, "rollout.max_new_tokens": 8})
+    all_plausible(folder)
+    assert column(folder, "eval/eval_num_samples") == [24]
+    rewards = [row["reward"] for row in samples(folder)]
+    assert column(folder, "eval/eval_words_reward_mean") == pytest.approx([sum(rewards) / 24])
+
+
+def test_a_reward_function_is_tried(workspace: Path) -> None:
+    required = {
+        "reward.remote_url": REWARDS / "letters.py",
+        "data.prompt_dataset": workspace / "rows.jsonl",
+        "data.label_key": "label",
+    }
+    done = run("main reward test", required)
+    assert f"{ROWS}" in done.printed

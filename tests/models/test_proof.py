@@ -1,0 +1,258 @@
+"""Models that lay out their batches wrongly are found by their numbers, whatever they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3_5Config,
+)
+
+from openrlhf.models import packed_attention
+from openrlhf.models.loading import (
+    LoadSpec,
+    ModelError,
+    check_is_causal,
+    check_positions,
+    configuration,
+    load_causal_lm,
+)
+from openrlhf.models.policy import PolicyModel
+from openrlhf.models.proof import prove_layout
+from openrlhf.models.scalar import ScalarModel
+from tests.tiny import tiny_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+LINEAR_HEADS = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+}
+MAMBA_HEADS = {"mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+# Architectures whose packed rows would mix documents, by what carries state from token to token.
+MIXING: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "block_ff_dim": 64},
+    "qwen3_next": {
+        **LINEAR_HEADS,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_5_text": LINEAR_HEADS,
+    "falcon_h1": {**MAMBA_HEADS, "mamba_d_ssm": 64, "mamba_n_heads": 4, "head_dim": 16},
+    "bamba": {**MAMBA_HEADS, "mamba_n_heads": 8, "attn_layer_indices": [1]},
+    "jamba": {
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "use_mamba_kernels": False,
+    },
+    "minimax": {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 16},
+    "falcon": {"ffn_hidden_size": 64},  # its attention does not know ours, and takes the row for one document
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2},
+}
+
+
+def random_model(kind: str, *, packing: bool, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes))
+    if packing:
+        hf.set_attn_implementation(packed_attention.NAME)
+    return hf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", MIXING)
+def test_a_model_that_mixes_packed_documents_is_refused(kind: str, dtype: torch.dtype) -> None:
+    """Padded, it is right. A random model's numbers hardly change; its gradient shows every mixture, in any dtype."""
+    hf = random_model(kind, packing=True, **MIXING[kind]).to(dtype)
+    with pytest.raises(ModelError, match=r"packed into one row, and mixes them.*Drop --ds\.packing_samples"):
+        prove_layout(PolicyModel(hf, packing=True))
+    if dtype == torch.float32:
+        prove_layout(PolicyModel(random_model(kind, packing=False, **MIXING[kind]), packing=False))
+
+
+def test_the_layer_types_are_named() -> None:
+    hf = random_model("lfm2", packing=True, **MIXING["lfm2"])
+    with pytest.raises(ModelError, match=r"of type lfm2 \(layers: conv, full_attention\)"):
+        prove_layout(PolicyModel(hf, packing=True))
+
+
+def test_a_mask_that_packed_attention_leaves_out_is_found() -> None:
+    """Doge lets a token see the tokens that matter most to it; with more tokens than that, the packed row differs."""
+    hf = random_model("doge", packing=True, keep_window_size=4)
+    for name, parameter in hf.named_parameters():
+        if name.endswith(".A"):
+            parameter.data.normal_()
+    with pytest.raises(ModelError, match="gives other numbers than Transformers"):
+        prove_layout(PolicyModel(hf, packing=True))
+
+
+@pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
+def test_attention_that_cannot_be_packed_is_one_sentence(kind: str) -> None:
+    with pytest.raises(ModelError, match=rf"of type {kind}.*fails with TypeError.*Drop --ds\.packing_samples"):
+        prove_layout(PolicyModel(random_model(kind, packing=True), packing=True))
+    prove_layout(PolicyModel(random_model(kind, packing=False), packing=False))
+
+
+def test_an_architecture_that_cannot_be_run_is_one_sentence() -> None:
+    sizes = {"intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 16, "no_rope_layers": [1, 0]}
+    with pytest.raises(ModelError, match=r"llama4_text.*fails with AttributeError.*another architecture"):
+        prove_layout(PolicyModel(random_model("llama4_text", packing=False, **sizes), packing=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2-tied", "llama", "mistral-windowed", "qwen3", "qwen3-moe", "mixtral"])
+def test_a_right_model_passes(kind: str, packing: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = tiny_config(kind)
+    hf = AutoModelForCausalLM.from_config(config).to(dtype)
+    config.num_labels = 1
+    scalar = AutoModelForSequenceClassification.from_config(config).to(dtype)
+    for model in (hf, scalar):
+        if packing:
+            model.set_attn_implementation(packed_attention.NAME)
+    prove_layout(PolicyModel(hf, packing=packing))
+    prove_layout(ScalarModel(scalar, packing=packing))
+
+
+def test_a_reward_model_is_found_out_too() -> None:
+    config = AutoConfig.for_model("jamba", **SIZES | MIXING["jamba"], num_labels=1)
+    torch.manual_seed(0)
+    hf = AutoModelForSequenceClassification.from_config(config)
+    prove_layout(ScalarModel(hf, packing=False))
+    hf.set_attn_implementation(packed_attention.NAME)
+    with pytest.raises(ModelError, match="mixes them"):
+        prove_layout(ScalarModel(hf, packing=True))
+
+
+def test_a_proof_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    config = tiny_config("llama", attention_dropout=0.5)
+    hf = AutoModelForCausalLM.from_config(config, attn_implementation=packed_attention.NAME)
+    model = PolicyModel(hf, packing=True).train()
+    kept = next(model.parameters())
+    kept.grad = torch.ones_like(kept)
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    before, random = {n: p.clone() for n, p in model.named_parameters()}, torch.get_rng_state()
+    prove_layout(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(module.training for module in model.modules())
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert hf.config._attn_implementation == packed_attention.NAME
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert torch.equal(kept.grad, torch.ones_like(kept))
+    assert all(p.grad is None for p in model.parameters() if p is not kept)
+
+
+# What the configuration tells
+
+
+def spec_of(folder: Path, config: PretrainedConfig, **changes: Any) -> LoadSpec:
+    config.save_pretrained(folder)
+    settings = {"param_dtype": "fp32", "attention": "sdpa", "packing": False} | changes
+    return LoadSpec(path=str(folder), **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry"), [("gemma2", "final_logit_softcapping"), ("recurrent_gemma", "logits_soft_cap")]
+)
+def test_transformed_logits_are_refused_before_anything_is_loaded(kind: str, entry: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"transforms its logits after the output layer \(config\.{entry} = 30\.0\)"):
+        check_is_causal(spec_of(tmp_path, AutoConfig.for_model(kind, **SIZES, architectures=["AForCausalLM"])))
+
+
+def test_a_model_of_more_than_text_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    config = Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"])
+    with pytest.raises(ModelError, match=r"more than text \(Qwen3_5ForConditionalGeneration\).*Name a text model"):
+        check_is_causal(spec_of(tmp_path, config))
+
+
+def test_attention_that_an_architecture_lacks_names_the_flags(tmp_path: Path) -> None:
+    random_model("mamba", packing=False, state_size=8).save_pretrained(tmp_path)
+    spec = LoadSpec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=True)
+    with pytest.raises(ModelError, match=r"no attention of the kind sdpa: drop --ds\.packing_samples"):
+        load_causal_lm(spec)
+
+
+# Positions
+
+
+def longrope_config() -> PretrainedConfig:
+    """64 positions, stretched from 16: up to 16 tokens each frequency is as it was, above them some are lower."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0, 4.0, 8.0, 16.0],
+        "original_max_position_embeddings": 16,
+    }
+    changes = {"hidden_size": 32, "max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    return AutoConfig.for_model("phi3", **SIZES | changes, rope_parameters=rope)
+
+
+@pytest.mark.parametrize(("max_len", "factor"), [(16, "short"), (40, "long")])
+@pytest.mark.parametrize("packing", [False, True])
+def test_longrope_has_one_set_of_frequencies_whatever_is_in_the_batch(
+    max_len: int, factor: str, packing: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(longrope_config()).save_pretrained(tmp_path)
+    spec = LoadSpec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=packing, max_len=max_len)
+    model = PolicyModel(load_causal_lm(spec), packing=packing)
+    lengths = [7, max_len]
+    tokens = torch.randint(3, 96, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    wanted = torch.ones(sum(lengths), dtype=torch.bool)
+    with torch.no_grad():
+        together = model(tokens, torch.tensor([0, 7, sum(lengths)]), wanted).logprobs
+        alone = model(tokens[:7], torch.tensor([0, 7]), wanted[:7]).logprobs
+        longer = model(torch.cat([tokens[:7], tokens[:9]]), torch.tensor([0, 16]), torch.ones(16, dtype=torch.bool))
+    torch.testing.assert_close(together[:7], alone, atol=1e-6, rtol=0)
+    torch.testing.assert_close(longer.logprobs[:7], alone, atol=1e-6, rtol=0)
+    rotary = model.hf.get_decoder().rotary_emb
+    base = 1 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
+    chosen = longrope_config().rope_parameters[f"{factor}_factor"]
+    torch.testing.assert_close(rotary.inv_freq, base / torch.tensor(chosen))
+
+
+def test_positions_that_depend_on_the_batch_are_refused_beyond_the_models_own(tmp_path: Path) -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    config = tiny_config("llama", rope_parameters=dynamic)
+    with pytest.raises(ModelError, match=r"rope_type dynamic.*--data\.max_len is 513: lower it to 512"):
+        configuration(spec_of(tmp_path, config, max_len=513))
+    configuration(spec_of(tmp_path, config, max_len=512))
+
+
+def test_more_tokens_than_positions_are_refused_if_nothing_stretches_them(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"--data\.max_len is 513, but .* has 512 positions"):
+        check_positions(spec_of(tmp_path, tiny_config("llama"), max_len=513))
+    check_positions(spec_of(tmp_path, longrope_config(), max_len=1000))

@@ -1,0 +1,161 @@
+"""GRPO in one process, to look at its first optimizer steps: the real policy worker and credit assignment from the default
+flags, with Transformers as the engine. A run of the demo's task takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from examples.demo.run import HERE
+from openrlhf.batches import Experience
+from openrlhf.config.options import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.shared import DeepSpeedConfig
+from openrlhf.distributed.devices import free_port
+from openrlhf.distributed.strategy import Strategy
+from openrlhf.launch import settings
+from openrlhf.launch.run import make_kl
+from openrlhf.observability.metrics import values
+from openrlhf.trainers.experience_maker import ExperienceMaker
+from openrlhf.trainers.update_plan import plan_update, rows_of_rank
+from openrlhf.trajectory import Prompt, StopReason, Trajectory
+from openrlhf.workers.frozen import ReferenceWorker
+from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
+
+PROMPTS, SAMPLES, OPTIMIZER_STEPS = 32, 8, 4  # of a step
+NEW_TOKENS, HELD_OUT, HELD_OUT_SAMPLES = 8, 400, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a run changes in the default flags."""
+
+    lr: float
+    warmup: float  # share of the optimizer steps
+    dtype: str
+    steps: int  # batches, of `OPTIMIZER_STEPS` optimizer steps each
+
+
+@dataclass(kw_only=True)
+class Course:
+    """What a run came to; lists have a number per step."""
+
+    before: float = 0.0  # held-out pass@1
+    after: float = 0.0
+    solved: list[float] = field(default_factory=list[float])  # share of the step's samples
+    kl: list[float] = field(default_factory=list[float])  # to the reference as the step began, nats per token
+    update_kl: list[float] = field(default_factory=list[float])
+
+
+@cache
+def strategy(dtype: str, seed: int) -> Strategy:
+    """A process group of this process alone."""
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(world | {"MASTER_PORT": os.environ.get("MASTER_PORT", str(free_port()))})
+    return Strategy(DeepSpeedConfig(param_dtype=dtype), seed=seed)
+
+
+def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
+    """Train the SFT model of a task for a few steps. The KL is in the reward, and everything else is as the default flags say."""
+    batch = PROMPTS * SAMPLES
+    flags = (
+        f"--actor.model_name_or_path {model} --data.prompt_dataset {task}/prompts.jsonl --data.label_key output "
+        f"--reward.remote_url {HERE}/reward.py --algo.advantage.estimator group_norm --data.max_len 32 "
+        f"--rollout.n_samples_per_prompt {SAMPLES} --rollout.batch_size {PROMPTS} --rollout.max_new_tokens {NEW_TOKENS} "
+        f"--train.batch_size {batch // OPTIMIZER_STEPS} --train.micro_batch_size 64 --rollout.micro_batch_size 64 "
+        f"--actor.adam.lr {setting.lr} --actor.lr_warmup_ratio {setting.warmup} --ds.param_dtype {setting.dtype}"
+    )
+    config = parse_config(PPOConfig, flags.split(), command="train_ppo_ray")
+    ranks = strategy(setting.dtype, seed)
+    policy = PolicyWorker(ranks, settings.policy_settings(config, "cpu", setting.steps * OPTIMIZER_STEPS))
+    reference = ReferenceWorker(ranks, settings.reference_settings(config, str(model)))
+    maker = ExperienceMaker(
+        [],
+        None,
+        config.algo,
+        config.reward,
+        make_kl(config),
+        max_new_tokens=NEW_TOKENS,
+        max_len=config.data.max_len,
+        needs_groups=True,
+        timeout_s=1.0,
+    )
+    engine = Engine(policy.engine.hf, AutoTokenizer.from_pretrained(model), seed)
+    rows, held_out = (read(task / name) for name in ("prompts.jsonl", "held_out.jsonl"))
+    seen = Course(before=engine.solved(held_out[:HELD_OUT], HELD_OUT_SAMPLES))
+    for step in range(setting.steps):
+        episodes = list(engine.play(rows[step * PROMPTS : (step + 1) * PROMPTS], SAMPLES))
+        experience = Experience.from_trajectories(episodes)
+        experience = experience.with_columns(
+            old_logprobs=policy.logprobs(experience.targets()), ref_logprobs=reference.logprobs(experience.targets())
+        )
+        experience, credit = maker.credit(experience)
+        [plan] = plan_update(
+            experience.lengths.tolist(), ranks=1, batch_size=config.train.batch_size, epochs=1, seed=seed + step
+        )
+        update = policy.update(PolicyUpdate(experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=0.0))
+        metrics = values(credit) | values(update)
+        seen.solved.append(metrics["train/reward"])
+        seen.kl.append(metrics["train/kl"])
+        seen.update_kl.append(metrics["train/update_kl"])
+    seen.after = engine.solved(held_out[:HELD_OUT], HELD_OUT_SAMPLES)
+    return seen
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Engine:
+    """Samples from a model as it is now, at temperature 1. The prompts of the demo's task all have one length."""
+
+    def __init__(self, hf: PreTrainedModel, tokenizer: Any, seed: int) -> None:
+        self.hf, self.tokenizer = hf, tokenizer
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def solved(self, rows: Sequence[dict[str, str]], samples: int) -> float:
+        """The share of right responses."""
+        rewards = [episode.reward or 0.0 for episode in self.play(rows, samples)]
+        return sum(rewards) / len(rewards)
+
+    def play(self, rows: Sequence[dict[str, str]], samples: int) -> Iterator[Trajectory]:
+        """Episodes, rewarded with 1 for the right answer and its end token."""
+        prompts = [self.tokenizer(row["input"]).input_ids for row in rows]
+        tokens, logprobs = self._sample(torch.tensor(prompts).repeat_interleave(samples, 0))
+        for place, (sampled, scored) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+            row, prompt = rows[place // samples], prompts[place // samples]
+            end = self.tokenizer.eos_token_id
+            length = sampled.index(end) + 1 if end in sampled else len(sampled)
+            yield Trajectory(
+                tokens=prompt + sampled[:length],
+                action_mask=[False] * len(prompt) + [True] * length,
+                rollout_logprobs=[0.0] * len(prompt) + scored[:length],
+                prompt=Prompt(index=place // samples, text=row["input"], tokens=prompt),
+                sample_index=place % samples,
+                stop_reason=StopReason.STOP if end in sampled else StopReason.LENGTH,
+                reward=float(self.tokenizer.decode(sampled[:length]) == row["output"]),
+            )
+
+    @torch.no_grad()
+    def _sample(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, `NEW_TOKENS`) tokens and their log-probabilities."""
+        self.hf.eval()
+        cache, sampled, scored = None, list[Tensor](), list[Tensor]()
+        for _ in range(NEW_TOKENS):
+            output: Any = self.hf(tokens, past_key_values=cache, use_cache=True)
+            cache, table = output.past_key_values, torch.log_softmax(output.logits[:, -1].float(), -1)
+            tokens = torch.multinomial(table.exp(), 1, generator=self.generator)
+            sampled.append(tokens)
+            scored.append(table.gather(1, tokens))
+        self.hf.train()
+        return torch.cat(sampled, 1), torch.cat(scored, 1)

@@ -1,0 +1,217 @@
+"""Three small tasks that no default was chosen for, and the shortest commands that train on them.
+
+`python -m tests.verify.held_tasks FOLDER --task adding --dtype bf16 --seed 1` runs the four commands of a task and prints
+pass@1 on held-out problems before and after reinforcement learning.
+
+A problem is a line of text, the answer its label. The commands leave everything to the defaults but paths and columns, the
+learning rates (the defaults are those of models a thousand times larger), and what a CPU needs: large micro-batches, and a
+limit on the length of a response.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.observability.run_folder import read_lines
+from tests.ranks import ROOT
+from tests.tiny import character_tokenizer, tiny_config
+
+END, PAD = "<eos>", "<pad>"
+REWARD = Path(__file__).parent / "held_reward.py"
+HELD_OUT, SAMPLES = 400, 4  # problems, and responses to each
+WORKED, PROMPTS = 3072, 4096  # problems with a worked answer, and problems with rewards only
+DTYPES = ("bf16", "fp32")
+POLICY_LR = 1e-4
+Problem = tuple[str, str]  # text, answer
+
+
+def count_a_letter(draw: random.Random) -> Problem:
+    """`b in abcbd=` is answered `2`."""
+    letter, text = draw.choice("abcd"), "".join(draw.choices("abcd", k=draw.randint(4, 10)))
+    return f"{letter} in {text}=", str(text.count(letter))
+
+
+def add_digits(draw: random.Random) -> Problem:
+    """`3+8+5=` is answered `16`."""
+    digits = draw.choices(range(10), k=draw.randint(3, 5))
+    return f"{'+'.join(map(str, digits))}=", str(sum(digits))
+
+
+def sort_letters(draw: random.Random) -> Problem:
+    """`dbca=` is answered `abcd`."""
+    letters = draw.choices("abcdefgh", k=draw.randint(4, 7))
+    return f"{''.join(letters)}=", "".join(sorted(letters))
+
+
+TASKS: dict[str, Callable[[random.Random], Problem]] = {
+    "counting": count_a_letter,
+    "adding": add_digits,
+    "sorting": sort_letters,
+}
+
+
+def make_task(folder: Path, task: str, seed: int) -> None:
+    """Write an untrained model, worked problems, pairs, prompts and held-out problems; no problem is in two of the files."""
+    folder.mkdir(parents=True)
+    draw = random.Random(seed)
+    problems = list(dict.fromkeys(TASKS[task](draw) for _ in range(3 * (WORKED + PROMPTS + HELD_OUT))))
+    held_out, worked = problems[:HELD_OUT], problems[HELD_OUT : HELD_OUT + WORKED]
+    prompts = problems[HELD_OUT + WORKED :][:PROMPTS]
+    for name, rows in {"held_out": held_out, "worked": worked, "prompts": prompts}.items():
+        write_rows(folder / f"{name}.jsonl", [{"input": text, "output": answer + END} for text, answer in rows])
+    pairs = [
+        {"prompt": text, "chosen": answer + END, "rejected": wrong_answer(answer, draw) + END}
+        for text, answer in worked + prompts
+    ]
+    write_rows(folder / "pairs.jsonl", pairs)
+    make_model(folder / "model", seed)
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def wrong_answer(answer: str, draw: random.Random) -> str:
+    """A near miss, as a trained model makes it: a number that is off by up to 3; letters of which one is replaced, left out
+    or written twice."""
+    if answer.isdigit():
+        return draw.choice([str(int(answer) + off) for off in (-3, -2, -1, 1, 2, 3) if int(answer) + off >= 0])
+    place = draw.randrange(len(answer))
+    other = draw.choice([letter for letter in "abcdefgh" if letter != answer[place]])
+    return answer[:place] + draw.choice([other, answer[place] * 2, ""]) + answer[place + 1 :]
+
+
+def make_model(folder: Path, seed: int) -> None:
+    """An untrained Qwen2 of 0.8 million parameters, one token per character, with as many positions as --data.max_len asks for."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 2048}
+    AutoModelForCausalLM.from_config(tiny_config("qwen2-tied", **sizes)).float().save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a model solves: pass@1 on the held-out problems, and its change against the SFT model's, with standard errors
+    over problems (the same problems before and after)."""
+
+    pass_at_1: float
+    error: float
+    change: float = 0.0
+    change_error: float = 0.0
+
+    @classmethod
+    def of(cls, solved: Sequence[float], before: Sequence[float] | None = None) -> Outcome:
+        """From the share of responses to each problem that are right."""
+        changes = [after - start for after, start in zip(solved, before or solved, strict=True)]
+        return cls(pass_at_1=fmean(solved), error=_error(solved), change=fmean(changes), change_error=_error(changes))
+
+    @property
+    def got_worse(self) -> bool:
+        """Whether the model ended more than two standard errors below its start."""
+        return self.change < -2 * self.change_error
+
+
+def _error(values: Sequence[float]) -> float:
+    return stdev(values) / len(values) ** 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """One task trained with one precision and seed: what SFT, PPO and GRPO came to."""
+
+    task: str
+    dtype: str
+    seed: int
+    pairs_right: float  # share of the last training pairs that the reward model ranks rightly
+    sft: Outcome
+    ppo: Outcome
+    grpo: Outcome
+
+
+def commands(task: Path, out: Path, dtype: str, seed: int) -> dict[str, list[str]]:
+    """The shortest commands that train on a task, by stage."""
+    places = {
+        stage: f"--train.seed {seed} --ds.param_dtype {dtype} --run.dir {out}/{stage} "
+        f"--ckpt.output_dir {out}/{stage}/model --ckpt.path {out}/{stage}/checkpoints"
+        for stage in ("sft", "rm", "ppo", "grpo")
+    }
+    reinforced = (
+        f"train_ppo_ray --actor.model_name_or_path {out}/sft/model --data.prompt_dataset {task}/prompts.jsonl "
+        f"--data.label_key output --actor.adam.lr {POLICY_LR} "
+        "--rollout.max_new_tokens 12 --rollout.micro_batch_size 128 --train.micro_batch_size 128"
+    )
+    lines = {
+        "sft": f"train_sft --model.model_name_or_path {task}/model --data.dataset {task}/worked.jsonl "
+        "--data.output_key output --data.input_template {} --adam.lr 1e-3 --train.batch_size 32 --train.micro_batch_size 32 --train.max_epochs 4",
+        "rm": f"train_rm --model.model_name_or_path {out}/sft/model --data.dataset {task}/pairs.jsonl "
+        "--data.prompt_key prompt --adam.lr 3e-4 --train.micro_batch_size 128",
+        "ppo": f"{reinforced} --reward.model_name_or_path {out}/rm/model --critic.adam.lr 3e-4",
+        "grpo": f"{reinforced} --reward.remote_url {REWARD} --algo.advantage.estimator group_norm "
+        "--rollout.n_samples_per_prompt 8 --rollout.batch_size 128 --data.max_samples 1024",
+    }
+    return {stage: f"{line} {places[stage]}".split() for stage, line in lines.items()}
+
+
+def run_chain(folder: Path, task: str, dtype: str, seed: int) -> Chain:
+    """Make the task, run its four commands, and see what each model solves."""
+    data, out = folder / f"{task}-{seed}", folder / f"{task}-{seed}-{dtype}"
+    if not data.exists():
+        make_task(data, task, seed)
+    for command, *flags in commands(data, out, dtype, seed).values():
+        subprocess.run([sys.executable, "-m", f"openrlhf.cli.{command}", *flags], cwd=ROOT, check=True)
+    problems = [json.loads(line) for line in (data / "held_out.jsonl").read_text().splitlines()]
+    before, ppo, grpo = (solved(out / stage / "model", problems) for stage in ("sft", "ppo", "grpo"))
+    accuracy = [row["train/acc"] for row in read_lines(out / "rm" / "metrics.jsonl") if "train/acc" in row]
+    return Chain(
+        task=task,
+        dtype=dtype,
+        seed=seed,
+        pairs_right=fmean(accuracy[-len(accuracy) // 4 :]),
+        sft=Outcome.of(before),
+        ppo=Outcome.of(ppo, before),
+        grpo=Outcome.of(grpo, before),
+    )
+
+
+def solved(model: Path, problems: Sequence[dict[str, str]]) -> list[float]:
+    """The share of `SAMPLES` responses to each problem that are right, sampled at temperature 1 by Transformers, in float32."""
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    hf: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    texts = tokenizer([row["input"] for row in problems], return_tensors="pt", padding=True)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        tokens = hf.generate(**texts, do_sample=True, top_k=0, max_new_tokens=12, num_return_sequences=SAMPLES)
+    responses = tokenizer.batch_decode(tokens[:, texts["input_ids"].shape[1] :])
+    labels = [row["output"] for row in problems for _ in range(SAMPLES)]
+    right = [
+        response.removesuffix(END).split(END)[0] + END == label
+        for response, label in zip((each.replace(PAD, "") for each in responses), labels, strict=True)
+    ]
+    return [fmean(right[first : first + SAMPLES]) for first in range(0, len(right), SAMPLES)]
+
+
+def main() -> None:
+    """Run one chain and print what it came to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--task", choices=TASKS, default="adding")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    print(json.dumps(asdict(run_chain(options.folder, options.task, options.dtype, options.seed))))
+
+
+if __name__ == "__main__":
+    main()
