@@ -31,7 +31,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLayout:
-    """How an engine cuts its state into files: another layout cannot read them as they are."""
+    """How an engine cuts its state into files; an engine with another layout cannot read them."""
 
     world_size: int
     zero_stage: int
@@ -44,10 +44,9 @@ class EngineLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Where a run stands, besides what its engines hold. A trainer makes it and resumes from it.
+    """Where a run stands, besides the state of its engines. A trainer makes it and resumes from it.
 
-    Raises TypeError naming the field that would not survive JSON: bytes go in as base64 text,
-    keys are strings, sequences are lists.
+    Raises TypeError naming a field that does not survive JSON: keys are strings, sequences are lists.
     """
 
     step: int  # optimizer steps (offline) or rollout steps (RL) that are done
@@ -92,7 +91,7 @@ class Checkpoint:
 
     @property
     def worth(self) -> float | None:
-        """Its metric, turned so that more is better; None without one."""
+        """The metric, with its sign changed if less is better; None without a metric."""
         if self.metric_value is None:
             return None
         return -self.metric_value if is_minimised(self.metric_key or "") else self.metric_value
@@ -104,7 +103,7 @@ class Checkpoint:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The engines it holds: `""` offline, `_actor` and `_critic` in RL; none in an export."""
+        """The engines in the checkpoint: `""` offline, `_actor` and `_critic` in RL; none in an export."""
         return tuple(os.path.dirname(place) for place in self.places if not place.endswith("_hf"))
 
     @property
@@ -138,7 +137,7 @@ class Checkpoint:
             raise CheckpointError("\n".join(f"{self.tag} in --ckpt.path {self.root} {reason}." for reason in reasons))
 
     def damage(self) -> str | None:
-        """What is wrong with its first damaged file, in words; None if it is complete.
+        """What is wrong with the first damaged file, in words; None if the checkpoint is complete.
 
         Reads at most 16 MiB per file.
         """
@@ -168,7 +167,7 @@ def manifest_text(checkpoint: Checkpoint) -> str:
 def read_manifest(path: Path, *, root: Path) -> Checkpoint:
     """The checkpoint that a manifest describes.
 
-    Raises ValueError where the manifest is damaged, CheckpointError where its format is another.
+    Raises ValueError if the manifest is damaged, CheckpointError if it has another format.
     """
     manifest = json.loads(path.read_bytes())
     if not isinstance(manifest, dict) or not {"format", "sha256", "checkpoint"} <= set(manifest):

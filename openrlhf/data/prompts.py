@@ -43,13 +43,12 @@ class PromptRow:
 
 
 class PromptDataset(torch.utils.data.Dataset[PromptRow]):
-    """The rows of a dataset as prompts, all rendered when it is created; none is left out.
+    """The rows of a dataset as prompts, all rendered when the object is created; no row is dropped.
 
-    With `apply_chat_template` the input column is a string (a user message) or a list of messages,
-    rendered up to where the assistant begins; otherwise it is a string, put into `input_template`.
-    Without `label_key` labels are "", without a column `datasource` that is "default", without a
-    column `image_key` there are no images. Raises DataError for a missing column, and for a
-    malformed or empty prompt (naming the row).
+    With `apply_chat_template` the input column is a string (a user message) or a list of messages, rendered up to where the
+    assistant begins. Otherwise it is a string, put into `input_template`. Without `label_key` every label is "". Without a
+    column `datasource` the data source is "default", and without a column `image_key` there are no images. Raises DataError
+    for a missing column and for a malformed or empty prompt (naming the row).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rows of a dataset, one at a time: where each came from, and what a function makes of them."""
+"""Rows of a dataset: where each comes from, and how they become rows of tokens."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ class TokenizedRows(torch.utils.data.Dataset[Row]):
 def map_rows(
     dataset: Dataset, columns: list[str], function: Callable[[Columns], Columns], features: Features, title: str
 ) -> Dataset:
-    """`function` over batches of these columns and the rows' origins; its results are the columns.
+    """The columns that `function` makes of batches of these columns and of the rows' origins.
 
-    Always computed afresh: a stored result would outlive a change of this code. `dataset` is one of
-    `number_rows`. Raises DataError for text that is not UTF-8, and whatever `function` raises.
+    Nothing is cached, because a cached result would outlive a change of this code. `dataset` comes from `number_rows`.
+    Raises DataError for text that is not UTF-8, and whatever `function` raises.
     """
     dataset = dataset.select_columns(list(dict.fromkeys([*columns, SOURCE, ROW])))
     large = len(dataset) > MANY_ROWS

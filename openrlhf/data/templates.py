@@ -171,7 +171,7 @@ def _find_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], 
 
 
 def _find_content(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, text: str) -> Span | None:
-    """Where a turn's content is in `text`: between the neighbours that a stand-in would have."""
+    """Where a turn's content is in `text`: between the texts before and after a stand-in for the content."""
     past = [*messages[:turn], {**messages[turn], "content": STAND_IN}]
     before, _, after = render(tokenizer, [*past, *messages[turn + 1 :]]).partition(STAND_IN)
     end = len(text) - len(after)

@@ -13,17 +13,8 @@ from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
 from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.data import first_look
 from openrlhf.data.errors import DataError, notice
-from openrlhf.data.first_look import (
-    LOOKED_AT,
-    compare_formats,
-    end_notices,
-    ending_of,
-    record,
-    recorded,
-    round_trip,
-    texts_of,
-)
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import NonFiniteError, Strategy, TrainEngine
@@ -116,7 +107,7 @@ def load_rows(task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokeni
     most, split, probs, text = data.max_samples, data.dataset_split, data.dataset_probs, key_columns(data)
     read = load_datasets(data.dataset, split=split, probs=probs, max_samples=most, seed=seed, text=text)
     train = task.rows(read, tokenizer)
-    for sentence in first_look_at(task, texts_of(read, text), train, tokenizer):
+    for sentence in first_look_at(task, first_look.texts_of(read, text), train, tokenizer):
         notice(sentence)
     if not evaluation.dataset:
         return train, None
@@ -128,15 +119,15 @@ def first_look_at(
     task: OfflineTask[Config, Row, Micro], texts: Sequence[str], rows: Rows, tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
     """What looks wrong about the first rows. Records in the tokenizer how they look. Raises DataError if text is lost."""
-    found = round_trip(tokenizer, texts)
-    first = [task.collate([rows[number]]) for number in range(min(LOOKED_AT, len(rows)))]
-    ending = ending_of([row.tokens.tolist() for row in first], tokenizer)
-    trained, used = recorded(tokenizer), task.text_format(tokenizer, ending)
+    found = first_look.round_trip(tokenizer, texts)
+    first = [task.collate([rows[number]]) for number in range(min(first_look.LOOKED_AT, len(rows)))]
+    ending = first_look.ending_of([row.tokens.tolist() for row in first], tokenizer)
+    trained, used = first_look.recorded(tokenizer), task.text_format(tokenizer, ending)
     if used:
         model = f"--model.model_name_or_path {task.config.model.model_name_or_path}"
-        found += compare_formats(model, trained, used, texts)
-        found += end_notices(ending, tokenizer, "Responses") if isinstance(first[0], TokenRows) else []
-    record(tokenizer, used)
+        found += first_look.compare_formats(model, trained, used, texts)
+        found += first_look.end_notices(ending, tokenizer, "Responses") if isinstance(first[0], TokenRows) else []
+    first_look.record(tokenizer, used)
     return found
 
 

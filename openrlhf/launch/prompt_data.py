@@ -8,17 +8,8 @@ from functools import partial
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.data import first_look
 from openrlhf.data.errors import DataError, notice
-from openrlhf.data.first_look import (
-    LOOKED_AT,
-    TextFormat,
-    chat_end,
-    compare_formats,
-    end_notices,
-    record,
-    recorded,
-    round_trip,
-)
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
@@ -107,19 +98,23 @@ def read_prompts(
 def look_at_prompts(
     config: settings.Sampling, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, policy: str, flag: str
 ) -> None:
-    """Print what looks wrong about the first prompts, and record in the tokenizer how they look. Raises DataError if text is lost."""
-    texts = [prompts[number].text for number in range(min(LOOKED_AT, len(prompts)))]
-    used, trained = TextFormat.of(config.data, tokenizer), recorded(tokenizer)
-    found = round_trip(tokenizer, texts) + compare_formats(f"{flag} {policy}", trained, used, texts)
+    """Print what looks wrong about the first prompts, and first_look.record in the tokenizer how they look. Raises DataError if text is lost."""
+    texts = [prompts[number].text for number in range(min(first_look.LOOKED_AT, len(prompts)))]
+    used, trained = first_look.TextFormat.of(config.data, tokenizer), first_look.recorded(tokenizer)
+    found = first_look.round_trip(tokenizer, texts) + first_look.compare_formats(
+        f"{flag} {policy}", trained, used, texts
+    )
     for path in config.reward.models:
         judge = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-        found += compare_formats(f"--reward.model_name_or_path {path}", recorded(judge), used, texts)
+        found += first_look.compare_formats(
+            f"--reward.model_name_or_path {path}", first_look.recorded(judge), used, texts
+        )
     if trained and trained.ending:
         used = replace(used, ending=trained.ending)
-        found += end_notices(trained.ending, tokenizer, f"In training, the responses of {flag} {policy}")
+        found += first_look.end_notices(trained.ending, tokenizer, f"In training, the responses of {flag} {policy}")
     if used.chat_template:
-        found += chat_end(tokenizer, ends_of_generation(config, tokenizer, policy))
-    record(tokenizer, used)
+        found += first_look.chat_end(tokenizer, ends_of_generation(config, tokenizer, policy))
+    first_look.record(tokenizer, used)
     for sentence in found:
         notice(sentence)
 

@@ -1,4 +1,4 @@
-"""The best evaluation of a run: which checkpoint is kept for it, and when --eval.patience ends the wait for a better one."""
+"""The best evaluation of a run: which checkpoint is kept for it, and when --eval.patience ends the run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class BestMetric:
         self.last: float | None = None  # what it had
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Take note of an evaluation of the weights after `step`; True when its value is strictly better than all before.
+        """Note an evaluation of the weights after `step`. True if its value is strictly better than every earlier one.
 
-        One without the metric counts for nothing. A value that is not finite is no best.
+        An evaluation without the metric is ignored. A value that is not finite is never the best.
         """
         self.evaluated_at, self.last = step, None
         if self.key == "none":
@@ -40,7 +40,7 @@ class BestMetric:
         self.key = self.key or min((name for name in plain if name.endswith(self.ending)), default="")
         self.last = value = plain.get(self.key)
         if value is None:
-            if os.environ.get("RANK", "0") == "0":  # offline, every process of the launcher takes note
+            if os.environ.get("RANK", "0") == "0":  # offline, every process of the launcher notes evaluations
                 wanted = self.key or f"*{self.ending}"
                 logger.warning(
                     "--ckpt.best_metric_key %s is no metric of the evaluation: %s.", wanted, ", ".join(plain)
@@ -58,21 +58,21 @@ class BestMetric:
         return value < self.value if is_minimised(self.key) else value > self.value
 
     def value_of(self, step: int) -> float | None:
-        """What the weights after `step` were measured to have, if the last evaluation was of them."""
+        """The value of the weights after `step`, if the last evaluation measured them."""
         return self.last if self.evaluated_at == step else None
 
     @property
     def exhausted(self) -> bool:
-        """Whether --eval.patience is: the run ends."""
+        """Whether --eval.patience is used up, so that the run ends."""
         return self.patience is not None and self.waited >= self.patience
 
     @property
     def followed(self) -> str | None:
-        """The metric, once it is known, if there is one."""
+        """The name of the metric, or None if it is not known yet or disabled."""
         return None if self.key in ("", "none") else self.key
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: fields of `RunState`."""
+        """The fields of `RunState` that a checkpoint keeps."""
         return {
             "best_metric_key": self.followed,
             "best_metric_value": self.value,
@@ -87,22 +87,22 @@ class BestMetric:
             self.step, self.waited = state.best_step, state.evaluations_since_best
 
     def to_export(self, step: int, checkpoints: CheckpointManager, say: Callable[[str], None]) -> Checkpoint | None:
-        """With --eval.patience, what the best evaluation was of, to be loaded and exported; None where the weights after `step` are.
+        """With --eval.patience, the checkpoint of the best evaluation, to be loaded and exported; None to export the weights after `step`.
 
-        Says which are, why, and whether it was the patience that ended the run.
+        `say` gets a sentence: which weights are exported, why, and whether the patience ended the run.
         """
         if self.patience is None:
             return None
         ended = f"--eval.patience {self.patience} ends the run after step {step}. " if self.exhausted else ""
         if self.value is None:
-            say(f"{ended}The last weights are exported: no evaluation had a value of {self.followed or self.ending}.")
+            say(f"{ended}The export has the last weights: no evaluation had a value of {self.followed or self.ending}.")
             return None
         best = f"the weights of step {self.step}, with the best {self.key} of all evaluations, {self.value:.6g}"
         found = checkpoints.find(self.step, best=True) if self.step not in (None, step) else None
         if found or self.step == step:
-            say(f"{ended}Exported are {best}.")
+            say(f"{ended}The export has {best}.")
         else:
             say(
-                f"{ended}The last weights are exported: {best}, are not, or not whole, in --ckpt.path {checkpoints.root}."
+                f"{ended}The export has the last weights: --ckpt.path {checkpoints.root} has no complete checkpoint of {best}."
             )
         return found

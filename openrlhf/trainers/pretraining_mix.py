@@ -1,4 +1,4 @@
-"""PPO-ptx: plain text that the policy goes on learning while it learns from rewards."""
+"""PPO-ptx: plain text that the policy learns beside its rewards."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from openrlhf.trainers.update_plan import share
 
 
 class PretrainingMix:
-    """Draws `batch_size` rows of text for each optimizer step, over and over in shuffled passes.
+    """Draws `batch_size` rows of text for each optimizer step, epoch after epoch, each in an order of its own.
 
-    Which rows is a function of the seed and of the running number of the optimizer step: a resumed run needs no state.
+    The rows depend only on the seed and on the number of the optimizer step, so a resumed run needs no state.
     """
 
     def __init__(self, rows: SFTDataset, *, batch_size: int, seed: int) -> None:
@@ -29,7 +29,7 @@ class PretrainingMix:
         return drawn
 
     def for_ranks(self, steps: Sequence[int], ranks: int) -> list[list[TokenRows]]:
-        """For each rank, its share of the rows of each optimizer step. A rank without any has a row that does not count."""
+        """For each rank, its rows of each optimizer step. A rank without rows gets one whose loss mask is empty."""
         per_rank: list[list[TokenRows]] = [[] for _ in range(ranks)]
         for step in steps:
             texts = [self.rows[row] for row in self.draw(step)]

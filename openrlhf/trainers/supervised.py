@@ -165,7 +165,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def _evaluation_batches(self) -> Iterator[tuple[list[Any], bool]]:
         """This rank's evaluation rows, and whether they count.
 
-        Under ZeRO 3 a forward is collective: every rank runs as many as rank 0, which has most rows.
+        Under ZeRO 3 a forward is collective: every rank runs as many forwards as rank 0, which has the most rows.
         """
         assert self.eval_rows is not None
         size, ranks = self.train.micro_batch_size, self.strategy.dp_size
@@ -214,7 +214,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.best.restore(checkpoint.state)
 
     def return_to_best(self) -> bool:
-        """With --eval.patience, load the weights of the best evaluation; whether they are others. Collective over the ranks."""
+        """With --eval.patience, load the weights of the best evaluation; whether they differ from the last. Collective over the ranks."""
         found = self.best.to_export(self.step, self.checkpoints, self.recorder.display.note) if self.recorder else None
         checkpoint: Checkpoint | None = self.strategy.broadcast(found)
         if checkpoint:

@@ -398,7 +398,7 @@ def test_a_policy_that_got_no_better_within_the_patience_is_exported_as_it_was(
     train(grpo_flags(workspace, folder, **waits, **{"eval.dataset": workspace / "held_out.jsonl"}))
     assert [row["step"] for row in numbers(folder) if "eval/eval_num_samples" in row] == [0, 1, 2]
     printed = capsys.readouterr().out
-    assert "--eval.patience 2 ends the run after step 2. Exported are the weights of step 0" in printed
+    assert "--eval.patience 2 ends the run after step 2. The export has the weights of step 0" in printed
     assert column(folder, "train/kl")[-1] > 1e-6  # it had moved
     start, end = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()

@@ -247,7 +247,7 @@ def test_a_run_that_overfits_ends_with_its_patience_and_exports_its_best_weights
     assert len(losses) == best + 1 + patience
     assert steps_logged(folder) == 2 * len(losses)
     assert f"--eval.patience {patience} ends the run after step {2 * len(losses)}." in done.printed
-    assert f"Exported are the weights of step {2 * (best + 1)}" in done.printed
+    assert f"The export has the weights of step {2 * (best + 1)}" in done.printed
     assert loss_in_transformers(folder / "model") == pytest.approx(min(losses), abs=2e-6)
 
 

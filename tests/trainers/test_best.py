@@ -163,18 +163,18 @@ def test_the_best_weights_are_and_the_reason_is_said(tmp_path: Path) -> None:
     assert exported(tmp_path, [2.0, 1.0, 1.5, 1.25], patience=2) == (
         "best_global_step2",
         "--eval.patience 2 ends the run after step 4. "
-        "Exported are the weights of step 2, with the best eval_loss of all evaluations, 1.",
+        "The export has the weights of step 2, with the best eval_loss of all evaluations, 1.",
     )
 
 
 def test_they_are_too_where_the_run_ended_before_its_patience(tmp_path: Path) -> None:
     tag, said = exported(tmp_path, [2.0, 1.0, 1.5], patience=2)
-    assert tag == "best_global_step2" and said.startswith("Exported are the weights of step 2")
+    assert tag == "best_global_step2" and said.startswith("The export has the weights of step 2")
 
 
 def test_nothing_is_loaded_where_the_last_weights_are_the_best(tmp_path: Path) -> None:
     tag, said = exported(tmp_path, [2.0, 1.0], patience=2)
-    assert tag is None and said.startswith("Exported are the weights of step 2")
+    assert tag is None and said.startswith("The export has the weights of step 2")
 
 
 def test_without_a_patience_the_last_weights_are_exported_as_ever(tmp_path: Path) -> None:
@@ -183,6 +183,6 @@ def test_without_a_patience_the_last_weights_are_exported_as_ever(tmp_path: Path
 
 def test_the_last_weights_are_exported_where_there_is_no_best_or_its_checkpoint_is_gone(tmp_path: Path) -> None:
     tag, said = exported(tmp_path, [math.nan, math.nan], patience=2)
-    assert tag is None and said.endswith("The last weights are exported: no evaluation had a value of eval_loss.")
+    assert tag is None and said.endswith("The export has the last weights: no evaluation had a value of eval_loss.")
     tag, said = exported(tmp_path, [1.0, 2.0, 3.0], patience=2)
-    assert tag is None and "The last weights are exported: the weights of step 1" in said and str(tmp_path) in said
+    assert tag is None and "no complete checkpoint of the weights of step 1" in said and str(tmp_path) in said

@@ -219,7 +219,7 @@ def test_a_supervised_run_ends_with_its_patience_and_exports_the_best_weights(tm
     assert trainer.weights.exported == 4
     assert trainer.log.said == [
         "--eval.patience 3 ends the run after step 7. "
-        "Exported are the weights of step 4, with the best eval_loss of all evaluations, 1."
+        "The export has the weights of step 4, with the best eval_loss of all evaluations, 1."
     ]
 
 
@@ -272,7 +272,7 @@ def test_a_run_of_rl_ends_with_its_patience_and_exports_the_best_policy(tmp_path
     assert trainer.log.evaluated == [1, 2, 3, 4, 5]
     assert trainer.weights_made.exported == 2
     (said,) = trainer.log.said
-    assert said.startswith("--eval.patience 3 ends the run after step 5. Exported are the weights of step 2")
+    assert said.startswith("--eval.patience 3 ends the run after step 5. The export has the weights of step 2")
     assert [checkpoint.tag for checkpoint in trainer.checkpoints.checkpoints()] == ["best_global_step2"]
 
 
