@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,15 +127,6 @@ class WeightManifest:
     def buckets(self) -> list[Bucket]:
         return plan_buckets(self.specs, self.bucket_bytes)
 
-    def as_message(self) -> dict[str, Any]:
-        """Plain dicts, lists and numbers, for vLLM's serialisation."""
-        return asdict(self)
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> WeightManifest:
-        specs = (TensorSpec(name=s["name"], dtype=s["dtype"], shape=tuple(s["shape"])) for s in message["specs"])
-        return cls(version=message["version"], specs=tuple(specs), bucket_bytes=message["bucket_bytes"])
-
 
 @dataclass(frozen=True, kw_only=True)
 class SentWeights:
@@ -158,14 +148,6 @@ class WorkerReceipt:
     unwritten: tuple[str, ...]  # layers of the engine that still miss new values, with counts
     packed: int  # layers that compute with a packed copy of their weights (on a CPU)
     stale: tuple[str, ...]  # those of them whose packed copy is still the old one
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> WorkerReceipt:
-        """From the fields as vLLM's serialisation brings them: it makes lists of tuples."""
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in message.items()
-        }
-        return cls(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """How weights travel from trainer to engines: the channel both halves share, and the sender.
 
-Trainer rank 0 and all engine workers form one group, outside torch's default group. Transports:
-gloo between CPU processes, NCCL between different GPUs, CUDA IPC between processes on one GPU. Only
-gloo has been run so far; NCCL and CUDA IPC are written from torch's sources, and their tests
-(marker `gpu`) wait for a machine with GPUs.
+Senders and all engine workers form one group, outside torch's default group. Broadcasts have one sender, trainer rank 0: gloo
+between CPU processes, NCCL between different GPUs. With CUDA IPC every trainer rank sends, to the engine worker on its own GPU.
+Only gloo has been run so far; NCCL and CUDA IPC are written from torch's sources, and their tests (marker `gpu`) wait for a
+machine with GPUs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ Transport = Literal["gloo", "nccl", "ipc"]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """Where sender and workers meet: rank 0 sends, and listens on `host:port`; the others receive.
-
-    With `ipc` every trainer process that shares its GPU with an engine worker is a member, and
-    sends to that one.
-    """
+    """Where senders and workers meet, on `host:port` of rank 0. The first `senders` ranks send; the others receive."""
 
     host: str
     port: int
@@ -48,6 +44,7 @@ class WeightGroup:
     transport: Transport
     name: str  # a fresh one for every group: a failed group's messages must not reach the next
     timeout_s: float = 120.0
+    senders: int = 1
 
 
 class Channel(Protocol):
@@ -197,6 +194,11 @@ class WeightSender:
 
     def __init__(self) -> None:
         self._channel: Channel | None = None
+
+    @property
+    def joined(self) -> bool:
+        """Whether there is a group to send to."""
+        return self._channel is not None
 
     def join(self, group: WeightGroup, rank: int = 0) -> None:
         """Leave the previous group and meet the engines in a new one; blocks until all have come."""

@@ -129,9 +129,14 @@ class WorkerGroup:
         self.role = role
 
     @property
+    def layout(self) -> RankLayout:
+        """The ranks of the role."""
+        return self.hosts.layout
+
+    @property
     def slices(self) -> int:
         """Into how many data slices a batch is cut for this role."""
-        return self.hosts.layout.dp
+        return self.layout.dp
 
     @property
     def logs(self) -> list[str]:
@@ -144,12 +149,12 @@ class WorkerGroup:
 
     def launch(self, method: Callable[..., Any], per_slice: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Send each data slice to every rank that works on it. Returns one call per slice: the references of its ranks."""
-        slices = zip(self.hosts.layout.slice_ranks(), map(ray.put, per_slice), strict=True)
+        slices = zip(self.layout.slice_ranks(), map(ray.put, per_slice), strict=True)
         return [tuple(self._call(rank, method, argument) for rank in ranks) for ranks, argument in slices]
 
     def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `method` on every rank with the same arguments. Returns references."""
-        return [self._call(rank, method, *args) for rank in range(self.hosts.layout.world_size)]
+        return [self._call(rank, method, *args) for rank in range(self.layout.world_size)]
 
     def _call(self, rank: int, method: Callable[..., Any], *args: Any) -> Any:
         return self.hosts.actors[rank].call.remote(self.role, method.__name__, *args)

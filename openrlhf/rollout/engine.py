@@ -12,21 +12,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import pickle
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from openrlhf.distributed.buckets import (
-    PublicationError,
-    Receipt,
-    SentWeights,
-    WeightManifest,
-    WorkerReceipt,
-    verify_receipt,
-)
+from openrlhf.distributed.buckets import PublicationError, Receipt, SentWeights, WeightManifest, verify_receipt
 from openrlhf.distributed.devices import redirect_output
-from openrlhf.distributed.weight_sync import Transport, WeightGroup
+from openrlhf.distributed.weight_sync import WeightGroup
 from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments, engine_environment
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
@@ -163,26 +157,12 @@ class RolloutEngine:
         )
 
     @_plain_errors
-    async def join(
-        self,
-        *,
-        host: str,
-        port: int,
-        world_size: int,
-        rank_offset: int,
-        transport: Transport,
-        group: str,
-        timeout_s: float = 120.0,
-    ) -> None:
-        """Leave the previous weight group and join another; workers' ranks start at `rank_offset`.
+    async def join(self, group: WeightGroup, rank_offset: int) -> None:
+        """Leave the previous weight group and join another; the ranks of this engine's workers start at `rank_offset`.
 
-        The engine stands still until all members have joined (see `WeightGroup`). Raises
-        EngineError when they do not within `timeout_s`.
+        The engine stands still until all members have joined (see `WeightGroup`). Raises EngineError when they do not in time.
         """
-        meeting = WeightGroup(
-            host=host, port=port, world_size=world_size, transport=transport, name=group, timeout_s=timeout_s
-        )
-        await self._llm.collective_rpc("publication_join", args=(asdict(meeting), rank_offset))
+        await self._llm.collective_rpc("publication_join", args=(pickle.dumps(group), rank_offset))
 
     @_plain_errors
     async def receive(self, manifest: WeightManifest) -> Receipt:
@@ -196,14 +176,14 @@ class RolloutEngine:
             await self.pause()
         self._unverified = manifest.version
         try:
-            answers = await self._llm.collective_rpc("publication_receive", args=(manifest.as_message(),))
+            answers = await self._llm.collective_rpc("publication_receive", args=(pickle.dumps(manifest),))
         except Exception as error:
             if not self.alive:
                 raise
             raise PublicationError(
                 f"engine {self.index} could not take in version {manifest.version} and stays paused: {error}"
             ) from None
-        workers = tuple(WorkerReceipt.from_message(answer) for answer in answers)
+        workers = tuple(map(pickle.loads, answers))
         receipt = Receipt(engine=self.index, version=manifest.version, workers=workers)
         sent = SentWeights(manifest=manifest, bucket_hashes=workers[0].sent_hashes)
         verify_receipt(sent, receipt)

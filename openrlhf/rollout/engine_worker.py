@@ -6,9 +6,9 @@ vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls th
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from openrlhf.distributed.buckets import WeightManifest, WorkerReceipt, bucket_hash, bucket_nbytes, unpack
-from openrlhf.distributed.weight_sync import Channel, WeightGroup, join_group
+from openrlhf.distributed.weight_sync import Channel, join_group
 
 # vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX), which Linux refuses to a process that has not
 # asked for them. vLLM does not ask. Unless oneDNN happened to ask before, the engine's first sample ends it with SIGILL.
@@ -30,7 +30,7 @@ if torch.cpu._is_amx_tile_supported():
 
 
 class WorkerExtension:
-    """What vLLM's worker class gains. Arguments and results are plain: vLLM carries nothing else."""
+    """What vLLM's worker class gains. Our classes travel as pickled bytes: vLLM carries plain values only."""
 
     vllm_config: VllmConfig
     device: torch.device
@@ -38,11 +38,11 @@ class WorkerExtension:
     publication_rank: int
     publication_channel: Channel | None = None
 
-    def publication_join(self, group: dict[str, Any], rank_offset: int) -> None:
+    def publication_join(self, group: bytes, rank_offset: int) -> None:
         """Leave the previous weight group; join `group` (a `WeightGroup`) behind `rank_offset`."""
         self.publication_leave()
         self.publication_rank = rank_offset + self.vllm_config.parallel_config.rank
-        self.publication_channel = join_group(WeightGroup(**group), self.publication_rank)
+        self.publication_channel = join_group(pickle.loads(group), self.publication_rank)
 
     def publication_leave(self) -> None:
         """Leave the weight group, if in one."""
@@ -50,13 +50,13 @@ class WorkerExtension:
             self.publication_channel.close()
             self.publication_channel = None
 
-    def publication_receive(self, message: dict[str, Any]) -> dict[str, Any]:
+    def publication_receive(self, message: bytes) -> bytes:
         """Take in the weights that `message` (a `WeightManifest`) announces; a `WorkerReceipt`.
 
         No step may run meanwhile: the engine is paused and its scheduler waits for this call. When
         it raises, the model is part old, part new, part missing, until a later call succeeds.
         """
-        manifest = WeightManifest.from_message(message)
+        manifest: WeightManifest = pickle.loads(message)
         if self.publication_channel is None:
             raise RuntimeError("this engine is in no weight group: join one first")
         intake = Intake(manifest, self.publication_channel, self.device)
@@ -84,7 +84,7 @@ class WorkerExtension:
             packed=len(renewed),
             stale=tuple(name for name, handle in renewed.items() if handles.get(name) is handle),
         )
-        return asdict(receipt)
+        return pickle.dumps(receipt)
 
 
 class Intake:

@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from openrlhf.distributed.buckets import SentWeights, verify_receipt
+import torch
+from torch import Tensor
+
+from openrlhf.distributed.buckets import PublicationError, SentWeights, verify_receipt
 from openrlhf.distributed.weight_sync import Transport, WeightGroup
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.rollout.engine import RolloutEngine
 from openrlhf.rollout.fleet import Fleet
+from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.workers.policy import PolicyWorker
+
+# Nats, the mean difference of log-probabilities that rounding may explain, by the dtype of the engine's weights.
+ROUNDING = {"float32": 0.01, "bfloat16": 0.2}
 
 
 class WeightPublisher:
-    """Policy rank 0 and all engine workers in one group. An engine serves a version only once its receipt is verified.
+    """Policy ranks and all engine workers in one group. An engine serves a version once each of its workers' receipts is verified.
 
     Without engines, as in a replay, there is nothing to publish.
     """
@@ -32,17 +39,19 @@ class WeightPublisher:
             self.policy.broadcast(PolicyWorker.weight_address)[:1], "tell where to send weights from", self.policy.logs
         )
         self.groups_made += 1
+        # One rank broadcasts; CUDA IPC reaches a rank's own GPU only.
+        senders = self.policy.layout.world_size if self.transport == "ipc" else 1
         group = WeightGroup(
             host=host,
             port=port,
-            world_size=1 + fleet.size * fleet.workers_per_engine,
+            world_size=senders + fleet.size * fleet.workers_per_engine,
             transport=self.transport,
             name=f"weights-{self.groups_made}",
             timeout_s=self.timeout_s,
+            senders=senders,
         )
-        told = {"group" if name == "name" else name: value for name, value in vars(group).items()}
-        offsets = range(1, group.world_size, fleet.workers_per_engine)
-        joining = fleet.call_each(RolloutEngine.join, [told | {"rank_offset": offset} for offset in offsets])
+        offsets = range(senders, group.world_size, fleet.workers_per_engine)
+        joining = fleet.call_each(RolloutEngine.join, [{"rank_offset": offset} for offset in offsets], group)
         joining += self.policy.broadcast(PolicyWorker.join_weight_group, group)
         self._gather(joining, "join the weight group", [*fleet.logs, *self.policy.logs])
         self.connected = True
@@ -66,6 +75,30 @@ class WeightPublisher:
         for receipt in results[: len(receiving)]:
             verify_receipt(sent, receipt)
         self._gather(fleet.call(RolloutEngine.resume), "serve the new weights", fleet.logs)
+
+    def check_engines(self, prompts: Sequence[list[int]], params: SamplingParams, *, tolerance: float) -> None:
+        """Let every engine answer the prompts with the weights it serves, and score the answers with the policy.
+
+        Raises PublicationError if log-probabilities differ by more than `tolerance` nats in the mean: engine and trainer then
+        compute different functions of the same weights. `params` ask for a few tokens at the policy's temperature.
+        """
+        if (fleet := self.fleet) is None:
+            return
+        asked = [call for prompt in prompts for call in fleet.call(RolloutEngine.generate, prompt, [params])]
+        answers = self._gather(asked, "sample from the new weights", list(fleet.logs) * len(prompts))
+        samples = [(prompts[i // fleet.size], sample) for i, [sample] in enumerate(answers)]
+        scoring = self.policy.broadcast(PolicyWorker.sampled_logprobs, [(prompt, s.tokens) for prompt, s in samples])
+        expected: list[Tensor] = self._gather(scoring, "score the engines' samples", self.policy.logs)[0]
+        gaps = [(ours - torch.tensor(s.logprobs)).abs() for ours, (_, s) in zip(expected, samples, strict=True)]
+        for engine in range(fleet.size):
+            gap = torch.cat(gaps[engine :: fleet.size])
+            if not float(gap.mean()) <= tolerance:
+                raise PublicationError(
+                    f"engine {engine} gives the same tokens other log-probabilities than the trainer, with the same weights: mean "
+                    f"difference {gap.mean():.3g} nats, largest {gap.max():.3g}; rounding explains a mean of {tolerance:g}. One of "
+                    "them computes this architecture in another way: use another architecture, or change --vllm.engine_args, "
+                    "--vllm.quantization or --ds.attn_implementation."
+                )
 
     def _gather(self, references: Sequence[Any], doing: str, logs: Sequence[str]) -> list[Any]:
         flag = "--train.publish_timeout"

@@ -172,6 +172,18 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         total, tokens = self.strategy.all_reduce([moved.sum, moved.count])
         return total > limit * tokens
 
+    def sampled_logprobs(self, samples: Sequence[tuple[list[int], list[int]]]) -> list[Tensor]:
+        """log π_θ of the response tokens of each (prompt, response). Collective under ZeRO 3, with the same samples on each rank."""
+        rows = TokenRows.from_lists(
+            [prompt + response for prompt, response in samples],
+            [[False] * len(prompt) + [True] * len(response) for prompt, response in samples],
+        ).to(self.strategy.device)
+        self.engine.module.eval()
+        with torch.no_grad():
+            scores = self.engine.module(rows.tokens, rows.offsets, rows.loss_mask, self.settings.temperature)
+        self.engine.module.train()
+        return list(scores.logprobs[rows.loss_mask].cpu().split([len(response) for _, response in samples]))
+
     def weight_manifest(self, version: int) -> WeightManifest:
         """What a publication of the present weights consists of, by the names of the model's files. Tied weights come once."""
         specs = (
@@ -186,15 +198,15 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return node_address(), free_port()
 
     def join_weight_group(self, group: WeightGroup) -> None:
-        """Meet the engines; rank 0 alone speaks with them."""
-        if self.strategy.is_main:
-            self.sender.join(group)
+        """Meet the engines, if this rank is one of the senders."""
+        if self.strategy.rank < group.senders:
+            self.sender.join(group, self.strategy.rank)
 
     def send_weights(self, manifest: WeightManifest) -> SentWeights | None:
-        """Stream the weights to the engines; what was sent, from rank 0. Collective: every rank helps to gather."""
+        """Stream the weights to the engines; what was sent, from the senders. Collective: every rank helps to gather."""
         buckets = self.engine.full_parameters(manifest.bucket_bytes)
         stream = (pair for bucket in buckets for pair in bucket)
-        if self.strategy.is_main:
+        if self.strategy.is_main or self.sender.joined:
             return self.sender.send(
                 manifest, (stored for pair in stream for stored in stored_tensors(self.engine.hf, *pair))
             )

@@ -111,12 +111,13 @@ class Stand:
     model: PreTrainedModel
     sender: WeightSender
     version: int = 0
+    workers: int = 1  # of the engine
 
     def call(self, method: str, *args, **kwargs):
         return ray.get(getattr(self.engine, method).remote(*args, **kwargs), timeout=TIMEOUT_S)
 
     def join(self) -> None:
-        join(self.sender, [self.engine])
+        join(self.sender, [self.engine], workers=self.workers)
 
     def manifest(self, bucket_bytes: int = BUCKET_BYTES) -> WeightManifest:
         self.version += 1
@@ -151,17 +152,23 @@ def manifest_of(model: PreTrainedModel, version: int, bucket_bytes: int = BUCKET
     return WeightManifest(version=version, specs=specs, bucket_bytes=bucket_bytes)
 
 
-def join(sender: WeightSender, engines: Sequence[ray.actor.ActorHandle]) -> None:
-    port, name = free_port(), f"group-{time.monotonic_ns()}"
-    place = {
-        "host": "127.0.0.1",
-        "port": port,
-        "world_size": 1 + len(engines),
-        "transport": "gloo",
-        "timeout_s": TIMEOUT_S,
-    }
-    joining = [e.join.remote(rank_offset=1 + i, group=name, **place) for i, e in enumerate(engines)]
-    sender.join(WeightGroup(name=name, **place))
+def group_of(workers: int, name: str | None = None, timeout_s: float = TIMEOUT_S) -> WeightGroup:
+    """A sender and so many engine workers."""
+    return WeightGroup(
+        host="127.0.0.1",
+        port=free_port(),
+        world_size=1 + workers,
+        transport="gloo",
+        name=name or f"group-{time.monotonic_ns()}",
+        timeout_s=timeout_s,
+    )
+
+
+def join(sender: WeightSender, engines: Sequence[ray.actor.ActorHandle], *, workers: int = 1) -> None:
+    """Bring the sender and the engines, of so many workers each, into one group."""
+    group = group_of(workers * len(engines))
+    joining = [engine.join.remote(group, 1 + workers * i) for i, engine in enumerate(engines)]
+    sender.join(group)
     ray.get(joining, timeout=TIMEOUT_S)
 
 
@@ -393,6 +400,21 @@ class TestPublication:
             stand.join()
             stand.publish()
 
+    def test_every_worker_of_an_engine_of_several_ranks_takes_in_the_weights(self, ray_session, tmp_path):
+        """Two processes that share each layer: each has a rank in the weight group, and a receipt of its own."""
+        stand = launch(build_model(tied=True), tmp_path, tensor_parallel_size=2)
+        stand.workers = 2
+        ray.get(stand.engine.start.remote(), timeout=150)
+        assert_serves(stand, stand.model, version=0)
+        stand.join()
+        for _ in range(2):
+            stand.model = noisy_copy(stand.model, [name for name, _ in stand.model.named_parameters()], 0.05)
+            receipt = stand.publish()
+            assert [worker.rank for worker in receipt.workers] == [1, 2]
+            assert_serves(stand, stand.model, stand.version)
+        stand.call("stop")
+        ray.kill(stand.engine)
+
     def test_an_engine_asked_to_pause_waits_and_then_answers(self, tied):
         tied.call("pause")
         waiting = tied.engine.generate.remote(PROMPTS[0], [SamplingParams(max_tokens=4, seed=0)])
@@ -482,12 +504,12 @@ class TestFailure:
         tied.model.save_pretrained(tmp_path)
         running = tied.engine.generate.remote([5], [SamplingParams(max_tokens=400, ignore_eos=True)])
         tied.sender.leave()
-        place = {"host": "127.0.0.1", "port": free_port(), "world_size": 2, "transport": "gloo"}
+        group = group_of(1, "doomed", timeout_s=120.0)
         victim = multiprocessing.get_context("spawn").Process(
-            target=send_until_killed, args=(WeightGroup(name="doomed", **place), str(tmp_path), tied.version + 1)
+            target=send_until_killed, args=(group, str(tmp_path), tied.version + 1)
         )
         victim.start()
-        tied.call("join", rank_offset=1, group="doomed", **place)
+        tied.call("join", group, 1)
         began = time.monotonic()
         with pytest.raises(PublicationError, match="died, or did not answer"):
             tied.call("receive", tied.manifest(bucket_bytes=1))
@@ -504,10 +526,10 @@ class TestFailure:
         assert_serves(tied, tied.model, tied.version)
 
     def test_a_member_that_never_comes_is_named(self, tied):
-        place = {"host": "127.0.0.1", "port": free_port(), "world_size": 3, "transport": "gloo", "timeout_s": 1.0}
-        joining = tied.engine.join.remote(rank_offset=1, group="lonely", **place)
+        group = group_of(2, "lonely", timeout_s=1.0)
+        joining = tied.engine.join.remote(group, 1)
         with pytest.raises(PublicationError, match=r"ranks \[2\] did not join within 1 s"):
-            WeightSender().join(WeightGroup(name="lonely", **place))
+            WeightSender().join(group)
         with pytest.raises(EngineError, match="weight group lonely"):
             ray.get(joining, timeout=TIMEOUT_S)
         tied.join()

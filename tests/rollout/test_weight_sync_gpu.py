@@ -118,9 +118,7 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(tmp_path: Path)
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * 0.05)
         group, sender = new_group("ipc"), WeightSender()
-        joining = engine.join.remote(
-            host=group.host, port=group.port, world_size=2, rank_offset=1, transport="ipc", group=group.name
-        )
+        joining = engine.join.remote(group, 1)
         sender.join(group)
         ray.get(joining, timeout=60)
         specs = tuple(
