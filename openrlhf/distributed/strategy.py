@@ -151,11 +151,10 @@ class Strategy:
 
 def _initialize(config: dict[str, Any], module: nn.Module, **parts: Any) -> Any:
     """A DeepSpeed engine; what DeepSpeed prints about memory while it makes one is dropped."""
+    model_config: Any = module.config
+    filled = ds_config.fill_auto(config, model_config.get_text_config().hidden_size)
     with redirect_stdout(io.StringIO()):
-        engine, *_ = deepspeed.initialize(
-            model=module, config=ds_config.fill_auto(config, hidden_size_of(module)), **parts
-        )
-    return engine
+        return deepspeed.initialize(model=module, config=filled, **parts)[0]
 
 
 class TrainEngine:
@@ -172,6 +171,15 @@ class TrainEngine:
     def module(self) -> nn.Module:
         """The trained model."""
         return self.engine.module
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it, the model is in evaluation mode: without dropout."""
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train()
 
     @property
     def hf(self) -> PreTrainedModel:
@@ -361,12 +369,6 @@ def _module_buckets(module: nn.Module, limit: int) -> Iterator[list[tuple[str, n
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
     """The shape of the whole parameter; ZeRO 3 leaves an empty stand-in that remembers it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def hidden_size_of(module: nn.Module) -> int:
-    """The width of a wrapped Transformers model."""
-    config: Any = module.config
-    return config.get_text_config().hidden_size
 
 
 def random_state() -> dict[str, Any]:

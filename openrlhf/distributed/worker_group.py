@@ -33,9 +33,9 @@ class WorkerHost:
         self.roles: dict[str, Any] = {}
         self.strategy: Any = None
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Address and port for the group to meet at; asked of rank 0."""
-        return node_address(), free_port()
+    def location(self) -> tuple[str, tuple[str, int]]:
+        """The Ray node of this process, and an address and port at which the group may meet."""
+        return ray.get_runtime_context().get_node_id(), (node_address(), free_port())
 
     def connect(
         self,
@@ -68,10 +68,6 @@ class WorkerHost:
     def call(self, role: str, method: str, *args: Any) -> Any:
         """Call a method of a role."""
         return getattr(self.roles[role], method)(*args)
-
-    def node(self) -> str:
-        """The Ray node this process runs on."""
-        return ray.get_runtime_context().get_node_id()
 
 
 class HostHandles:
@@ -110,11 +106,11 @@ class HostHandles:
 
     def _connect(self, settings: dict[str, Any], plugins: Sequence[str], timeout_s: float) -> None:
         doing = f"start the {self.group.name} processes"
-        nodes = gather([host.node.remote() for host in self.actors], timeout_s=timeout_s, doing=doing, logs=self.logs)
+        asked = [host.location.remote() for host in self.actors]
+        nodes, addresses = zip(*gather(asked, timeout_s=timeout_s, doing=doing, logs=self.logs), strict=True)
         order = order_by_node(nodes)
         self.actors, self.logs, nodes = ([column[slot] for slot in order] for column in (self.actors, self.logs, nodes))
-        local_ranks = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
-        [address] = gather([self.actors[0].rendezvous.remote()], timeout_s=timeout_s, doing=doing, logs=self.logs)
+        local_ranks, address = [nodes[:rank].count(node) for rank, node in enumerate(nodes)], addresses[order[0]]
         joined = [
             host.connect.remote(rank, local_ranks, address, settings, plugins) for rank, host in enumerate(self.actors)
         ]

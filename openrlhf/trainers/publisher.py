@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf.batches import TokenRows
 from openrlhf.distributed.buckets import PublicationError, SentWeights, verify_receipt
 from openrlhf.distributed.weight_sync import Transport, WeightGroup
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.rollout.engine import RolloutEngine
 from openrlhf.rollout.fleet import Fleet
-from openrlhf.rollout.sampling import SamplingParams
+from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.workers.policy import PolicyWorker
 
 # Nats, the mean difference of log-probabilities that rounding may explain, by the dtype of the engine's weights.
@@ -86,10 +87,16 @@ class WeightPublisher:
             return
         asked = [call for prompt in prompts for call in fleet.call(RolloutEngine.generate, prompt, [params])]
         answers = self._gather(asked, "sample from the new weights", list(fleet.logs) * len(prompts))
-        samples = [(prompts[i // fleet.size], sample) for i, [sample] in enumerate(answers)]
-        scoring = self.policy.broadcast(PolicyWorker.sampled_logprobs, [(prompt, s.tokens) for prompt, s in samples])
-        expected: list[Tensor] = self._gather(scoring, "score the engines' samples", self.policy.logs)[0]
-        gaps = [(ours - torch.tensor(s.logprobs)).abs() for ours, (_, s) in zip(expected, samples, strict=True)]
+        asked_of = [prompt for prompt in prompts for _ in range(fleet.size)]
+        samples: list[Generation] = [sample for [sample] in answers]
+        rows = TokenRows.from_lists(
+            [prompt + sample.tokens for prompt, sample in zip(asked_of, samples, strict=True)],
+            [[False] * len(p) + [True] * len(s.tokens) for p, s in zip(asked_of, samples, strict=True)],
+        )
+        scoring = self.policy.broadcast(PolicyWorker.logprobs, rows)
+        ours: Tensor = self._gather(scoring, "score the engines' samples", self.policy.logs)[0][rows.loss_mask]
+        theirs = [torch.tensor(sample.logprobs) for sample in samples]
+        gaps = (ours - torch.cat(theirs)).abs().split([len(sample) for sample in theirs])
         for engine in range(fleet.size):
             gap = torch.cat(gaps[engine :: fleet.size])
             if not float(gap.mean()) <= tolerance:

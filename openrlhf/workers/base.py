@@ -37,42 +37,28 @@ class MicroBatchLimits:
         return micro_batches(lengths.tolist(), size=None if self.max_tokens else self.size, max_tokens=self.max_tokens)
 
 
-def annotate_rows(
-    batch: Rows, forward: Callable[[Rows], Tensor], limits: MicroBatchLimits, strategy: Strategy
-) -> list[tuple[list[int], Tensor]]:
-    """`forward` over micro-batches of the rows, without gradient: (row numbers, result on the CPU) of each.
+@torch.no_grad()
+def column_of(
+    batch: Rows,
+    forward: Callable[[Rows], Tensor],
+    limits: MicroBatchLimits,
+    strategy: Strategy,
+    *,
+    per_sample: bool = False,
+) -> Tensor:
+    """A column (N,) from a `forward` that gives each token of a micro-batch a number; (B,) if it gives each row one.
 
     Under ZeRO 3 a forward is collective: every rank runs as many micro-batches as the rank that has most.
     """
     parts = limits.cut(batch.lengths)
     sharded = strategy.config.zero_stage == 3
     rounds = int(strategy.all_reduce([len(parts)], "max")[0]) if sharded else len(parts)
-    results: list[tuple[list[int], Tensor]] = []
-    with torch.no_grad():
-        for turn in range(rounds):
-            rows = parts[min(turn, len(parts) - 1)]
-            results.append((rows, forward(batch.select(rows).to(strategy.device)).cpu()))
-    return results
-
-
-def per_token_column(
-    batch: Rows, forward: Callable[[Rows], Tensor], limits: MicroBatchLimits, strategy: Strategy
-) -> Tensor:
-    """A column (N,) from a `forward` that gives the tokens of a micro-batch their numbers."""
-    column = torch.zeros(batch.num_tokens)
-    for rows, numbers in annotate_rows(batch, forward, limits, strategy):
+    column = torch.zeros(batch.num_samples if per_sample else batch.num_tokens)
+    for turn in range(rounds):
+        rows = parts[min(turn, len(parts) - 1)]
+        numbers = forward(batch.select(rows).to(strategy.device)).cpu()
         place = Layout.of(batch.offsets, torch.tensor(rows))
-        column[place.positions[place.real]] = numbers
-    return column
-
-
-def per_sample_column(
-    batch: Rows, forward: Callable[[Rows], Tensor], limits: MicroBatchLimits, strategy: Strategy
-) -> Tensor:
-    """A column (B,) from a `forward` that gives the rows of a micro-batch their numbers."""
-    column = torch.zeros(batch.num_samples)
-    for rows, numbers in annotate_rows(batch, forward, limits, strategy):
-        column[rows] = numbers
+        column[torch.tensor(rows) if per_sample else place.positions[place.real]] = numbers
     return column
 
 

@@ -14,7 +14,7 @@ from openrlhf.distributed.strategy import Metrics, Strategy
 from openrlhf.models.backbone import has_balanced_experts
 from openrlhf.models.scalar import ScalarModel, load_scalar, state_values
 from openrlhf.observability.metrics import Mean
-from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balancing_term, per_token_column
+from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balancing_term, column_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,8 @@ class CriticWorker(TrainedWorker[Update]):
 
     def values(self, texts: Ragged) -> Tensor:
         """V of the state before each token of this rank's rows, (N,)."""
-        self.engine.module.eval()
-        column = per_token_column(texts, self._score, self.settings.forward, self.strategy)
-        self.engine.module.train()
-        return column
+        with self.engine.evaluating():
+            return column_of(texts, self._score, self.settings.forward, self.strategy)
 
     def _score(self, micro: Ragged) -> Tensor:
         return state_values(self.engine.module(micro.tokens, micro.offsets).values, micro.offsets)

@@ -15,7 +15,7 @@ from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.proof import prove_layout
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
-from openrlhf.workers.base import MicroBatchLimits, per_sample_column, per_token_column
+from openrlhf.workers.base import MicroBatchLimits, column_of
 
 
 def proven(model: nn.Module) -> nn.Module:
@@ -45,7 +45,7 @@ class ReferenceWorker:
 
     def logprobs(self, rows: TokenRows) -> Tensor:
         """log π_ref of every target of this rank's rows, (N,)."""
-        return per_token_column(rows, self._score, self.settings.forward, self.strategy)
+        return column_of(rows, self._score, self.settings.forward, self.strategy)
 
     def _score(self, micro: TokenRows) -> Tensor:
         return self.model(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs
@@ -76,7 +76,7 @@ class RewardWorker:
     def rewards(self, texts: Ragged) -> Tensor:
         """Rewards of this rank's rows by every model, (B, K)."""
         scorers = [partial(self._score, model) for model in self.models]
-        columns = [per_sample_column(texts, s, self.settings.forward, self.strategy) for s in scorers]
+        columns = [column_of(texts, s, self.settings.forward, self.strategy, per_sample=True) for s in scorers]
         return torch.stack(columns, dim=1)
 
     def _score(self, model: Any, micro: Ragged) -> Tensor:

@@ -21,7 +21,7 @@ from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
 from openrlhf.models.loading import load_causal_lm, stored_tensors
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Max, Mean
-from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balancing_term, per_token_column
+from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balancing_term, column_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
 
     def logprobs(self, rows: TokenRows) -> Tensor:
         """log π_θ of every target of this rank's rows, (N,), as they are now: π_old of the coming update."""
-        self.engine.module.eval()
-        scored = per_token_column(rows, self._score, self.settings.forward, self.strategy)
-        self.engine.module.train()
-        return scored
+        with self.engine.evaluating():
+            return column_of(rows, self._score, self.settings.forward, self.strategy)
 
     def _score(self, micro: TokenRows) -> Tensor:
         return self.engine.module(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs
@@ -171,18 +169,6 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         assert isinstance(moved, Mean)
         total, tokens = self.strategy.all_reduce([moved.sum, moved.count])
         return total > limit * tokens
-
-    def sampled_logprobs(self, samples: Sequence[tuple[list[int], list[int]]]) -> list[Tensor]:
-        """log π_θ of the response tokens of each (prompt, response). Collective under ZeRO 3, with the same samples on each rank."""
-        rows = TokenRows.from_lists(
-            [prompt + response for prompt, response in samples],
-            [[False] * len(prompt) + [True] * len(response) for prompt, response in samples],
-        ).to(self.strategy.device)
-        self.engine.module.eval()
-        with torch.no_grad():
-            scores = self.engine.module(rows.tokens, rows.offsets, rows.loss_mask, self.settings.temperature)
-        self.engine.module.train()
-        return list(scores.logprobs[rows.loss_mask].cpu().split([len(response) for _, response in samples]))
 
     def weight_manifest(self, version: int) -> WeightManifest:
         """What a publication of the present weights consists of, by the names of the model's files. Tied weights come once."""
