@@ -12,12 +12,12 @@ from torch import Tensor
 def load_balancing_loss(router_logits: Sequence[Float[Tensor, "N E"]], *, top_k: int) -> Float[Tensor, ""]:
     """E · Σ_e f_e · P_e: f_e, choices of expert e per token; P_e, its mean probability; over the tokens of all layers.
 
-    `top_k` where every expert is used alike, and up to E where the same ones are always chosen. The gradient goes through P
+    It is `top_k` if every expert is used alike, and up to E if the same experts are always chosen. The gradient goes through P
     alone. Fedus et al. 2021, eqs. 4–6, arXiv:2101.03961, with `top_k` choices per token; layers are pooled, as Transformers does.
     """
     probabilities = [logits.float().softmax(-1) for logits in router_logits]
     experts, tokens = probabilities[0].shape[-1], sum(len(layer) for layer in probabilities)
     chosen = [layer.topk(top_k).indices.flatten().bincount(minlength=experts) for layer in probabilities]
-    shares = torch.stack(chosen).sum(0) / tokens
+    choices = torch.stack(chosen).sum(0) / tokens
     means = torch.stack([layer.sum(0) for layer in probabilities]).sum(0) / tokens
-    return experts * (shares * means).sum()
+    return experts * (choices * means).sum()

@@ -62,7 +62,7 @@ def token_rewards(
 ) -> PerToken:
     """r_t = −β · kl_t at every action token, plus the row's reward at its last one; zero elsewhere.
 
-    `kl` is None where no KL enters the reward; a negative β counts as 0. `turns` has shares of the reward at the ends of
+    `kl` is None if no KL enters the reward; a negative β counts as 0. `turns` has parts of the reward at the ends of
     earlier turns; the last token gets the rest. A row without action tokens has no place for its reward, and nothing that
     could learn from it.
     Ziegler et al. 2019, eq. 2, arXiv:1909.08593

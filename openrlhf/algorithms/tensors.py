@@ -48,7 +48,7 @@ def masked_whiten(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], *, scale: bo
 def log_ratio(
     logprobs: Float[Tensor, "*s"], base_logprobs: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]
 ) -> Float[Tensor, "*s"]:
-    """logprobs − base_logprobs in nats, zero outside the mask, whatever stands there."""
+    """logprobs − base_logprobs in nats, zero outside the mask, even for NaN."""
     return (logprobs - base_logprobs).masked_fill(~mask, 0)
 
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class WeightAverage:
     """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32; starts at the weights as they are.
 
-    With ZeRO 3 each rank averages its shards; else every rank has the same weights, and rank 0 does it for all.
+    With ZeRO 3 each rank averages its shards. Otherwise all ranks have the same weights, and rank 0 averages them.
     """
 
     def __init__(self, engine: TrainEngine, beta: float) -> None:
@@ -33,12 +33,12 @@ class WeightAverage:
         self.averages = {name: held.float().cpu().clone() for name, held in self._held()}
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank has of each weight: ZeRO 3 leaves an empty parameter, and the shard beside it."""
+        """This rank's part of each weight. ZeRO 3 leaves an empty parameter, and keeps the shard in an attribute of it."""
         for name, parameter in self.parameters.items():
             yield name, getattr(parameter, "ds_tensor", parameter).data
 
     def update(self) -> None:
-        """Take in the present weights: once per applied optimizer step."""
+        """Add the present weights to the average: once per applied optimizer step."""
         for name, held in self._held():
             self.averages[name].lerp_(held.float().cpu(), 1 - self.beta)
 
@@ -62,12 +62,14 @@ class WeightAverage:
             torch.save(self.averages, self._file(directory, tag))
 
     def load(self, directory: str, tag: str) -> None:
-        """Read what `save` wrote; where the run had no average so far, it starts at the weights of the checkpoint."""
+        """Read what `save` wrote. If the checkpoint has no average, start at its weights."""
         file = self._file(directory, tag)
         if file.exists():
             self.averages = torch.load(file)
         elif self.averages:
-            logger.warning("%s holds no average of the weights: it starts from the weights there.", file.parent)
+            logger.warning(
+                "%s holds no average of the weights: the average starts at the weights of this checkpoint.", file.parent
+            )
             self.restart()
 
     def _file(self, directory: str, tag: str) -> Path:

@@ -113,7 +113,7 @@ def _hash_weights(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightManifest:
-    """What a publication consists of. Made by the trainer, used by both halves."""
+    """The tensors of a publication. Made by the trainer, used by trainer and engines."""
 
     version: int
     specs: tuple[TensorSpec, ...]
@@ -130,7 +130,7 @@ class WeightManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class SentWeights:
-    """What the sender says it sent: the manifest, and the hash of every bucket."""
+    """What was sent: the manifest, and the hash of every bucket."""
 
     manifest: WeightManifest
     bucket_hashes: tuple[int, ...]
@@ -138,7 +138,7 @@ class SentWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReceipt:
-    """What one engine worker found in its memory after an update."""
+    """What an engine worker has in its memory after an update."""
 
     rank: int  # in the weight group
     version: int
@@ -147,7 +147,7 @@ class WorkerReceipt:
     loads: dict[str, int]  # tensor name → times it was handed to the model's loader
     unwritten: tuple[str, ...]  # layers of the engine that still miss new values, with counts
     packed: int  # layers that compute with a packed copy of their weights (on a CPU)
-    stale: tuple[str, ...]  # those of them whose packed copy is still the old one
+    stale: tuple[str, ...]  # packed layers whose packed copy is still the old one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The Ray that a run lives in: one that is there, or one of its own."""
+"""The Ray cluster of a run: a running one that the run joins, or one that it starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray._private.services import get_ray_address_from_environment  # no public call tells it without connecting
+from ray._private.services import get_ray_address_from_environment  # no public call gives it without connecting
 from ray.exceptions import AuthenticationError
 
 from openrlhf.distributed.placement import Placement, PlacementError, check_capacity
@@ -63,7 +63,7 @@ def _plain_sigterm() -> Iterator[None]:
 
 def _init_ray(plan: Placement) -> str | None:
     """Join or start Ray; the folder of what was started."""
-    # Leave CUDA_VISIBLE_DEVICES of GPU-less actors alone.
+    # Ray leaves CUDA_VISIBLE_DEVICES of actors without GPUs as it is.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if not (address := _answering_address()):
         context = ray.init(
@@ -85,9 +85,9 @@ def _init_ray(plan: Placement) -> str | None:
 
 
 def _answering_address() -> str | None:
-    """The address of RAY_ADDRESS, else the one that `ray start` noted; None where there is neither.
+    """The address in RAY_ADDRESS, else the address that `ray start` noted; None if there is neither.
 
-    A note outlives its Ray, for which `ray.init` then waits for minutes: one that nobody answers at does not count.
+    The note outlives its cluster, and `ray.init` would wait for it for minutes: a noted address that does not answer is ignored.
     Raises PlacementError when nobody answers at RAY_ADDRESS.
     """
     asked = os.environ.get("RAY_ADDRESS")

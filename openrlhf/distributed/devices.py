@@ -1,4 +1,4 @@
-"""Which kind of device this process works on, and the environment that has to stand before the heavy imports."""
+"""The kind of device of this process, and the environment variables to set before torch and DeepSpeed are imported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
 
 @contextmanager
 def silenced_stderr() -> Iterator[None]:
-    """Nothing that C code or a child process writes to standard error within it is seen. Exceptions are."""
+    """Within it, what C code or a child process writes to standard error is dropped. Exceptions are raised as ever."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -81,7 +81,7 @@ def redirect_output(path: str) -> None:
 
 
 def complete_launcher_environment() -> None:
-    """Fill in what a launcher would have set, so that one plain process is a world of one."""
+    """Set what a launcher would have set, so that one plain process is a world of one."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())

@@ -1,6 +1,6 @@
-"""Where the roles go: a pure plan from counts to host groups, and its realisation as Ray placement groups.
+"""Which devices each role gets: a pure plan from counts to host groups, and its realisation as Ray placement groups.
 
-A *device slot* is a GPU where there are GPUs and a process where there are none. Roles of one group share their slots: each
+A *device slot* is a GPU on a machine with GPUs, and a process on a machine without. Roles of one group share their slots: each
 slot is one process that hosts all of them.
 """
 
@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-# A CPU process of ours mostly waits for the others: ten may share a core.
+# Our processes on a CPU mostly wait for each other: ten may share a core.
 CPU_PER_SLOT = 0.1
 
 
@@ -65,7 +65,7 @@ class Placement:
 def plan(
     counts: Mapping[str, tuple[int, int]], *, engines: int, on_gpus: bool, colocated: Sequence[Sequence[str]] = ()
 ) -> Placement:
-    """Host groups from `role -> (nodes, slots per node)`; roles listed together in `colocated` share theirs.
+    """Host groups from `role -> (nodes, slots per node)`; roles that `colocated` lists together share their slots.
 
     Raises PlacementError when roles that share slots ask for different numbers of them.
     """
@@ -105,7 +105,7 @@ def check_capacity(placement: Placement, resources: Mapping[str, float]) -> None
 
 
 def _flag(group: HostGroup) -> str:
-    """What says how many slots a group has."""
+    """The flag that sets how many slots a group has."""
     role = "ref" if group.roles[0] == "teacher" else group.roles[0]  # a teacher is as large as the reference
     return "--vllm.num_engines" if role == "vllm" else f"--{role}.num_gpus_per_node"
 

@@ -31,7 +31,7 @@ from openrlhf.distributed.layout import RankLayout
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.observability.metrics import Metric, merge_all, values
 
-# At import DeepSpeed looks for its accelerator, and asks the linker for libraries, whose complaints mean nothing.
+# At import DeepSpeed looks for its accelerator and asks the linker for libraries. The linker's complaints mean nothing.
 devices.complete_launcher_environment()
 with devices.silenced_stderr():
     import deepspeed
@@ -48,7 +48,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignor
 Totals = Mapping[str, float]
 Metrics = dict[str, Metric]
 M = TypeVar("M")  # a micro-batch
-_Share = tuple[Tensor, Metrics]  # a micro-batch's share of the window's loss, and its metrics
+_Share = tuple[Tensor, Metrics]  # the part of the window's loss that a micro-batch contributes, and its metrics
 
 
 class NonFiniteError(RuntimeError):
@@ -57,7 +57,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one optimizer step did. `grad_norm` is before clipping; not finite where the step was skipped for that."""
+    """The result of one optimizer step. `grad_norm` is before clipping; if it is not finite, the step was skipped."""
 
     applied: bool
     grad_norm: float
@@ -114,7 +114,7 @@ class Strategy:
 
     @contextmanager
     def loading(self, config: dict[str, Any]) -> Iterator[None]:
-        """Within it, Transformers loads weights straight into ZeRO-3 shards where `config` asks for stage 3."""
+        """Within it, Transformers loads weights straight into ZeRO-3 shards if `config` asks for stage 3."""
         live = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
         try:
             yield
@@ -207,7 +207,7 @@ class TrainEngine:
     ) -> StepResult:
         """One optimizer step over a window of micro-batches.
 
-        `counts(micro)` names the denominators of a micro-batch (tokens, sequences); `loss(micro, totals)` returns its share of
+        `counts(micro)` names the denominators of a micro-batch (tokens, sequences); `loss(micro, totals)` returns its part of
         the window's loss, already divided by the totals over the window and all ranks. `before(micro)` is a first pass over
         the window: micro-batches, perhaps with more columns, and numbers whose sums are among the totals too. Raises
         NonFiniteError after `max_nonfinite` skipped steps in a row.
@@ -221,7 +221,7 @@ class TrainEngine:
         shares: list[_Share] = []
         with self._watched_gradients() as broken:
             for turn in range(int(rounds)):
-                # Under ZeRO 2 and 3 every rank runs as many backwards as any: a short one repeats its last with weight 0.
+                # Under ZeRO 2 and 3 all ranks run equally many backwards: a rank with fewer repeats its last with weight 0.
                 share, metrics = loss(window[min(turn, len(window) - 1)], totals)
                 real = turn < len(window)
                 self.engine.backward(share * self.strategy.dp_size if real else share * 0.0)  # DeepSpeed takes means
@@ -253,7 +253,7 @@ class TrainEngine:
         if self.nonfinite_in_a_row >= max_nonfinite:
             raise NonFiniteError(
                 f"{self.nonfinite_in_a_row} optimizer step(s) of the {self.name} in a row had a loss or gradient that was NaN "
-                f"or infinite; the weights were not touched by them. In the last one {self._culprit(shares, broken)}. "
+                f"or infinite. These steps were skipped. In the last one {self._culprit(shares, broken)}. "
                 "Lower the learning rate, look at the rewards and data of these steps, or raise --train.max_nonfinite."
             )
         metrics = merge_all(metrics for _, metrics in shares)
@@ -280,7 +280,7 @@ class TrainEngine:
             hook.remove()
 
     def _culprit(self, shares: list[_Share], broken: list[str]) -> str:
-        """What was not finite, on any rank: the first loss, with those of its metrics that were not; else gradients."""
+        """What was not finite on any rank: the first such loss, with its metrics that were not finite; else gradients."""
         losses = [
             f"the loss of micro-batch {place} of {len(shares)} on rank {self.strategy.rank} was {float(share)} "
             f"({_not_finite(metrics) or 'its metrics were finite'})"
@@ -314,7 +314,7 @@ class TrainEngine:
         return float(self.engine.get_lr()[0])
 
     def save(self, directory: str, tag: str) -> None:
-        """Write weights, optimizer, schedule, random state and the count of skipped steps to `directory/tag`. Collective over the ranks."""
+        """Write weights, optimizer, schedule, random state and the count of skipped steps to `directory/tag`. Collective."""
         skipped = {"nonfinite_steps": self.nonfinite_steps, "nonfinite_in_a_row": self.nonfinite_in_a_row}
         self.engine.save_checkpoint(directory, tag=tag, client_state=skipped, save_latest=False)
         torch.save(random_state(), Path(directory) / tag / f"random_state_{self.strategy.rank}.pt")

@@ -1,4 +1,4 @@
-"""How weights travel from trainer to engines: the channel both halves share, and the sender.
+"""How weights travel from trainer to engines: the channel of both halves, and the sender.
 
 Senders and all engine workers form one group, outside torch's default group. Broadcasts have one sender, trainer rank 0: gloo
 between CPU processes, NCCL between different GPUs. With CUDA IPC every trainer rank sends, to the engine worker on its own GPU.
@@ -99,7 +99,7 @@ def _broken(group: WeightGroup, what: str, error: Exception) -> PublicationError
 
 
 class _BroadcastChannel:
-    """Broadcast from rank 0, over a process group of gloo's or NCCL's that stands alone."""
+    """Broadcast from rank 0, over a gloo or NCCL process group outside torch's default group."""
 
     def __init__(self, store: Store, group: WeightGroup, rank: int) -> None:
         self.group = group
@@ -131,7 +131,7 @@ class _BroadcastChannel:
     receive = send  # a broadcast is one call on all sides
 
     def _await_gpu(self, work: Any) -> None:
-        """NCCL's own wait only orders streams, and a dead peer would never be noticed."""
+        """Poll with a timeout: NCCL's own wait only orders streams, and would never notice a dead peer."""
         deadline = time.monotonic() + self.group.timeout_s
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -141,12 +141,12 @@ class _BroadcastChannel:
     def close(self) -> None:
         if self.on_gpu:
             self.backend.abort()
-        # gloo closes its sockets, which tells the others, only when nothing refers to them
+        # gloo closes its sockets, by which the others notice, only when nothing refers to them
         self.work = self.backend = None
 
 
 class _IpcChannel:
-    """Hands the worker on this GPU a handle to the sender's memory; it copies, and says so."""
+    """Gives the worker on this GPU a handle to the sender's memory. The worker copies the memory and confirms it."""
 
     def __init__(self, store: Store, group: WeightGroup) -> None:
         self.group = group

@@ -26,7 +26,7 @@ class WorkerError(RuntimeError):
 
 
 class WorkerHost:
-    """One device slot's process. Hosts any set of roles, which share its process group and libraries."""
+    """One device slot's process. Hosts any set of roles; all use the same process group and libraries."""
 
     def __init__(self, log_path: str) -> None:
         redirect_output(log_path)
@@ -201,6 +201,6 @@ def _late(
 
 
 def give_up(answer: Any) -> None:
-    """Have an actor give up a call that nobody waits for any more."""
+    """Cancel a call that nobody waits for any more."""
     if isinstance(answer, ray.ObjectRef):
         ray.cancel(answer)

@@ -18,16 +18,16 @@ from openrlhf.models.loading import ModelError
 
 
 class Decoded(NamedTuple):
-    """What a decoder makes of flat tokens."""
+    """The output of a decoder over flat tokens."""
 
     states: Float[Tensor, "N H"]  # the last hidden state of every token
-    aux_loss: Float[Tensor, ""] | None  # of a mixture of experts, where it was asked for
+    aux_loss: Float[Tensor, ""] | None  # of a mixture of experts, if it was asked for
 
 
 def decode(
     decoder: Any, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"], *, packing: bool, balancing: bool = False
 ) -> Decoded:
-    """Run the sequences; none sees another, and the way they are laid out changes no number.
+    """Run the sequences. No sequence sees another, and packing or padding changes no number.
 
     `decoder` is a Transformers model without its head. `packing`: all sequences as one row without padding. `balancing`: with
     the load-balancing loss of its routers over these tokens.
@@ -44,7 +44,9 @@ def decode(
             **_document_arguments(offsets, decoder.config._attn_implementation),
             **asked,
         )
-        states = output.last_hidden_state[0].to(tokens.device)  # of a model on several devices they are on the last
+        states = output.last_hidden_state[0].to(
+            tokens.device
+        )  # a model on several devices leaves them on its last device
         return Decoded(states, _aux_loss(decoder, output.router_logits) if balancing else None)
     layout = Layout.of(offsets)
     output = decoder(
@@ -72,7 +74,7 @@ def has_balanced_experts(hf: PreTrainedModel) -> bool:
 
 
 def require_balanced_experts(hf: PreTrainedModel) -> None:
-    """Raise ModelError for a model whose experts, if it has any, cannot be balanced by a loss."""
+    """Raise ModelError for a model without experts, or with experts that Transformers has no load-balancing loss for."""
     if not has_balanced_experts(hf):
         raise ModelError(
             f"{hf.name_or_path} ({hf.config.model_type}) has no experts that a load-balancing loss is known for: leave out "
@@ -81,7 +83,7 @@ def require_balanced_experts(hf: PreTrainedModel) -> None:
 
 
 def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
-    """Where the documents of a packed row lie, in the words of the attention in use."""
+    """Where the documents of a packed row begin and end, as keyword arguments of the attention in use."""
     lengths = offsets.diff()
     if attention == packed_attention.NAME:
         return {"document_lengths": lengths.tolist()}

@@ -27,12 +27,12 @@ class ModelError(ValueError):
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-transformers_logging.disable_progress_bar()  # a bar per process and model tells the user nothing
+transformers_logging.disable_progress_bar()  # a bar per process and model is of no use
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
-    """What has to be known to load a model. Built by the workers from the flags."""
+    """How to load a model. Built from the flags."""
 
     path: str
     param_dtype: str  # bf16, fp16 or fp32
@@ -167,5 +167,5 @@ def pin_longrope(model: PreTrainedModel, max_len: int) -> None:
 
 
 def stored_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter as the model's files hold it: Transformers stacks the experts that these list one by one."""
+    """A parameter as the model's files hold it. The files list experts one by one; in memory Transformers stacks them."""
     yield from revert_weight_conversion(model, {name: tensor}).items()

@@ -1,7 +1,7 @@
 """Attention over packed rows without FlashAttention: one scaled-dot-product call per document.
 
-Registered with Transformers under a name its mask registry does not know, so no mask is built at all; where the documents lie
-travels through the keyword arguments of `model.forward`. Cost is linear in the number of documents, not quadratic in the row.
+Registered with Transformers under a name that its mask registry does not know, so that no mask is built at all. The lengths of
+the documents travel through the keyword arguments of `model.forward`. The cost is that of the documents, not of the whole row.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def packed_sdpa(
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The causal band of sliding-window attention, where the document is longer than the window."""
+    """The causal band of sliding-window attention, if the document is longer than the window."""
     if window is None or length <= window:
         return None
     steps = torch.arange(length, device=device)

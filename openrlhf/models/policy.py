@@ -15,7 +15,7 @@ from openrlhf.models.loading import reject_transformed_logits
 
 
 class TokenScores(NamedTuple):
-    """Per-token results on the flat axis; zero where they were not wanted. A tuple: ZeRO 3 hooks look into those."""
+    """Results per token on the flat axis; zero for tokens that were not wanted. A tuple, because ZeRO 3 hooks look into tuples."""
 
     logprobs: Float[Tensor, " N"]
     entropy: Float[Tensor, " N"] | None = None

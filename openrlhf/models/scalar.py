@@ -104,7 +104,7 @@ def load_scalar(
     """A scalar model from a scalar model's folder, or from a causal language model's with a new head.
 
     `head_prefix` names the head; a `value_head_prefix` in the stored configuration wins. Under any name but "score" only this
-    loader finds the head of an export. `reinit_head`: a new head even where one is stored. `require_head`: refuse a folder
+    loader finds the head of an export. `reinit_head`: a new head even if one is stored. `require_head`: refuse a folder
     without a head, whose rewards would be random. A new head is N(0, σ²), σ = 1 / (hidden size + 1), from `seed` alone, so
     equal on every rank; with it goes the stored mean and standard deviation. Raises ValueError for what cannot be loaded.
     """
@@ -136,16 +136,16 @@ def load_scalar(
 
 
 def check_is_scalar(spec: LoadSpec) -> None:
-    """Raise ModelError where the configuration is a language model's. Reads no weights: it costs nothing at the start."""
+    """Raise ModelError if the configuration is a language model's. Reads no weights."""
     config, declared = _configuration(spec, NATIVE_HEAD)
     if not declared and any(name.endswith("ForCausalLM") for name in config.architectures or []):
         raise ModelError(
-            f"{spec.path} is a language model ({config.architectures[0]}) and no reward model. Name one that train_rm made."
+            f"{spec.path} is a language model ({config.architectures[0]}). Name a reward model, such as train_rm makes."
         )
 
 
 def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
-    """The stored configuration as that of a scalar model, and whether it was one before."""
+    """The stored configuration, changed to a scalar model's, and whether it was a scalar model's before."""
     config = configuration(spec)
     stored_prefix = config.to_dict().get("value_head_prefix")
     names = config.architectures or []
@@ -155,7 +155,7 @@ def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
     text = config.get_text_config()
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     if text.pad_token_id in ends:
-        # Transformers reads the score at the last token that is not padding, which would be the one before end-of-text.
+        # Transformers reads the score at the last token that is not padding; with this padding, before end-of-text.
         text.pad_token_id = None
     return config, declared
 
@@ -185,19 +185,19 @@ def _model_class(config: Any) -> Any:
 def _unsupported(config: PretrainedConfig) -> str:
     return (
         f"reward models and critics are stored as Transformers' sequence classification models, which has none with a plain "
-        f"linear head for the architecture {config.model_type!r}. Use another one (Llama, Qwen, Mistral, Gemma, …)."
+        f"linear head for the architecture {config.model_type!r}. Use another architecture (Llama, Qwen, Mistral, Gemma, …)."
     )
 
 
 def _check_weights(spec: LoadSpec, report: Mapping[str, Any], name: str, *, may_lack_head: bool) -> bool:
-    """Whether the folder had the head `name`. Raises ValueError for weights that are not there or of another size."""
+    """Whether the folder had the head `name`. Raises ValueError for weights that are missing or of another size."""
     key = f"{name}.weight"
     sizes = {key: tuple(stored) for key, stored, _ in report["mismatched_keys"]}
     lacking = report["missing_keys"] | sizes.keys()
     if others := sorted(lacking - {key}):
         raise ValueError(
             f"{spec.path} does not hold all weights of its model: {len(others)} are not there, or of another size, "
-            f"among them {others[0]}"
+            f"for example {others[0]}"
         )
     if key in lacking and not may_lack_head:
         seen = f"is of size {sizes[key]}, not of one output" if key in sizes else "is not there"

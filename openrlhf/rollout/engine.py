@@ -116,7 +116,7 @@ class RolloutEngine:
         try:
             return await asyncio.gather(*samples)
         finally:
-            for sample in samples:  # where one failed or the caller gave up: end the others
+            for sample in samples:  # if one failed or the caller gave up: end the others
                 sample.cancel()
 
     async def _sample(self, prompt_tokens: list[int], params: SamplingParams) -> Generation:

@@ -59,8 +59,8 @@ def _mistakes_of(arguments: type, given: Mapping[str, Any], where: str) -> Itera
         except ValidationError as error:
             if any(problem["type"] == "enum" for problem in error.errors()):
                 continue  # vLLM takes the names of its enumerations, which pydantic does not
-            told = "; ".join(dict.fromkeys(problem["msg"] for problem in error.errors()))
-            yield f"{where}: {name} is {json.dumps(value)}, which vLLM does not take: {told}."
+            reasons = "; ".join(dict.fromkeys(problem["msg"] for problem in error.errors()))
+            yield f"{where}: {name} is {json.dumps(value)}, which vLLM does not take: {reasons}."
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
     head_size, known = (config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes())
     if head_size not in known:  # vLLM would die at the first sample, without a reason
         raise ValueError(
-            f"vLLM's CPU attention has kernels for heads of {known}, and those of {arguments.model} have {head_size} "
+            f"vLLM's CPU attention has kernels for heads of {known} entries; the heads of {arguments.model} have {head_size} "
             "entries. Use a model with one of these sizes (hidden size ÷ attention heads)."
         )
     if config.speculative_config:
@@ -97,7 +97,7 @@ class _Core(EngineCoreProc):
 class _CoreThread(threading.Thread):
     """Runs a core until it fails.
 
-    A failure is told to the `AsyncLLM`, whose calls then raise vLLM's EngineDeadError.
+    The `AsyncLLM` hears of a failure; its calls then raise vLLM's EngineDeadError.
     """
 
     def __init__(self, config: VllmConfig, addresses: EngineZmqAddresses) -> None:

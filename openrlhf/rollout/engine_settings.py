@@ -1,6 +1,4 @@
-"""What a rollout engine is made of: its settings, and what vLLM and its process make of them.
-Imports nothing heavy.
-"""
+"""The settings of a rollout engine, and the arguments and environment that follow for vLLM. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -32,7 +30,9 @@ class EngineSettings:
     stop_strings: bool = False  # samples may carry stop strings: loads the tokenizer
     end_token_ids: tuple[int, ...] = ()  # the tokenizer's; generation_config.json's are known
     trust_remote_code: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of vLLM's; win over those made from the rest
+    extra: Mapping[str, Any] = field(
+        default_factory=dict[str, Any]
+    )  # arguments of vLLM; they win over the arguments made from the other settings
 
 
 def engine_environment(device: Device) -> dict[str, str]:

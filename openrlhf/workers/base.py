@@ -1,4 +1,4 @@
-"""What the roles share: cutting rows into micro-batches, forwards without gradient, and being trained."""
+"""What all roles need: micro-batches, forwards without gradient, and training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Rows = TypeVar("Rows", bound=Ragged)
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLimits:
-    """How many rows, or how many tokens, go through a model at once. `max_tokens` wins where it is set."""
+    """How many rows, or how many tokens, go through a model at once. If `max_tokens` is set, `size` plays no part."""
 
     size: int
     max_tokens: int | None = None
@@ -68,7 +68,7 @@ def balancing_term(
     """coef · aux · count, for the load-balancing loss of a micro-batch's experts, and its metric; nothing without one.
 
     `count`: what the micro-batch has of the window's denominator. So the window gets the mean of its micro-batches' losses,
-    weighted by their shares of it, and the coefficient means the same however it is cut.
+    weighted by their counts, and the coefficient means the same however the window is cut.
     """
     if aux_loss is None:
         return 0.0, {}
@@ -77,7 +77,7 @@ def balancing_term(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedSettings:
-    """What a worker needs to know to train its model."""
+    """How a worker trains its model."""
 
     load: LoadSpec
     optimizer: OptimizerConfig
@@ -119,7 +119,7 @@ class TrainedWorker(ABC, Generic[Job]):
 
     @abstractmethod
     def loss(self, micro: Any, totals: Mapping[str, float], job: Job) -> tuple[Tensor, Metrics]:
-        """This micro-batch's share of the window's loss, and its metrics under their logged names."""
+        """This micro-batch's part of the window's loss, and its metrics under their logged names."""
 
     def update(self, job: Job) -> Metrics:
         """Take the optimizer steps of an update; metrics of this rank's tokens under their logged names."""
@@ -169,7 +169,7 @@ class TrainedWorker(ABC, Generic[Job]):
             self.average.load(directory, tag)
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-        """Write the model, or the average where one is kept, as Transformers loads it. Collective."""
+        """Write the model, or its average if there is one, as Transformers loads it. Collective."""
         with self.average.in_place() if self.average else nullcontext():
             buckets = self.engine.full_parameters(self.trained.bucket_bytes)
             export_hf(buckets, self.engine.hf, tokenizer, path, writes=self.strategy.is_main)

@@ -19,10 +19,10 @@ from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balanc
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSettings(TrainedSettings):
-    """What a critic worker needs to know."""
+    """The settings of a critic worker."""
 
     head_prefix: str
-    fresh_head: bool  # the model is the policy's: whatever head it has is not a critic's
+    fresh_head: bool  # the model is the policy's: make a new head even if it has one
     normalize: bool
     value_clip: float
     seed: int
@@ -45,7 +45,7 @@ class CriticWorker(TrainedWorker[Update]):
                 normalize=settings.normalize,
                 seed=settings.seed,
             )
-            # The flag is the policy's: a critic without experts is no mistake.
+            # The flag is meant for the policy; the critic may have no experts.
             model.balancing = settings.aux_loss_coef > 0 and has_balanced_experts(model.hf)
             return model
 

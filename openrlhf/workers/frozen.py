@@ -26,7 +26,7 @@ def proven(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSettings:
-    """What a reference worker needs to know."""
+    """The settings of a reference worker."""
 
     load: LoadSpec
     forward: MicroBatchLimits
@@ -53,7 +53,7 @@ class ReferenceWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSettings:
-    """What a reward worker needs to know."""
+    """The settings of a reward worker."""
 
     models: tuple[LoadSpec, ...]
     forward: MicroBatchLimits

@@ -1,4 +1,4 @@
-"""The trained policy: log-probabilities, the policy update, and its weights on the way out."""
+"""The trained policy: log-probabilities, the policy update, and the publication of its weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings(TrainedSettings):
-    """What a policy worker needs to know."""
+    """The settings of a policy worker."""
 
     objective: Objective
     temperature: float
@@ -85,7 +85,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return aggregation_weights(mask, objective.aggregation, max_tokens=objective.max_response_tokens)
 
     def window(self, job: PolicyUpdate, number: int) -> list[Experience | TokenRows]:
-        """Micro-batches of episodes, and of pretraining text where there is some: one optimizer step learns from both."""
+        """Micro-batches of episodes, and of pretraining text if there is any: one optimizer step learns from both."""
         window: list[Experience | TokenRows] = [*super().window(job, number)]
         for text in job.pretraining[number : number + 1]:
             window += text.split(self.settings.train.cut(text.lengths))
@@ -101,7 +101,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def loss(
         self, micro: Experience | TokenRows, totals: Mapping[str, float], job: PolicyUpdate
     ) -> tuple[Tensor, Metrics]:
-        """policy + β·KL − c·entropy + a·balance + c_ptx·NLL, this micro-batch's share of the window; and its metrics."""
+        """policy + β·KL − c·entropy + a·balance + c_ptx·NLL, this micro-batch's part of the window; and its metrics."""
         if isinstance(micro, TokenRows):
             return self._pretraining_loss(micro, totals)
         objective = self.settings.objective
@@ -158,8 +158,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """c_ptx times the negative log-likelihood of plain text, at temperature 1.  InstructGPT, eq. 2, arXiv:2203.02155"""
         scores = self.engine(text.tokens, text.offsets, text.loss_mask)
         summed, tokens = token_nll(scores.logprobs, text.loss_mask).sum(), float(text.loss_mask.sum())
-        share = self.settings.objective.ptx_coef * summed / totals["pretraining"]
-        return share, {"train/ptx_loss": Mean(float(summed.detach()), tokens)}
+        part = self.settings.objective.ptx_coef * summed / totals["pretraining"]
+        return part, {"train/ptx_loss": Mean(float(summed.detach()), tokens)}
 
     def has_moved_enough(self, metrics: Metrics) -> bool:
         """Whether π_θ, when the last optimizer step began, was further from π_old than --algo.kl.stop_update allows."""
@@ -171,7 +171,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return total > limit * tokens
 
     def weight_manifest(self, version: int) -> WeightManifest:
-        """What a publication of the present weights consists of, by the names of the model's files. Tied weights come once."""
+        """The tensors of a publication of the present weights, by the names of the model's files. Tied weights come once."""
         specs = (
             TensorSpec(name=stored, dtype=self.settings.wire_dtype, shape=tuple(tensor.shape))
             for name, shape in self.engine.full_shapes().items()
@@ -180,7 +180,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return WeightManifest(version=version, specs=tuple(specs), bucket_bytes=self.settings.bucket_bytes)
 
     def weight_address(self) -> tuple[str, int]:
-        """Where rank 0 will wait for the engines."""
+        """The address at which rank 0 will wait for the engines."""
         return node_address(), free_port()
 
     def join_weight_group(self, group: WeightGroup) -> None:
