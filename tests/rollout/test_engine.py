@@ -34,6 +34,7 @@ from transformers import (
 from openrlhf.distributed.buckets import PublicationError, Receipt, TensorSpec, WeightManifest, verify_receipt
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
+from openrlhf.models.loading import pin_longrope
 from openrlhf.rollout.engine import (
     EngineError,
     EngineSettings,
@@ -570,4 +571,26 @@ def test_every_parameter_of_an_architecture_reaches_the_engine(ray_session, tmp_
         stand.model = noisy_copy(stand.model, names, 0.05)
         stand.publish()
         assert_serves(stand, stand.model, stand.version)
+    ray.kill(stand.engine)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("original", [16, MAX_LEN])
+def test_longrope_has_the_frequencies_of_the_longest_sequence_in_engine_and_trainer(ray_session, tmp_path, original):
+    """The engine chooses them by its max_model_len: the long ones above `original` positions, whatever a sample's length."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 16,
+        "long_factor": [1.0 + place / 4 for place in range(16)],
+        "original_max_position_embeddings": original,
+    }
+    torch.manual_seed(1)
+    changes = {"tie_word_embeddings": False, "original_max_position_embeddings": original}
+    config = AutoConfig.for_model("phi3", **SIZES | changes, rope_parameters=rope)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    stand = launch(model, tmp_path)
+    ray.get(stand.engine.start.remote(), timeout=150)
+    pin_longrope(model, MAX_LEN)
+    assert_serves(stand, model, version=0)
     ray.kill(stand.engine)

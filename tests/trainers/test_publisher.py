@@ -14,11 +14,12 @@ from openrlhf.distributed.worker_group import HostHandles, WorkerGroup, gather
 from openrlhf.models.loading import LoadSpec
 from openrlhf.rollout.engine_settings import EngineSettings
 from openrlhf.rollout.fleet import Fleet
-from openrlhf.trainers.publisher import WeightPublisher
+from openrlhf.rollout.sampling import SamplingParams
+from openrlhf.trainers.publisher import ROUNDING, WeightPublisher
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyWorker
 from tests.tiny import save_tiny_model
-from tests.workers.policy_job import policy_settings
+from tests.workers.policy_job import TEMPERATURE, policy_settings
 
 pytestmark = pytest.mark.timeout(300)
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}  # vLLM's kernels know heads of 32
@@ -60,11 +61,15 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
 def test_an_engine_that_computes_something_else_is_found_and_one_with_the_same_weights_agrees(
     publisher: WeightPublisher,
 ) -> None:
+    def check() -> None:
+        params = SamplingParams(temperature=TEMPERATURE, max_tokens=8, ignore_eos=True)
+        publisher.check_engines([[5, 6, 7], [9, 11, 20, 8, 40]], params, tolerance=ROUNDING["float32"])
+
     with pytest.raises(
         PublicationError, match=r"engine 0 gives the same tokens other log-probabilities.*mean difference"
     ):
-        publisher.check_engines()
+        check()
     publisher.publish(1)
-    publisher.check_engines()
+    check()
     publisher.publish(2)  # in the same group
-    publisher.check_engines()
+    check()
