@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.observability.metrics import values
-from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rewards.budget import ErrorPolicy
+from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.engine import EngineSettings, RequestRefused, RolloutEngine, SamplingParams, engine_environment
-from openrlhf.rollout.generator import RolloutError, RolloutGenerator, SamplingSpec
+from openrlhf.rollout.fleet import Fleet
+from openrlhf.rollout.generator import Request, RolloutGenerator, SamplingSpec
+from openrlhf.rollout.routing import Router
 from openrlhf.trajectory import Prompt, Trajectory
+from tests import streams
 from tests.tiny import character_tokenizer, save_tiny_model
 
 pytestmark = pytest.mark.timeout(180)
@@ -60,23 +65,29 @@ def engines(tmp_path_factory) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(threads)
 
 
+class Started(Fleet):
+    """A fleet of engines that run already."""
+
+    def __init__(self, engines: list[Any]) -> None:
+        self._engines, self._router = engines, Router(len(engines))
+
+
+Draw = Callable[..., tuple[list[Trajectory], dict[str, float]]]
+
+
 @pytest.fixture
-def rollout(engines) -> Iterator[Callable[..., tuple[list[Trajectory], dict[str, float]]]]:
+def rollout(engines) -> Draw:
     """Samples from the named engines, and what they cost."""
-    generators: list[RolloutGenerator] = []
 
     def draw(kinds: str, prompts: Sequence[Prompt], spec: SamplingSpec = SPEC):
-        handles = [engines[kind] for kind in kinds.split(", ")]
-        generators.append(
-            RolloutGenerator(
-                handles, character_tokenizer(), None, errors=ErrorBudget(max_error_rate=1.0), timeout_s=120
-            )
-        )
-        return generators[-1].rollout(prompts, spec), values(generators[-1].metrics())
+        generator = made([engines[kind] for kind in kinds.split(", ")])
+        return streams.rollout(generator, prompts, spec), values(generator.metrics())
 
-    yield draw
-    for generator in generators:
-        generator.close()
+    return draw
+
+
+def made(handles: list[Any]) -> RolloutGenerator:
+    return RolloutGenerator(Started(handles), character_tokenizer(), None, on_error=ErrorPolicy())
 
 
 @torch.no_grad()
@@ -139,12 +150,9 @@ def test_samples_that_nobody_waits_for_any_more_are_given_up_by_the_engine(engin
             return self.ended
 
     stuck: Any = ray.remote(Stuck).options(num_cpus=0).remote()
-    generator = RolloutGenerator(
-        [stuck], character_tokenizer(), None, errors=ErrorBudget(max_error_rate=1.0), timeout_s=3
-    )
-    with pytest.raises(RolloutError):
-        generator.rollout(PROMPTS[:1], SPEC)
-    generator.close()
+    stream = made([stuck]).stream(PROMPTS[:1], Request(spec=SPEC, step=1), groups=1)
+    with closing(BackgroundLoop()) as loop, pytest.raises(RolloutError):
+        list(loop.iterate(stream, 3))
     assert ray.get(stuck.told.remote(), timeout=60) == "cancelled"
 
 
