@@ -142,7 +142,7 @@ def test_the_printed_sft_command_names_what_it_lacks_and_nothing_else(offline: d
     done = offline["SFT as printed"]
     assert done.status == 2
     assert re.findall("^error: (.*)", done.errors, re.MULTILINE) == [
-        "The response is nowhere: name its column with --data.output_key, or use --data.apply_chat_template for chats, "
+        "No column has the response: name it with --data.output_key, or use --data.apply_chat_template for chats, "
         "or --model.pretrain_mode_enable for plain text."
     ]
     assert "Traceback" not in done.errors

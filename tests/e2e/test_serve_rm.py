@@ -81,13 +81,13 @@ def test_an_answer_is_that_of_the_contract(server: RewardModelServer) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "sentence"),
     [
-        (b"no json", 422, "The request is no JSON"),
+        (b"no json", 422, "The request is not JSON"),
         (b'{"queries": ["a"]}', 422, "The request has no query"),
         (b'{"query": "a"}', 422, "query is a string, not a list"),
         (b'{"query": []}', 422, "query is an empty list"),
         (b'{"query": ["a", null]}', 422, "query[1] is null, not a text"),
-        (b'{"query": ["a", "\\ud800"]}', 422, "query[1] is no Unicode text"),
-        (b'{"query": [' + b'"a",' * 64 + b'"a"]}', 413, "query holds 65 texts, and 64 are allowed"),
+        (b'{"query": ["a", "\\ud800"]}', 422, "query[1] is not Unicode text"),
+        (b'{"query": [' + b'"a",' * 64 + b'"a"]}', 413, "query has 65 texts, and 64 are allowed"),
         (b'{"query": ["' + b"a" * 2**20 + b'"]}', 413, "The request is larger than 0.5 MiB"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
