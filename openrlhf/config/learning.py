@@ -71,6 +71,16 @@ class KLConfig(Section, title="Distance to the reference."):
     stop_update: float | None = option(None, "KL that ends a batch's updates, nats/token.", gt=0)
     stop_run: float | None = option(None, "KL that ends the run, nats per token.", gt=0)
 
+    @property
+    def in_reward(self) -> bool:
+        """Whether the KL is a part of the rewards."""
+        return self.init_coef > 0 and not self.use_loss
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the KL is a term of the policy loss."""
+        return self.init_coef > 0 and self.use_loss
+
 class LossConfig(Section, title="The policy loss of a window."):
     aggregation: str = option(
         "token", "Mean over tokens, mean of sequence means, or sum over a constant length; "

@@ -37,10 +37,8 @@ def needs_old_logprobs(config: PPOConfig) -> bool:
     With one optimizer step per batch, one pass, no KL in the reward, no correction, no teacher and no dropout, the ratio is
     1 by construction.
     """
-    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    one_step = config.train.max_epochs == 1 and config.train.batch_size >= samples
-    kl_in_reward = config.algo.kl.init_coef > 0 and not config.algo.kl.use_loss
-    compared = kl_in_reward or config.algo.correction.level or config.algo.distill.teacher
+    one_step = config.train.max_epochs == 1 and config.train.batch_size >= config.samples
+    compared = config.algo.kl.in_reward or config.algo.correction.level or config.algo.distill.teacher
     return not one_step or bool(compared) or has_dropout(config)
 
 

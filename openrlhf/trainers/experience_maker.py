@@ -176,8 +176,7 @@ class ExperienceMaker:
 
     def _reward_kl(self, experience: Experience) -> Tensor | None:
         """KL per token from the rollout, where it enters the reward: log π_old against log π_ref."""
-        in_reward = self.algo.kl.init_coef > 0 and not self.algo.kl.use_loss
-        if not in_reward or experience.ref_logprobs is None:
+        if not self.algo.kl.in_reward or experience.ref_logprobs is None:
             return None
         assert experience.old_logprobs is not None
         return kl_estimate(experience.old_logprobs, experience.ref_logprobs, self.algo.kl.estimator)

@@ -139,8 +139,9 @@ class PPOTrainer:
         lengths = experience.lengths.tolist()
         launched, logs = [], []
         if self.critic:
+            read = experience.only(*CriticWorker.reads)
             jobs = [
-                Update(experience=rows_of_rank(experience.only(*CriticWorker.reads), plan), steps=plan.steps)
+                Update(experience=rows_of_rank(read, plan), steps=plan.steps)
                 for plan in self._plans(lengths, self.critic.slices)
             ]
             launched += self.critic.launch(CriticWorker.update, jobs)
