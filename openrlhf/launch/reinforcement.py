@@ -17,7 +17,7 @@ from openrlhf.distributed.strategy import NonFiniteError
 from openrlhf.distributed.worker_group import WorkerError
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents
-from openrlhf.launch.identity import rl_identity
+from openrlhf.launch.identity import Identity, rl_identity
 from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder
 from openrlhf.launch.run import Run, make_remote_teacher
@@ -68,15 +68,20 @@ def run_ppo(config: PPOConfig) -> None:
         preview_reward(config, data)
     if teacher := make_remote_teacher(config):
         teacher.check(data.tokenizer, max_len=config.data.max_len)
+    identity = rl_identity(config, data.train, data.tokenizer)
     if checkpoint:
-        check_resumable(checkpoint, config, data)
+        check_resumable(checkpoint, config, identity)
     done, consumed = (checkpoint.state.step, checkpoint.state.consumed) if checkpoint else (0, 0)
     replay = replay_folder(config, data, done=done, consumed=consumed)
     plan = plan_placement(config, kind)
     if config.dry_run:
         show_plan(config, data, plan)
         return
-    with ray_cluster(plan), Run(config, data, plan, kind, checkpoints, checkpoint, replay) as run, run.naming_logs():
+    with (
+        ray_cluster(plan),
+        Run(config, data, identity, plan, kind, checkpoints, checkpoint, replay) as run,
+        run.naming_logs(),
+    ):
         run.trainer.fit()
 
 
@@ -130,10 +135,10 @@ def show_prompts(prompts: PromptDataset) -> None:
         print(f"prompt {row.text!r} ({len(row.tokens)} tokens), label {row.label!r}")
 
 
-def check_resumable(checkpoint: Checkpoint, config: PPOConfig, data: PromptData) -> None:
+def check_resumable(checkpoint: Checkpoint, config: PPOConfig, identity: Identity) -> None:
     """Raise CheckpointError, naming every difference, if the checkpoint is of another run."""
     checkpoint.check_continued_by(
         settings.engine_layouts(config),
         layout="the same estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role",
-        identity=rl_identity(config, data.train, data.tokenizer),
+        identity=identity,
     )

@@ -19,7 +19,7 @@ from openrlhf.distributed.worker_group import HostHandles, WorkerGroup, gather
 from openrlhf.launch import settings
 from openrlhf.launch.agents import make_agents
 from openrlhf.launch.hosts import start_hosts
-from openrlhf.launch.identity import episode_identity, rl_identity
+from openrlhf.launch.identity import Identity, episode_identity
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy
@@ -52,13 +52,14 @@ class Run:
         self,
         config: PPOConfig,
         data: PromptData,
+        identity: Identity,
         plan: placement.Placement,
         kind: Device,
         checkpoints: CheckpointManager,
         checkpoint: Checkpoint | None,
         replay: EpisodeFolder | None,
     ) -> None:
-        self.config, self.data, self.plan = config, data, plan
+        self.config, self.data, self.identity, self.plan = config, data, identity, plan
         self.kind: Device = kind
         self.run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
         self.recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
@@ -170,9 +171,7 @@ class Run:
             checkpoints=self.checkpoints,
             tokenizer=self.data.tokenizer,
             recorder=self.recorder,
-            settings=settings.loop_settings(
-                config, self.run_dir, rl_identity(config, self.data.train, self.data.tokenizer)
-            ),
+            settings=settings.loop_settings(config, self.run_dir, self.identity),
         )
 
     def _make_generator(self, on_error: ErrorPolicy) -> Generator:
