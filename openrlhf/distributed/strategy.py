@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -184,9 +184,7 @@ class TrainEngine:
     @property
     def hf(self) -> PreTrainedModel:
         """The Transformers model inside, whatever wraps it. Exports and publications read its parameters."""
-        model = self.module.get_submodule("hf")
-        assert isinstance(model, PreTrainedModel)
-        return model
+        return cast(PreTrainedModel, self.module.get_submodule("hf"))
 
     @property
     def sharded(self) -> bool:

@@ -338,7 +338,7 @@ def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("model.norm.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"1 are not there, or of another size, among them model\.norm"):
+    with pytest.raises(ValueError, match=r"1 are not there, or of another size, for example model\.norm"):
         load_scalar(spec(path))
 
 
@@ -386,7 +386,7 @@ def test_normalising_needs_the_stored_mean_and_deviation(tmp_path: Path) -> None
 def test_a_language_model_is_told_from_a_reward_model_by_its_configuration(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path)
     spec = LoadSpec(path=folder, param_dtype="fp32", attention="sdpa", packing=False)
-    with pytest.raises(ModelError, match=r"is a language model \(Qwen2ForCausalLM\) and no reward model"):
+    with pytest.raises(ModelError, match=r"is a language model \(Qwen2ForCausalLM\)"):
         check_is_scalar(spec)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForSequenceClassification"]}))
