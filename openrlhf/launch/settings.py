@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -20,7 +20,9 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import LoadSpec
 from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
+from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trainers.ppo import LoopSettings
+from openrlhf.trainers.publisher import Probe
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.critic import CriticSettings
 from openrlhf.workers.frozen import ReferenceSettings, RewardModelSettings
@@ -28,6 +30,8 @@ from openrlhf.workers.policy import Objective, PolicySettings
 
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 Sampling = PPOConfig | EvaluationConfig  # commands with engines and reward models
+PROBED_TOKENS = 8  # that engines sample per prompt, to be compared with the trainer
+ROUNDING = {"fp32": 0.01, "bf16": 0.2}  # mean difference of log-probabilities that rounding may explain, nats
 TORCH_NAMES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -214,6 +218,23 @@ def engine_settings(config: Sampling, path: str, kind: Device, tokenizer: PreTra
         end_token_ids=(cast(int, tokenizer.eos_token_id),),
         trust_remote_code=config.model.trust_remote_code,
         extra=config.vllm.engine_args,
+    )
+
+
+def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | None:
+    """What the engines are asked before the first step, to compare them with the trainer; not if they round its weights."""
+    if config.vllm.quantization:
+        return None
+    room = max(1, config.data.max_len - PROBED_TOKENS)
+    return Probe(
+        prompts=[prompt[-room:] for prompt in prompts],
+        params=SamplingParams(
+            temperature=config.rollout.temperature,
+            max_tokens=PROBED_TOKENS,
+            ignore_eos=True,
+            seed=config.train.seed if config.rollout.seeded == "on" else None,
+        ),
+        tolerance=ROUNDING["fp32" if config.vllm.dtype == config.ds.param_dtype == "fp32" else "bf16"],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +18,36 @@ from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.workers.policy import PolicyWorker
 
-# Nats, the mean difference of log-probabilities that rounding may explain, by the dtype of the engine's weights.
-ROUNDING = {"float32": 0.01, "bfloat16": 0.2}
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Prompts that every engine answers with the first weights it gets, so that trainer and engine can be compared.
+
+    `params`: a few tokens, at the policy's temperature, without top-k or top-p. `tolerance`: the mean difference of
+    log-probabilities that rounding may explain, in nats.
+    """
+
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    tolerance: float
 
 
 class WeightPublisher:
     """Policy ranks and all engine workers in one group. An engine serves a version once each of its workers' receipts is verified.
 
-    Without engines, as in a replay, there is nothing to publish.
+    Without engines, as in a replay, there is nothing to publish. The first publication ends with the `probe`, if there is one.
     """
 
-    def __init__(self, policy: WorkerGroup, fleet: Fleet | None, *, transport: Transport, timeout_s: float) -> None:
-        self.policy, self.fleet = policy, fleet
+    def __init__(
+        self,
+        policy: WorkerGroup,
+        fleet: Fleet | None,
+        *,
+        transport: Transport,
+        timeout_s: float,
+        probe: Probe | None = None,
+    ) -> None:
+        self.policy, self.fleet, self.probe = policy, fleet, probe
         self.transport: Transport = transport
         self.timeout_s = timeout_s
         self.groups_made = 0
@@ -58,7 +77,7 @@ class WeightPublisher:
         self.connected = True
 
     def publish(self, version: int) -> None:
-        """Send the policy's weights as `version`. Raises PublicationError, naming what differs, and then no engine serves it."""
+        """Send the policy's weights as `version`. Raises PublicationError, naming what differs."""
         if (fleet := self.fleet) is None:
             return
         if not self.connected:
@@ -75,19 +94,27 @@ class WeightPublisher:
         sent: SentWeights = results[len(receiving)]
         for receipt in results[: len(receiving)]:
             verify_receipt(sent, receipt)
+        self._serve(fleet)
+        if self.probe:
+            self.check_engines(fleet, self.probe)
+            self.probe = None
+
+    def _serve(self, fleet: Fleet) -> None:
         self._gather(fleet.call(RolloutEngine.resume), "serve the new weights", fleet.logs)
 
-    def check_engines(self, prompts: Sequence[list[int]], params: SamplingParams, *, tolerance: float) -> None:
-        """Let every engine answer the prompts with the weights it serves, and score the answers with the policy.
+    def check_engines(self, fleet: Fleet, probe: Probe) -> None:
+        """Let every engine answer the probe with the weights it serves, and score the answers with the policy.
 
-        Raises PublicationError if log-probabilities differ by more than `tolerance` nats in the mean: engine and trainer then
-        compute different functions of the same weights. `params` ask for a few tokens at the policy's temperature.
+        Raises PublicationError if log-probabilities differ by more than rounding explains: engine and trainer then compute
+        different functions of the same weights. The engines' caches are empty afterwards.
         """
-        if (fleet := self.fleet) is None:
-            return
-        asked = [call for prompt in prompts for call in fleet.call(RolloutEngine.generate, prompt, [params])]
-        answers = self._gather(asked, "sample from the new weights", list(fleet.logs) * len(prompts))
-        asked_of = [prompt for prompt in prompts for _ in range(fleet.size)]
+        asked = [
+            call for prompt in probe.prompts for call in fleet.call(RolloutEngine.generate, prompt, [probe.params])
+        ]
+        answers = self._gather(asked, "sample from the new weights", list(fleet.logs) * len(probe.prompts))
+        self._gather(fleet.call(RolloutEngine.pause), "empty their caches", fleet.logs)
+        self._serve(fleet)
+        asked_of = [prompt for prompt in probe.prompts for _ in range(fleet.size)]
         samples: list[Generation] = [sample for [sample] in answers]
         rows = TokenRows.from_lists(
             [prompt + sample.tokens for prompt, sample in zip(asked_of, samples, strict=True)],
@@ -99,10 +126,10 @@ class WeightPublisher:
         gaps = (ours - torch.cat(theirs)).abs().split([len(sample) for sample in theirs])
         for engine in range(fleet.size):
             gap = torch.cat(gaps[engine :: fleet.size])
-            if not float(gap.mean()) <= tolerance:
+            if not float(gap.mean()) <= probe.tolerance:
                 raise PublicationError(
                     f"engine {engine} gives the same tokens other log-probabilities than the trainer, with the same weights: mean "
-                    f"difference {gap.mean():.3g} nats, largest {gap.max():.3g}; rounding explains a mean of {tolerance:g}. One of "
+                    f"difference {gap.mean():.3g} nats, largest {gap.max():.3g}; rounding explains a mean of {probe.tolerance:g}. One of "
                     "them computes this architecture in another way: use another architecture, or change --vllm.engine_args, "
                     "--vllm.quantization or --ds.attn_implementation."
                 )

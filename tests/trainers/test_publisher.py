@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from openrlhf.models.loading import LoadSpec
 from openrlhf.rollout.engine_settings import EngineSettings
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.sampling import SamplingParams
-from openrlhf.trainers.publisher import ROUNDING, WeightPublisher
+from openrlhf.trainers.publisher import Probe, WeightPublisher
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyWorker
 from tests.tiny import save_tiny_model
@@ -31,7 +32,7 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
     folder = tmp_path_factory.mktemp("publisher")
     save_tiny_model(folder / "policy", seed=1, **HEADS)
     save_tiny_model(folder / "engine", seed=2, initializer_range=0.2, **HEADS)
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     hosts = HostHandles(
         HostGroup(name="actor", roles=("actor",), nodes=1, slots_per_node=1),
         on_gpus=False,
@@ -61,15 +62,15 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
 def test_an_engine_that_computes_something_else_is_found_and_one_with_the_same_weights_agrees(
     publisher: WeightPublisher,
 ) -> None:
-    def check() -> None:
-        params = SamplingParams(temperature=TEMPERATURE, max_tokens=8, ignore_eos=True)
-        publisher.check_engines([[5, 6, 7], [9, 11, 20, 8, 40]], params, tolerance=ROUNDING["float32"])
-
+    params = SamplingParams(temperature=TEMPERATURE, max_tokens=8, ignore_eos=True)
+    probe = Probe(prompts=[[5, 6, 7], [9, 11, 20, 8, 40]], params=params, tolerance=0.01)
+    assert publisher.fleet
     with pytest.raises(
         PublicationError, match=r"engine 0 gives the same tokens other log-probabilities.*mean difference"
     ):
-        check()
+        publisher.check_engines(publisher.fleet, probe)
+    publisher.probe = probe
     publisher.publish(1)
-    check()
+    assert publisher.probe is None  # it was asked, and the engine agreed
     publisher.publish(2)  # in the same group
-    check()
+    publisher.check_engines(publisher.fleet, probe)
