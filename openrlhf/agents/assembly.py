@@ -7,13 +7,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.agents.pool import Sampled
+from openrlhf.processes.call import Asked
 from openrlhf.rewards.protocol import LARGEST, RewardResult, read_rewards, shown
+from openrlhf.rollout.sampling import Generation
 from openrlhf.trajectory import TrajectoryBuilder
 
 
 class EpisodeMistake(ValueError):
     """What an executor returned is not an episode; the message says what is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A sample that the engine gave. `own`: whether it is known that this episode asked for it."""
+
+    prompt: list[int]
+    generation: Generation
+    own: bool = True
+
+
+def samples_in(asked: Sequence[Asked]) -> list[Sampled]:
+    """The samples among the engine's answers to an episode; the other answers are refusals."""
+    return [
+        Sampled(prompt=each.question["prompt"], generation=each.answer, own=each.own)
+        for each in asked
+        if isinstance(each.answer, Generation)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +54,21 @@ def assemble(result: Mapping[str, Any], samples: Sequence[Sampled], max_length: 
     """
     tokens, ranges = _tokens(result, samples, vocabulary), _ranges(result)
     given = _given_logprobs(result, len(tokens))
-    rewards = _rewards(result, len(ranges))
+    turn_rewards = _turn_rewards(result, len(ranges))
+    reward = _reward(result, turn_rewards)
     sampled = _Samples(samples)
     builder, turns = TrajectoryBuilder(tokens[: ranges[0][0]]), list[tuple[int, float]]()
     for number, (start, end) in enumerate(ranges):
         builder.append_feedback(tokens[len(builder.tokens) : start])
         for piece, logprobs, versions in sampled.pieces(tokens, start, end, given):
             builder.append_action(piece, logprobs, versions)
-        if rewards.turns and end > start:
-            turns.append((min(end, max_length) - 1, rewards.turns[number]))
+        if turn_rewards and end > start:
+            turns.append((min(end, max_length) - 1, turn_rewards[number]))
     builder.append_feedback(tokens[len(builder.tokens) :])
     builder.cut(max_length)
     return Assembled(
         builder=builder,
-        reward=rewards.result,
+        reward=reward,
         truncated=bool(result.get("truncated")) or len(tokens) > max_length,
         turn_rewards=tuple(turns),
         oddities=sampled.oddities,
@@ -150,27 +170,26 @@ def _given_logprobs(result: Mapping[str, Any], length: int) -> list[float] | Non
     return [float(x) for x in given]
 
 
-@dataclass(frozen=True)
-class _Rewards:
-    result: RewardResult
-    turns: list[float]
-
-
-def _rewards(result: Mapping[str, Any], count: int) -> _Rewards:
-    """The reward, which a reward model may still have to give, and the rewards of the turns."""
+def _turn_rewards(result: Mapping[str, Any], count: int) -> list[float]:
+    """The reward of each turn; none if the executor gives the episode's reward alone."""
     turns = result.get("turn_rewards")
-    if turns is not None and not (isinstance(turns, list) and len(turns) == count and all(map(_is_finite, turns))):
+    if turns is None:
+        return []
+    if not (isinstance(turns, list) and len(turns) == count and all(map(_is_finite, turns))):
         raise EpisodeMistake(f"turn_rewards must be a number for each of {count} action ranges, and is {shown(turns)}")
+    return [float(turn) for turn in turns]
+
+
+def _reward(result: Mapping[str, Any], turns: Sequence[float]) -> RewardResult:
+    """The episode's reward, by default the sum of its turns; without either, a reward model still has to give one."""
     reward = result.get("reward")
-    if reward is None and turns is not None:
+    if reward is None and turns:
         reward = math.fsum(turns)
-    logs = result.get("extra_logs") or {}
     try:
         if reward is None:
-            [unscored] = read_rewards({"rewards": [0.0], "extra_logs": logs}, 1)
-            return _Rewards(RewardResult(extra_logs=unscored.extra_logs), [])
-        returned = {"rewards": reward, "scores": result.get("scores"), "extra_logs": logs}
-        return _Rewards(read_rewards(returned, 1)[0], [float(turn) for turn in turns or []])
+            [unscored] = read_rewards({"rewards": 0.0, "extra_logs": result.get("extra_logs")}, 1)
+            return RewardResult(extra_logs=unscored.extra_logs)
+        return read_rewards({**result, "rewards": reward}, 1)[0]
     except (ValueError, OverflowError) as error:
         raise EpisodeMistake(f"execute or step {error}") from error
 

@@ -1,36 +1,72 @@
-"""Agents instead of single samples: every sample of a prompt is an episode that the user's agent plays."""
+"""Agents instead of single samples: every sample of a prompt is an episode that the user's agent plays in a user process."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.agents.assembly import Assembled, EpisodeMistake, assemble
-from openrlhf.agents.pool import AgentPool, Episode, EpisodeError, Sampled
+from openrlhf.agents.assembly import Assembled, EpisodeMistake, Sampled, assemble, samples_in
+from openrlhf.config.options import ConfigError
+from openrlhf.config.rollout import RolloutConfig, RuleConfig
 from openrlhf.observability.once import warn_once
+from openrlhf.processes.pool import Call, ProcessPool, UserCodeError, loading
+from openrlhf.rollout.engine import RequestRefused
 from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
+EPISODES = 128  # of a process at a time; more wait outside, where no deadline runs
+GRACE_S = 5.0  # for a cancelled episode to end
 FINISHED = {"stop", "length", "abort"}  # ends of samples that an agent may go on from
 
 
 class AgentEpisodes:
-    """Plays episodes in the processes of `pool`. `needs_reward`: no reward model scores an episode without a reward."""
+    """Plays episodes of at most `max_length` tokens in processes that load the agent's file, many episodes at once in each.
 
-    def __init__(self, pool: AgentPool, tokenizer: PreTrainedTokenizerBase, *, needs_reward: bool) -> None:
-        self.pool, self.tokenizer, self.needs_reward = pool, tokenizer, needs_reward
+    Without `needs_reward`, reward models score the episodes that have no reward. `log_dir` gets what agents print, an
+    `agent-<n>.log` or `agent-alone-<n>.log` per process; without it, the output goes to stderr.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: RolloutConfig,
+        reward: RuleConfig,
+        *,
+        max_length: int,
+        needs_reward: bool = True,
+        log_dir: Path | None = None,
+    ) -> None:
+        self.file = os.path.abspath(os.path.expanduser(file))
+        self.tokenizer, self.rollout, self.needs_reward = tokenizer, rollout, needs_reward
+        self.pool = ProcessPool(
+            reward.workers, at_once=EPISODES, memory_gib=reward.memory_gib, grace=GRACE_S, log_dir=log_dir, name="agent"
+        )
+        self._setup = loading(
+            self.file, "openrlhf.agents.program:start",
+            self.file, pickle.dumps(tokenizer), max_length, rollout.max_turns,
+            seconds=rollout.step_timeout,
+            limit="--rollout.step_timeout",
+        )  # fmt: skip
 
     async def check(self) -> None:
-        """Load the agent's file. Raises ConfigError with the traceback if that fails."""
-        await self.pool.check()
+        """Load the agent's file in one process. Raises ConfigError with the traceback if that fails."""
+        try:
+            await self.pool.load(self._setup)
+        except UserCodeError as error:
+            raise ConfigError(f"--train.agent_func_path: {error}") from error
 
-    async def close(self) -> None:
-        """End the processes."""
-        await self.pool.close()
+    def close(self) -> None:
+        """Kill every process; running episodes end with an error."""
+        self.pool.close()
 
     async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> list[Trajectory]:
         """An episode for each sample of the prompt."""
@@ -41,17 +77,30 @@ class AgentEpisodes:
         self, prompt: Prompt, spec: SamplingSpec, generate: Generate, sample: int, params: SamplingParams
     ) -> Trajectory:
         """One episode; a failed one if the agent raised, took too long, or returned what is no episode."""
+        loop = asyncio.get_running_loop()
 
-        async def sampled(turn: int, tokens: list[int], asked: SamplingParams) -> Generation:
+        async def answer(turn: int, question: dict[str, Any]) -> Generation | str:
+            """A sample, or the reason why the engine refuses to give one."""
+            asked = SamplingParams(**question["params"])
             seed = spec.seed_of(prompt, sample, turn) if asked.seed in (None, params.seed) else asked.seed
-            return (await generate(prompt, spec, tokens, [replace(asked, seed=seed)]))[0]
+            try:
+                return (await generate(prompt, spec, question["prompt"], [replace(asked, seed=seed)]))[0]
+            except RequestRefused as refused:
+                return str(refused)
 
-        samples: Sequence[Sampled] = []
-        file = self.pool.settings.path
+        call = Call(
+            name=f"an episode of {self.file}",
+            target="openrlhf.agents.program:play",
+            args=(prompt.text, prompt.label, params, prompt.images),
+            seconds=self.rollout.step_timeout,
+            limit="--rollout.step_timeout, between two samples",
+            total_seconds=self.rollout.episode_timeout,
+            total_limit="--rollout.episode_timeout",
+            answer=lambda *question: asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer(*question), loop)),
+        )
         try:
-            result, samples = await self.pool.run(
-                Episode(prompt=prompt.text, label=prompt.label, params=params, generate=sampled, images=prompt.images)
-            )
+            result = await self.pool.run(call, self._setup)
+            samples = samples_in(call.asked)
             own = [each.generation.finish_reason for each in samples if each.own]
             if bad := set(own) - FINISHED:
                 error = f"the engine ended a sample: {', '.join(bad)}"
@@ -59,12 +108,15 @@ class AgentEpisodes:
             episode = assemble(result, samples, spec.max_len, vocabulary=len(self.tokenizer))
             if episode.reward.reward is None and self.needs_reward:
                 raise EpisodeMistake("execute returned no reward, and there is no --reward.model_name_or_path")
-        except EpisodeError as error:
-            return self._failed(prompt, sample, error.samples, str(error), error.failure)
+        except UserCodeError as error:
+            return self._failed(prompt, sample, samples_in(call.asked), str(error), error.failure)
         except EpisodeMistake as mistake:
-            return self._failed(prompt, sample, samples, f"the agent of {file}: {mistake}", Failure.RESULT)
+            error = f"the agent of {self.file}: {mistake}"
+            return self._failed(prompt, sample, samples_in(call.asked), error, Failure.RESULT)
         for oddity in episode.oddities:
-            warn_once(f"The agent of {file} {oddity}: the log-probabilities of these tokens will not be the policy's.")
+            warn_once(
+                f"The agent of {self.file} {oddity}: the log-probabilities of these tokens will not be the policy's."
+            )
         return self._finished(prompt, sample, episode)
 
     def _finished(self, prompt: Prompt, sample: int, episode: Assembled) -> Trajectory:
@@ -84,7 +136,7 @@ class AgentEpisodes:
     def _failed(
         self, prompt: Prompt, sample: int, samples: Sequence[Sampled], error: str, failure: Failure
     ) -> Trajectory:
-        """What is shown of an episode that cannot be trained on: all up to its last sample."""
+        """What is shown of an episode that cannot be trained on: all tokens up to its last sample."""
         last = next((each for each in reversed(samples) if each.own), None)
         builder = TrajectoryBuilder(last.prompt if last else prompt.tokens)
         if last:

@@ -48,7 +48,7 @@ from openrlhf.observability.source_table import print_sources
 from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy
 from openrlhf.rewards.judge import Judge
 from openrlhf.rewards.rule import offer_remote_engines, reward_of
-from openrlhf.rollout.background import CLOSE_S, BackgroundLoop
+from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.episode_metrics import evaluation_metrics, of_sources, source_columns
@@ -240,7 +240,7 @@ class Evaluation:
             ExitStack() as ends,
         ):
             if agents:
-                ends.callback(lambda: loop.run(agents.close(), CLOSE_S))
+                ends.callback(agents.close)
             generator = RolloutGenerator(engines, model.tokenizer, rule, agents=agents, on_error=self.errors.policy)
             at_once, timeout_s = config.rollout.batch_size, config.train.step_timeout
             return evaluate(model.prompts, generator, loop, spec, step=0, at_once=at_once, timeout_s=timeout_s)

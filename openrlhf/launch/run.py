@@ -25,7 +25,7 @@ from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy
 from openrlhf.rewards.protocol import Reward
 from openrlhf.rewards.rule import reward_of
-from openrlhf.rollout.background import CLOSE_S, BackgroundLoop
+from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.fleet import Fleet
@@ -193,8 +193,7 @@ class Run:
             log_dir=Path(self.log_dir),
         )
         if agents:
-            self.ends.callback(lambda: self.loop.run(agents.close(), CLOSE_S))
-            self.loop.run(agents.check(), config.train.setup_timeout)
+            self.ends.callback(agents.close)
         generator = RolloutGenerator(self.fleet, self.data.tokenizer, self.reward, agents=agents, on_error=on_error)
         if not config.rollout.dump_dir:
             return generator

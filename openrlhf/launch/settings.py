@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from openrlhf.agents.pool import AgentSettings
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from openrlhf.algorithms.corrections import Correction, Level, Mode
 from openrlhf.algorithms.policy_losses import Clip
@@ -235,21 +234,6 @@ def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | Non
             seed=config.train.seed if config.rollout.seeded == "on" else None,
         ),
         tolerance=ROUNDING["fp32" if config.vllm.dtype == config.ds.param_dtype == "fp32" else "bf16"],
-    )
-
-
-def agent_settings(config: Sampling) -> AgentSettings | None:
-    """What the agents are, where there are some."""
-    if not config.train.agent_func_path:
-        return None
-    return AgentSettings(
-        path=os.path.abspath(os.path.expanduser(config.train.agent_func_path)),
-        max_length=config.data.max_len,
-        max_turns=config.rollout.max_turns,
-        step_timeout=config.rollout.step_timeout,
-        episode_timeout=config.rollout.episode_timeout,
-        workers=config.reward.workers,
-        memory_gib=config.reward.memory_gib,
     )
 
 

@@ -11,11 +11,11 @@ from openrlhf.trajectory import Failure
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call asked for, and what it was given."""
+    """A question of a call to the pool's owner, and the answer."""
 
     question: Any
     answer: Any
-    own: bool  # False: asked from elsewhere in the process while the call was under way, perhaps on its behalf
+    own: bool  # False: asked from elsewhere in the process while the call was running, perhaps on its behalf
 
 
 class UserCodeError(RuntimeError):
@@ -24,7 +24,6 @@ class UserCodeError(RuntimeError):
     def __init__(self, message: str, failure: Failure = Failure.EXCEPTION) -> None:
         super().__init__(message)
         self.failure = failure
-        self.asked: list[Asked] = []  # what the call was given before it failed
 
 
 class ProcessLost(UserCodeError):
@@ -37,7 +36,10 @@ class ProcessLost(UserCodeError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """A function of the user, what it is called with, and what bounds it. `limit`: the flag behind `seconds`, in messages."""
+    """A function of the user, its arguments, and its deadlines. `limit` is the flag behind `seconds`, for messages.
+
+    `answer` gets the number of a question and the question. Questions and answers are kept in `asked`, those of a failed call too.
+    """
 
     name: str  # in messages
     target: str  # path/to/file.py:function or package.module:function
@@ -47,7 +49,8 @@ class Call:
     limit: str
     total_seconds: float | None = None  # of all, waiting for answers included
     total_limit: str = ""
-    answer: Callable[[int, Any], Awaitable[Any]] | None = None  # called with the number of a question, and the question
+    answer: Callable[[int, Any], Awaitable[Any]] | None = None
+    asked: list[Asked] = field(default_factory=list[Asked])
 
 
 @dataclass(frozen=True, kw_only=True)

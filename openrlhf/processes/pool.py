@@ -76,7 +76,7 @@ class ProcessPool:
         Raises UserCodeError.
         """
         call = Call(name=target, target=target, args=args, kwargs=kwargs, seconds=timeout, limit="--reward.timeout")
-        return (await self.run(call, self._load_of(target, timeout)))[0]
+        return await self.run(call, self._load_of(target, timeout))
 
     def _load_of(self, target: str, timeout: float) -> Call:
         if target not in self._loads:
@@ -88,11 +88,11 @@ class ProcessPool:
         """What `setup` returns in one process. Raises UserCodeError."""
         return await asyncio.wrap_future(self._submit(self._shared.load(setup)))
 
-    async def run(self, call: Call, setup: Call) -> tuple[Any, list[Asked]]:
-        """What a call returns in a process where `setup` was called once, and what it was given. Raises UserCodeError."""
+    async def run(self, call: Call, setup: Call) -> Any:
+        """What a call returns in a process where `setup` was called once. Raises UserCodeError."""
         return await asyncio.wrap_future(self._submit(self._run(call, setup)))
 
-    async def _run(self, call: Call, setup: Call) -> tuple[Any, list[Asked]]:
+    async def _run(self, call: Call, setup: Call) -> Any:
         try:
             return await self._shared.run(call, setup)
         except ProcessLost as lost:
@@ -157,8 +157,8 @@ class _Processes:
         async with self._places:
             return await self._pick().load(setup)
 
-    async def run(self, call: Call, setup: Call) -> tuple[Any, list[Asked]]:
-        """What a call returns, and what it was given. Begins again if its process is lost through no fault of its own."""
+    async def run(self, call: Call, setup: Call) -> Any:
+        """What a call returns. The call begins again if its process is lost through no fault of its own."""
         losses = 0
         async with self._places:
             while True:

@@ -46,7 +46,6 @@ class _Running:
     log_start: int  # byte of the log
     questions: int = 0  # so far
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # for answers
-    asked: list[Asked] = field(default_factory=list)
     clock: asyncio.TimerHandle | None = None  # of its own work
     late: str | None = None  # the deadline that it missed, in words
 
@@ -72,8 +71,8 @@ class UserProcess:
         """Whether it can be given calls."""
         return not (self.retiring or self.gone.is_set() or (self.process and self.process.poll() is not None))
 
-    async def run(self, call: Call, setup: Call) -> tuple[Any, list[Asked]]:
-        """What a call returns after `setup`, which runs once, and what it was given. Raises UserCodeError."""
+    async def run(self, call: Call, setup: Call) -> Any:
+        """What a call returns after `setup`, which runs once. Raises UserCodeError."""
         with self._given_a_call():
             await self.load(setup)
             return await self._run(call)
@@ -108,7 +107,7 @@ class UserProcess:
             SLOW_LOAD_S, logger.warning, "%s has taken %g s so far; it may take %g s.", setup.name, SLOW_LOAD_S, setup.seconds
         )  # fmt: skip
         try:
-            return (await self._run(setup))[0]
+            return await self._run(setup)
         except ProcessLost as lost:
             raise ProcessLost(lost, None if lost.failure is Failure.TIMEOUT else "anywhere") from None
         finally:
@@ -144,12 +143,13 @@ class UserProcess:
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._listening = asyncio.create_task(self._listen(self.process))
 
-    async def _run(self, call: Call) -> tuple[Any, list[Asked]]:
+    async def _run(self, call: Call) -> Any:
         loop = asyncio.get_running_loop()
         running = _Running(
             number=next(self._numbers), call=call, done=loop.create_future(), log_start=log_size(self.log)
         )
         total = None
+        call.asked.clear()
         if self.gone.is_set():
             raise ProcessLost(self._ending or UserCodeError(f"{call.name} had no process", Failure.KILLED), "anywhere")
         self._calls[running.number] = running
@@ -158,10 +158,7 @@ class UserProcess:
         try:
             self._write(kind="call", call=running.number, target=call.target, args=call.args, kwargs=dict(call.kwargs))
             self._wind(running)
-            return await running.done, running.asked
-        except UserCodeError as error:
-            error.asked = running.asked
-            raise
+            return await running.done
         except asyncio.CancelledError:  # given up by its caller
             self._cancel(running)
             raise
@@ -264,7 +261,7 @@ class UserProcess:
                 return
             for each in askers:
                 each.waiting.discard(task)
-                each.asked.append(Asked(question, given, own=running is not None))
+                each.call.asked.append(Asked(question, given, own=running is not None))
                 if not each.waiting and not each.done.done():
                     self._wind(each)
             self._write(kind="answer", question=number, answer=given)

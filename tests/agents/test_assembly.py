@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.agents.assembly import EpisodeMistake, assemble
-from openrlhf.agents.pool import Sampled
+from openrlhf.agents.assembly import EpisodeMistake, Sampled, assemble
 from openrlhf.rollout.sampling import Generation
 
 TOKEN = st.integers(0, 3)  # few, so that one turn looks like another

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from examples.agents.calculator_task import calculator_tokenizer
-from openrlhf.agents import pool
+from openrlhf.agents import play
 from openrlhf.agents.play import AgentEpisodes
-from openrlhf.agents.pool import AgentPool, AgentSettings
 from openrlhf.config.options import ConfigError
+from openrlhf.config.rollout import RolloutConfig, RuleConfig
 from openrlhf.rewards import remote_engines
 from openrlhf.rewards.budget import ErrorPolicy
 from openrlhf.rollout.background import BackgroundLoop
@@ -70,12 +70,12 @@ class Stand:
     """A generator with agents, and the engine they sample from."""
 
     def __init__(self, file: str | Path, logs: Path, *, tokenizer: Any = TOKENIZER, **changes: Any) -> None:
-        settings = {"max_length": MAX_LEN, "max_turns": None, "step_timeout": 120.0, "episode_timeout": 240.0}
-        made_of = AgentSettings(path=str(FILES / file), **{**settings, "workers": 1, "memory_gib": 1.0, **changes})
+        limits = RolloutConfig(**{"step_timeout": 120.0, "episode_timeout": 240.0, **changes})
+        processes = RuleConfig(workers=1, memory_gib=1.0)
         self.engine = Engine()
         self.logs = logs
         self.loop = BackgroundLoop()
-        self.agents = AgentEpisodes(AgentPool(made_of, tokenizer, log_dir=logs), tokenizer, needs_reward=True)
+        self.agents = AgentEpisodes(str(FILES / file), tokenizer, limits, processes, max_length=MAX_LEN, log_dir=logs)
         self.generator = RolloutGenerator(self.engine, tokenizer, None, agents=self.agents, on_error=ErrorPolicy())
 
     def rollout(self, *prompts: Prompt, **changes: Any) -> list[Trajectory]:
@@ -85,7 +85,7 @@ class Stand:
         self.loop.run(self.agents.check(), 120)
 
     def close(self) -> None:
-        self.loop.run(self.agents.close(), 60)
+        self.agents.close()
         self.loop.close()
 
 
@@ -104,7 +104,7 @@ def turns(logs: Path) -> Iterator[Stand]:
 @pytest.fixture(scope="module")
 def trouble(logs: Path) -> Iterator[Stand]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "GRACE_S", 0.5)
+        patch.setattr(play, "GRACE_S", 0.5)
         stand = Stand("trouble.py", logs / "trouble", step_timeout=1.5)
         yield stand
         stand.close()

@@ -11,51 +11,57 @@ from typing import Any
 
 import pytest
 
-from openrlhf.agents import pool as pool_module
-from openrlhf.agents.pool import AgentPool, AgentSettings, Episode, EpisodeError, Generate
+from openrlhf.agents import play as play_module
+from openrlhf.agents.play import AgentEpisodes
+from openrlhf.config.rollout import RolloutConfig, RuleConfig
+from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.trajectory import Failure
+from openrlhf.trajectory import Failure, Prompt
 from tests.tiny import character_tokenizer
 
 FILE = Path(__file__).parent / "agent_files/stubborn.py"
+SPEC = SamplingSpec(
+    purpose="train", n_samples=1, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=None, max_len=64, seed=None
+)
 
 
 def after(seconds: float) -> Generate:
     """An engine that takes so long for a sample."""
 
-    async def generate(turn: int, tokens: list[int], params: SamplingParams) -> Generation:
+    async def generate(
+        prompt: Prompt, spec: SamplingSpec, tokens: list[int], params: list[SamplingParams]
+    ) -> list[Generation]:
         await asyncio.sleep(seconds)
-        return Generation(
-            tokens=[4, 1], logprobs=[-1.0, -1.0], finish_reason="stop", stop_reason=None, weight_versions=(1,)
-        )
+        logprobs = [-1.0, -1.0]
+        return [
+            Generation(tokens=[4, 1], logprobs=logprobs, finish_reason="stop", stop_reason=None, weight_versions=(1,))
+        ]
 
     return generate
 
 
 class Stand:
-    """A pool of one process on an event loop of its own."""
+    """Agents in one process, and an event loop."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        limits = {"max_length": 64, "max_turns": None, "step_timeout": 60.0, "episode_timeout": 60.0}
-        settings = AgentSettings(**{**limits, "path": str(FILE), "workers": 1, "memory_gib": 2.0, **changes})
+    def __init__(self, folder: Path, file: Path = FILE, **changes: Any) -> None:
+        limits = RolloutConfig(**{"step_timeout": 60.0, "episode_timeout": 60.0, **changes})
+        processes = RuleConfig(workers=1, memory_gib=2.0)
         self.runner, self.folder = asyncio.Runner(), folder
-        self.pool = AgentPool(settings, character_tokenizer(), log_dir=folder)
+        self.agents = AgentEpisodes(
+            str(file), character_tokenizer(), limits, processes, max_length=64, needs_reward=False, log_dir=folder
+        )
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(work)
 
-    async def play(self, label: str, seconds: float = 0.0) -> Any:
-        """The logs of an episode, or its error; the engine takes `seconds` for a sample."""
-        params = SamplingParams(logprobs=1)
-        episode = Episode(prompt=str(self.folder), label=label, params=params, generate=after(seconds))
-        try:
-            result, _ = await self.pool.run(episode)
-        except EpisodeError as error:
-            return error
-        return result["extra_logs"]
+    async def play(self, label: str, seconds: float = 0.0, generate: Generate | None = None) -> Any:
+        """The logs of an episode, or if it failed the episode; the engine takes `seconds` for a sample."""
+        prompt = Prompt(index=0, text=str(self.folder), tokens=[5], label=label)
+        [episode] = await self.agents.play(prompt, SPEC, generate or after(seconds))
+        return episode if episode.failed else dict(episode.extra_logs)
 
     def close(self) -> None:
-        self.do(self.pool.close())
+        self.agents.close()
         self.runner.close()
 
 
@@ -70,7 +76,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     """With short deadlines, for episodes that miss them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool_module, "GRACE_S", 0.5)
+        patch.setattr(play_module, "GRACE_S", 0.5)
         stand = Stand(tmp_path_factory.mktemp("logs"), step_timeout=1.5, episode_timeout=4.0)
     yield stand
     stand.close()
@@ -78,8 +84,8 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 
 def test_an_exception_with_a_failure_of_its_own_is_an_exception(stand: Stand) -> None:
     failed = stand.do(stand.play("odd error"))
-    assert isinstance(failed, EpisodeError) and failed.failure is Failure.EXCEPTION
-    assert "OddError: no such square" in str(failed)
+    assert failed.failure is Failure.EXCEPTION
+    assert "OddError: no such square" in failed.error
 
 
 def test_an_agent_that_cancels_itself_has_not_run_out_of_time(stand: Stand) -> None:
@@ -103,7 +109,7 @@ def test_the_engine_may_be_asked_from_a_threads_own_event_loop(stand: Stand) -> 
 def test_more_than_may_be_sent_fails_its_episode_and_costs_no_process(stand: Stand) -> None:
     before = stand.do(stand.play("fine"))
     failed = stand.do(stand.play("huge"))
-    assert failed.failure is Failure.RESULT and "more than the 67,108,864 that may be sent" in str(failed)
+    assert failed.failure is Failure.RESULT and "more than the 67,108,864 that may be sent" in failed.error
     assert stand.do(stand.play("fine"))["pid"] == before["pid"]
 
 
@@ -132,13 +138,12 @@ def test_an_episode_that_is_given_up_ends_in_its_process_too(stand: Stand) -> No
 
 def test_an_episode_that_will_not_end_fails_although_it_waits_for_the_engine(hasty: Stand) -> None:
     failed = hasty.do(hasty.play("asks again", 1000))
-    assert failed.failure is Failure.TIMEOUT and "took more than 4 s (--rollout.episode_timeout)" in str(failed)
+    assert failed.failure is Failure.TIMEOUT and "took more than 4 s (--rollout.episode_timeout)" in failed.error
 
 
 def test_an_episode_that_ends_every_process_while_it_waits_for_the_engine_fails(stand: Stand) -> None:
     failed = stand.do(stand.play("crashes while it asks", 1000))
-    assert isinstance(failed, EpisodeError)
-    assert failed.failure is Failure.EXIT and "exited with status 7" in str(failed)
+    assert failed.failure is Failure.EXIT and "exited with status 7" in failed.error
 
 
 def test_an_episode_at_its_own_work_is_not_blamed_for_the_crash_of_one_that_waits(stand: Stand) -> None:
@@ -206,7 +211,7 @@ def test_a_process_that_dies_while_it_loads_is_replaced(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         return await episode
 
-    stand = Stand(tmp_path, path=str(loads_slowly(tmp_path, 1000)))
+    stand = Stand(tmp_path, loads_slowly(tmp_path, 1000))
     assert "pid" in stand.do(killed())
     stand.close()
 
@@ -215,20 +220,18 @@ def test_after_the_end_no_process_is_started_for_episodes_under_way(tmp_path: Pa
     async def ended() -> Any:
         asked = asyncio.Event()
 
-        async def generate(turn: int, tokens: list[int], params: SamplingParams) -> Generation:
+        async def generate(*_: Any) -> list[Generation]:
             asked.set()
             await asyncio.sleep(1000)
             raise AssertionError
 
-        episode = Episode(prompt="", label="fine", params=SamplingParams(), generate=generate)
-        waiting = asyncio.create_task(stand.pool.run(episode))
+        waiting = asyncio.create_task(stand.play("fine", generate=generate))
         await asked.wait()
-        await stand.pool.close()
-        [error] = await asyncio.gather(waiting, return_exceptions=True)
-        return error, await stand.play("fine")
+        stand.agents.close()
+        return await waiting, await stand.play("fine")
 
-    stand = Stand(tmp_path, path=str(loads_slowly(tmp_path, 0)))
-    assert [str(error) for error in stand.do(ended())] == ["the pool of processes was closed"] * 2
+    stand = Stand(tmp_path, loads_slowly(tmp_path, 0))
+    assert [failed.error for failed in stand.do(ended())] == ["the pool of processes was closed"] * 2
     assert len((tmp_path / "pids").read_text().split()) == 1
     stand.runner.close()
 
@@ -236,9 +239,9 @@ def test_after_the_end_no_process_is_started_for_episodes_under_way(tmp_path: Pa
 def test_the_end_does_not_wait_for_a_process_that_is_loading(tmp_path: Path) -> None:
     async def ended() -> Any:
         episode, _ = await starting(stand)
-        await stand.pool.close()
+        stand.agents.close()
         return await episode
 
-    stand = Stand(tmp_path, path=str(loads_slowly(tmp_path, 1000)))
-    assert str(stand.do(ended())) == "the pool of processes was closed"
+    stand = Stand(tmp_path, loads_slowly(tmp_path, 1000))
+    assert stand.do(ended()).error == "the pool of processes was closed"
     stand.runner.close()

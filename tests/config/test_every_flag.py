@@ -73,10 +73,11 @@ TRAINING = (
 READERS = {
     "train_sft": f"{TRAINING} trainers.sft",
     "train_rm": f"{TRAINING} trainers.reward",
-    "train_ppo_ray": "launch.reinforcement launch.run launch.prompt_data launch.hosts trainers.ppo trainers.experience_maker rewards.rule "
-    "observability.recorder observability.trackers",
+    "train_ppo_ray": "launch.reinforcement launch.run launch.prompt_data launch.hosts launch.agents agents.play "
+    "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers",
     "serve_rm": "serving.server serving.scorer",
-    "eval": "evaluation.runs trainers.reward launch.prompt_data launch.hosts rewards.rule observability.recorder observability.trackers",
+    "eval": "evaluation.runs trainers.reward launch.prompt_data launch.hosts launch.agents agents.play rewards.rule "
+    "observability.recorder observability.trackers",
     "reward_test": "evaluation.reward_test rewards.rule",
 }
 # What a section is called in those modules besides its own name.
@@ -159,7 +160,6 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield vars(offline.follow_best(config))
     if isinstance(config, EvaluationConfig | PPOConfig):
         yield settings.reward_settings(config)
-        yield settings.agent_settings(config)
         yield settings.train_sampling(config)
         yield settings.eval_sampling(config)
         yield inference_config(config.ds)
