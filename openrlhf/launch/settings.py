@@ -11,8 +11,6 @@ from typing import Any, Literal, cast
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from openrlhf.algorithms.corrections import Correction, Level, Mode
-from openrlhf.algorithms.policy_losses import Clip
 from openrlhf.checkpoints import EngineLayout
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.ppo import PPOConfig
@@ -25,7 +23,7 @@ from openrlhf.trainers.publisher import Probe
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.critic import CriticSettings
 from openrlhf.workers.frozen import ReferenceSettings, RewardModelSettings
-from openrlhf.workers.policy import Objective, PolicySettings
+from openrlhf.workers.policy import PolicySettings
 
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 Sampling = PPOConfig | EvaluationConfig  # commands with engines and reward models
@@ -123,24 +121,11 @@ def train_limits(config: PPOConfig) -> MicroBatchLimits:
 
 def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySettings:
     """What the policy workers need to know."""
-    actor, algo = config.actor, config.algo
-    clip_low, clip_high = actor.eps_clip_low_high
     return PolicySettings(
-        load=trained_spec(config, actor.model_name_or_path),
-        optimizer=actor,
-        objective=Objective(
-            policy_loss=actor.policy_loss_type,
-            clip=Clip(low=clip_low, high=clip_high, dual=actor.dual_clip),
-            correction=correction_of(config),
-            correct=algo.correction.level is not None,
-            aggregation=algo.loss.aggregation,
-            max_response_tokens=config.rollout.max_new_tokens or config.data.max_len,
-            kl_estimator=algo.kl.estimator,
-            kl_in_loss=algo.kl.use_loss,
-            stop_update=algo.kl.stop_update,
-            entropy_coef=actor.entropy_coef,
-            ptx_coef=algo.ptx.coef,
-        ),
+        load=trained_spec(config, config.actor.model_name_or_path),
+        optimizer=config.actor,
+        algo=config.algo,
+        max_response_tokens=config.rollout.max_new_tokens or config.data.max_len,
         forward=forward_limits(config),
         train=train_limits(config),
         temperature=config.rollout.temperature,
@@ -151,14 +136,6 @@ def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySet
         wire_dtype=TORCH_NAMES[config.vllm.dtype],
         ema_beta=config.train.ema_beta if config.train.enable_ema else None,
     )
-
-
-def correction_of(config: PPOConfig) -> Correction:
-    """The correction that the flags ask for; without one, whose band tells which tokens are worth counting."""
-    axes = config.algo.correction
-    low, high = axes.band or config.algo.advantage.is_correction_threshold
-    level, mode = cast(Level, axes.level or "token"), cast(Mode, axes.mode or "clip")
-    return Correction(level=level, mode=mode, low=low, high=high)
 
 
 def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSettings:
@@ -177,7 +154,6 @@ def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSet
         head_prefix=config.ds.value_head_prefix,
         fresh_head=path == config.actor.model_name_or_path,
         normalize=config.reward.normalize_enable,
-        value_clip=config.critic.value_clip,
         seed=config.train.seed,
     )
 

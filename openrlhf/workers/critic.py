@@ -10,6 +10,7 @@ from torch import Tensor
 from openrlhf.algorithms.policy_losses import value_loss
 from openrlhf.algorithms.tensors import masked_sum
 from openrlhf.batches import Experience, Ragged
+from openrlhf.config.learning import CriticConfig
 from openrlhf.distributed.strategy import Metrics, Strategy
 from openrlhf.models.backbone import has_balanced_experts
 from openrlhf.models.scalar import ScalarModel, load_scalar, state_values
@@ -21,10 +22,10 @@ from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balanc
 class CriticSettings(TrainedSettings):
     """The settings of a critic worker."""
 
+    optimizer: CriticConfig
     head_prefix: str
     fresh_head: bool  # the model is the policy's: make a new head even if it has one
     normalize: bool
-    value_clip: float
     seed: int
 
 
@@ -71,7 +72,11 @@ class CriticWorker(TrainedWorker[Update]):
         values = layout.gather(state_values(outputs.values, micro.offsets))
         mask = layout.gather(micro.action_mask)
         per_token = value_loss(
-            values, layout.gather(micro.values), layout.gather(micro.returns), mask, clip=self.settings.value_clip
+            values,
+            layout.gather(micro.values),
+            layout.gather(micro.returns),
+            mask,
+            clip=self.settings.optimizer.value_clip,
         )
         summed, tokens = per_token.sum(), float(mask.sum())
         balance, balance_metrics = balancing_term(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.corrections import Correction, Mismatch, correction_weights, mismatch
+from openrlhf.algorithms.corrections import Correction, Level, Mismatch, Mode, correction_weights, mismatch
 from openrlhf.algorithms.kl import kl_clamped, kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, Clip, aggregation_weights
 from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.algorithms.tensors import log_ratio, masked_sum
 from openrlhf.batches import Experience, TokenRows
+from openrlhf.config.learning import ActorConfig, AlgoConfig
 from openrlhf.distributed.buckets import SentWeights, TensorSpec, WeightManifest
 from openrlhf.distributed.devices import free_port, node_address
 from openrlhf.distributed.strategy import Metrics, Strategy
@@ -25,29 +27,22 @@ from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balanc
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective:
-    """What a policy update minimises, and how its tokens are averaged."""
-
-    policy_loss: str
-    clip: Clip
-    correction: Correction  # of engine-trainer differences
-    correct: bool  # False: tokens outside its band are only counted
-    aggregation: str
-    max_response_tokens: int  # L of constant aggregation
-    kl_estimator: str
-    kl_in_loss: bool
-    stop_update: float | None  # KL(π_old ‖ π_θ) in nats per token that ends the updates of a batch
-    entropy_coef: float | None  # None: not computed; 0: logged only
-    ptx_coef: float  # of the pretraining text that an update brings
-
-
-@dataclass(frozen=True, kw_only=True)
 class PolicySettings(TrainedSettings):
-    """The settings of a policy worker."""
+    """The settings of a policy worker. `optimizer` and `algo` say what an update minimises, and how its tokens are averaged."""
 
-    objective: Objective
+    optimizer: ActorConfig
+    algo: AlgoConfig
+    max_response_tokens: int  # L of constant aggregation
     temperature: float
     wire_dtype: str  # of the published weights, as torch names it
+
+
+def correction_of(algo: AlgoConfig) -> Correction:
+    """The correction of engine-trainer differences; if none is asked for, its band tells which tokens are worth counting."""
+    axes = algo.correction
+    low, high = axes.band or algo.advantage.is_correction_threshold
+    level, mode = cast(Level, axes.level or "token"), cast(Mode, axes.mode or "clip")
+    return Correction(level=level, mode=mode, low=low, high=high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +60,9 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     reads = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")  # columns of an update
 
     def __init__(self, strategy: Strategy, settings: PolicySettings) -> None:
-        self.settings = settings
+        self.settings, self.actor, self.algo = settings, settings.optimizer, settings.algo
+        low, high = self.actor.eps_clip_low_high
+        self.clip, self.correction = Clip(low=low, high=high, dual=self.actor.dual_clip), correction_of(self.algo)
         load, balancing = settings.load, settings.aux_loss_coef > 0
         super().__init__(
             strategy, settings, lambda: PolicyModel(load_causal_lm(load), packing=load.packing, balancing=balancing)
@@ -81,8 +78,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return self.engine.module(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs
 
     def _weights(self, mask: Tensor) -> tuple[Tensor, float]:
-        objective = self.settings.objective
-        return aggregation_weights(mask, objective.aggregation, max_tokens=objective.max_response_tokens)
+        return aggregation_weights(mask, self.algo.loss.aggregation, max_tokens=self.settings.max_response_tokens)
 
     def window(self, job: PolicyUpdate, number: int) -> list[Experience | TokenRows]:
         """Micro-batches of episodes, and of pretraining text if there is any: one optimizer step learns from both."""
@@ -104,14 +100,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """policy + β·KL − c·entropy + a·balance + c_ptx·NLL, this micro-batch's part of the window; and its metrics."""
         if isinstance(micro, TokenRows):
             return self._pretraining_loss(micro, totals)
-        objective = self.settings.objective
-        scores = self.engine(
-            micro.tokens,
-            micro.offsets,
-            micro.action_mask,
-            self.settings.temperature,
-            objective.entropy_coef is not None,
-        )
+        entropy_coef, temperature = self.actor.entropy_coef, self.settings.temperature
+        scores = self.engine(micro.tokens, micro.offsets, micro.action_mask, temperature, entropy_coef is not None)
         layout = micro.layout
         mask, logprobs = layout.gather(micro.action_mask), layout.gather(scores.logprobs)
         # Strictly on-policy, nothing needs π_old apart: the ratio is 1 by construction.
@@ -120,30 +110,30 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         tokens = float(mask.sum())
         balance, balance_metrics = balancing_term(scores.aux_loss, self.settings.aux_loss_coef, tokens)
         loss, metrics = loss + balance / totals["tokens"], metrics | balance_metrics
-        if objective.kl_in_loss and micro.ref_logprobs is not None:
+        if self.algo.kl.use_loss and micro.ref_logprobs is not None:
             reference = layout.gather(micro.ref_logprobs)
-            kl = kl_estimate(logprobs, reference, objective.kl_estimator)
+            kl = kl_estimate(logprobs, reference, self.algo.kl.estimator)
             loss = loss + job.kl_coef * masked_sum(kl, mask) / totals["tokens"]
             metrics |= kl_metrics(kl.detach(), log_ratio(logprobs.detach(), reference, mask), mask)
-        if scores.entropy is not None and objective.entropy_coef is not None:
+        if scores.entropy is not None:
             entropy_sum = masked_sum(layout.gather(scores.entropy), mask)
             metrics["train/entropy_loss"] = Mean(float(entropy_sum.detach()), tokens)
-            if objective.entropy_coef:
-                loss = loss - objective.entropy_coef * entropy_sum / totals["tokens"]
+            if entropy_coef:
+                loss = loss - entropy_coef * entropy_sum / totals["tokens"]
         return loss, metrics
 
     def _policy_loss(
         self, micro: Experience, logprobs: Tensor, old: Tensor, mask: Tensor, totals: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
         """The surrogate of the sampled tokens, each weighed by how far engine and trainer agree about it."""
-        objective, layout = self.settings.objective, micro.layout
+        layout = micro.layout
         assert micro.advantages is not None and micro.rollout_logprobs is not None
-        surrogate = POLICY_LOSSES[objective.policy_loss].function(
-            logprobs, old, layout.gather(micro.advantages), mask, objective.clip
+        surrogate = POLICY_LOSSES[self.actor.policy_loss_type].function(
+            logprobs, old, layout.gather(micro.advantages), mask, self.clip
         )
         rollout = layout.gather(micro.rollout_logprobs)
-        corrected, outside = correction_weights(old, rollout, mask, objective.correction)
-        per_token = corrected * surrogate.per_token if objective.correct else surrogate.per_token
+        corrected, outside = correction_weights(old, rollout, mask, self.correction)
+        per_token = corrected * surrogate.per_token if self.algo.correction.level else surrogate.per_token
         weights, count = self._weights(mask)
         summed, tokens = (weights * per_token).sum(), float(mask.sum())
         metrics: Metrics = {
@@ -158,12 +148,12 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """c_ptx times the negative log-likelihood of plain text, at temperature 1.  InstructGPT, eq. 2, arXiv:2203.02155"""
         scores = self.engine(text.tokens, text.offsets, text.loss_mask)
         summed, tokens = token_nll(scores.logprobs, text.loss_mask).sum(), float(text.loss_mask.sum())
-        part = self.settings.objective.ptx_coef * summed / totals["pretraining"]
+        part = self.algo.ptx.coef * summed / totals["pretraining"]
         return part, {"train/ptx_loss": Mean(float(summed.detach()), tokens)}
 
     def has_moved_enough(self, metrics: Metrics) -> bool:
         """Whether π_θ, when the last optimizer step began, was further from π_old than --algo.kl.stop_update allows."""
-        limit, moved = self.settings.objective.stop_update, metrics.get("train/update_kl", Mean(0.0, 0.0))
+        limit, moved = self.algo.kl.stop_update, metrics.get("train/update_kl", Mean(0.0, 0.0))
         if limit is None:
             return False
         assert isinstance(moved, Mean)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
@@ -23,7 +24,11 @@ from tests.tiny import save_tiny_model
 from tests.workers.policy_job import TEMPERATURE, policy_settings
 
 pytestmark = pytest.mark.timeout(300)
-HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}  # vLLM's kernels know heads of 32
+HEADS: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # vLLM's kernels know heads of 32
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from openrlhf.batches import Experience
+from openrlhf.config.learning import CriticConfig
 from openrlhf.distributed.strategy import NonFiniteError, Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import values
 from openrlhf.workers.base import MicroBatchLimits, Update
 from openrlhf.workers.critic import CriticSettings, CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
-from tests.workers.policy_job import KL_COEF, OPTIMIZER, batch, policy_settings, strategy_of, weights_of
+from tests.workers.policy_job import ACTOR, KL_COEF, batch, policy_settings, strategy_of, weights_of
 
 BROKEN = "hf.model.layers.1.mlp.up_proj.weight"
 LIMITS = MicroBatchLimits(size=2)
@@ -86,7 +87,9 @@ def critic_fault(strategy: Strategy, load: LoadSpec) -> list[str]:
     """Returns that are infinite in one row; the first skipped step ends the run."""
     settings = CriticSettings(
         load=load,
-        optimizer=OPTIMIZER,
+        optimizer=CriticConfig(
+            adam=ACTOR.adam, lr_scheduler=ACTOR.lr_scheduler, lr_warmup_ratio=0.0, max_norm=ACTOR.max_norm
+        ),
         forward=LIMITS,
         train=LIMITS,
         total_steps=3,
@@ -95,7 +98,6 @@ def critic_fault(strategy: Strategy, load: LoadSpec) -> list[str]:
         head_prefix="score",
         fresh_head=True,
         normalize=False,
-        value_clip=0.5,
         seed=0,
     )
     zeros = torch.zeros(batch().num_tokens)

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from openrlhf.algorithms.corrections import Correction
-from openrlhf.algorithms.policy_losses import Clip
 from openrlhf.batches import Experience, Layout, TokenRows, offsets_of
-from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.learning import ActorConfig, AlgoConfig, CorrectionConfig, KLConfig, PtxConfig
+from openrlhf.config.shared import AdamConfig, DeepSpeedConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import Metrics, Strategy
 from openrlhf.models.loading import LoadSpec
@@ -19,30 +18,28 @@ from openrlhf.observability.metrics import merge_all, values
 from openrlhf.trainers.update_plan import plan_update, rows_of_rank, share
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.frozen import ReferenceSettings, ReferenceWorker
-from openrlhf.workers.policy import Objective, PolicySettings, PolicyUpdate, PolicyWorker
+from openrlhf.workers.policy import PolicySettings, PolicyUpdate, PolicyWorker
 
 LENGTHS = [5, 9, 4, 12, 7, 3, 10, 6, 8]
 BATCH_SIZE = 4  # optimizer steps of 4, 4 and 1 rows: of two ranks, one has none in the last
 TEMPERATURE = 0.8
 KL_COEF, ENTROPY_COEF, PTX_COEF, CLIP = 0.1, 0.05, 0.3, 0.2
 BAND = (0.7, 0.95)  # of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 here
+MAX_RESPONSE = 16  # L of constant aggregation
 TEXTS = [[5, 9, 7, 30, 11], [12, 8], [40, 41, 42, 43, 44, 45, 46]]  # plain text, of two ranks one has a single row
 # A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as gradients do.
-OPTIMIZER = OptimizerConfig(
-    adam=AdamConfig(lr=1.0, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.5
-)
-OBJECTIVE = Objective(
-    policy_loss="ppo",
-    clip=Clip(low=CLIP, high=CLIP),
-    correction=Correction(level="token", mode="clip", low=BAND[0], high=BAND[1]),
-    correct=True,
-    aggregation="token",
-    max_response_tokens=16,
-    kl_estimator="k3",
-    kl_in_loss=True,
-    stop_update=None,
+ACTOR = ActorConfig(
+    adam=AdamConfig(lr=1.0, eps=1.0),
+    lr_scheduler="constant",
+    lr_warmup_ratio=0.0,
+    max_norm=0.5,
+    eps_clip_low_high=(CLIP, CLIP),
     entropy_coef=ENTROPY_COEF,
-    ptx_coef=PTX_COEF,
+)
+ALGO = AlgoConfig(
+    correction=CorrectionConfig(level="token", mode="clip", band=BAND),
+    kl=KLConfig(estimator="k3", use_loss=True),
+    ptx=PtxConfig(coef=PTX_COEF),
 )
 
 
@@ -84,11 +81,14 @@ def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tens
     return column
 
 
-def policy_settings(load: LoadSpec, limits: MicroBatchLimits, objective: Objective = OBJECTIVE) -> PolicySettings:
+def policy_settings(
+    load: LoadSpec, limits: MicroBatchLimits, actor: ActorConfig = ACTOR, algo: AlgoConfig = ALGO
+) -> PolicySettings:
     return PolicySettings(
         load=load,
-        optimizer=OPTIMIZER,
-        objective=objective,
+        optimizer=actor,
+        algo=algo,
+        max_response_tokens=MAX_RESPONSE,
         forward=limits,
         train=limits,
         temperature=TEMPERATURE,

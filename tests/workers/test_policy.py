@@ -16,13 +16,13 @@ from tests.ranks import run_ranks
 from tests.reference import policy as reference
 from tests.tiny import save_tiny_model
 from tests.workers.policy_job import (
+    ACTOR,
     BAND,
     BATCH_SIZE,
     CLIP,
     ENTROPY_COEF,
     KL_COEF,
     LENGTHS,
-    OPTIMIZER,
     PTX_COEF,
     TEMPERATURE,
     TEXTS,
@@ -62,7 +62,7 @@ def plain(model: str) -> dict[str, Any]:
     """Scores before, three optimizer steps and their metrics: one row at a time, nothing of ours but the plan."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     optimizer = torch.optim.AdamW(
-        hf.parameters(), lr=OPTIMIZER.adam.lr, betas=OPTIMIZER.adam.betas, eps=OPTIMIZER.adam.eps, weight_decay=0
+        hf.parameters(), lr=ACTOR.adam.lr, betas=ACTOR.adam.betas, eps=ACTOR.adam.eps, weight_decay=0
     )
     with torch.no_grad():
         before = [scores(hf, row)[0] for row in range(len(LENGTHS))]
@@ -76,7 +76,7 @@ def plain(model: str) -> dict[str, Any]:
         text = text_nll(hf)
         ((policy + KL_COEF * kl - ENTROPY_COEF * entropy) / tokens + PTX_COEF * text).backward()
         texts.append(text.item())
-        norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), OPTIMIZER.max_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), ACTOR.max_norm))
         optimizer.step()
         for name, value in zip(sums, (policy, kl, entropy, clipped, tokens), strict=True):
             sums[name] += torch.as_tensor(value).item()

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from openrlhf.config.learning import CorrectionConfig
 from openrlhf.trainers.update_plan import plan_update
 from tests.ranks import run_ranks
 from tests.reference import policy as reference
 from tests.tiny import save_tiny_model
-from tests.workers.policy_job import BATCH_SIZE, ENTROPY_COEF, KL_COEF, LENGTHS, OBJECTIVE, OPTIMIZER, PTX_COEF
+from tests.workers.policy_job import ACTOR, BATCH_SIZE, ENTROPY_COEF, KL_COEF, LENGTHS, MAX_RESPONSE, PTX_COEF
 from tests.workers.split_job import CLIPS, CORRECTIONS, OBJECTIVES, experience
 from tests.workers.test_policy import scores, text_nll
 
@@ -58,7 +59,7 @@ def plain(model: str) -> dict[tuple[str, str], Outcome]:
 
 def plain_update(model: str, loss: str, aggregation: str) -> Outcome:
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-    adam = OPTIMIZER.adam
+    adam = ACTOR.adam
     optimizer = torch.optim.AdamW(hf.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=0)
     [plan] = plan_update(LENGTHS, ranks=1, batch_size=BATCH_SIZE, epochs=1, seed=0)
     policy_sum, count, norm = 0.0, 0.0, math.nan
@@ -70,10 +71,10 @@ def plain_update(model: str, loss: str, aggregation: str) -> Outcome:
         elif aggregation == "sequence":
             policy, share = sum(terms.mean() for terms, _ in rows), len(rows)
         else:
-            policy, share = sum(terms.sum() / OBJECTIVE.max_response_tokens for terms, _ in rows), len(rows)
+            policy, share = sum(terms.sum() / MAX_RESPONSE for terms, _ in rows), len(rows)
         optimizer.zero_grad()
         (policy / share + sum(extra for _, extra in rows) / tokens + PTX_COEF * text_nll(hf)).backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), OPTIMIZER.max_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), ACTOR.max_norm))
         optimizer.step()
         policy_sum, count = policy_sum + torch.as_tensor(policy).item(), count + share
     return {"loss": policy_sum / count, "norm": norm, "weights": dict(hf.named_parameters())}
@@ -94,12 +95,17 @@ def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]
         terms = -ratio.detach().clamp(low, high) * advantages * logprobs
     else:
         terms = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    correction = CORRECTIONS[loss]
-    axes = (correction.level, correction.mode, correction.low, correction.high)
+    axes = axes_of(CORRECTIONS[loss])
     sampled = (column.tolist() for column in (one.old_logprobs, one.rollout_logprobs, mask))
     terms = terms * torch.tensor(reference.correction(*sampled, *axes), dtype=torch.float64)[mask]
     k3 = (ref - logprobs).exp() - 1 - (ref - logprobs)
     return terms, (KL_COEF * k3 - ENTROPY_COEF * entropies[mask]).sum()
+
+
+def axes_of(correction: CorrectionConfig) -> tuple[str, str, float, float]:
+    """Level, mode and bounds."""
+    assert correction.level and correction.mode and correction.band
+    return correction.level, correction.mode, *correction.band
 
 
 @pytest.mark.parametrize("loss", CLIPS)
@@ -111,9 +117,9 @@ def test_the_plain_loop_of_these_tests_agrees_with_the_reference(model: str, los
         terms, _ = row_terms(hf, 3, loss)
         columns = (scores(hf, 3)[0], one.old_logprobs, one.advantages, one.action_mask)
     expected = getattr(reference, loss)(*(column.tolist() for column in columns), CLIPS[loss], 1.5 * CLIPS[loss], None)
-    c, mask = CORRECTIONS[loss], one.action_mask.tolist()
+    mask = one.action_mask.tolist()
     sampled = one.old_logprobs.tolist(), one.rollout_logprobs.tolist(), mask
-    trust = reference.correction(*sampled, c.level, c.mode, c.low, c.high)
+    trust = reference.correction(*sampled, *axes_of(CORRECTIONS[loss]))
     assert terms.tolist() == pytest.approx([x * w for x, w, acts in zip(expected, trust, mask, strict=True) if acts])
 
 
