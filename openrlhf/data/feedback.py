@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.evaluation import EvaluatedDataConfig
+from openrlhf.config.supervised import PreferenceDataConfig
 from openrlhf.data.errors import check_columns, kind, notice, row_error, text_of
 from openrlhf.data.layouts import PairLayout, recognise
 from openrlhf.data.prompts import DATASOURCE
@@ -39,6 +41,7 @@ FEATURES = Features(
         "cut": Value("bool"),
     }
 )
+PairSection = PreferenceDataConfig | EvaluatedDataConfig  # columns, templates and `max_len` of pairs
 MARGIN = "margin"
 SAME_TEXT, TIE = "whose chosen and rejected text are the same", "that are ties"
 
@@ -76,49 +79,31 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_len: int,
-        prompt_key: str | None = None,
-        chosen_key: str = "chosen",
-        rejected_key: str = "rejected",
-        input_template: str | None = None,
-        apply_chat_template: bool = False,
-        needs_prompt: bool = False,
+        self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: PairSection, *, needs_prompt: bool = False
     ) -> None:
-        layout = None if chosen_key in dataset.column_names else recognise(dataset.column_names)
+        layout = None if data.chosen_key in dataset.column_names else recognise(dataset.column_names)
         if layout:
-            prompt_key = "prompt" if layout.has_prompt else None
-            chosen_key, rejected_key = "chosen", "rejected"
-        flags = {"--data.prompt_key": prompt_key, "--data.chosen_key": chosen_key, "--data.rejected_key": rejected_key}
+            prompt = "prompt" if layout.has_prompt else None
+            data = replace(data, prompt_key=prompt, chosen_key="chosen", rejected_key="rejected")
+        keys = ("prompt_key", "chosen_key", "rejected_key")
+        flags: dict[str, str | None] = {f"--data.{key}": getattr(data, key) for key in keys}
         if not layout:
             check_columns(dataset.column_names, flags)
-        if not (layout or prompt_key) and "prompt" in dataset.column_names:
+        if not (layout or data.prompt_key) and "prompt" in dataset.column_names:
             first = dataset[0]
-            if str(first["prompt"]).strip() not in str(first[chosen_key]):
+            if str(first["prompt"]).strip() not in str(first[data.chosen_key]):
                 notice(
                     "The column 'prompt' is not used, and the texts do not contain it: set --data.prompt_key prompt."
                 )
-        if apply_chat_template:
+        if data.apply_chat_template:
             require_chat_template(tokenizer)
-        encoder = _Encoder(
-            tokenizer=tokenizer,
-            max_len=max_len,
-            layout=layout,
-            prompt_key=prompt_key,
-            answer_keys=(chosen_key, rejected_key),
-            input_template=input_template,
-            chat=apply_chat_template,
-            needs_prompt=needs_prompt,
-        )
+        encoder = _Encoder(tokenizer=tokenizer, data=data, layout=layout, needs_prompt=needs_prompt)
         used = list(layout.columns) if layout else [name for name in flags.values() if name]
         used += [name for name in (MARGIN, DATASOURCE) if name in dataset.column_names]
         advice = "Look at --data.chosen_key, --data.rejected_key and --data.max_len."
         super().__init__(PairRow, dataset, used, encoder, FEATURES, what="pair", advice=advice)
         if cut_pairs := sum(self.rows["cut"]):
-            self.summary += f" {cut_pairs} of those kept were cut to {max_len} tokens (--data.max_len)."
+            self.summary += f" {cut_pairs} of those kept were cut to {data.max_len} tokens (--data.max_len)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,17 +111,16 @@ class _Encoder:
     """Batches of columns to the columns of `FEATURES`."""
 
     tokenizer: PreTrainedTokenizerBase
-    max_len: int
+    data: PairSection
     layout: PairLayout | None
-    prompt_key: str | None
-    answer_keys: tuple[str, str]
-    input_template: str | None
-    chat: bool
     needs_prompt: bool
 
     def __call__(self, columns: Columns) -> Columns:
         rows = [self.layout.pair(row) if self.layout else row for row in as_rows(columns)]
-        pairs = [[self._text(row, key) for key in self.answer_keys] if row else [] for row in rows]
+        pairs = [
+            [self._text(row, key) for key in (self.data.chosen_key, self.data.rejected_key)] if row else []
+            for row in rows
+        ]
         encoded = iter(encode(self.tokenizer, [text.text for pair in pairs for text in pair]))
         results = [
             self._tokens(row, pair, [next(encoded), next(encoded)]) if row else TIE
@@ -146,24 +130,28 @@ class _Encoder:
 
     def _text(self, row: Mapping[str, Any], column: str) -> Passage:
         """Prompt and answer, without trailing newlines and with end-of-text."""
-        text, answer = self._conversation(row, column) if self.chat else self._plain(row, column)
+        text, answer = self._conversation(row, column) if self.data.apply_chat_template else self._plain(row, column)
         return Passage(text=text, spans=[], response=answer).closed(str(self.tokenizer.eos_token))
 
     def _plain(self, row: Mapping[str, Any], column: str) -> tuple[str, int]:
         prompt = ""
-        if self.prompt_key:
-            prompt = fill_template(self.input_template, text_of(row, self.prompt_key))
+        if self.data.prompt_key:
+            prompt = fill_template(self.data.input_template, text_of(row, self.data.prompt_key))
         return prompt + text_of(row, column), len(prompt)
 
     def _conversation(self, row: Mapping[str, Any], column: str) -> tuple[str, int]:
-        prompt = messages_of(row, self.prompt_key, role="user", flag="--data.prompt_key") if self.prompt_key else []
+        prompt = (
+            messages_of(row, self.data.prompt_key, role="user", flag="--data.prompt_key")
+            if self.data.prompt_key
+            else []
+        )
         if not prompt and isinstance(row[column], str):
             problem = (
                 "is a string, not a list of chat messages: set --data.prompt_key to the column with "
                 "the question, or leave out --data.apply_chat_template."
             )
             raise row_error(row, column, problem)
-        side = "chosen" if column == self.answer_keys[0] else "rejected"
+        side = "chosen" if column == self.data.chosen_key else "rejected"
         messages = prompt + messages_of(row, column, role="assistant", flag=f"--data.{side}_key")
         try:
             text = render(self.tokenizer, messages)
@@ -184,25 +172,25 @@ class _Encoder:
 
     def _tokens(self, row: Mapping[str, Any], texts: list[Passage], pair: list[Encoded]) -> Result:
         """The columns of a pair that is tokenized, or the reason why it is dropped."""
-        margin, limit, prompt_length = _margin(row), self.max_len - 2, 0
-        chosen, rejected = (cut(known.tokens, self.max_len, self.tokenizer) for known in pair)
+        margin, limit, prompt_length = _margin(row), self.data.max_len - 2, 0
+        chosen, rejected = (cut(known.tokens, self.data.max_len, self.tokenizer) for known in pair)
         if self.needs_prompt:
             spans = [(text.response, len(text.text)) for text in texts]
             starts = [known.tokens_of(span).start for known, span in zip(pair, spans, strict=True)]
             if min(starts) >= limit:
-                return f"with a prompt of {limit} tokens or more (--data.max_len {self.max_len})"
+                return f"with a prompt of {limit} tokens or more (--data.max_len {self.data.max_len})"
             prompt_length = min(*starts, in_common(chosen, rejected))
         if pair[0].tokens == pair[1].tokens:
             return SAME_TEXT
         if chosen == rejected:
-            return f"that differ only after --data.max_len {self.max_len} tokens"
+            return f"that differ only after --data.max_len {self.data.max_len} tokens"
         return {
             "chosen": chosen,
             "rejected": rejected,
             "prompt_length": prompt_length,
             "margin": margin,
             "datasource": str(row.get(DATASOURCE) or "default"),
-            "cut": any(len(known.tokens) > self.max_len for known in pair),
+            "cut": any(len(known.tokens) > self.data.max_len for known in pair),
         }
 
 

@@ -10,6 +10,8 @@ import torch.utils.data
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.evaluation import EvaluatedDataConfig
+from openrlhf.config.learning import RLDataConfig
 from openrlhf.data.errors import ROW, check_columns, row_error, text_of
 from openrlhf.data.rows import Columns, as_rows, map_rows, number_rows
 from openrlhf.data.templates import encode, fill_template, messages_of, render
@@ -17,6 +19,7 @@ from openrlhf.data.tokenizer import require_chat_template
 from openrlhf.trajectory import Prompt
 
 FEATURES = Features({"text": Value("string"), "tokens": List(Value("int32"))})
+PromptSection = RLDataConfig | EvaluatedDataConfig  # columns and templates of prompts
 DATASOURCE = "datasource"
 
 
@@ -52,27 +55,17 @@ class PromptDataset(torch.utils.data.Dataset[PromptRow]):
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        input_key: str,
-        label_key: str | None = None,
-        input_template: str | None = None,
-        apply_chat_template: bool = False,
-        image_key: str = "images",
+        self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: PromptSection, *, image_key: str = "images"
     ) -> None:
-        columns = {"--data.input_key": input_key, "--data.label_key": label_key}
+        columns = {"--data.input_key": data.input_key, "--data.label_key": data.label_key}
         check_columns(dataset.column_names, columns)
-        if apply_chat_template:
+        if data.apply_chat_template:
             require_chat_template(tokenizer)
         rows = number_rows(dataset)
-        renderer = _Renderer(
-            tokenizer=tokenizer, column=input_key, input_template=input_template, chat=apply_chat_template
-        )
-        self._prompts = map_rows(rows, [input_key], renderer, FEATURES, "Rendering prompts")
-        self._label_key, self._image_key = label_key, image_key
-        wanted = (label_key, DATASOURCE, image_key, ROW)
+        renderer = _Renderer(tokenizer=tokenizer, data=data)
+        self._prompts = map_rows(rows, [data.input_key], renderer, FEATURES, "Rendering prompts")
+        self._label_key, self._image_key = data.label_key, image_key
+        wanted = (data.label_key, DATASOURCE, image_key, ROW)
         self._extras = rows.select_columns([name for name in rows.column_names if name in wanted])
 
     def __len__(self) -> int:
@@ -93,24 +86,22 @@ class _Renderer:
     """Batches of the input column to the columns of `FEATURES`."""
 
     tokenizer: PreTrainedTokenizerBase
-    column: str
-    input_template: str | None
-    chat: bool
+    data: PromptSection
 
     def __call__(self, columns: Columns) -> Columns:
         rows = as_rows(columns)
         prompts = encode(self.tokenizer, [self._text(row) for row in rows])
         for row, prompt in zip(rows, prompts, strict=True):
             if not prompt.tokens:
-                raise row_error(row, self.column, "is an empty prompt: nothing to continue.")
+                raise row_error(row, self.data.input_key, "is an empty prompt: nothing to continue.")
         texts, tokens = [prompt.text for prompt in prompts], [prompt.tokens for prompt in prompts]
         return {"text": texts, "tokens": tokens}
 
     def _text(self, row: Mapping[str, Any]) -> str:
-        if not self.chat:
-            return fill_template(self.input_template, text_of(row, self.column))
-        messages = messages_of(row, self.column, role="user", flag="--data.input_key")
+        if not self.data.apply_chat_template:
+            return fill_template(self.data.input_template, text_of(row, self.data.input_key))
+        messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
         try:
             return render(self.tokenizer, messages, add_generation_prompt=True)
         except ValueError as error:
-            raise row_error(row, self.column, f"{error}.") from error
+            raise row_error(row, self.data.input_key, f"{error}.") from error

@@ -9,6 +9,7 @@ from typing import Any
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data.errors import check_columns, row_error, text_of
 from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
 from openrlhf.data.templates import Encoded, Passage, cut, encode, fill_template, messages_of, render_conversation
@@ -48,7 +49,7 @@ class SFTRow:
 class SFTDataset(TokenizedRows[SFTRow]):
     """The rows of a dataset as tokens and loss masks, all made when it is created.
 
-    A text is prompt and response, or a rendered conversation, without trailing newlines. It ends
+    `data`: its columns, templates and `max_len`. A text is prompt and response, or a rendered conversation, without trailing newlines. It ends
     with end-of-text (after a space if it was missing) and is cut to `max_len` tokens, the last of which is always
     end-of-text and learned. The response is the output column, all its messages; without an output column it is the last
     message of the assistant; with `multiturn` it is every message of the assistant. In pretrain mode a text is the input
@@ -58,29 +59,10 @@ class SFTDataset(TokenizedRows[SFTRow]):
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_len: int,
-        input_key: str,
-        output_key: str | None = None,
-        input_template: str | None = None,
-        apply_chat_template: bool = False,
-        multiturn: bool = False,
-        pretrain_mode: bool = False,
+        self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig, *, pretrain: bool = False
     ) -> None:
-        encoder = _Encoder(
-            tokenizer=tokenizer,
-            max_len=max_len,
-            input_key=input_key,
-            output_key=None if pretrain_mode else output_key,
-            input_template=input_template,
-            chat=apply_chat_template and not pretrain_mode,
-            every_turn=multiturn,
-            pretrain=pretrain_mode,
-        )
-        columns = {"--data.input_key": input_key, "--data.output_key": encoder.output_key}
+        encoder = _Encoder(tokenizer=tokenizer, data=data, pretrain=pretrain)
+        columns = {"--data.input_key": data.input_key, "--data.output_key": encoder.output_key}
         check_columns(dataset.column_names, columns)
         if encoder.chat:
             require_chat_template(tokenizer)
@@ -95,13 +77,18 @@ class _Encoder:
     """Batches of columns to the columns of `FEATURES`."""
 
     tokenizer: PreTrainedTokenizerBase
-    max_len: int
-    input_key: str
-    output_key: str | None
-    input_template: str | None
-    chat: bool
-    every_turn: bool
+    data: SFTDataConfig
     pretrain: bool
+
+    @property
+    def chat(self) -> bool:
+        """Whether rows are conversations."""
+        return self.data.apply_chat_template and not self.pretrain
+
+    @property
+    def output_key(self) -> str | None:
+        """The column with responses."""
+        return None if self.pretrain else self.data.output_key
 
     def __call__(self, columns: Columns) -> Columns:
         passages = [self._passage(row) for row in as_rows(columns)]
@@ -116,11 +103,11 @@ class _Encoder:
         """The text and its targets, or the reason why the row is left out."""
         if self.chat:
             return self._conversation(row)
-        prompt = text_of(row, self.input_key)
+        prompt = text_of(row, self.data.input_key)
         if self.pretrain:
             return Passage(text=prompt, spans=[(0, len(prompt))], response=0)
         response = text_of(row, self.output_key) if self.output_key else ""
-        prompt = fill_template(self.input_template, prompt)
+        prompt = fill_template(self.data.input_template, prompt)
         if not prompt or not response:
             return NO_RESPONSE if prompt else NO_PROMPT
         text = prompt + response
@@ -128,7 +115,7 @@ class _Encoder:
         return passage.closed(str(self.tokenizer.eos_token))
 
     def _conversation(self, row: Mapping[str, Any]) -> Passage | str:
-        messages = messages_of(row, self.input_key, role="user", flag="--data.input_key")
+        messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
         asked = len(messages)
         if self.output_key:
             messages += messages_of(row, self.output_key, role="assistant", flag="--data.output_key")
@@ -141,25 +128,25 @@ class _Encoder:
         answers = [n for n, message in enumerate(messages) if n >= asked and message["role"] == "assistant"]
         first = answers[0] if answers else -1  # without an output column the last message is the response
         try:
-            passage = render_conversation(self.tokenizer, messages, first=first, every_turn=self.every_turn)
+            passage = render_conversation(self.tokenizer, messages, first=first, every_turn=self.data.multiturn)
         except ValueError as error:
-            raise row_error(row, self.input_key, f"{error}.") from error
+            raise row_error(row, self.data.input_key, f"{error}.") from error
         return passage.closed(str(self.tokenizer.eos_token))
 
     def _learn(self, passage: Passage, encoded: Encoded) -> Result:
         """The columns of a row that is tokenized, or the reason why it is dropped."""
-        tokens, longest = encoded.tokens[: self.max_len], self.max_len - 2
+        tokens, longest = encoded.tokens[: self.data.max_len], self.data.max_len - 2
         if len(tokens) < 2:
             return TOO_SHORT
         prompt_tokens = encoded.tokens_of((passage.response, len(passage.text))).start
         if not self.pretrain and prompt_tokens >= longest:
-            return f"with a prompt of {longest} tokens or more (--data.max_len {self.max_len})"
+            return f"with a prompt of {longest} tokens or more (--data.max_len {self.data.max_len})"
         mask = [False] * len(tokens)
         for places in map(encoded.tokens_of, passage.spans):
             learned = range(max(places.start, 1), min(places.stop, len(tokens)))
             mask[learned.start : learned.stop] = [True] * len(learned)
         if not self.pretrain:
-            tokens, mask[-1] = cut(tokens, self.max_len, self.tokenizer), True
+            tokens, mask[-1] = cut(tokens, self.data.max_len, self.tokenizer), True
         return {"tokens": tokens, "loss_mask": mask, "rewritten": passage.rewritten}
 
     def advice(self) -> str:

@@ -18,6 +18,7 @@ from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.machine import count_gpus
 from openrlhf.data.errors import check_columns, text_of
+from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.loading import Table, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.rows import number_rows
@@ -55,7 +56,6 @@ from openrlhf.rollout.episode_metrics import evaluation_metrics, of_sources, sou
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.generator import Engines, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.trainers.reward import read_pairs
 from openrlhf.trainers.sources import evaluate
 from openrlhf.trainers.stages import RewardModels
 from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
@@ -94,7 +94,7 @@ def run_rm_accuracy(config: EvaluationConfig) -> None:
         flag="--reward.model_name_or_path",
     )
     check_reward_models(config, tokenizer, policy=f"the first, {config.reward.models[0]}")
-    rows = read_pairs(read_rows(config), tokenizer, config.data)
+    rows = PreferenceDataset(read_rows(config), tokenizer, config.data)
     if config.dry_run:
         return print(f"{rows.summary}\nfirst chosen text: {tokenizer.decode(rows[0].chosen)!r}")
     with Evaluation(config) as evaluation:

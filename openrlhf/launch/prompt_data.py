@@ -8,6 +8,7 @@ from functools import partial
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
 from openrlhf.data.errors import DataError, notice
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
@@ -87,10 +88,7 @@ def read_prompts(
     return PromptDataset(
         load_datasets(spec, split=split, probs=probs, max_samples=max_samples, seed=seed, text=key_columns(data)),
         tokenizer,
-        input_key=data.input_key,
-        label_key=data.label_key,
-        input_template=data.input_template,
-        apply_chat_template=data.apply_chat_template,
+        data,
         image_key=image_key,
     )
 
@@ -136,7 +134,7 @@ def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase)
     rows = load_datasets(
         ptx.dataset, split=ptx.split, probs=ptx.probs, max_samples=data.max_samples, seed=config.train.seed
     )
-    text = SFTDataset(rows, tokenizer, max_len=data.max_len, input_key=data.input_key, pretrain_mode=True)
+    text = SFTDataset(rows, tokenizer, SFTDataConfig(max_len=data.max_len, input_key=data.input_key), pretrain=True)
     return PretrainingMix(text, batch_size=config.train.batch_size, seed=config.train.seed)
 
 

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.supervised_losses import log_sigmoid
 from openrlhf.batches import Pairs, offsets_of
-from openrlhf.config.evaluation import EvaluatedDataConfig
-from openrlhf.config.supervised import PreferenceDataConfig, RMConfig
+from openrlhf.config.supervised import RMConfig
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
@@ -35,7 +34,7 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
         """Chosen and rejected answers."""
-        return read_pairs(dataset, tokenizer, self.config.data)
+        return PreferenceDataset(dataset, tokenizer, self.config.data)
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """Unknown if the prompt is inside the texts, unless these are chat messages."""
@@ -111,19 +110,3 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
         """Keep mean and deviation with the model: --reward.normalize_enable of RL reads them from its configuration."""
         assert isinstance(model, ScalarModel)
         model.set_scale(numbers["eval/reward_mean"], numbers["eval/reward_std"])
-
-
-def read_pairs(
-    dataset: Table, tokenizer: PreTrainedTokenizerBase, data: PreferenceDataConfig | EvaluatedDataConfig
-) -> PreferenceDataset:
-    """The pairs of a dataset, as the columns and templates of --data.* say. Raises DataError."""
-    return PreferenceDataset(
-        dataset,
-        tokenizer,
-        max_len=data.max_len,
-        prompt_key=data.prompt_key,
-        chosen_key=data.chosen_key,
-        rejected_key=data.rejected_key,
-        input_template=data.input_template,
-        apply_chat_template=data.apply_chat_template,
-    )

@@ -27,18 +27,8 @@ class SFTTask(OfflineTask[SFTConfig, SFTRow, TokenRows]):
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
         """Prompts and responses, conversations or plain texts, as the flags say."""
-        data = self.config.data
-        return SFTDataset(
-            dataset,
-            tokenizer,
-            max_len=data.max_len,
-            input_key=data.input_key,
-            output_key=data.output_key,
-            input_template=data.input_template,
-            apply_chat_template=data.apply_chat_template,
-            multiturn=data.multiturn,
-            pretrain_mode=self.config.model.pretrain_mode_enable,
-        )
+        config = self.config
+        return SFTDataset(dataset, tokenizer, config.data, pretrain=config.model.pretrain_mode_enable)
 
     def check_model(self) -> None:
         """Raise ModelError unless the configuration is of a language model that can be trained here."""

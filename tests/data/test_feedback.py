@@ -13,6 +13,7 @@ import pytest
 from datasets import Dataset
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
+from openrlhf.config.supervised import PreferenceDataConfig
 from openrlhf.data.errors import DataError
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.loading import load_datasets
@@ -21,9 +22,16 @@ from tests.data.small import FORGETFUL_CHAT, PLAIN_CHAT, SPACED_CHAT, THINKING_C
 Rows = list[dict[str, Any]]
 
 
-def pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase | None = None, **flags: Any) -> PreferenceDataset:
-    defaults: dict[str, Any] = {"max_len": 64}
-    return PreferenceDataset(Dataset.from_list(rows), tokenizer or build_tokenizer(), **defaults | flags)
+def pairs(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    needs_prompt: bool = False,
+    max_len: int = 64,
+    **flags: Any,
+) -> PreferenceDataset:
+    data = PreferenceDataConfig(max_len=max_len, **flags)
+    return PreferenceDataset(Dataset.from_list(rows), tokenizer or build_tokenizer(), data, needs_prompt=needs_prompt)
 
 
 def chat(rows: Rows, template: str = PLAIN_CHAT, **flags: Any) -> PreferenceDataset:
@@ -252,7 +260,7 @@ def test_a_malformed_row_is_named_by_file_row_and_column(tmp_path: Path) -> None
     path.write_text(json_lines([{"chosen": "a", "rejected": value} for value in ("b", "c", None)]))
     rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
     with pytest.raises(DataError, match=r"pairs\.jsonl, row 2, column 'rejected': is null"):
-        PreferenceDataset(rows, build_tokenizer(), max_len=64)
+        PreferenceDataset(rows, build_tokenizer(), PreferenceDataConfig(max_len=64))
 
 
 def test_messages_without_a_template_and_strings_with_one_name_the_flag_to_change() -> None:
@@ -321,7 +329,7 @@ def check_harmless(data_dir: Path, count: int, tokenizer: PreTrainedTokenizerBas
     with gzip.open(file, "rt") as lines:
         texts = [json.loads(line) for line in itertools.islice(lines, count)]
     rows = load_datasets(str(file), split="train", max_samples=count, seed=0)
-    data = PreferenceDataset(rows, tokenizer, max_len=1 << 16)
+    data = PreferenceDataset(rows, tokenizer, PreferenceDataConfig(max_len=1 << 16))
     # ByT5's end-of-text swallows the space before it.
     texts = [(row["chosen"].rstrip(), row["rejected"].rstrip()) for row in texts]
     texts = [pair for pair in texts if pair[0] != pair[1]]

@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.learning import RLDataConfig
 from openrlhf.data.errors import DataError
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.prompts import PromptDataset
@@ -19,7 +20,7 @@ from tests.data.small import PLAIN_CHAT, build_tokenizer, gsm8k, json_lines
 def dataset(
     rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None = None, **flags: Any
 ) -> PromptDataset:
-    return PromptDataset(Dataset.from_list(rows), tokenizer or build_tokenizer(), **{"input_key": "input"} | flags)
+    return PromptDataset(Dataset.from_list(rows), tokenizer or build_tokenizer(), RLDataConfig(**flags))
 
 
 def test_a_plain_prompt_goes_through_the_input_template() -> None:
@@ -52,14 +53,14 @@ LABELS = ["42", 42, 4.5, None, True, {"answer": 1}, {"tests": ["a"]}, ["x", 1], 
 def test_a_label_of_any_json_type_passes_through_a_file_unchanged(label: Any, write: Any) -> None:
     path = write("prompts.jsonl", json_lines([{"input": "a", "label": label}, {"input": "b", "label": label}]))
     rows = load_datasets(path, split="train", max_samples=10, seed=0)
-    assert PromptDataset(rows, build_tokenizer(), input_key="input", label_key="label")[1].label == label
+    assert PromptDataset(rows, build_tokenizer(), RLDataConfig(label_key="label"))[1].label == label
 
 
 def test_labels_of_different_types_in_one_column_pass_through_unchanged(write: Any) -> None:
     labels = ["x = 42", *LABELS[1:]]  # a string that is itself JSON would be read as JSON by the datasets library
     path = write("prompts.jsonl", json_lines([{"input": "a", "label": label} for label in labels]))
     rows = load_datasets(path, split="train", max_samples=10, seed=0)
-    prompts = PromptDataset(rows, build_tokenizer(), input_key="input", label_key="label")
+    prompts = PromptDataset(rows, build_tokenizer(), RLDataConfig(label_key="label"))
     assert [prompts[place].label for place in range(len(prompts))] == labels
 
 
@@ -105,7 +106,9 @@ def test_missing_columns_are_named_with_the_columns_there_are() -> None:
 def test_gsm8k_prompts_keep_their_answers() -> None:
     rows = load_datasets(str(gsm8k()), split="train", max_samples=200, seed=0)
     tokenizer = build_tokenizer(PLAIN_CHAT)
-    prompts = PromptDataset(rows, tokenizer, input_key="question", label_key="answer", apply_chat_template=True)
+    prompts = PromptDataset(
+        rows, tokenizer, RLDataConfig(input_key="question", label_key="answer", apply_chat_template=True)
+    )
     lines = [json.loads(line) for line in gsm8k().read_text().splitlines()[:200]]
     assert [prompts[place].label for place in range(200)] == [line["answer"] for line in lines]
     assert all(line["question"] in prompts[place].text for place, line in enumerate(lines))

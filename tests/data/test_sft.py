@@ -10,15 +10,23 @@ import pytest
 from datasets import Dataset
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
+from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data.errors import DataError
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.sft import SFTDataset, SFTRow
 from tests.data.small import FORGETFUL_CHAT, MARKED_CHAT, PLAIN_CHAT, SPACED_CHAT, build_tokenizer, gsm8k
 
 
-def dataset(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None = None, **flags: Any) -> SFTDataset:
-    defaults = {"max_len": 64, "input_key": "input", "output_key": None}
-    return SFTDataset(Dataset.from_list(rows), tokenizer or build_tokenizer(), **defaults | flags)
+def dataset(
+    rows: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    pretrain: bool = False,
+    max_len: int = 64,
+    **flags: Any,
+) -> SFTDataset:
+    data = SFTDataConfig(max_len=max_len, **flags)
+    return SFTDataset(Dataset.from_list(rows), tokenizer or build_tokenizer(), data, pretrain=pretrain)
 
 
 def show(row: SFTRow) -> list[str]:
@@ -82,22 +90,22 @@ def test_a_tokenizer_without_offsets_gives_the_same_mask() -> None:
 
 
 def test_pretraining_text_is_learned_as_it_is_but_for_its_first_token() -> None:
-    row = dataset([{"input": "abc\n"}], pretrain_mode=True, input_template="X{}")[0]
+    row = dataset([{"input": "abc\n"}], pretrain=True, input_template="X{}")[0]
     assert show(row) == ["a", "[bc\n]"]
 
 
 def test_pretraining_text_is_cut_without_an_end_of_text_token() -> None:
-    row = dataset([{"input": "abcdef"}], pretrain_mode=True, max_len=3)[0]
+    row = dataset([{"input": "abcdef"}], pretrain=True, max_len=3)[0]
     assert show(row) == ["a", "[bc]"]
 
 
 def test_pretraining_text_needs_no_output_column() -> None:
-    row = dataset([{"input": "abc"}], pretrain_mode=True, output_key="output")[0]
+    row = dataset([{"input": "abc"}], pretrain=True, output_key="output")[0]
     assert show(row) == ["a", "[bc]"]
 
 
 def test_a_pretraining_text_of_one_token_is_left_out() -> None:
-    rows = dataset([{"input": "a"}, {"input": ""}, {"input": "ab"}], pretrain_mode=True)
+    rows = dataset([{"input": "a"}, {"input": ""}, {"input": "ab"}], pretrain=True)
     assert rows.summary == "1 of 3 rows kept, dropped 2 of fewer than two tokens."
 
 
@@ -286,7 +294,7 @@ def test_a_malformed_row_is_named_by_dataset_row_and_column(tmp_path: Any) -> No
     path.write_text("".join(json.dumps({"input": "a", "output": value}) + "\n" for value in ("x", "y", None)))
     rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
     with pytest.raises(DataError, match=r"rows\.jsonl, row 2, column 'output': is null, not a string"):
-        SFTDataset(rows, build_tokenizer(), max_len=64, input_key="input", output_key="output")
+        SFTDataset(rows, build_tokenizer(), SFTDataConfig(max_len=64, output_key="output"))
 
 
 def test_chat_messages_without_a_template_name_the_flag_that_is_missing() -> None:

@@ -11,6 +11,7 @@ import pytest
 from datasets import Dataset
 
 from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.learning import RLDataConfig
 from openrlhf.config.options import parse_config
 from openrlhf.data.errors import DataError
 from openrlhf.data.prompts import PromptDataset
@@ -43,7 +44,7 @@ def test_written_answers_meet_their_prompts_and_are_rewarded_like_sampled_ones()
     tokenizer = character_tokenizer()
     texts = {"a=": "b", "12345678": "cc", "c=": "x"}
     asked = ["a=", "12345678", "a=", "c="]
-    prompts = PromptDataset(Dataset.from_dict({"input": asked}), tokenizer, input_key="input")
+    prompts = PromptDataset(Dataset.from_dict({"input": asked}), tokenizer, RLDataConfig())
     answers = [tokenizer(texts[text])["input_ids"] for text in asked]
     answers[2] = tokenizer("bbb")["input_ids"]
     engines = WrittenAnswers(SPEC, prompts, answers)

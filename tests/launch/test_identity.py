@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset
 
 from openrlhf.checkpoints.manifest import differences
+from openrlhf.config.learning import RLDataConfig
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import RMConfig, SFTConfig
@@ -39,7 +40,7 @@ def rl(model: str, rows: Any = ROWS, line: str = "--algo.advantage.estimator rei
     needed = f"--actor.model_name_or_path {model} --data.prompt_dataset {model} --reward.remote_url http://reward:5000"
     config = parse_config(PPOConfig, f"{needed} --data.label_key output {line}".split(), command="ppo")
     tokenizer = character_tokenizer()
-    prompts = PromptDataset(Dataset.from_list(list(rows)), tokenizer, input_key="input", label_key="output")
+    prompts = PromptDataset(Dataset.from_list(list(rows)), tokenizer, RLDataConfig(label_key="output"))
     return rl_identity(config, prompts, tokenizer)
 
 
