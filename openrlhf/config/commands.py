@@ -130,7 +130,7 @@ class Root(RecordedCommand, title="What every training command has."):
 
     def mistakes(self) -> Sentences:
         """There are evaluations to wait for, a metric to judge them by, and a checkpoint that keeps the best weights."""
-        patience, ckpt, ds = self.eval.patience, self.ckpt, self.ds
+        patience, ckpt = self.eval.patience, self.ckpt
         return [
             *super().mistakes(),
             (patience and not self.eval.dataset, "<eval.patience> waits for a better evaluation: give --eval.dataset."),
@@ -138,6 +138,4 @@ class Root(RecordedCommand, title="What every training command has."):
              "<eval.patience> waits for a better --ckpt.best_metric_key, which is none: name a metric, or leave it out."),
             (patience and ckpt.disable_ds, "<eval.patience> exports the best weights from their checkpoint, which "
              "--ckpt.disable_ds does not write: leave one of them out."),
-            (ds.param_dtype == "fp16" and ds.tensor_parallel_size > 1,
-             "--ds.tensor_parallel_size above 1 needs --ds.param_dtype bf16 instead of fp16."),
         ]

@@ -21,7 +21,6 @@ def group_sizes(config: RLFlags) -> dict[str, int]:
         sizes |= {path: 1 for path in sizes if path.endswith(leaves[1]) and path not in config.given}
     owners = {"reward": "critic"} if train.colocate_critic_reward else {}
     owners |= {"ref": "actor"} if train.colocate_actor_ref else {}
-    owners |= dict.fromkeys(("ref", "critic", "reward"), "actor") if train.colocate_all else {}
     for role, owner in owners.items():
         inherited = {f"{role}.{leaf}": sizes[f"{owner}.{leaf}"] for leaf in leaves}
         sizes |= {path: size for path, size in inherited.items() if path not in config.given}
@@ -58,7 +57,7 @@ def rollout_values(config: RLFlags) -> dict[str, Any]:
     return engine_values(vllm, rollout, ds.param_dtype, shared=shared) | {
         "rollout.max_tokens_per_gpu": rollout.max_tokens_per_gpu or tokens,
         "vllm.enable_sleep": vllm.enable_sleep and train.colocate_all,
-        "ds.packing_samples": (ds.packing_samples or train.dynamic_batch_enable or ds.ring_attn_size > 1),
+        "ds.packing_samples": ds.packing_samples or train.dynamic_batch_enable,
     }
 
 
@@ -98,17 +97,14 @@ class PPOConfig(RLFlags):
                 "critic": trains and self.estimator.needs_critic, "reward": self.reward.model_name_or_path}
         unset = [f"--{r}.{leaf}" for r in used if used[r] and f"{r}.{leaf}" not in given]
         dynamic = train.dynamic_batch_enable
-        cause = "train.dynamic_batch_enable" if dynamic else "ds.ring_attn_size"
         micro = f"{train.max_tokens_per_gpu} tokens" if dynamic else train.micro_batch_size
         steps = self.samples // max(1, train.batch_size) * train.max_epochs
         ahead = rollout.vllm_generate_batch_size > rollout.batch_size
         return [
             (unset and not self.uses_gpus, f"No GPU on this machine: {', '.join(unset)} is 1."),
-            (self.ds.packing_samples and not given.get("ds.packing_samples"), f"--{cause} turns --ds.packing_samples on."),
+            (dynamic and not given.get("ds.packing_samples"), "--train.dynamic_batch_enable turns --ds.packing_samples on."),
             (given.get("vllm.enable_prefix_caching") and self.vllm.disable_prefix_caching,
              "--vllm.disable_prefix_caching wins over --vllm.enable_prefix_caching."),
-            (train.colocate_all and train.async_enable, "With --train.async_enable, "
-             "--train.colocate_all joins trained models only; engines have devices of their own."),
             (trains and ahead, f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size} generates for more "
              "than one step: the later steps train on samples of older weights"
              + ("." if self.algo.advantage.is_correction_enable else

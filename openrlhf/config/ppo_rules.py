@@ -97,7 +97,7 @@ def engine_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) -> S
 
 def rollout_mistakes(config: RLFlags) -> Sentences:
     """Engines can work, and a sample has log-probabilities, and is trained on."""
-    vllm, rollout, data, train = config.vllm, config.rollout, config.data, config.train
+    vllm, rollout, data = config.vllm, config.rollout, config.data
     drawn, batch = rollout.vllm_generate_batch_size, rollout.batch_size
     longest, overlong = rollout.max_new_tokens or data.max_len, config.reward.overlong_buffer_len
     return [
@@ -107,27 +107,16 @@ def rollout_mistakes(config: RLFlags) -> Sentences:
          "--rollout.only generates and <rollout.replay_dir> trains from what was generated: give one of them."),
         (rollout.replay_dir and not Path(rollout.replay_dir).expanduser().is_dir(),
          "<rollout.replay_dir> is no folder on this machine: write one with --rollout.dump_dir."),
-        (vllm.max_engines < vllm.num_engines, "<vllm.max_engines> is below <vllm.num_engines>."),
         (rollout.temperature == 0,
          "<rollout.temperature> is greedy, and log-probabilities at it do not exist. Use a value "
          "above 0; evaluation may be greedy: --eval.temperature 0."),
         (overlong and overlong > longest,
          f"<reward.overlong_buffer_len> is more than the longest response, {longest} tokens "
          "(--rollout.max_new_tokens, else --data.max_len)."),
-        (data.max_images_per_prompt and config.estimator.needs_critic,
-         "--data.max_images_per_prompt works without a critic only: use another "
-         f"--algo.advantage.estimator than {config.algo.advantage.estimator}."),
-        (data.max_images_per_prompt and config.ds.packing_samples,
-         "--data.max_images_per_prompt does not work with --ds.packing_samples, which "
-         "--train.dynamic_batch_enable and --ds.ring_attn_size turn on."),
         (drawn < batch, "<rollout.vllm_generate_batch_size> is less than <rollout.batch_size>: raise it, or leave it out."),
         (drawn > batch and (rollout.dump_dir or rollout.replay_dir),
          "<rollout.vllm_generate_batch_size> generates for several steps at once, and the files of --rollout.dump_dir and "
          "--rollout.replay_dir are of one step each: leave it out."),
-        (train.partial_rollout_enable and not train.async_enable,
-         "--train.partial_rollout_enable needs --train.async_enable."),
-        (train.async_enable and vllm.enable_sleep,
-         "--vllm.enable_sleep does not work with --train.async_enable: engines never rest."),
     ]
 
 
@@ -135,14 +124,14 @@ def batch_mistakes(config: RLFlags) -> Sentences:
     """An iteration is whole optimizer steps, these whole micro-batches; shares of datasets fit."""
     train, rollout, dynamic = config.train, config.rollout, config.train.dynamic_batch_enable
     product = f"<rollout.batch_size> x <rollout.n_samples_per_prompt> = {config.samples} samples"
-    enough, ranks = config.samples >= train.batch_size, max(1, config.actor_ranks // config.ds.group_size)
+    enough, ranks = config.samples >= train.batch_size, max(1, config.actor_ranks)
     prompts = rules.probabilities_fit(config, "data.prompt_dataset", "data.prompt_probs")
     return prompts if rollout.only else [
         *prompts,
         (not enough, f"{product} are fewer than one --train.batch_size of {train.batch_size}: lower it."),
         (enough and config.samples % max(1, train.batch_size), f"{product} are no multiple of <train.batch_size>."),
         *rules.batch_fits_ranks(
-            config.ds, train.batch_size, config.actor_ranks, micro=1 if dynamic else train.micro_batch_size,
+            train.batch_size, ranks, micro=1 if dynamic else train.micro_batch_size,
             what="<actor.num_nodes> x <actor.num_gpus_per_node>"),
         (not dynamic and config.samples < rollout.micro_batch_size * ranks,
          f"{product} are fewer than <rollout.micro_batch_size> for each of {ranks} rank(s)."),
@@ -151,12 +140,10 @@ def batch_mistakes(config: RLFlags) -> Sentences:
 
 
 def device_mistakes(config: RLFlags) -> Sentences:
-    """Roles share devices one to one, and engines fill those of the hybrid engine."""
-    train, vllm, everything = config.train, config.vllm, config.train.colocate_all
-    used = vllm.num_engines * vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    """Roles that share devices have as many."""
+    train = config.train
     sharing = {  # flag: owner, role, whether both are there
-        "colocate_all": ("actor", "ref", config.algo.kl.init_coef > 0),
-        "colocate_actor_ref": ("actor", "ref", config.algo.kl.init_coef > 0 and not everything),
+        "colocate_actor_ref": ("actor", "ref", config.algo.kl.init_coef > 0),
         "colocate_critic_reward": ("critic", "reward", config.estimator.needs_critic),
     }
 
@@ -164,13 +151,10 @@ def device_mistakes(config: RLFlags) -> Sentences:
         return "{0.num_nodes} x {0.num_gpus_per_node}".format(value_at(config, role))
 
     return [
-        *((value_at(train, flag) and both and size(owner) != size(role),
-           f"--train.{flag} needs equal sizes, but --{owner}.num_nodes x num_gpus_per_node is "
-           f"{size(owner)} and --{role}'s {size(role)}.")
-          for flag, (owner, role, both) in sharing.items()),
-        (everything and not train.async_enable and used != config.actor_ranks,
-         f"--train.colocate_all: <vllm.num_engines> x tensor x pipeline parallelism use {used} devices, but the "
-         f"policy has {config.actor_ranks} (--actor.num_nodes x --actor.num_gpus_per_node). Make them equal."),
+        (value_at(train, flag) and both and size(owner) != size(role),
+         f"--train.{flag} needs equal sizes, but --{owner}.num_nodes x num_gpus_per_node is "
+         f"{size(owner)} and --{role}'s {size(role)}.")
+        for flag, (owner, role, both) in sharing.items()
     ]
 
 

@@ -15,7 +15,7 @@ from openrlhf.config import machine
 from openrlhf.config.effects import Given, Sentences
 from openrlhf.config.flags import flags_in, value_at
 from openrlhf.config.rollout import RemoteEnginesConfig, RewardConfig, RuleConfig
-from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig
+from openrlhf.config.shared import LoadingConfig
 
 FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 PROBABILITY_SLACK = 2e-3  # 0.333,0.333,0.333 is meant as thirds
@@ -147,11 +147,9 @@ def looks_local(path: str) -> bool:
 
 def attention_can_run(ds: LoadingConfig) -> Sentences:
     """Attention and data type go together."""
-    fp16, fp32 = ds.param_dtype == "fp16", ds.param_dtype == "fp32"
     return [
-        (fp32 and "flash_attention" in ds.attn_implementation,
+        (ds.param_dtype == "fp32" and "flash_attention" in ds.attn_implementation,
          "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32."),
-        (fp16 and ds.load_in_4bit, "--ds.load_in_4bit computes in bf16: use --ds.param_dtype bf16 instead of fp16."),
     ]
 
 
@@ -177,17 +175,13 @@ def is_number(text: str) -> bool:
         return False
 
 
-def batch_fits_ranks(ds: DeepSpeedConfig, batch_size: int, ranks: int, *, micro: int, what: str) -> Sentences:
+def batch_fits_ranks(batch_size: int, ranks: int, *, micro: int, what: str) -> Sentences:
     """The batch is whole micro-batches on each rank; `what` says where `ranks` comes from."""
-    group = ds.group_size
-    dp, odd = max(1, ranks // group), ranks % group
-    each, rest = divmod(batch_size, dp)
+    each, rest = divmod(batch_size, ranks)
     return [
-        (odd, f"{ranks} processes ({what}) do not divide into groups of {group} "
-         "(--ds.ring_attn_size x --ds.tensor_parallel_size)."),
-        (not odd and rest, f"<train.batch_size> does not divide by {dp} data-parallel ranks "
-         f"({what}): use {max(1, each) * dp} or {(each + 1) * dp}."),
-        (not odd and not rest and each % max(1, micro), f"<train.batch_size> gives each of {dp} "
+        (rest, f"<train.batch_size> does not divide by {ranks} data-parallel ranks "
+         f"({what}): use {max(1, each) * ranks} or {(each + 1) * ranks}."),
+        (not rest and each % max(1, micro), f"<train.batch_size> gives each of {ranks} "
          f"rank(s) ({what}) {each} samples, which do not divide by --train.micro_batch_size "
          f"{micro}."),
     ]

@@ -101,11 +101,6 @@ class DeepSpeedConfig(LoadingConfig, title="DeepSpeed: precision, memory, parall
         1, "Heads per ring step; more: faster, more memory.", ge=1, needs="!ring_attn_size=1")
     lora: LoraConfig = LoraConfig()
 
-    @property
-    def group_size(self) -> int:
-        """Ranks that get the same samples: those of ring attention and tensor parallelism."""
-        return max(1, self.ring_attn_size * self.tensor_parallel_size)
-
 class LMDeepSpeedConfig(DeepSpeedConfig):  # of commands that train a language model
     use_liger_kernel: bool = option(False, "Load the model with Liger's fused kernels.")
 

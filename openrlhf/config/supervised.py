@@ -19,8 +19,7 @@ class SupervisedConfig(shared.OptimizerConfig, Root, title="What the offline com
 
     def derived_values(self) -> dict[str, Any]:
         """The default micro-batch of a small batch is the batch; a chat template in a file is the text of that file."""
-        ranks = max(1, machine.world_size() // self.ds.group_size)
-        of_rank = max(1, self.train.batch_size // ranks)
+        of_rank = max(1, self.train.batch_size // machine.world_size())
         micro, template = self.train.micro_batch_size, self.data.tokenizer_chat_template
         fits = "train.micro_batch_size" in self.given or micro <= of_rank
         return {
@@ -43,13 +42,11 @@ class SupervisedConfig(shared.OptimizerConfig, Root, title="What the offline com
         ranks, template = machine.world_size(), self.data.tokenizer_chat_template
         return [
             *super().mistakes(),
-            (self.ds.ring_attn_size > 1 and not self.ds.packing_samples,
-             "<ds.ring_attn_size> needs --ds.packing_samples."),
             (template and "{" not in template,
              "<data.tokenizer_chat_template> is neither a template, which has {{ or {% in it, nor a file on this machine."),
             *rules.balance_reaches_routers("model", self.model),
             *rules.batch_fits_ranks(
-                self.ds, self.train.batch_size, ranks, micro=self.train.micro_batch_size,
+                self.train.batch_size, ranks, micro=self.train.micro_batch_size,
                 what=f"the launcher started {ranks}"),
             *rules.probabilities_fit(self, "data.dataset", "data.dataset_probs"),
         ]

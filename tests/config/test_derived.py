@@ -149,9 +149,6 @@ def test_roles_that_share_devices_share_their_size_too(gpu_machine: Any) -> None
     given = rl(actor__num_gpus_per_node=4, train__colocate_actor_ref=True)
     config, _ = resolved(given, "actor.num_gpus_per_node")
     assert (config.ref.num_gpus_per_node, config.reward.num_gpus_per_node) == (4, 8)
-    everything = rl(actor__num_gpus_per_node=4, actor__num_nodes=2, train__colocate_all=True)
-    config, _ = resolved(everything)
-    assert (config.critic.num_nodes, config.reward.num_gpus_per_node) == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -279,12 +276,6 @@ def test_dynamic_batches_turn_packing_on_and_share_their_budget(capsys: pytest.C
     assert not ppo().ds.packing_samples
 
 
-def test_ring_attention_turns_packing_on_in_rl() -> None:
-    config, notices = resolved(rl(ds__ring_attn_size=2))
-    assert config.ds.packing_samples
-    assert "--ds.ring_attn_size turns --ds.packing_samples on" in notices
-
-
 def test_the_engine_computes_in_the_type_of_the_weights() -> None:
     assert ppo().vllm.dtype == "bf16"
     assert ppo("--ds.param_dtype fp32").vllm.dtype == "fp32"
@@ -315,11 +306,6 @@ def test_engines_sleep_only_where_others_use_their_devices() -> None:
     assert not config.vllm.enable_sleep
     assert "--vllm.enable_sleep: no effect without --train.colocate_all." in notices
     assert resolved(rl(vllm__enable_sleep=True, train__colocate_all=True))[0].vllm.enable_sleep
-
-
-def test_engines_have_their_own_devices_in_asynchronous_runs() -> None:
-    _, notices = resolved(rl(train__colocate_all=True, train__async_enable=True))
-    assert "engines have devices of their own" in notices
 
 
 @pytest.mark.parametrize(
