@@ -133,6 +133,7 @@ class Root(RecordedCommand, title="What every training command has."):
         patience, ckpt = self.eval.patience, self.ckpt
         return [
             *super().mistakes(),
+            (self.ds.param_dtype == "fp16", "<ds.param_dtype> is not available yet: use bf16."),
             (patience and not self.eval.dataset, "<eval.patience> waits for a better evaluation: give --eval.dataset."),
             (patience and ckpt.best_metric_key == "none",
              "<eval.patience> waits for a better --ckpt.best_metric_key, which is none: name a metric, or leave it out."),

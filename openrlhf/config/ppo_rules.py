@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from openrlhf.config import choices, rules
+from openrlhf.config import choices, machine, rules
 from openrlhf.config.effects import Sentences
 from openrlhf.config.engine_args import engine_args_mistakes
 from openrlhf.config.flags import value_at
@@ -89,6 +89,10 @@ def engine_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) -> S
         *engine_args_mistakes(vllm, rollout, max_len),
         (vllm.num_engines < 1, f"--vllm.num_engines is {vllm.num_engines}, but only engines "
          "generate (generation by Transformers is gone): use 1 or more."),
+        (vllm.max_engines != vllm.num_engines,
+         "<vllm.max_engines> is not available yet: use as many as <vllm.num_engines>."),
+        (vllm.sync_backend != ("nccl" if machine.count_gpus() else "gloo"),
+         "<vllm.sync_backend> is not available yet: leave it out (nccl is used on GPUs, gloo without)."),
         (rollout.max_new_tokens and rollout.max_new_tokens >= max_len,
          "<rollout.max_new_tokens> leaves no room for a prompt in <data.max_len>, which counts "
          "both. Raise data.max_len or lower it."),

@@ -84,6 +84,8 @@ def rule_mistakes(reward: RuleConfig, label_key: str | None) -> Sentences:
     file, verifier = reward.function_path, reward.verifier
     wrong = [url for url in reward.urls if not url.startswith(("http://", "https://"))]
     return [
+        (reward.remote_url and verifier,
+         "<reward.remote_url> together with <reward.verifier> is not available yet: leave out one of them."),
         (wrong, f"--reward.remote_url {','.join(wrong)} is neither an http(s) URL nor a .py file."),
         (file and len(reward.sources) > 1, "<reward.remote_url> mixes a .py file with others: give one."),
         (file and not Path(file).expanduser().is_file(),

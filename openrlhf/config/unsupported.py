@@ -1,8 +1,8 @@
-"""Flags whose feature is not available yet, refused by name. Deleting a name enables its feature."""
+"""Flags whose feature is not available yet, refused by name. Deleting a name here enables its feature."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from openrlhf.config.effects import look_up
@@ -27,16 +27,6 @@ NOT_YET = by_name("""
     train.max_restarts: start again with --ckpt.load_enable
     vllm.tensor_parallel_size vllm.pipeline_parallel_size: use 1 and more --vllm.num_engines
 """)
-# The same for some values only: refused where the function of the resolved root says so.
-FOR_SOME_VALUES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("ds.param_dtype", "use bf16", lambda c: c.trains and c.ds.param_dtype == "fp16"),
-    ("reward.remote_url", "leave out --reward.verifier, or it",
-     lambda c: bool(c.reward.remote_url and c.reward.verifier)),
-    ("vllm.sync_backend", "leave it out (nccl is used on GPUs, gloo without)",
-     lambda c: c.vllm.sync_backend != ("nccl" if c.uses_gpus else "gloo")),
-    ("vllm.max_engines", "use as many as --vllm.num_engines",
-     lambda c: c.vllm.max_engines != c.vllm.num_engines),
-)  # fmt: skip
 
 
 def is_refused(path: str, root: Any) -> bool:
@@ -52,11 +42,8 @@ def _sections(path: str) -> list[str]:
 
 
 def refusals(config: Any) -> Iterator[tuple[str, str]]:
-    """Path and sentence of each flag of a resolved configuration whose feature is not available yet."""
+    """Path and sentence of each flag of a configuration whose feature is not available yet."""
     for flag, value in flags_in(config):
-        default = " (the default)" if value == flag.default else ""
-        instead = [advice for path, advice, when in FOR_SOME_VALUES if flag.path == path and when(config)]
-        if not default:
-            instead += [NOT_YET[path] for path in _sections(flag.path) if path in NOT_YET]
-        for advice in instead:
-            yield flag.path, f"{flag.typed(value)}{default} is not available yet: {advice}."
+        for path in _sections(flag.path) if value != flag.default else []:
+            if path in NOT_YET:
+                yield flag.path, f"{flag.typed(value)} is not available yet: {NOT_YET[path]}."
