@@ -1,12 +1,11 @@
 """Names and properties of registered choices; their functions live in `openrlhf.algorithms`.
 
-The tables are live: `extend` adds a plug-in's name, and from then on the flag accepts it.
+The tables are live: what a plug-in adds is a choice of its flag from then on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,22 +25,6 @@ class LossTraits:
     clip: tuple[float, float] | None = None  # used where no clip flag is given, instead of eps_clip
 
 
-@dataclass(frozen=True, kw_only=True)
-class CorrectionPreset:
-    """A preset of the correction of train/rollout mismatch: two axes of `algo.correction`."""
-
-    level: str
-    mode: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLTraits:
-    """Where an estimator of KL(π‖π_ref) belongs."""
-
-    in_reward: bool = False  # unbiased as a number
-    in_loss: bool = False  # its expected gradient leads to the reference
-
-
 ESTIMATORS = {
     "gae": EstimatorTraits(needs_critic=True, whitened=True),
     "reinforce": EstimatorTraits(whitened=True),
@@ -51,25 +34,7 @@ ESTIMATORS = {
     "dr_grpo": EstimatorTraits(needs_groups=True),
 }
 POLICY_LOSSES = {"ppo": LossTraits(), "gspo": LossTraits(aggregation="sequence"), "cispo": LossTraits(clip=(1.0, 0.28))}
-CORRECTIONS = {
-    "tis": CorrectionPreset(level="token", mode="clip"),
-    "icepop": CorrectionPreset(level="token", mode="mask"),
-    "seq-mask-tis": CorrectionPreset(level="geometric", mode="mask"),
-}
-KL_ESTIMATORS = {"k1": KLTraits(in_reward=True), "k2": KLTraits(in_loss=True), "k3": KLTraits(in_loss=True)}
-
-Properties = EstimatorTraits | LossTraits | CorrectionPreset | KLTraits
-TABLES: dict[type[Properties], dict[str, Any]] = {
-    EstimatorTraits: ESTIMATORS,
-    LossTraits: POLICY_LOSSES,
-    CorrectionPreset: CORRECTIONS,
-    KLTraits: KL_ESTIMATORS,
-}
-
-
-def extend(name: str, properties: Properties) -> None:
-    """Make `name` a choice of the flag these properties belong to. ValueError when it is taken."""
-    kind = type(properties)
-    if name in TABLES[kind]:
-        raise ValueError(f"{kind.__name__} {name!r} is there already: use another name.")
-    TABLES[kind][name] = properties
+# Presets of the correction of train/rollout mismatch: level and mode of `algo.correction`.
+CORRECTIONS = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("geometric", "mask")}
+# Where an estimator of KL(π‖π_ref) belongs. Reward: it is unbiased as a number. Loss: its expected gradient leads to the reference.
+KL_ESTIMATORS: dict[str, tuple[str, ...]] = {"k1": ("reward",), "k2": ("loss",), "k3": ("loss",)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
@@ -21,9 +21,8 @@ GROUP = "openrlhf.plugins"  # of entry points
 def load_plugins(paths: Sequence[str]) -> None:
     """Import the files, and what installed packages name as `openrlhf.plugins`: what they register becomes a choice of its flag.
 
-    A plug-in may say more of its names by `choices.extend`, such as the clip range of a policy loss.
-    One that this process has imported already is left alone. Raises ConfigError, with the error
-    of the plug-in, where it cannot be imported.
+    A plug-in may say more of a name in the tables of `choices`, such as the clip range of a policy loss. A file that this process
+    has imported already is not imported again. Raises ConfigError, with the error of the plug-in, if it cannot be imported.
     """
     _load_installed()
     for path in paths:
@@ -31,9 +30,7 @@ def load_plugins(paths: Sequence[str]) -> None:
         name = f"openrlhf_plugin_{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"
         if name not in sys.modules:
             _load_file(file, name, path)
-    for choice, properties in _registered():
-        if choice not in choices.TABLES[type(properties)]:
-            choices.extend(choice, properties)
+    _adopt_registrations()
 
 
 @cache
@@ -67,19 +64,20 @@ def _failures(plugin: str) -> Generator[None, None, None]:
         raise ConfigError(f"{plugin} failed: {type(error).__name__}: {error}") from error
 
 
-def _registered() -> Iterator[tuple[str, choices.Properties]]:
-    """What flags need to know of the entries of the registries."""
+def _adopt_registrations() -> None:
+    """Make what is registered among the algorithms a choice of its flag."""
     for name, e in _entries("advantages", "ADVANTAGE_ESTIMATORS"):
-        yield (name, choices.EstimatorTraits(needs_groups=e.per_group, needs_critic=e.needs_critic, whitened=e.whiten))
+        traits = choices.EstimatorTraits(needs_groups=e.per_group, needs_critic=e.needs_critic, whitened=e.whiten)
+        choices.ESTIMATORS.setdefault(name, traits)
     for name, e in _entries("policy_losses", "POLICY_LOSSES"):
-        yield name, choices.LossTraits(aggregation=e.aggregation)
-    for name, (level, mode) in _entries("corrections", "PRESETS"):
-        yield name, choices.CorrectionPreset(level=level, mode=mode)
+        choices.POLICY_LOSSES.setdefault(name, choices.LossTraits(aggregation=e.aggregation))
+    for name, preset in _entries("corrections", "PRESETS"):
+        choices.CORRECTIONS.setdefault(name, preset)
     for name, _ in _entries("kl", "KL_ESTIMATORS"):
-        yield name, choices.KLTraits(in_reward=True, in_loss=True)
+        choices.KL_ESTIMATORS.setdefault(name, ("reward", "loss"))
 
 
 def _entries(module: str, registry: str) -> list[tuple[str, Any]]:
-    """Looked up, not imported: what no file has imported has nothing new, and would cost torch."""
+    """The entries of a registry, which is looked up and not imported: a registry that no plug-in imported has nothing new."""
     table: Any = getattr(sys.modules.get(f"openrlhf.algorithms.{module}"), registry, {})
     return [(name, table[name]) for name in table]

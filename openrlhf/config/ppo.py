@@ -121,8 +121,8 @@ class PPOConfig(RLFlags):
         actor, algo, evaluation, rollout = self.actor, self.algo, self.eval, self.rollout
         clip, both = actor.eps_clip_low_high, {"actor.eps_clip", "actor.eps_clip_low_high"} <= self.given.keys()
         kl, kinds = algo.kl, choices.KL_ESTIMATORS
-        in_loss = [name for name in kinds if kinds[name].in_loss]
-        in_reward = [name for name in kinds if kinds[name].in_reward]
+        in_loss = [name for name in kinds if "loss" in kinds[name]]
+        in_reward = [name for name in kinds if "reward" in kinds[name]]
         return [
             (both and clip != (actor.eps_clip, actor.eps_clip),
              "--actor.eps_clip has no effect beside --actor.eps_clip_low_high."),

@@ -16,8 +16,8 @@ from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 def correction_preset(config: RLFlags) -> dict[str, Any]:
     """The axes that `is_correction_type` and `is_correction_threshold` stand for, by path."""
     advantage = config.algo.advantage
-    preset = choices.CORRECTIONS[advantage.is_correction_type]
-    axes = {"level": preset.level, "mode": preset.mode, "band": advantage.is_correction_threshold}
+    level, mode = choices.CORRECTIONS[advantage.is_correction_type]
+    axes = {"level": level, "mode": mode, "band": advantage.is_correction_threshold}
     return {f"algo.correction.{name}": value for name, value in axes.items()}
 
 

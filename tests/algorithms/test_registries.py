@@ -58,7 +58,7 @@ def test_flags_and_registry_know_the_same_policy_losses() -> None:
 
 
 def test_flags_and_registry_know_the_same_correction_presets() -> None:
-    assert {name: (c.level, c.mode) for name, c in choices.CORRECTIONS.items()} == PRESETS
+    assert choices.CORRECTIONS == PRESETS
     assert all(level in get_args(Level) and mode in get_args(Mode) for level, mode in PRESETS.values())
 
 

@@ -16,8 +16,8 @@ from tests.config.commands import ppo, violations
 
 PLUGIN = """
 from openrlhf.config import choices, plugins
-choices.extend("mine", choices.EstimatorTraits(needs_groups=True))
-choices.extend("my_loss", choices.LossTraits(aggregation="sequence"))
+choices.ESTIMATORS["mine"] = choices.EstimatorTraits(needs_groups=True)
+choices.POLICY_LOSSES["my_loss"] = choices.LossTraits(aggregation="sequence")
 """
 TABLES = (choices.ESTIMATORS, choices.POLICY_LOSSES, choices.CORRECTIONS, choices.KL_ESTIMATORS)
 
@@ -82,7 +82,7 @@ def clipped(*args, **kwargs): ...
 @KL_ESTIMATORS.register("my_kl")
 def kl(log_ratio): return log_ratio
 PRESETS["my_correction"] = ("sequence", "truncate")
-choices.extend("my_clipped_loss", choices.LossTraits(clip=(0.5, 0.25)))
+choices.POLICY_LOSSES["my_clipped_loss"] = choices.LossTraits(clip=(0.5, 0.25))
 """
 ACCEPTED = """
 import sys
@@ -96,8 +96,7 @@ config = ppo(line + "my_loss --rollout.n_samples_per_prompt 2" + more)
 assert config.algo.loss.aggregation == "sequence"
 assert config.estimator.needs_groups and not config.estimator.needs_critic
 assert (config.algo.kl.estimator, config.actor.eps_clip_low_high) == ("my_kl", (0.2, 0.2))
-correction = choices.CORRECTIONS[config.algo.advantage.is_correction_type]
-assert correction == choices.CorrectionPreset(level="sequence", mode="truncate")
+assert choices.CORRECTIONS[config.algo.advantage.is_correction_type] == ("sequence", "truncate")
 assert ppo(line + "my_clipped_loss").actor.eps_clip_low_high == (0.5, 0.25)
 """
 
@@ -110,21 +109,6 @@ def test_what_a_plugin_registers_among_the_algorithms_is_a_choice_of_its_flag(tm
     root = Path(__file__).parents[2]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=root)
     assert done.returncode == 0, done.stderr
-
-
-NAMES = {
-    "--algo.advantage.estimator": choices.EstimatorTraits(),
-    "--actor.policy_loss_type": choices.LossTraits(),
-    "--algo.kl.estimator": choices.KLTraits(in_reward=True, in_loss=True),
-    "--algo.advantage.is_correction_type": choices.CorrectionPreset(level="token", mode="clip"),
-}
-
-
-@pytest.mark.parametrize("flag", NAMES)
-def test_extend_makes_a_name_of_every_kind_a_choice_of_its_flag(flag: str, plugin: Path) -> None:
-    assert "'new'" in violations("train_ppo_ray", f"{flag} new")[0]
-    choices.extend("new", NAMES[flag])  # gone after the test: the fixture cleans the tables
-    assert violations("train_ppo_ray", f"{flag} new") == []
 
 
 def test_without_the_plugin_its_name_is_unknown() -> None:
@@ -140,17 +124,6 @@ def test_a_plugin_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
             ppo(f"--plugin {file}")
     with pytest.raises(ConfigError, match=r"--plugin gone\.py is not a Python file"):
         ppo("--plugin gone.py")
-
-
-def test_a_name_cannot_be_taken_twice() -> None:
-    for properties, name in (
-        (choices.EstimatorTraits(), "gae"),
-        (choices.LossTraits(), "ppo"),
-        (choices.CorrectionPreset(level="token", mode="mask"), "tis"),
-        (choices.KLTraits(), "k1"),
-    ):
-        with pytest.raises(ValueError, match=f"'{name}' is there already"):
-            choices.extend(name, properties)
 
 
 # ---- installed packages
