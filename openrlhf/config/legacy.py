@@ -11,23 +11,22 @@ from dataclasses import dataclass, field
 from openrlhf.config.flags import Flag, by_name
 
 
-def _table(text: str) -> dict[str, str]:
+def _table(text: str) -> dict[str, list[str]]:
     """Old names and the flags that take their values, from lines of a section and its names.
 
-    `old` kept its last part, `old=new` changed it; `_old` had the section's name in front, and
-    `actor+critic` is two flags for one name.
+    `old` kept its last part, `old=new` changed it; `_old` had the section's name in front. The names of `actor+critic` belong to
+    both sections, as far as a command has them.
     """
-    table: dict[str, str] = {}
+    table: dict[str, list[str]] = {}
     for sections, *names in map(str.split, text.strip().splitlines()):
         last = sections.rpartition(".")[2]
         for old, _, new in (name.partition("=") for name in names):
-            leaf = new or old.removeprefix("_")
-            paths = [f"{section}.{leaf}" for section in sections.split("+")]
-            table[last + old if old.startswith("_") else old] = " ".join(paths)
+            paths = [f"{section}.{new or old.removeprefix('_')}" for section in sections.split("+")]
+            table[last + old if old.startswith("_") else old] = paths
     return table
 
 
-SHARED = _table("""
+NAMES = _table("""
     ckpt         save_path=output_dir save_steps _path max_ckpt_num=max_num best_metric_key
     ckpt         max_ckpt_mem=max_mem save_hf_ckpt=save_hf disable_ds_ckpt=disable_ds
     ckpt         load_checkpoint=load_enable
@@ -46,36 +45,30 @@ SHARED = _table("""
     data         output_key label_key prompt_key chosen_key rejected_key input_template
     data         apply_chat_template tokenizer_chat_template multiturn dataset dataset_probs
     data         dataset_split train_split=dataset_split
+    adam         learning_rate=lr
+    reward       reward_pretrain=model_name_or_path normalize_reward=normalize_enable
+    model        pretrain_mode=pretrain_mode_enable actor.pretrain_mode_enable=pretrain_mode_enable
+    model        loss=loss_type margin_loss=margin_loss_enable
+    model        compute_fp32_loss=compute_fp32_loss_enable
+    model        actor.model_name_or_path=model_name_or_path actor.aux_loss_coef=aux_loss_coef
+    model        actor.gradient_checkpointing_enable=gradient_checkpointing_enable
+    model        actor.gradient_checkpointing_reentrant=gradient_checkpointing_reentrant
+    model+actor  pretrain=model_name_or_path aux_loss_coef balancing_loss_coef=aux_loss_coef
+    model+actor  gradient_checkpointing=gradient_checkpointing_enable
+    model+actor  gradient_checkpointing_use_reentrant=gradient_checkpointing_reentrant
+    adam+actor.adam+critic.adam _betas l2=weight_decay
 """)
-OFFLINE = _table("""
-    adam  learning_rate=lr _betas l2=weight_decay
-    ref   ref_pretrain=model_name_or_path _offload
-    kto   desirable_loss_weight=desirable_weight undesirable_loss_weight=undesirable_weight
-    kd    teacher_model teacher_offload _coef
-    prm   placeholder_token reward_tokens
-    reward reward_pretrain=model_name_or_path normalize_reward=normalize_enable
-    model pretrain=model_name_or_path pretrain_mode=pretrain_mode_enable aux_loss_coef
-    model balancing_loss_coef=aux_loss_coef nll_loss_coef beta label_smoothing ipo=ipo_enable
-    model gradient_checkpointing=gradient_checkpointing_enable loss=loss_type
-    model gradient_checkpointing_use_reentrant=gradient_checkpointing_reentrant
-    model margin_loss=margin_loss_enable compute_fp32_loss=compute_fp32_loss_enable
-    model actor.model_name_or_path=model_name_or_path actor.aux_loss_coef=aux_loss_coef
-    model actor.gradient_checkpointing_enable=gradient_checkpointing_enable
-    model actor.gradient_checkpointing_reentrant=gradient_checkpointing_reentrant
-    model actor.pretrain_mode_enable=pretrain_mode_enable
-""")
-RL = _table("""
-    actor          _num_nodes _num_gpus_per_node eps_clip pretrain=model_name_or_path
-    actor          eps_clip_low_high dual_clip policy_loss_type freeze_visual_encoder aux_loss_coef
-    actor          balancing_loss_coef=aux_loss_coef entropy_loss_coef=entropy_coef
-    actor          gradient_checkpointing=gradient_checkpointing_enable _learning_rate=adam.lr
-    actor          gradient_checkpointing_use_reentrant=gradient_checkpointing_reentrant
+RL_NAMES = _table("""
+    actor          _num_nodes _num_gpus_per_node eps_clip eps_clip_low_high dual_clip
+    actor          policy_loss_type freeze_visual_encoder entropy_loss_coef=entropy_coef
+    actor          _learning_rate=adam.lr
     critic         _num_nodes _num_gpus_per_node value_clip critic_pretrain=model_name_or_path
     critic         save_value_network freezing_actor_steps=freezing_steps _learning_rate=adam.lr
+    actor+critic   max_norm lr_scheduler lr_warmup_ratio min_lr_ratio
     ref            _num_nodes _num_gpus_per_node
-    reward         _num_nodes _num_gpus_per_node reward_pretrain=model_name_or_path
-    reward         remote_rm_url=remote_url overlong_buffer_len normalize_reward=normalize_enable
-    reward         _clip_range overlong_penalty_factor stop_properly_penalty_coef
+    reward         _num_nodes _num_gpus_per_node remote_rm_url=remote_url _clip_range
+    reward         overlong_buffer_len overlong_penalty_factor stop_properly_penalty_coef
+    ref+reward     ref_reward_offload=offload
     train          colocate_actor_ref colocate_critic_reward colocate_all_models=colocate_all
     train          num_episodes _max_tokens_per_gpu use_dynamic_batch=dynamic_batch_enable
     train          enable_ema ema_beta async_train=async_enable async_queue_size agent_func_path
@@ -97,9 +90,6 @@ RL = _table("""
     algo.advantage vllm_is_correction_type=is_correction_type
     algo.kl        init_kl_coef=init_coef _target _horizon _estimator use_kl_loss=use_loss
     algo.ptx       pretrain_data=dataset pretrain_data_probs=probs pretrain_split=split _coef
-    actor+critic   adam_betas=adam.betas l2=adam.weight_decay max_norm lr_scheduler lr_warmup_ratio
-    actor+critic   min_lr_ratio
-    ref+reward     ref_reward_offload=offload
 """)
 
 # Old switches that are a value of a flag today.
@@ -141,69 +131,65 @@ ELSEWHERE = by_name("""
     num_generations: rollout.n_samples_per_prompt
     kl_coef: algo.kl.init_coef
 """)
+OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # 1024 if not given
+MOST_RENAMES = 3  # that a notice spells out
 Group = tuple[str, list[str]]  # a flag as it is typed, without its dashes, and the words that follow it
 
 
 @dataclass(kw_only=True)
 class Translation:
-    """A command line in today's names. `renamed`: what became of each old name."""
+    """A command line in today's names."""
 
     groups: list[Group] = field(default_factory=list[Group])
-    renamed: dict[str, str] = field(default_factory=dict[str, str])
-    ignored: list[str] = field(default_factory=list[str])
+    notices: list[str] = field(default_factory=list[str])
     violations: list[str] = field(default_factory=list[str])
 
-    def notices(self, flags: Mapping[str, Flag]) -> list[str]:
-        """One line for all old names, and one for those that do nothing any more."""
-        renames = [f"--{old} is now {new}" for old, new in self.renamed.items()]
-        if len(renames) > MOST_RENAMES:
-            named = ", ".join(f"--{old}" for old in list(self.renamed)[:MOST_RENAMES])
-            where = "config.yaml in the run folder has" if "run.dir" in flags else "--help lists"
-            renames = [f"{len(renames)} flags have the names of older releases ({named}, ...): {where} today's names"]
-        return [f"{'; '.join(lines)}." for lines in (renames, self.ignored) if lines]
+
+def aliases(flags: Mapping[str, Flag]) -> dict[str, list[str]]:
+    """The old names that a command understands, with the flags that take their values."""
+    table = NAMES | RL_NAMES if "algo.advantage.estimator" in flags else NAMES
+    known = {old: [path for path in new if path in flags] for old, new in table.items() if old not in flags}
+    return {old: new for old, new in known.items() if new}
 
 
-MOST_RENAMES = 3  # that a notice spells out
-
-
-def aliases(flags: Mapping[str, Flag], *, command: str) -> dict[str, tuple[str, ...]]:
-    """The old names a command understands, with the flags that take their values."""
-    table = SHARED | (RL if command.startswith("train_ppo") else OFFLINE)
-    if "kto.beta" in flags:
-        table["beta"] = "kto.beta"
-    known = {old: tuple(new.split()) for old, new in table.items() if old not in flags}
-    return {old: new for old, new in known.items() if all(path in flags for path in new)}
-
-
-def translate(groups: Iterable[Group], flags: Mapping[str, Flag], *, command: str) -> Translation:
+def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation:
     """The command line with old names replaced. What no alias covers stays as it is."""
-    known = aliases(flags, command=command)
-    result, lengths = Translation(), dict[str, str]()
+    known, result = aliases(flags), Translation()
+    renamed, lengths = dict[str, str](), dict[str, str]()
     for name, words in groups:
-        if name in flags:
-            result.groups.append((name, words))
-        elif name in known:
+        path, value = VALUES.get(name, ("", ""))
+        if name in known:
             if name == "vllm_is_truncated_threshold" and len(words) == 1:
                 words = ["0", *words]  # it was an upper bound once
-            result.groups += [(path, words) for path in known[name]]
-            result.renamed[name] = " and ".join(f"--{path}" for path in known[name])
-        elif words and (name in IGNORED or (name in VALUES and VALUES[name][0] in flags)):
-            result.violations.append(takes_no_value(f"--{name}", words, *VALUES.get(name, ())[:1]))
-        elif name in VALUES and VALUES[name][0] in flags:
-            path, value = VALUES[name]
+            result.groups += [(target, words) for target in known[name]]
+            renamed[name] = " and ".join(f"--{target}" for target in known[name])
+        elif words and (path in flags or name in IGNORED):
+            result.violations.append(takes_no_value(f"--{name}", words, path))
+        elif path in flags:
             result.groups.append((path, [value]))
-            result.renamed[name] = f"--{path} {value}"
+            renamed[name] = f"--{path} {value}"
         elif name in IGNORED:
-            result.ignored.append(f"--{name} has no effect any more: {IGNORED[name]}")
+            result.notices.append(f"--{name} has no effect any more: {IGNORED[name]}.")
         elif name in REMOVED:
             result.violations.append(f"--{name} is gone. {REMOVED[name]}")
         elif name in OLD_LENGTHS and "rollout.max_new_tokens" in flags:
-            lengths[name] = words[0] if words else ""
+            lengths[name] = " ".join(words)
         else:
             result.groups.append((name, words))
     if lengths:
-        _translate_lengths(lengths, result)
+        renamed |= _translate_lengths(lengths, result)
+    if renamed:
+        result.notices.insert(0, _renames(renamed, flags))
     return result
+
+
+def _renames(renamed: Mapping[str, str], flags: Mapping[str, Flag]) -> str:
+    """One line for all old names."""
+    if len(renamed) <= MOST_RENAMES:
+        return "; ".join(f"--{old} is now {new}" for old, new in renamed.items()) + "."
+    named = ", ".join(f"--{old}" for old in list(renamed)[:MOST_RENAMES])
+    where = "config.yaml in the run folder has" if "run.dir" in flags else "--help lists"
+    return f"{len(renamed)} flags have the names of older releases ({named}, ...): {where} today's names."
 
 
 def takes_no_value(name: str, words: Sequence[str], path: str = "") -> str:
@@ -214,20 +200,18 @@ def takes_no_value(name: str, words: Sequence[str], path: str = "") -> str:
 
 def is_old_name(name: str) -> bool:
     """Whether any command of an older release had this name."""
-    return name in SHARED | OFFLINE | RL
+    return name in NAMES | RL_NAMES
 
 
-OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # 1024 if not given
-
-
-def _translate_lengths(lengths: Mapping[str, str], result: Translation) -> None:
+def _translate_lengths(lengths: Mapping[str, str], result: Translation) -> dict[str, str]:
+    """Add the flags of two old lengths to the groups; returns what became of them."""
     wrong = {name: text for name, text in lengths.items() if not text.isdigit()}
-    result.violations += [f"--{n} takes a whole number, not {t!r}." for n, t in wrong.items()]
-    if not wrong:
-        prompt, response = (int(lengths.get(name, "1024")) for name in OLD_LENGTHS)
-        total = ("data.max_len", [str(prompt + response)])
-        rest = ("rollout.max_new_tokens", [str(response)])
-        result.groups[:0] = [total, rest]  # first: today's names win
-        result.renamed[" and --".join(OLD_LENGTHS)] = (
-            f"--data.max_len {prompt + response} (prompt and response) and --rollout.max_new_tokens {response}"
-        )
+    result.violations += [f"--{name} takes a whole number, not {text!r}." for name, text in wrong.items()]
+    if wrong:
+        return {}
+    prompt, response = (int(lengths.get(name, "1024")) for name in OLD_LENGTHS)
+    total = prompt + response
+    # First: today's names win.
+    result.groups[:0] = [("data.max_len", [str(total)]), ("rollout.max_new_tokens", [str(response)])]
+    today = f"--data.max_len {total} (prompt and response) and --rollout.max_new_tokens {response}"
+    return {" and --".join(OLD_LENGTHS): today}

@@ -71,8 +71,8 @@ class Reader:
 
     def read(self, argv: Sequence[str]) -> Self:
         """Fill `given` (without defaults), `notices` and `problems`; flags win over the file. Loads plug-ins."""
-        old = legacy.translate(_groups(argv), self.flags, command=self.command)
-        self.notices += old.notices(self.flags)
+        old = legacy.translate(_groups(argv), self.flags)
+        self.notices += old.notices
         self.problems += old.violations
         typed, file = dict[str, Any](), ""
         for name, words in old.groups:
@@ -127,7 +127,7 @@ class Reader:
         """`name` as typed: with -- on a command line, without it in a file. `begun`: the flags that begin like it."""
         bare = name.removeprefix("--")
         dashes, defaults = name.removesuffix(bare), self.root()
-        old = legacy.aliases(self.flags, command=self.command)
+        old = legacy.aliases(self.flags)
         there = [flag for flag in self.flags.values() if not is_refused(flag.path, defaults)]
         spellings = [spelling[2:] for flag in there for spelling in flag.switches]
         known = [path for path in legacy.ELSEWHERE.get(bare, "").split() if path in self.flags]

@@ -72,7 +72,7 @@ def test_an_old_name_sets_todays_flag_with_one_notice(command: str, line: str, v
 @pytest.mark.parametrize("command", OLD)
 def test_every_flat_name_of_the_old_command_is_understood(command: str) -> None:
     flags = flags_of(ROOTS[command])
-    known = legacy.aliases(flags, command=command)
+    known = legacy.aliases(flags)
     assert [name for name in OLD[command] if name not in known and name not in flags] == []
     for name, targets in known.items():
         shapes = {flags[path].shape for path in targets}
@@ -82,7 +82,7 @@ def test_every_flat_name_of_the_old_command_is_understood(command: str) -> None:
 @pytest.mark.parametrize("command", ROOTS)
 def test_no_alias_hides_a_flag_of_today(command: str) -> None:
     flags = flags_of(ROOTS[command])
-    assert not legacy.aliases(flags, command=command).keys() & flags.keys()
+    assert not legacy.aliases(flags).keys() & flags.keys()
     assert not (legacy.IGNORED.keys() | legacy.REMOVED.keys() | legacy.VALUES.keys()) & flags.keys()
 
 
