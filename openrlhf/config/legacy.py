@@ -115,21 +115,14 @@ REMOVED = by_name("""
     reward_model_path: Raw weights are not read; give a model folder by --reward.model_name_or_path.
     save_hf_model: Every run exports to --ckpt.output_dir; with checkpoints: --ckpt.save_hf.
     bos_token eos_token pad_token unk_token: Special tokens are those of the tokenizer in the model's folder.
-    enable_dt enable_ca: Conditional SFT is a post-processor now: batch_inference --csft.enable.
-    dt_prompt ca_prompt: Conditional SFT is a post-processor now: batch_inference --csft.prompt.
-    unpaired_preference: train_kto takes rows with a label: --data.label_key.
-    vanilla_loss: train_kto has one loss; weigh its sides with --kto.desirable_weight.
-    teacher_peft_model: Merge the adapter first: openrlhf.cli.lora_combiner.
 """)
-
-
-# Names of other frameworks, and the flags that are hinted at, as far as the command has them.
-ELSEWHERE = by_name("""
-    fp16: ds.param_dtype
-    lr learning_rate: adam.lr actor.adam.lr critic.adam.lr
-    max_seq_length: data.max_len
-    num_generations: rollout.n_samples_per_prompt
-    kl_coef: algo.kl.init_coef
+# Names of other frameworks, which are answered with the flags that are meant.
+ELSEWHERE = _table("""
+    ds                          fp16=param_dtype
+    adam+actor.adam+critic.adam lr learning_rate=lr
+    data                        max_seq_length=max_len
+    rollout                     num_generations=n_samples_per_prompt
+    algo.kl                     kl_coef=init_coef
 """)
 OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # 1024 if not given
 MOST_RENAMES = 3  # that a notice spells out
@@ -147,9 +140,17 @@ class Translation:
 
 def aliases(flags: Mapping[str, Flag]) -> dict[str, list[str]]:
     """The old names that a command understands, with the flags that take their values."""
-    table = NAMES | RL_NAMES if "algo.advantage.estimator" in flags else NAMES
-    known = {old: [path for path in new if path in flags] for old, new in table.items() if old not in flags}
-    return {old: new for old, new in known.items() if new}
+    return _known(NAMES | RL_NAMES if "algo.advantage.estimator" in flags else NAMES, flags)
+
+
+def hints(flags: Mapping[str, Flag]) -> dict[str, list[str]]:
+    """Names of older releases and of other frameworks, with the flags of a command that are meant."""
+    return _known(ELSEWHERE, flags) | aliases(flags)
+
+
+def _known(table: Mapping[str, list[str]], flags: Mapping[str, Flag]) -> dict[str, list[str]]:
+    known = {name: [path for path in paths if path in flags] for name, paths in table.items() if name not in flags}
+    return {name: paths for name, paths in known.items() if paths}
 
 
 def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation:

@@ -51,12 +51,7 @@ def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: s
 
 def load_named_plugins(argv: Sequence[str]) -> None:
     """Load the plug-ins that a command line, of any command, or its file names. Raises ConfigError."""
-    groups = list(_groups(argv))
-    typed = [word for name, words in groups if name == "plugin" for word in words]
-    files = [words[-1] for name, words in groups if name == "config" and words]
-    reader = Reader(Command, "")
-    written = reader.read_yaml(files[-1]) if files else {}
-    load_plugins(convert(reader.flags["plugin"], typed or written.get("plugin") or []))
+    Reader(Command, "").read(argv)
 
 
 class Reader:
@@ -102,40 +97,34 @@ class Reader:
         begun = [name] if name in spellings else [spelling for spelling in spellings if spelling.startswith(name)]
         if len(begun) == 1:
             return spellings[begun[0]]
-        self.problems.append(self._no_such(f"--{name}", begun))
+        self.problems.append(self._no_such(f"--{name}"))
         return None
 
     def _take(self, flag: Flag, meaning: bool, words: list[str], typed: dict[str, Any]) -> None:
         """Note the words after a flag, if their number is right."""
-        match flag.shape, words:
-            case "switch", []:
-                typed[flag.path] = meaning
-            case "list", _:
-                typed[flag.path] = [*typed.get(flag.path, []), *words]
-            case "pair", [_, _]:
-                typed[flag.path] = words
-            case "one" | "json", [word]:
-                typed[flag.path] = word
-            case "switch", _:
-                self.problems.append(takes_no_value(flag.name, words))
-            case _:
-                arity = "two values" if flag.shape == "pair" else "one value"
-                self.problems.append(f"{flag.name} takes {arity}, but {' '.join(words) or 'nothing'} follows it.")
-                self.doubtful.add(flag.path)
+        if flag.shape == "list":
+            typed[flag.path] = [*typed.get(flag.path, []), *words]
+        elif flag.shape == "switch" and words:
+            self.problems.append(takes_no_value(flag.name, words))
+        elif flag.shape == "switch":
+            typed[flag.path] = meaning
+        elif len(words) == (2 if flag.shape == "pair" else 1):
+            typed[flag.path] = words if flag.shape == "pair" else words[0]
+        else:
+            arity = "two values" if flag.shape == "pair" else "one value"
+            self.problems.append(f"{flag.name} takes {arity}, but {' '.join(words) or 'nothing'} follows it.")
+            self.doubtful.add(flag.path)
 
-    def _no_such(self, name: str, begun: Sequence[str] = ()) -> str:
-        """`name` as typed: with -- on a command line, without it in a file. `begun`: the flags that begin like it."""
-        bare = name.removeprefix("--")
-        dashes, defaults = name.removesuffix(bare), self.root()
-        old = legacy.aliases(self.flags)
+    def _no_such(self, name: str) -> str:
+        """`name` as typed: with -- on a command line, without it in a file."""
+        bare, defaults = name.removeprefix("--"), self.root()
+        meant = legacy.hints(self.flags)
         there = [flag for flag in self.flags.values() if not is_refused(flag.path, defaults)]
-        spellings = [spelling[2:] for flag in there for spelling in flag.switches]
-        known = [path for path in legacy.ELSEWHERE.get(bare, "").split() if path in self.flags]
-        close = known or old.get(bare) or nearest(bare, [*spellings, *old]) or begun
-        close = close or [name for name in old if name.startswith(bare)]
-        targets = list(dict.fromkeys(path for each in close for path in old.get(each, (each,))))[:MOST_HINTS]
-        self.doubtful.update(targets)
-        return f"{self.command} has no flag {name}.{did_you_mean([dashes + path for path in targets])}"
+        names = [*(spelling[2:] for flag in there for spelling in flag.switches), *meant]
+        close = meant.get(bare) or nearest(bare, names) or [known for known in names if known.startswith(bare)]
+        paths = list(dict.fromkeys(path for each in close for path in meant.get(each, [each])))[:MOST_HINTS]
+        self.doubtful.update(paths)
+        return f"{self.command} has no flag {name}.{did_you_mean([name.removesuffix(bare) + path for path in paths])}"
 
     def _keep_apart(self, file: Path, written: set[str]) -> None:
         """A file that an earlier run wrote names the folders of that run, which are not used again unnoticed."""

@@ -147,7 +147,7 @@ def test_in_batch_mode_neighbours_of_one_prompt_share_a_call(folder: Path, capsy
         ("--reward.verifier format", "There is nothing to score"),
         ("--reward.verifier math --data.output_key said", "--reward.verifier math checks responses against labels"),
         ("--reward.remote_url gone.py --data.label_key output", "gone.py does not exist"),
-        ("--reward.verifier math --reward.remote_url http://h --data.label_key output", "leave out --reward.verifier"),
+        ("--reward.verifier math --reward.remote_url http://h --data.label_key output", "leave out one of them"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_scored(folder: Path, words: str, said: str) -> None:
