@@ -73,52 +73,33 @@ class EvaluationConfig(RecordedCommand, title="Evaluation of a checkpoint by its
         """Whether engines are needed."""
         return self.task != "rm_accuracy"
 
-    @property
-    def has_rule(self) -> bool:
-        """Whether a function, server, verifier or agent rewards."""
-        return bool(self.reward.remote_url or self.reward.verifier or self.train.agent_func_path)
-
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path."""
         shared_prompts = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
-        values = engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=shared_prompts)
-        if "reward.num_gpus_per_node" not in self.given and not self.uses_gpus:
-            values["reward.num_gpus_per_node"] = 1
-        return values | {"reward.workers": self.reward.workers or os.cpu_count() or 1}
+        return {
+            **rules.single_processes(self),
+            **engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=shared_prompts),
+            "reward.workers": self.reward.workers or os.cpu_count() or 1,
+        }
 
     def notices(self) -> Sentences:
         """What the user may have to know of this resolved configuration."""
-        unset = "reward.num_gpus_per_node" not in self.given and not self.uses_gpus
-        return [
-            (unset and self.reward.models, "No GPU on this machine: --reward.num_gpus_per_node is 1."),
-            *super().notices(),
-        ]
+        return [*rules.single_process_notices(self), *super().notices()]
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        task_mistakes = {"pass_k": self._pass_k, "rm_accuracy": self._rm_accuracy, "win_rate": self._win_rate}
-        parts = len(self.reward.models) + (self.has_rule and self.samples_answers)
-        return [
-            *super().mistakes(),
-            *task_mistakes[self.task](),
-            *rules.sum_mistakes(self.reward, parts),
-        ]
-
-    # fmt: off
-    def _pass_k(self) -> Sentences:
-        return [
-            *self._sampling(),
-            (not (self.has_rule or self.reward.models),
-             "Nothing rewards the answers: give --reward.remote_url (a .py file or a URL), --reward.verifier, "
-             "--reward.model_name_or_path or --train.agent_func_path."),
-        ]
+        task_mistakes = {"pass_k": self._sampling, "rm_accuracy": self._rm_accuracy, "win_rate": self._win_rate}
+        return [*super().mistakes(), *task_mistakes[self.task]()]
 
     def _rm_accuracy(self) -> Sentences:
-        return [(not self.reward.models, "<task> judges reward models: give --reward.model_name_or_path.")]
+        return [
+            (not self.reward.models, "<task> judges reward models: give --reward.model_name_or_path."),
+            *rules.sum_mistakes(self.reward, len(self.reward.models)),
+        ]
 
     def _win_rate(self) -> Sentences:
         against, judge = self.against, self.judge
-        rewarded = self.has_rule or self.reward.models
+        rewarded = rules.has_rule(self) or self.reward.models
         return [
             *self._sampling(),
             (bool(against.model_name_or_path) == bool(against.answer_key),
@@ -139,8 +120,7 @@ class EvaluationConfig(RecordedCommand, title="Evaluation of a checkpoint by its
     def _sampling(self) -> Sentences:
         return [
             (not self.model.model_name_or_path, "--model.model_name_or_path must be given with <task>."),
-            *rules.rule_mistakes(self.reward, self.data.label_key),
-            *rules.agent_mistakes(self.train.agent_func_path, self.reward),
+            *rules.reward_mistakes(self, needed=self.task == "pass_k"),
             *rules.remote_engine_mistakes(self.rollout),
             (self.train.agent_func_path and (self.reward.remote_url or self.reward.verifier),
              "The agent of <train.agent_func_path> rewards: leave out --reward.remote_url and --reward.verifier."),

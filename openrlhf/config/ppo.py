@@ -13,17 +13,15 @@ from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
 
 def group_sizes(config: RLFlags) -> dict[str, int]:
-    """One process on a machine without GPUs; a role that shares another's devices has the same size."""
-    train, leaves = config.train, ("num_nodes", "num_gpus_per_node")
-    roles = ("actor", "critic", "ref", "reward")
-    sizes = {f"{r}.{leaf}": value_at(config, f"{r}.{leaf}") for r in roles for leaf in leaves}
-    if machine.count_gpus() == 0:
-        sizes |= {path: 1 for path in sizes if path.endswith(leaves[1]) and path not in config.given}
-    owners = {"reward": "critic"} if train.colocate_critic_reward else {}
-    owners |= {"ref": "actor"} if train.colocate_actor_ref else {}
+    """A role that shares another's devices has the same size."""
+    sizes = rules.single_processes(config)
+    owners = {"reward": "critic"} if config.train.colocate_critic_reward else {}
+    owners |= {"ref": "actor"} if config.train.colocate_actor_ref else {}
     for role, owner in owners.items():
-        inherited = {f"{role}.{leaf}": sizes[f"{owner}.{leaf}"] for leaf in leaves}
-        sizes |= {path: size for path, size in inherited.items() if path not in config.given}
+        for leaf in ("num_nodes", "num_gpus_per_node"):
+            if f"{role}.{leaf}" not in config.given:
+                path = f"{owner}.{leaf}"
+                sizes[f"{role}.{leaf}"] = sizes.get(path, value_at(config, path))
     return sizes
 
 
@@ -87,21 +85,20 @@ class PPOConfig(RLFlags):
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        return [*super().mistakes(), *(row for rule in ppo_rules.RULES for row in rule(self))]
+        needed = not self.algo.distill.teacher and not self.rollout.replay_dir
+        own = (row for rule in ppo_rules.RULES for row in rule(self))
+        return [*super().mistakes(), *rules.reward_mistakes(self, needed=needed), *own]
 
     def _device_notices(self) -> Sentences:
         """Where processes run, what they share, and how samples become optimizer steps."""
-        train, rollout, given, leaf = self.train, self.rollout, self.given, "num_gpus_per_node"
+        train, rollout, given = self.train, self.rollout, self.given
         trains = not rollout.only
-        used = {"actor": trains, "ref": trains and self.algo.kl.init_coef > 0,
-                "critic": trains and self.estimator.needs_critic, "reward": self.reward.model_name_or_path}
-        unset = [f"--{r}.{leaf}" for r in used if used[r] and f"{r}.{leaf}" not in given]
         dynamic = train.dynamic_batch_enable
         micro = f"{train.max_tokens_per_gpu} tokens" if dynamic else train.micro_batch_size
         steps = self.samples // max(1, train.batch_size) * train.max_epochs
         ahead = rollout.vllm_generate_batch_size > rollout.batch_size
         return [
-            (unset and not self.uses_gpus, f"No GPU on this machine: {', '.join(unset)} is 1."),
+            *rules.single_process_notices(self),
             (dynamic and not given.get("ds.packing_samples"), "--train.dynamic_batch_enable turns --ds.packing_samples on."),
             (given.get("vllm.enable_prefix_caching") and self.vllm.disable_prefix_caching,
              "--vllm.disable_prefix_caching wins over --vllm.enable_prefix_caching."),
@@ -141,7 +138,7 @@ class PPOConfig(RLFlags):
              "--algo.advantage.is_correction_enable corrects the loss for that."),
             (kl.stop_update and self.samples * self.train.max_epochs <= self.train.batch_size,
              "--algo.kl.stop_update has no effect: each batch makes one optimizer step."),
-            (algo.distill.teacher and self.estimator.needs_critic and not ppo_rules.rewards(self),
+            (algo.distill.teacher and self.estimator.needs_critic and not (rules.has_rule(self) or self.reward.models),
              "Only --algo.distill.teacher teaches, and there are no rewards that a critic could predict: use "
              "--algo.advantage.estimator reinforce."),
             (self.reward.function_path and not self.data.label_key,

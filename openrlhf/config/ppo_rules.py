@@ -22,27 +22,6 @@ def correction_preset(config: RLFlags) -> dict[str, Any]:
 
 
 # fmt: off
-def rewards(config: RLFlags) -> bool:
-    """Whether something scores the samples."""
-    reward = config.reward
-    sources = (reward.model_name_or_path, reward.remote_url, reward.verifier, reward.process_model)
-    return any((*sources, config.train.agent_func_path))
-
-
-def reward_mistakes(config: RLFlags) -> Sentences:
-    """Something scores the samples: models, URLs, one Python file that is there, an agent."""
-    reward, agent = config.reward, config.train.agent_func_path
-    parts = len(reward.models) + bool(reward.remote_url or reward.verifier or agent)
-    return [
-        (not rewards(config) and not config.algo.distill.teacher and not config.rollout.replay_dir,
-         "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
-         "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."),
-        *rules.rule_mistakes(reward, config.data.label_key),
-        *rules.agent_mistakes(agent, reward),
-        *rules.sum_mistakes(reward, parts),
-    ]
-
-
 def algorithm_mistakes(config: RLFlags) -> Sentences:
     """Comparisons have something to compare, ranges go up, parts belong together."""
     algo, alone = config.algo, config.rollout.n_samples_per_prompt < 2
@@ -162,4 +141,4 @@ def device_mistakes(config: RLFlags) -> Sentences:
     ]
 
 
-RULES = (reward_mistakes, algorithm_mistakes, rollout_mistakes, batch_mistakes, device_mistakes)
+RULES = (algorithm_mistakes, rollout_mistakes, batch_mistakes, device_mistakes)

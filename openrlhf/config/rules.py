@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
 from openrlhf.config import machine
-from openrlhf.config.effects import Given, Sentences
-from openrlhf.config.flags import flags_in, value_at
+from openrlhf.config.effects import Given, Sentences, unmet
+from openrlhf.config.flags import flags_in, flags_of, value_at
 from openrlhf.config.rollout import RemoteEnginesConfig, RewardConfig, RuleConfig
 from openrlhf.config.shared import LoadingConfig
 
@@ -49,6 +49,22 @@ def attention_notices(ds: LoadingConfig, given: Given) -> Sentences:
          "<ds.attn_implementation> is used."),
         (other and not packed, f"{why}: sdpa instead of --ds.attn_implementation {asked}."),
     ]
+
+
+def single_processes(config: Any) -> dict[str, int]:
+    """The sizes of roles that were not given, on a machine without GPUs: one process each."""
+    return dict.fromkeys(_sizes_not_given(config), 1) if not machine.count_gpus() else {}
+
+
+def single_process_notices(config: Any) -> Sentences:
+    """Which roles have one process because there is no GPU."""
+    flags = flags_of(config.__class__)
+    used = [f"--{path}" for path in _sizes_not_given(config) if not unmet(config, flags[path])]
+    return [(used and not machine.count_gpus(), f"No GPU on this machine: {', '.join(used)} is 1.")]
+
+
+def _sizes_not_given(config: Any) -> list[str]:
+    return [path for path in flags_of(config.__class__) if path.endswith(".num_gpus_per_node") and path not in config.given]
 
 
 def balance_reaches_routers(section: str, model: Any) -> Sentences:
@@ -102,6 +118,24 @@ def agent_mistakes(path: str | None, reward: RewardConfig) -> Sentences:
         (not here, "<train.agent_func_path> is not a .py file on this machine."),
         (path and is_number(reward.on_error),
          "<reward.on_error> cannot reward an episode that an agent did not finish: use fail or drop."),
+    ]
+
+
+def has_rule(config: Any) -> bool:
+    """Whether a function, server, verifier or agent rewards; for a command with rewards and agents."""
+    return bool(config.reward.remote_url or config.reward.verifier or config.train.agent_func_path)
+
+
+def reward_mistakes(config: Any, *, needed: bool) -> Sentences:
+    """Something scores the samples, if that is needed: models, URLs, one Python file that is there, an agent."""
+    reward, agent = config.reward, config.train.agent_func_path
+    return [
+        (needed and not has_rule(config) and not reward.models,
+         "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
+         "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."),
+        *rule_mistakes(reward, config.data.label_key),
+        *agent_mistakes(agent, reward),
+        *sum_mistakes(reward, len(reward.models) + has_rule(config)),
     ]
 
 

@@ -18,7 +18,7 @@ def evaluation(line: str) -> EvaluationConfig:
     ("line", "said"),
     [
         (RULE, "--model.model_name_or_path must be given with --task pass_k"),
-        (MODEL, "Nothing rewards the answers"),
+        (MODEL, "Nothing rewards the samples"),
         (f"{MODEL} --reward.verifier math", "--reward.verifier math checks responses against labels"),
         (f"{MODEL} {RULE} --ds.param_dtype fp16", "--ds.param_dtype fp16 is no type of an engine's"),
         (f"{MODEL} {RULE} --data.max_len 8 --rollout.max_new_tokens 8", "leaves no room for a prompt"),
