@@ -1,129 +1,22 @@
 """Flat names and old values of earlier releases, translated to today's flags with a notice.
 
-An entry counts where its targets are flags of the command, so a table serves several commands.
+The tables are in `old_flags.toml`. They serve all commands: a command takes those of the flags that it has.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from openrlhf.config.flags import Flag, by_name
+from openrlhf.config.flags import Flag
 
-
-def _table(text: str) -> dict[str, list[str]]:
-    """Old names and the flags that take their values, from lines of a section and its names.
-
-    `old` kept its last part, `old=new` changed it; `_old` had the section's name in front. The names of `actor+critic` belong to
-    both sections, as far as a command has them.
-    """
-    table: dict[str, list[str]] = {}
-    for sections, *names in map(str.split, text.strip().splitlines()):
-        last = sections.rpartition(".")[2]
-        for old, _, new in (name.partition("=") for name in names):
-            paths = [f"{section}.{new or old.removeprefix('_')}" for section in sections.split("+")]
-            table[last + old if old.startswith("_") else old] = paths
-    return table
-
-
-NAMES = _table("""
-    ckpt         save_path=output_dir save_steps _path max_ckpt_num=max_num best_metric_key
-    ckpt         max_ckpt_mem=max_mem save_hf_ckpt=save_hf disable_ds_ckpt=disable_ds
-    ckpt         load_checkpoint=load_enable
-    logger       logging_steps use_tensorboard=tensorboard_dir
-    logger.wandb use_wandb=key _org _group _project _run_name
-    eval         _steps _dataset _split
-    train        micro_train_batch_size=micro_batch_size _batch_size max_epochs seed
-    train        full_determinism=full_determinism_enable
-    ds           zero_stage zpg adam_offload overlap_comm grad_accum_dtype deepcompile param_dtype
-    ds           attn_implementation use_liger_kernel packing_samples load_in_4bit ring_attn_size
-    ds           ring_head_stride=ring_attn_head_stride use_ds_universal_ckpt=use_universal_ckpt
-    ds           universal_ckpt=use_universal_ckpt _tensor_parallel_size torch_compile
-    ds           value_head_prefix value_prefix_head=value_head_prefix head_prefix=value_head_prefix
-    ds.lora      _rank _alpha _dropout target_modules
-    data         disable_fast_tokenizer dataloader_num_workers max_len max_samples input_key
-    data         output_key label_key prompt_key chosen_key rejected_key input_template
-    data         apply_chat_template tokenizer_chat_template multiturn dataset dataset_probs
-    data         dataset_split train_split=dataset_split
-    adam         learning_rate=lr
-    reward       reward_pretrain=model_name_or_path normalize_reward=normalize_enable
-    model        pretrain_mode=pretrain_mode_enable actor.pretrain_mode_enable=pretrain_mode_enable
-    model        loss=loss_type margin_loss=margin_loss_enable
-    model        compute_fp32_loss=compute_fp32_loss_enable
-    model        actor.model_name_or_path=model_name_or_path actor.aux_loss_coef=aux_loss_coef
-    model        actor.gradient_checkpointing_enable=gradient_checkpointing_enable
-    model        actor.gradient_checkpointing_reentrant=gradient_checkpointing_reentrant
-    model+actor  pretrain=model_name_or_path aux_loss_coef balancing_loss_coef=aux_loss_coef
-    model+actor  gradient_checkpointing=gradient_checkpointing_enable
-    model+actor  gradient_checkpointing_use_reentrant=gradient_checkpointing_reentrant
-    adam+actor.adam+critic.adam _betas l2=weight_decay
-""")
-RL_NAMES = _table("""
-    actor          _num_nodes _num_gpus_per_node eps_clip eps_clip_low_high dual_clip
-    actor          policy_loss_type freeze_visual_encoder entropy_loss_coef=entropy_coef
-    actor          _learning_rate=adam.lr
-    critic         _num_nodes _num_gpus_per_node value_clip critic_pretrain=model_name_or_path
-    critic         save_value_network freezing_actor_steps=freezing_steps _learning_rate=adam.lr
-    actor+critic   max_norm lr_scheduler lr_warmup_ratio min_lr_ratio
-    ref            _num_nodes _num_gpus_per_node
-    reward         _num_nodes _num_gpus_per_node remote_rm_url=remote_url _clip_range
-    reward         overlong_buffer_len overlong_penalty_factor stop_properly_penalty_coef
-    ref+reward     ref_reward_offload=offload
-    train          colocate_actor_ref colocate_critic_reward colocate_all_models=colocate_all
-    train          num_episodes _max_tokens_per_gpu use_dynamic_batch=dynamic_batch_enable
-    train          enable_ema ema_beta async_train=async_enable async_queue_size agent_func_path
-    train          partial_rollout=partial_rollout_enable
-    ds             deepspeed_enable_sleep=enable_sleep
-    vllm           _num_engines _tensor_parallel_size _sync_backend _sync_with_ray enforce_eager
-    vllm           _enable_sleep enable_prefix_caching _gpu_memory_utilization
-    data           prompt_data=prompt_dataset prompt_data_probs=prompt_probs prompt_split image_key
-    data           max_images_per_prompt dataset=prompt_dataset dataset_probs=prompt_probs
-    eval           _temperature _n_samples_per_prompt
-    rollout        _batch_size micro_rollout_batch_size=micro_batch_size temperature
-    rollout        vllm_generate_batch_size n_samples_per_prompt max_new_tokens top_p
-    rollout        _max_tokens_per_gpu
-    algo           dynamic_filtering=dynamic_filtering_enable
-    algo           dynamic_filtering_reward_range=dynamic_filtering_range
-    algo.advantage _estimator gamma lambd no_advantage_std_norm=no_std_norm
-    algo.advantage enable_vllm_is_correction=is_correction_enable
-    algo.advantage vllm_is_truncated_threshold=is_correction_threshold
-    algo.advantage vllm_is_correction_type=is_correction_type
-    algo.kl        init_kl_coef=init_coef _target _horizon _estimator use_kl_loss=use_loss
-    algo.ptx       pretrain_data=dataset pretrain_data_probs=probs pretrain_split=split _coef
-""")
-
-# Old switches that are a value of a flag today.
-VALUES: dict[str, tuple[str, str]] = {
-    "bf16": ("ds.param_dtype", "bf16"),
-    "flash_attn": ("ds.attn_implementation", "flash_attention_2"),
-    "use_kl_estimator_k3": ("algo.kl.estimator", "k3"),
-    "use_icepop": ("algo.advantage.is_correction_type", "icepop"),
-}
-
-IGNORED = by_name("""
-    perf: times are always measured
-    actor_init_on_gpu: models are loaded where they train
-    disable_trace_cache: the trace of ZeRO 3 needs no switch
-    to_bettertransformer: attention is chosen by --ds.attn_implementation
-    critic_train_remote: the critic always trains beside the policy
-""")
-REMOVED = by_name("""
-    colocate_actor_critic: Use --train.colocate_all to share devices between all models.
-    colocate_ref_reward: Use --train.colocate_actor_ref or --train.colocate_all.
-    inference_tp_size: Engines generate now: --vllm.tensor_parallel_size.
-    load_model sft_model_path: Raw weights are not read; give a model folder by model_name_or_path.
-    reward_model_path: Raw weights are not read; give a model folder by --reward.model_name_or_path.
-    save_hf_model: Every run exports to --ckpt.output_dir; with checkpoints: --ckpt.save_hf.
-    bos_token eos_token pad_token unk_token: Special tokens are those of the tokenizer in the model's folder.
-""")
-# Names of other frameworks, which are answered with the flags that are meant.
-ELSEWHERE = _table("""
-    ds                          fp16=param_dtype
-    adam+actor.adam+critic.adam lr learning_rate=lr
-    data                        max_seq_length=max_len
-    rollout                     num_generations=n_samples_per_prompt
-    algo.kl                     kl_coef=init_coef
-""")
+TABLES: dict[str, dict[str, str]] = tomllib.loads(
+    (Path(__file__).parent / "old_flags.toml").read_text(encoding="utf-8")
+)
+NAMES, RL_NAMES, ELSEWHERE = TABLES["names"], TABLES["rl_names"], TABLES["elsewhere"]
+SWITCHES, IGNORED, REMOVED = TABLES["switches"], TABLES["ignored"], TABLES["removed"]
 OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # 1024 if not given
 MOST_RENAMES = 3  # that a notice spells out
 Group = tuple[str, list[str]]  # a flag as it is typed, without its dashes, and the words that follow it
@@ -148,9 +41,9 @@ def hints(flags: Mapping[str, Flag]) -> dict[str, list[str]]:
     return _known(ELSEWHERE, flags) | aliases(flags)
 
 
-def _known(table: Mapping[str, list[str]], flags: Mapping[str, Flag]) -> dict[str, list[str]]:
-    known = {name: [path for path in paths if path in flags] for name, paths in table.items() if name not in flags}
-    return {name: paths for name, paths in known.items() if paths}
+def _known(table: Mapping[str, str], flags: Mapping[str, Flag]) -> dict[str, list[str]]:
+    known = {name: [path for path in paths.split() if path in flags] for name, paths in table.items()}
+    return {name: paths for name, paths in known.items() if paths and name not in flags}
 
 
 def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation:
@@ -158,7 +51,7 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
     known, result = aliases(flags), Translation()
     renamed, lengths = dict[str, str](), dict[str, str]()
     for name, words in groups:
-        path, value = VALUES.get(name, ("", ""))
+        path, _, value = SWITCHES.get(name, "").partition(" ")
         if name in known:
             if name == "vllm_is_truncated_threshold" and len(words) == 1:
                 words = ["0", *words]  # it was an upper bound once

@@ -83,7 +83,7 @@ def test_every_flat_name_of_the_old_command_is_understood(command: str) -> None:
 def test_no_alias_hides_a_flag_of_today(command: str) -> None:
     flags = flags_of(ROOTS[command])
     assert not legacy.aliases(flags).keys() & flags.keys()
-    assert not (legacy.IGNORED.keys() | legacy.REMOVED.keys() | legacy.VALUES.keys()) & flags.keys()
+    assert not (legacy.IGNORED.keys() | legacy.REMOVED.keys() | legacy.SWITCHES.keys()) & flags.keys()
 
 
 def test_todays_names_are_passed_on_without_a_notice() -> None:

@@ -31,10 +31,7 @@ def flags_under(path: str, command: str) -> list[Flag]:
 
 
 LINES = [
-    (command, path, instead)
-    for path, instead in NOT_YET.items()
-    for command in ROOTS
-    if flags_under(path, command)
+    (command, path, instead) for path, instead in NOT_YET.items() for command in ROOTS if flags_under(path, command)
 ]
 
 
