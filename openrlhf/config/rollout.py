@@ -120,6 +120,11 @@ class RewardConfig(RuleConfig, title="Rewards."):
     num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1, needs="models")
 
     @property
+    def fallback(self) -> float | None:
+        """The reward of an episode whose reward failed, if `on_error` is a number."""
+        return None if self.on_error in ("fail", "drop") else float(self.on_error)
+
+    @property
     def models(self) -> list[str]:
         """The reward models."""
         return [part.strip() for part in (self.model_name_or_path or "").split(",") if part.strip()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from openrlhf.observability.run_folder import ComparedRow
-from openrlhf.rewards.budget import RewardErrors
+from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rollout.episode_metrics import of_sources
 from openrlhf.trajectory import Failure, Trajectory
 
@@ -50,13 +50,13 @@ def by_reward(pair: Comparison) -> float | None:
     return None if math.isnan(pair.margin) else (1.0 if pair.margin > 0 else 0.5 if pair.margin == 0 else 0.0)
 
 
-def check_errors(pairs: Sequence[Comparison], *, max_error_rate: float, counts: bool) -> None:
-    """Raise RewardErrors, with the first error, where too large a share could not be judged. `counts`: whether they matter."""
+def check_errors(pairs: Sequence[Comparison], errors: ErrorBudget) -> None:
+    """Raise RewardErrors, with the first error, if too many pairs could not be judged."""
     failed = [pair for pair in pairs if pair.win is None]
-    if counts and len(failed) > max_error_rate * len(pairs):
+    if errors.exceeded_by(len(failed), of=len(pairs)):
         raise RewardErrors(
             f"{len(failed)} of {len(pairs)} pairs could not be judged, a larger share than --reward.max_error_rate "
-            f"{max_error_rate:g}. To get the rest all the same, raise it or set --reward.on_error drop. "
+            f"{errors.max_error_rate:g}. To get the rest all the same, raise it or set --reward.on_error drop. "
             f"The first error:\n{failed[0].error}"
         )
 

@@ -41,14 +41,16 @@ from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents, make_agents
 from openrlhf.launch.hosts import start_hosts
 from openrlhf.launch.prompt_data import check_reward_models, look_at_prompts, policy_tokenizer, read_prompts
-from openrlhf.launch.reinforcement import check_reward, show_prompts
+from openrlhf.launch.reinforcement import show_prompts
 from openrlhf.observability.display import DisplayMode
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import SampleRow
 from openrlhf.observability.source_table import print_sources
-from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy
-from openrlhf.rewards.judge import Judge
+from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rewards.judge import Judge, NoVerdict
+from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.rule import offer_remote_engines, reward_of
+from openrlhf.rewards.servers import ServerError
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
@@ -115,7 +117,7 @@ def run_win_rate(config: EvaluationConfig) -> None:
         other = read_candidate(config, "against")
     judge = make_judge(config)
     if judge:
-        asyncio.run(judge.check())
+        asyncio.run(judge.servers.check())
     if config.dry_run:
         return show_prompts(model.prompts)
     with Evaluation(config) as evaluation:
@@ -194,8 +196,7 @@ class Evaluation:
     def __init__(self, config: EvaluationConfig) -> None:
         self.config = config
         self.kind: Device = "cuda" if count_gpus() else "cpu"
-        policy = ErrorPolicy.parse(config.reward.on_error)
-        self.errors = ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=policy)
+        self.errors = ErrorBudget.of(config.reward)
 
     def __enter__(self) -> Evaluation:
         with ExitStack() as ends:
@@ -241,7 +242,7 @@ class Evaluation:
         ):
             if agents:
                 ends.callback(agents.close)
-            generator = RolloutGenerator(engines, model.tokenizer, rule, agents=agents, on_error=self.errors.policy)
+            generator = RolloutGenerator(engines, model.tokenizer, rule, agents=agents, fallback=config.reward.fallback)
             at_once, timeout_s = config.rollout.batch_size, config.train.step_timeout
             return evaluate(model.prompts, generator, loop, spec, step=0, at_once=at_once, timeout_s=timeout_s)
 
@@ -277,7 +278,7 @@ class Evaluation:
         """The same of pairs, and write them down. Raises RewardErrors where too many could not be judged."""
         self.recorder.folder.log_samples(map(row_of, pairs))
         self.report(metrics, rows_of(pairs, lambda pair: pair.ours, columns))
-        check_errors(pairs, max_error_rate=self.config.reward.max_error_rate, counts=self.errors.policy.counts)
+        check_errors(pairs, self.errors)
 
 
 def rows_of(
@@ -336,8 +337,10 @@ async def judged(
         ours, theirs = readers
         message = readable(ours, pair.ours.prompt.tokens)
         answers = readable(ours, sampled(pair.ours)), readable(theirs, sampled(pair.theirs))
-        found = await judge.compare(message, *answers)
-        return replace(pair, win=found.win, error=found.error, failure=found.failure)
+        try:
+            return replace(pair, win=await judge.compare(message, *answers))
+        except (ServerError, NoVerdict) as error:
+            return replace(pair, error=str(error), failure=error.failure)
 
     return list(await asyncio.gather(*map(verdict, pairs)))
 

@@ -22,10 +22,9 @@ from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder
 from openrlhf.launch.run import Run, make_remote_teacher
 from openrlhf.models.loading import ModelError
-from openrlhf.observability.once import warn_once
 from openrlhf.rewards.budget import RewardErrors
-from openrlhf.rewards.preview import preview
-from openrlhf.rewards.rule import check_reward, offer_remote_engines
+from openrlhf.rewards.preview import check_reward
+from openrlhf.rewards.rule import offer_remote_engines
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
@@ -54,7 +53,6 @@ def run_ppo(config: PPOConfig) -> None:
         offer_remote_engines(config.rollout, config.reward)
     if generates:
         check_engine_args(config.vllm.engine_args, kind)
-        check_reward(config.reward)
     checkpoints = CheckpointManager(
         config.ckpt.path,
         parts=[] if config.ckpt.disable_ds else list(settings.engine_layouts(config)),
@@ -65,7 +63,8 @@ def run_ppo(config: PPOConfig) -> None:
     data = load_prompts(config)
     if generates:
         check_agents(config, data.tokenizer)
-        preview_reward(config, data)
+        first = [] if config.train.agent_func_path else range(min(PREVIEWED, len(data.train)))
+        check_reward(config.reward, [data.train[place] for place in first], data.tokenizer)
     if teacher := make_remote_teacher(config):
         teacher.check(data.tokenizer, max_len=config.data.max_len)
     identity = rl_identity(config, data.train, data.tokenizer)
@@ -83,15 +82,6 @@ def run_ppo(config: PPOConfig) -> None:
         run.naming_logs(),
     ):
         run.trainer.fit()
-
-
-def preview_reward(config: PPOConfig, data: PromptData) -> None:
-    """Warn if the reward of the first labels shows that no response will please it."""
-    rows = [data.train[place] for place in range(min(PREVIEWED, len(data.train)))]
-    if not config.train.agent_func_path and (
-        line := preview(config.reward, [row.text for row in rows], [row.label for row in rows], data.tokenizer)
-    ):
-        warn_once(line)
 
 
 def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -22,7 +21,7 @@ from openrlhf.launch.hosts import start_hosts
 from openrlhf.launch.identity import Identity, episode_identity
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.observability.recorder import Recorder
-from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy
+from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.protocol import Reward
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
@@ -78,8 +77,6 @@ class Run:
             self.ends.callback(self.loop.close)
             if not self.replay:
                 self.reward = self.ends.enter_context(reward_of(self.config.reward, log_dir=Path(self.log_dir)))
-                if self.reward:
-                    asyncio.run(self.reward.check())
                 self.fleet = Fleet(
                     self.plan.group_of("vllm"),
                     settings.engine_settings(
@@ -134,13 +131,12 @@ class Run:
 
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
         config = self.config
-        on_error = ErrorPolicy.parse(config.reward.on_error)
-        errors = ErrorBudget(max_error_rate=config.reward.max_error_rate, policy=on_error)
+        errors = ErrorBudget.of(config.reward)
         models = None
         if "reward" in groups:
             weights = config.reward.weights or ()
             models = RewardModels(groups["reward"], weights, timeout_s=config.train.step_timeout)
-        generator = self._make_generator(on_error)
+        generator = self._make_generator()
         source = self._make_source(generator, models, errors)
         kl = make_kl(config)
         maker = ExperienceMaker(
@@ -180,7 +176,7 @@ class Run:
             settings=settings.loop_settings(config, self.run_dir, self.identity),
         )
 
-    def _make_generator(self, on_error: ErrorPolicy) -> Generator:
+    def _make_generator(self) -> Generator:
         """The engines and the reward; with --rollout.dump_dir, what they give is written down, with --rollout.replay_dir read."""
         config = self.config
         if self.replay:
@@ -194,7 +190,9 @@ class Run:
         )
         if agents:
             self.ends.callback(agents.close)
-        generator = RolloutGenerator(self.fleet, self.data.tokenizer, self.reward, agents=agents, on_error=on_error)
+        generator = RolloutGenerator(
+            self.fleet, self.data.tokenizer, self.reward, agents=agents, fallback=config.reward.fallback
+        )
         if not config.rollout.dump_dir:
             return generator
         folder = EpisodeFolder(config.rollout.dump_dir)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,14 @@ from typing import Any
 from openrlhf.config.options import ConfigError
 from openrlhf.observability.once import warn_once
 from openrlhf.processes.pool import ProcessPool, UserCodeError
-from openrlhf.rewards.protocol import RewardRequest, RewardResult, batches, results_of
-from openrlhf.trajectory import Failure
+from openrlhf.rewards.protocol import Reward, RewardRequest
 
 ARGUMENTS = ("queries", "prompts", "labels")  # what a reward function is called with, in this order
 # Parameters of other trainers' functions, which are given a response alone.
 RESPONSES = {"completion", "completions", "response", "responses", "output", "outputs"}
 
 
-class FunctionReward:
+class FunctionReward(Reward):
     """The user's `reward_func(queries, prompts, labels)`, run in the processes of `pool`.
 
     It gets lists of length 1, one call per sample, or with `batch` (--reward.batch) all requests at
@@ -29,41 +28,32 @@ class FunctionReward:
     def __init__(
         self, path: str | Path, *, pool: ProcessPool, timeout: float, batch: bool = False, function: str = "reward_func"
     ) -> None:
-        self.target = f"{Path(path).resolve()}:{function}"
+        self.source = f"{Path(path).resolve()}:{function}"
         self.pool, self.timeout, self.batch = pool, timeout, batch
         self._arguments: _Arguments | None = None
 
     async def check(self) -> None:
-        """Load the file in a process. Raises ConfigError with the traceback if that fails."""
-        await self._learn_arguments()
-
-    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """One result per request; calls run side by side, as many as there are processes."""
-        return await batches(self._call, requests, together=self.batch)
-
-    async def _call(self, requests: list[RewardRequest]) -> list[RewardResult]:
+        """Load the file in a process. Raises ConfigError, with the traceback if that fails."""
         try:
-            args, kwargs = (await self._learn_arguments()).of(requests)
-        except ConfigError as error:
-            return [RewardResult(error=str(error), failure=Failure.EXCEPTION)] * len(requests)
-        return await results_of(self._ask(args, kwargs), len(requests), self.target)
+            await self._learn_arguments()
+        except UserCodeError as error:
+            raise ConfigError(f"--reward.remote_url: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"--reward.remote_url: {self.source} {error}") from error
 
-    async def _ask(self, args: list[list[Any]], kwargs: dict[str, list[Any]]) -> Any:
-        returned = await self.pool.call(self.target, *args, timeout=self.timeout, **kwargs)
+    async def ask(self, requests: list[RewardRequest]) -> Any:
+        """What the function returns for these requests."""
+        args, kwargs = (await self._learn_arguments()).of(requests)
+        returned = await self.pool.call(self.source, *args, timeout=self.timeout, **kwargs)
         if not isinstance(returned, Mapping):
-            warn_once(f"{self.target} returns rewards alone; a dict with rewards, scores and extra_logs can say more.")
+            warn_once(f"{self.source} returns rewards alone; a dict with rewards, scores and extra_logs can say more.")
         return returned
 
     async def _learn_arguments(self) -> _Arguments:
         if self._arguments is None:
-            try:
-                self._arguments = _Arguments.for_parameters(await self.pool.check(self.target))
-            except UserCodeError as error:
-                raise ConfigError(f"--reward.remote_url: {error}") from error
-            except ValueError as error:
-                raise ConfigError(f"--reward.remote_url: {self.target} {error}") from error
+            self._arguments = _Arguments.for_parameters(await self.pool.check(self.source))
             if notice := self._arguments.notice:
-                warn_once(f"{self.target} {notice}.")
+                warn_once(f"{self.source} {notice}.")
         return self._arguments
 
 

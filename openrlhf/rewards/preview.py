@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.rollout import RuleConfig
+from openrlhf.observability.once import warn_once
 from openrlhf.rewards.protocol import Reward, RewardRequest, request_of, shown
 from openrlhf.rewards.rule import reward_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from openrlhf.data.prompts import PromptRow
 
 
 def answered(tokenizer: PreTrainedTokenizerBase, prompt: str, label: Any, response: str) -> RewardRequest:
@@ -34,18 +37,16 @@ def wrong_answers(labels: Sequence[Any]) -> list[Any]:
     ]
 
 
-async def reward_preview(
-    reward: Reward, prompts: Sequence[str], labels: Sequence[Any], tokenizer: PreTrainedTokenizerBase
-) -> str | None:
-    """One line if the reward fails on labels, or likes them no more than wrong answers; else None.
+async def reward_preview(reward: Reward, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """One line if the reward fails on labels, or gives them no more than wrong answers; else None.
 
     Rows whose label is not text are left out.
     """
-    rows = [(prompt, label) for prompt, label in zip(prompts, labels, strict=True) if isinstance(label, str) and label]
-    wrong = wrong_answers([label for _, label in rows])
-    requests = [answered(tokenizer, prompt, label, label) for prompt, label in rows]
+    rows = [row for row in rows if isinstance(row.label, str) and row.label]
+    wrong = wrong_answers([row.label for row in rows])
+    requests = [answered(tokenizer, row.text, row.label, row.label) for row in rows]
     requests += [
-        answered(tokenizer, prompt, label, other) for (prompt, label), other in zip(rows, wrong, strict=True) if other
+        answered(tokenizer, row.text, row.label, other) for row, other in zip(rows, wrong, strict=True) if other
     ]
     results = await reward.score(requests) if rows else []
     if failed := [result for result in results if result.error is not None]:
@@ -59,12 +60,19 @@ async def reward_preview(
     )
 
 
-def preview(
-    rule: RuleConfig, prompts: Sequence[str], labels: Sequence[Any], tokenizer: PreTrainedTokenizerBase
-) -> str | None:
-    """`reward_preview` of the reward that the flags name, if its labels may be answers."""
-    if not (rule.remote_url or rule.verifier == "math"):
-        return None
+def check_reward(
+    rule: RuleConfig, rows: Sequence[PromptRow] = (), tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Load the function or verifier of the flags, or reach the servers, and warn of what `reward_preview` says of some rows.
+
+    Raises ConfigError. Labels are scored only if they may be answers.
+    """
+
+    async def check(reward: Reward) -> str | None:
+        await reward.check()
+        answers = rule.remote_url or rule.verifier == "math"
+        return await reward_preview(reward, rows, tokenizer) if tokenizer and answers else None
+
     with reward_of(rule, workers=1) as reward:
-        assert reward is not None
-        return asyncio.run(reward_preview(reward, prompts, labels, tokenizer))
+        if reward and (line := asyncio.run(check(reward))):
+            warn_once(line)

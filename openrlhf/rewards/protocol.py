@@ -1,6 +1,6 @@
 """Rewards of finished samples: what a reward is asked, what it gives, and the weighted sum of several.
 
-A failed reward is a result with an error, never a number: `ErrorPolicy` says what the episode becomes, `ErrorBudget` when
+A failed reward is a result with an error, never a number: --reward.on_error says what the episode becomes, `ErrorBudget` when
 the run stops.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.trajectory import Failure, Trajectory
 
@@ -62,26 +63,37 @@ class RewardResult:
     failure: Failure | None = None  # the kind of that error
 
 
-class Reward(Protocol):
-    """What scores samples: one result per request, in order; an error is a result too."""
+class Reward(ABC):
+    """Scores samples. A call gets one request, or with `batch` all requests together; calls run side by side."""
 
+    source: str  # what messages call the reward
+    batch = False
+
+    @abstractmethod
     async def check(self) -> None:
-        """Raise ConfigError if it cannot work."""
-        ...
+        """Raise ConfigError if the reward cannot work."""
 
-    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]: ...
+    @abstractmethod
+    async def ask(self, requests: list[RewardRequest]) -> Any:
+        """What one call returns, for `read_rewards`. Raises UserCodeError or ServerError, which say what kind of failure they are."""
 
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        """One result per request, in order; an error is a result too."""
+        calls = [list(requests)] if self.batch else [[request] for request in requests]
+        results = await asyncio.gather(*(self._score(call) for call in calls if call))
+        return [result for call_results in results for result in call_results]
 
-async def batches(
-    call: Callable[[list[RewardRequest]], Awaitable[list[RewardResult]]],
-    requests: Sequence[RewardRequest],
-    *,
-    together: bool,
-) -> list[RewardResult]:
-    """The results of calls side by side: one call per request, or all requests `together` in one call."""
-    calls = [list(requests)] if together else [[request] for request in requests]
-    results = await asyncio.gather(*(call(requests) for requests in calls if requests))
-    return [result for call_results in results for result in call_results]
+    async def _score(self, requests: list[RewardRequest]) -> list[RewardResult]:
+        try:
+            return read_rewards(await self.ask(requests), len(requests))
+        except (TypeError, ValueError, OverflowError) as error:
+            failed = RewardResult(error=f"{self.source} {error}", failure=Failure.RESULT)
+        except RuntimeError as error:
+            failure = getattr(error, "failure", None)
+            if failure is None:
+                raise
+            failed = RewardResult(error=str(error), failure=failure)
+        return [failed] * len(requests)
 
 
 def read_rewards(returned: Any, count: int) -> list[RewardResult]:
@@ -104,18 +116,6 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
         RewardResult(reward=reward, score=score, extra_logs={name: column[i] for name, column in columns.items()})
         for i, (reward, score) in enumerate(zip(rewards, scores, strict=True))
     ]
-
-
-async def results_of(asking: Awaitable[Any], count: int, source: str) -> list[RewardResult]:
-    """What a reward gave for `count` samples, or its error for each. `source`: what messages call the reward."""
-    try:
-        return read_rewards(await asking, count)
-    except (TypeError, ValueError, OverflowError) as error:
-        return [RewardResult(error=f"{source} {error}", failure=Failure.RESULT)] * count
-    except RuntimeError as error:
-        if failure := getattr(error, "failure", None):  # of user code, or of a server
-            return [RewardResult(error=str(error), failure=failure)] * count
-        raise
 
 
 def _finite(name: str, value: Any, count: int) -> list[float]:

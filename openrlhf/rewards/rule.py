@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.observability.once import warn_once
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
-from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult, batches, results_of
+from openrlhf.rewards.protocol import Reward, RewardRequest
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rewards.servers import HTTPServers
 
@@ -47,58 +47,49 @@ def reward_of(
         yield None
 
 
-def check_reward(rule: RuleConfig) -> None:
-    """Load the reward function, or reach the servers, before anything else. Raises ConfigError."""
-    if rule.remote_url:
-        with reward_of(rule, workers=1) as reward:
-            assert reward is not None
-            asyncio.run(reward.check())
+class HTTPReward(Reward):
+    """Servers that answer POST {"query": [...], "prompts": [...], "labels": [...]} as `read_rewards` says."""
 
-
-class HTTPReward(HTTPServers):
-    """Servers that answer POST {"query": [...], "prompts": [...], "labels": [...]} as `read_rewards` says.
-
-    Lists have length 1, or with `batch` (--reward.batch) hold all requests at once.
-    """
+    source = "reward server:"
 
     def __init__(self, urls: Sequence[str], *, timeout: float, retries: int, batch: bool = False) -> None:
-        super().__init__(urls, timeout=timeout, retries=retries)
+        self.servers = HTTPServers(
+            urls, timeout=timeout, retries=retries, kind="reward server", flag="--reward.remote_url"
+        )
         self.batch = batch
 
-    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """One result per request, in order."""
-        return await batches(self._call, requests, together=self.batch)
+    async def check(self) -> None:
+        """Wait for the servers. Raises ConfigError naming the servers that do not answer."""
+        await self.servers.check()
 
-    async def _call(self, requests: list[RewardRequest]) -> list[RewardResult]:
+    async def ask(self, requests: list[RewardRequest]) -> Any:
+        """What one of the servers answers."""
         body = {
             "query": [request.query for request in requests],
             "prompts": [request.prompt for request in requests],
             "labels": [request.label for request in requests],
         }
-        return await results_of(self.ask(body), len(requests), "reward server:")
+        return await self.servers.ask(body)
 
 
-class VerifierReward:
+class VerifierReward(Reward):
     """A built-in check of response against label (--reward.verifier), in the processes of `pool`."""
 
     def __init__(self, name: str, *, pool: ProcessPool, timeout: float) -> None:
-        self.name, self.target = name, VERIFIERS[name]
-        self.limits = [timeout] if name == "code" else []
-        self.pool, self.timeout = pool, timeout
+        self.source = VERIFIERS[name]
+        self.pool, self.timeout, self.sandboxed = pool, timeout, name == "code"
 
     async def check(self) -> None:
         """Load the verifier in a process. If it needs the sandbox, say what the sandbox cannot do on this machine."""
-        await self.pool.check(self.target)
-        if self.name == "code":
+        await self.pool.check(self.source)
+        if self.sandboxed:
             for missing in await self.pool.call("openrlhf.processes.sandbox:missing_protection", timeout=120):
                 warn_once(f"--reward.verifier code, on this machine: {missing}.")
 
-    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        return await batches(self._verify, requests, together=False)
-
-    async def _verify(self, requests: list[RewardRequest]) -> list[RewardResult]:
+    async def ask(self, requests: list[RewardRequest]) -> Any:
+        """What the verifier says of one response."""
         [request] = requests
         answer = request.response_text if request.answer is None else request.answer
         label = request.label if isinstance(request.label, str) else json.dumps(request.label)
-        verdict = self.pool.call(self.target, answer, label, *self.limits, timeout=self.timeout)
-        return await results_of(verdict, 1, self.target)
+        limits = [self.timeout] if self.sandboxed else []
+        return await self.pool.call(self.source, answer, label, *limits, timeout=self.timeout)

@@ -59,14 +59,7 @@ class HTTPServers:
     """
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        timeout: float,
-        retries: int,
-        kind: str = "reward server",
-        flag: str = "--reward.remote_url",
-        key: str | None = None,
+        self, urls: Sequence[str], *, timeout: float, retries: int, kind: str, flag: str, key: str | None = None
     ) -> None:
         self.servers = [_Server(url, kind) for url in urls]
         self.timeout, self.retries = timeout, retries

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.observability.metrics import Metric
 from openrlhf.observability.once import warn_once
-from openrlhf.rewards.budget import ErrorPolicy
 from openrlhf.rewards.protocol import Reward, RewardResult, request_of
 from openrlhf.rollout.measures import SampleCost, generation_metrics
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -146,7 +145,8 @@ class RolloutGenerator:
     """Draws samples from the engines and has them rewarded. Lives in the controller; user code runs in other processes.
 
     Without `agents` an episode is one sample of the prompt, and `reward` scores the episode; with agents an episode is what
-    the agent makes of the prompt. Without a reward, reward models score the finished episodes later.
+    the agent makes of the prompt. Without a reward, reward models score the finished episodes later. An episode whose reward
+    failed keeps the reward `fallback` (--reward.on_error); without a fallback the episode has failed.
     """
 
     def __init__(
@@ -156,10 +156,10 @@ class RolloutGenerator:
         reward: Reward | None,
         *,
         agents: Agents | None = None,
-        on_error: ErrorPolicy,
+        fallback: float | None = None,
     ) -> None:
         self.engines, self.tokenizer = engines, tokenizer
-        self.reward, self.agents, self.on_error = reward, agents, on_error
+        self.reward, self.agents, self.fallback = reward, agents, fallback
         self._costs: list[SampleCost] = []  # of training samples, since `metrics` was last called
 
     async def stream(
@@ -251,14 +251,11 @@ class RolloutGenerator:
         )
         if finished.failed:
             return finished.failing(f"the engine ended it: {generation.finish_reason}", Failure.ENGINE)
-        return finished if result.error is None else self._failed_reward(finished)
-
-    def _failed_reward(self, finished: Trajectory) -> Trajectory:
-        """Apply --reward.on_error: keep the episode with a fixed reward, or mark it failed. Its error stays with it."""
-        fallback = self.on_error.fallback
-        if fallback is None:
+        if result.error is None:
+            return finished
+        if self.fallback is None:
             return finished.failing(finished.error, finished.failure)
-        return replace(finished, reward=fallback, score=fallback)
+        return replace(finished, reward=self.fallback, score=self.fallback)
 
 
 _STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}

@@ -20,7 +20,6 @@ from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RolloutConfig, RuleConfig
 from openrlhf.rewards import remote_engines
-from openrlhf.rewards.budget import ErrorPolicy
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine import EngineError, RequestRefused
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
@@ -76,7 +75,7 @@ class Stand:
         self.logs = logs
         self.loop = BackgroundLoop()
         self.agents = AgentEpisodes(str(FILES / file), tokenizer, limits, processes, max_length=MAX_LEN, log_dir=logs)
-        self.generator = RolloutGenerator(self.engine, tokenizer, None, agents=self.agents, on_error=ErrorPolicy())
+        self.generator = RolloutGenerator(self.engine, tokenizer, None, agents=self.agents)
 
     def rollout(self, *prompts: Prompt, **changes: Any) -> list[Trajectory]:
         return rollout(self.generator, prompts, spec(**changes), loop=self.loop)

@@ -31,7 +31,7 @@ from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.launch import offline, settings
 from openrlhf.launch.reinforcement import plan_placement
 from openrlhf.launch.run import make_kl
-from openrlhf.rewards.budget import ErrorPolicy
+from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.engine_settings import engine_arguments
 from openrlhf.trainers import tasks
 from tests.config.commands import ROOTS, SMALLEST, read_flags
@@ -163,7 +163,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield settings.train_sampling(config)
         yield settings.eval_sampling(config)
         yield inference_config(config.ds)
-        yield ErrorPolicy.parse(config.reward.on_error)
+        yield [ErrorBudget.of(config.reward), config.reward.fallback]
         if config.vllm.dtype != "auto":
             tokenizer: Any = SimpleNamespace(eos_token_id=0)
             yield engine_arguments(settings.engine_settings(config, "m", kind, tokenizer), 0)

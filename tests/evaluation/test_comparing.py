@@ -20,7 +20,7 @@ from openrlhf.evaluation.comparing import (
     win_rate,
 )
 from openrlhf.observability.glossary import find_spec
-from openrlhf.rewards.budget import RewardErrors
+from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from tests.trainers.episodes import episode, failed
 
 
@@ -144,10 +144,10 @@ def test_accuracy_counts_pairs_whose_chosen_text_has_strictly_more() -> None:
 
 def test_too_many_failed_pairs_are_an_error_with_the_first_of_them() -> None:
     pairs = [won(0, 1.0), won(1, None), won(2, 0.0), won(3, None)]
-    check_errors(pairs, max_error_rate=0.5, counts=True)
-    check_errors(pairs, max_error_rate=0.0, counts=False)
+    check_errors(pairs, ErrorBudget(max_error_rate=0.5))
+    check_errors(pairs, ErrorBudget(max_error_rate=0.0, counts=False))
     with pytest.raises(RewardErrors, match=r"2 of 4 pairs .*--reward\.max_error_rate 0\.4.*\n.*no verdict"):
-        check_errors(pairs, max_error_rate=0.4, counts=True)
+        check_errors(pairs, ErrorBudget(max_error_rate=0.4))
 
 
 def test_a_pair_is_a_line_of_samples_with_both_answers() -> None:

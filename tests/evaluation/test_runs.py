@@ -17,8 +17,7 @@ from openrlhf.data.errors import DataError
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.evaluation.runs import WrittenAnswers, given_text, read_answers, readable, run_evaluation, sampled
 from openrlhf.models.loading import ModelError
-from openrlhf.rewards.budget import ErrorPolicy
-from openrlhf.rewards.protocol import RewardRequest, RewardResult
+from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.trainers.sources import evaluate
@@ -29,10 +28,12 @@ SPEC = SamplingSpec(
 )
 
 
-class Length:
+class Length(Reward):
     """Rewards with the length of the response; fails on one that has an x."""
 
     async def check(self) -> None: ...
+
+    async def ask(self, requests: list[RewardRequest]) -> None: ...
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         texts = [request.response_text for request in requests]
@@ -48,7 +49,7 @@ def test_written_answers_meet_their_prompts_and_are_rewarded_like_sampled_ones()
     answers = [tokenizer(texts[text])["input_ids"] for text in asked]
     answers[2] = tokenizer("bbb")["input_ids"]
     engines = WrittenAnswers(SPEC, prompts, answers)
-    generator = RolloutGenerator(engines, tokenizer, Length(), on_error=ErrorPolicy())
+    generator = RolloutGenerator(engines, tokenizer, Length())
     with closing(BackgroundLoop()) as loop:
         episodes = evaluate(prompts, generator, loop, SPEC, step=0, at_once=3, timeout_s=60)
     assert [episode.response_text for episode in episodes] == ["b", "cc", "bbb", "x"]

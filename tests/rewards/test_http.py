@@ -117,7 +117,7 @@ def test_a_server_that_is_not_there_is_named_before_the_run(server: RewardServer
 
 def test_a_server_that_fails_thousands_of_times_is_only_a_server_that_fails(server: RewardServer):
     reward = HTTPReward([f"http://127.0.0.1:{free_port()}"], timeout=1, retries=0)
-    reward.servers[0].failures = 5000
+    reward.servers.servers[0].failures = 5000
     (result,) = asyncio.run(reward.score([request("e")]))
     assert "attempt 1 of 1" in str(result.error)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,8 @@ import pytest
 from openrlhf.config.options import ConfigError
 from openrlhf.distributed.devices import free_port
 from openrlhf.rewards import servers as http_servers
-from openrlhf.rewards.judge import Judge, Verdict, read_verdict
+from openrlhf.rewards.judge import Judge, NoVerdict, read_verdict
+from openrlhf.rewards.servers import ServerError
 from openrlhf.trajectory import Failure
 from tests.judge_server import JudgeServer, answers_in, judge_server
 
@@ -27,18 +27,18 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_servers, "LONGEST_PAUSE_S", 0.1)
 
 
-def compare(server: JudgeServer, model: str, first: str, second: str, *, key: str | None = None) -> Verdict:
+def compare(server: JudgeServer, model: str, first: str, second: str, *, key: str | None = None) -> float:
     judge = Judge(server.url, model, max_tokens=7, timeout=20, retries=2, key=key)
     return asyncio.run(judge.compare("say e", first, second))
 
 
 def test_the_better_answer_wins_wherever_it_stands(server: JudgeServer) -> None:
-    assert compare(server, "letters", "eee", "x").win == 1.0
-    assert compare(server, "letters", "x", "eee").win == 0.0
+    assert compare(server, "letters", "eee", "x") == 1.0
+    assert compare(server, "letters", "x", "eee") == 0.0
 
 
 def test_both_orders_are_asked_so_that_a_judge_of_places_says_nothing(server: JudgeServer) -> None:
-    assert compare(server, "first", "eee", "x").win == 0.5
+    assert compare(server, "first", "eee", "x") == 0.5
     asked = [body["messages"][0]["content"] for body in server.bodies]
     assert sorted(map(answers_in, asked)) == [("eee", "x"), ("x", "eee")]
     assert all("<message>\nsay e\n</message>" in text for text in asked)
@@ -64,49 +64,45 @@ def test_an_answer_that_looks_like_a_place_in_the_question_is_only_an_answer(ser
 
 
 def test_reasons_may_come_before_the_last_line(server: JudgeServer) -> None:
-    assert compare(server, "chatty", "eee", "x").win == 1.0
+    assert compare(server, "chatty", "eee", "x") == 1.0
 
 
 @pytest.mark.parametrize(("text", "letter"), [("A", "A"), (" b.\n", "B"), ("[[B]]", "B"), ("A wins?\nVerdict: A", "A")])
 def test_a_last_line_of_one_letter_is_a_verdict(text: str, letter: str) -> None:
-    assert read_verdict({"choices": [{"message": {"content": text}}]}) == letter
+    assert read_verdict(text) == letter
 
 
-@pytest.mark.parametrize("text", ["", "A or B", "A\nbecause it is short", "C", "neither", None])
-def test_anything_else_is_none(text: str | None) -> None:
-    with pytest.raises(ValueError, match="neither A nor B"):
-        read_verdict({"choices": [{"message": {"content": text}}]})
+@pytest.mark.parametrize("text", ["", "A or B", "A\nbecause it is short", "C", "neither"])
+def test_anything_else_is_none(text: str) -> None:
+    with pytest.raises(NoVerdict, match="neither A nor B"):
+        read_verdict(text)
 
 
 def test_a_busy_judge_is_asked_again(server: JudgeServer) -> None:
-    assert compare(server, "busy_once", "eee", "x").win == 1.0
+    assert compare(server, "busy_once", "eee", "x") == 1.0
     assert len(server.bodies) == 3
 
 
 @pytest.mark.parametrize(
     ("model", "failure", "error"),
     [
-        (
-            "broken",
-            Failure.SERVER,
-            r"judge http.*/v1/chat/completions: status 500: .*out of memory.*\(attempt 3 of 3\)",
-        ),
-        ("unknown", Failure.RESULT, "answered status 404: .*no such model"),
-        ("silent", Failure.RESULT, "no chat completion: .*choices"),
+        ("broken", Failure.SERVER, r"judge http.*/v1: status 500: .*out of memory.*\(attempt 3 of 3\)"),
+        ("unknown", Failure.SERVER, "judge http.* answered status 404: .*no such model"),
+        ("silent", Failure.SERVER, r"judge http.* sent no str at choices\.0\.message\.content"),
         ("undecided", Failure.RESULT, "neither A nor B: .*Both A and B are fine"),
     ],
 )
 def test_no_verdict_is_an_error_that_says_why(server: JudgeServer, model: str, failure: Failure, error: str) -> None:
-    verdict = compare(server, model, "eee", "x")
-    assert (verdict.win, verdict.failure) == (None, failure)
-    assert re.search(error, str(verdict.error)), verdict.error
+    with pytest.raises((ServerError, NoVerdict), match=error) as caught:
+        compare(server, model, "eee", "x")
+    assert caught.value.failure is failure
 
 
 def test_a_judge_that_is_not_there_is_named_before_anything_is_sampled(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_servers, "START_S", 1)
-    asyncio.run(Judge(server.url, "letters", max_tokens=1, timeout=1, retries=0).check())
+    asyncio.run(Judge(server.url, "letters", max_tokens=1, timeout=1, retries=0).servers.check())
     gone = Judge(f"http://127.0.0.1:{free_port()}/v1", "m", max_tokens=1, timeout=1, retries=0)
     with pytest.raises(ConfigError, match=r"--judge\.url: .* does not answer.*Start the judge"):
-        asyncio.run(gone.check())
+        asyncio.run(gone.servers.check())

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.data.prompts import PromptRow
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.preview import answered, reward_preview, wrong_answers
 from tests.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
-PROMPTS, LABELS = ["1+1=", "2+2=", "3+3="], ["2", "4", "6"]
+LABELS = ["2", "4", "6"]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,8 @@ def line(pool: ProcessPool, folder: Path, body: str, labels: list[str] = LABELS)
     file = folder / f"reward{len(list(folder.iterdir()))}.py"
     file.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
     reward = FunctionReward(file, pool=pool, timeout=60)
-    return asyncio.run(reward_preview(reward, PROMPTS[: len(labels)], labels, TOKENIZER))
+    rows = [PromptRow(text=f"{n}+{n}=", tokens=[], label=label) for n, label in enumerate(labels, start=1)]
+    return asyncio.run(reward_preview(reward, rows, TOKENIZER))
 
 
 def test_a_right_answer_ends_as_one_that_was_sampled() -> None:

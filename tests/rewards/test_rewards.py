@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from openrlhf.config.options import ConfigError
+from openrlhf.config.rollout import RewardConfig
 from openrlhf.observability.once import warn_once
 from openrlhf.processes.pool import ProcessPool
-from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy, RewardErrors
+from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards
 from openrlhf.rewards.rule import VerifierReward
@@ -202,13 +203,12 @@ def test_the_math_verifier_grades_responses_not_prompts(pool: ProcessPool):
     assert rewards_of(results) == [1.0, 1.0, 0.0, 1.0]
 
 
-def test_the_error_policy_is_fail_drop_or_a_finite_number():
-    assert ErrorPolicy.parse("fail") == ErrorPolicy(fallback=None, counts=True)
-    assert ErrorPolicy.parse("drop") == ErrorPolicy(fallback=None, counts=False)
-    assert ErrorPolicy.parse("-1").fallback == -1.0
-    for text in ("", "ignore", "nan", "inf"):
-        with pytest.raises(ConfigError, match=r"--reward.on_error is .* it takes fail, drop or a number"):
-            ErrorPolicy.parse(text)
+def test_the_flags_say_whether_failures_count_and_which_reward_stands_in() -> None:
+    flags = {text: RewardConfig(on_error=text, max_error_rate=0.25) for text in ("fail", "drop", "-1")}
+    budgets = {text: ErrorBudget.of(reward) for text, reward in flags.items()}
+    assert budgets["fail"] == budgets["-1"] == ErrorBudget(max_error_rate=0.25, counts=True)
+    assert budgets["drop"] == ErrorBudget(max_error_rate=0.25, counts=False)
+    assert [reward.fallback for reward in flags.values()] == [None, None, -1.0]
 
 
 def episodes(failed: int, total: int) -> list[Trajectory]:
@@ -238,9 +238,4 @@ def test_the_run_stops_with_the_first_traceback_above_the_error_rate_and_not_at_
 
 
 def test_dropped_episodes_stop_no_run():
-    ErrorBudget(max_error_rate=0, policy=ErrorPolicy.parse("drop")).check(episodes(5, 5))
-
-
-def test_with_a_fixed_reward_what_fails_all_the_same_still_counts():
-    with pytest.raises(RewardErrors):
-        ErrorBudget(max_error_rate=0.1, policy=ErrorPolicy.parse("0")).check(episodes(1, 2))
+    ErrorBudget(max_error_rate=0, counts=False).check(episodes(5, 5))

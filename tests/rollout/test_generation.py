@@ -17,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.observability.metrics import values
-from openrlhf.rewards.budget import ErrorPolicy
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.engine import EngineSettings, RequestRefused, RolloutEngine, SamplingParams, engine_environment
 from openrlhf.rollout.fleet import Fleet
@@ -87,7 +86,7 @@ def rollout(engines) -> Draw:
 
 
 def made(handles: list[Any]) -> RolloutGenerator:
-    return RolloutGenerator(Started(handles), character_tokenizer(), None, on_error=ErrorPolicy())
+    return RolloutGenerator(Started(handles), character_tokenizer(), None)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from openrlhf.observability.metrics import values
-from openrlhf.rewards.budget import ErrorPolicy
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.fleet import checked
@@ -62,7 +61,7 @@ class Decoder:
 
 def made(engines: Engines | None = None, reward: Reward | None = None) -> RolloutGenerator:
     tokenizer: Any = Decoder()
-    return RolloutGenerator(engines or Engines(), tokenizer, reward, on_error=ErrorPolicy())
+    return RolloutGenerator(engines or Engines(), tokenizer, reward)
 
 
 def test_samples_of_a_prompt_share_a_key_and_evaluation_has_keys_of_its_own() -> None:

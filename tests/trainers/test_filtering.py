@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from openrlhf.data.prompts import PromptRow
 from openrlhf.observability.metrics import values
 from openrlhf.observability.run_folder import SampleRow
-from openrlhf.rewards.budget import ErrorBudget, ErrorPolicy
+from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.generator import Group, RolloutGenerator, SamplingSpec, as_sampled
@@ -151,7 +151,6 @@ def steps_of(
         Engines(delays),
         Decoder(),  # pyright: ignore[reportArgumentType]
         None if by_model else table,
-        on_error=ErrorPolicy(),
     )
     source = SyncSource(
         Prompts(len(rows)),  # pyright: ignore[reportArgumentType]
