@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ from openrlhf.distributed.placement import HostGroup, actor_options, reserve
 
 class WorkerError(RuntimeError):
     """A worker died, or did not answer in time. The message names it, what it was doing, and its log."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to a process, or the same call to several; the first one's answer counts. `logs`: their log files."""
+
+    references: tuple[Any, ...]
+    logs: tuple[str, ...]
 
 
 class WorkerHost:
@@ -106,15 +115,19 @@ class HostHandles:
 
     def _connect(self, settings: dict[str, Any], plugins: Sequence[str], timeout_s: float) -> None:
         doing = f"start the {self.group.name} processes"
-        asked = [host.location.remote() for host in self.actors]
-        nodes, addresses = zip(*gather(asked, timeout_s=timeout_s, doing=doing, logs=self.logs), strict=True)
+        asked = [self.call(rank, "location") for rank in range(len(self.actors))]
+        nodes, addresses = zip(*gather(asked, timeout_s=timeout_s, doing=doing), strict=True)
         order = order_by_node(nodes)
         self.actors, self.logs, nodes = ([column[slot] for slot in order] for column in (self.actors, self.logs, nodes))
         local_ranks, address = [nodes[:rank].count(node) for rank, node in enumerate(nodes)], addresses[order[0]]
         joined = [
-            host.connect.remote(rank, local_ranks, address, settings, plugins) for rank, host in enumerate(self.actors)
+            self.call(rank, "connect", rank, local_ranks, address, settings, plugins) for rank in range(len(nodes))
         ]
-        gather(joined, timeout_s=timeout_s, doing=doing, logs=self.logs)
+        gather(joined, timeout_s=timeout_s, doing=doing)
+
+    def call(self, rank: int, method: str, *args: Any) -> Call:
+        """Call a method of `WorkerHost` in the process of a rank."""
+        return Call((getattr(self.actors[rank], method).remote(*args),), (self.logs[rank],))
 
 
 class WorkerGroup:
@@ -134,70 +147,64 @@ class WorkerGroup:
         """Into how many data slices a batch is cut for this role."""
         return self.layout.dp
 
-    @property
-    def logs(self) -> list[str]:
-        """Log file of each rank."""
-        return self.hosts.logs
+    def create(self, worker: type, settings: Any) -> list[Call]:
+        """Create the role's worker in every process."""
+        return [self.hosts.call(rank, "add_role", self.role, worker, settings) for rank in self._ranks]
 
-    def create(self, worker: type, settings: Any) -> list[Any]:
-        """Create the role's worker in every process. Returns references."""
-        return [host.add_role.remote(self.role, worker, settings) for host in self.hosts.actors]
-
-    def launch(self, method: Callable[..., Any], per_slice: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Send each data slice to every rank that works on it. Returns one call per slice: the references of its ranks."""
+    def launch(self, method: Callable[..., Any], per_slice: Sequence[Any]) -> list[Call]:
+        """Send each data slice to every rank that works on it: one call per slice."""
         slices = zip(self.layout.slice_ranks(), map(ray.put, per_slice), strict=True)
-        return [tuple(self._call(rank, method, argument) for rank in ranks) for ranks, argument in slices]
+        calls = [[self._call(rank, method, argument) for rank in ranks] for ranks, argument in slices]
+        return [
+            Call(tuple(r for call in peers for r in call.references), tuple(log for call in peers for log in call.logs))
+            for peers in calls
+        ]
 
-    def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `method` on every rank with the same arguments. Returns references."""
-        return [self._call(rank, method, *args) for rank in range(self.layout.world_size)]
+    def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Call]:
+        """Call `method` on every rank with the same arguments."""
+        return [self._call(rank, method, *args) for rank in self._ranks]
 
-    def _call(self, rank: int, method: Callable[..., Any], *args: Any) -> Any:
-        return self.hosts.actors[rank].call.remote(self.role, method.__name__, *args)
+    @property
+    def _ranks(self) -> range:
+        return range(self.layout.world_size)
+
+    def _call(self, rank: int, method: Callable[..., Any], *args: Any) -> Call:
+        return self.hosts.call(rank, "call", self.role, method.__name__, *args)
 
 
 def gather(
-    calls: Sequence[Any],
+    calls: Sequence[Call],
     *,
     timeout_s: float,
     doing: str,
-    logs: Sequence[str] = (),
     flag: str = "--train.step_timeout (or --train.setup_timeout while a run starts)",
 ) -> list[Any]:
     """The results, in order; of a call to several ranks that of the first, when all have answered.
 
-    `doing` completes "… did not <doing> within …", `flag` is the flag that sets that time, `logs[i]` the log behind the i-th
-    reference. The first failure ends the wait: its peers may hang in a collective because of it. Raises WorkerError when a
-    process died or the timeout passed; an exception of a worker's code is raised as it is.
+    `doing` completes "… did not <doing> within …", `flag` is the flag that sets that time. The first failure ends the wait:
+    its peers may hang in a collective because of it. Raises WorkerError when a process died or the timeout passed; an
+    exception of a worker's code is raised as it is.
     """
     deadline = time.monotonic() + timeout_s
-    each = [call if isinstance(call, tuple) else (call,) for call in calls]
-    references = [reference for call in each for reference in call]
-    waiting = references
+    log_of = {reference: log for call in calls for reference, log in zip(call.references, call.logs, strict=True)}
+    waiting, done = list(log_of), list[Any]()
     try:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
-                raise WorkerError(_late(references, waiting, timeout_s, doing, logs, flag))
+                raise WorkerError(
+                    f"{len(waiting)} of {len(log_of)} processes did not {doing} within {timeout_s:g} s: "
+                    f"{', '.join(log_of[reference] for reference in waiting)}. Look at these logs; raise {flag} if they are "
+                    "merely slow."
+                )
             ray.get(done)
-        return ray.get([call[0] for call in each])
+        return ray.get([call.references[0] for call in calls])
     except RayTaskError as error:
         raise error.cause from error  # as the worker raised it: its message alone, for what a user can correct
     except RayActorError as error:
         raise WorkerError(
-            f"a process died while the run was about to {doing}: {error}. Logs: {', '.join(logs) or 'see the run folder'}"
+            f"a process died while the run was about to {doing}: {error}. Its log: {log_of[done[0]]}"
         ) from error
-
-
-def _late(
-    references: Sequence[Any], waiting: Sequence[Any], timeout_s: float, doing: str, logs: Sequence[str], flag: str
-) -> str:
-    late = [rank for rank, reference in enumerate(references) if reference in waiting]
-    where = ", ".join(logs[rank] if rank < len(logs) else f"process {rank}" for rank in late)
-    return (
-        f"{len(late)} of {len(references)} processes did not {doing} within {timeout_s:g} s: {where}. Look at these logs; "
-        f"raise {flag} if they are merely slow."
-    )
 
 
 def give_up(answer: Any) -> None:

@@ -255,7 +255,7 @@ class Evaluation:
         with closing(hosts):
             models = WorkerGroup(hosts, "reward")
             created = models.create(RewardWorker, settings.reward_settings(config))
-            gather(created, timeout_s=config.train.setup_timeout, doing="load the models", logs=models.logs)
+            gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
             weights = config.reward.weights or ()
             return RewardModels(models, weights, timeout_s=config.train.step_timeout).score(answers)
 

@@ -119,14 +119,13 @@ class Run:
             "critic": (CriticWorker, partial(settings.critic_settings, self.config, self.kind, steps)),
             "reward": (RewardWorker, partial(settings.reward_settings, self.config)),
         }
-        groups, created, logs = {}, [], []
+        groups, created = {}, []
         for hosts in self.hosts:
             for role in hosts.group.roles:
                 groups[role] = WorkerGroup(hosts, role)
                 worker, made_from = workers[role]
                 created += groups[role].create(worker, made_from())
-                logs += groups[role].logs
-        gather(created, timeout_s=self.config.train.setup_timeout, doing="load the models", logs=logs)
+        gather(created, timeout_s=self.config.train.setup_timeout, doing="load the models")
         return groups
 
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from openrlhf.distributed.placement import HostGroup, actor_options, reserve
-from openrlhf.distributed.worker_group import gather, give_up
+from openrlhf.distributed.worker_group import Call, gather, give_up
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
@@ -57,7 +57,7 @@ class Fleet:
 
     def wait(self) -> None:
         """Return when all engines serve. Raises EngineError or WorkerError."""
-        gather(self._starting, timeout_s=self.timeout_s, doing="start the engines", logs=self.logs)
+        gather(self._starting, timeout_s=self.timeout_s, doing="start the engines")
 
     async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         """One sample of the prompt for each of `params`, all from one engine. Samples with the same `key` share a prefix."""
@@ -71,14 +71,16 @@ class Fleet:
         finally:
             self._router.done(key, number, len(params))
 
-    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of `RolloutEngine` on every engine with the same arguments. Returns references."""
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Call]:
+        """Call a method of `RolloutEngine` on every engine with the same arguments."""
         return self.call_each(method, [kwargs] * self.size, *args)
 
-    def call_each(self, method: Callable[..., Any], per_engine: Sequence[dict[str, Any]], *args: Any) -> list[Any]:
+    def call_each(self, method: Callable[..., Any], per_engine: Sequence[dict[str, Any]], *args: Any) -> list[Call]:
         """The same with keyword arguments of their own for each engine."""
-        calls = zip(self._engines, per_engine, strict=True)
-        return [getattr(engine, method.__name__).remote(*args, **kwargs) for engine, kwargs in calls]
+        return [
+            Call((getattr(engine, method.__name__).remote(*args, **kwargs),), (log,))
+            for engine, log, kwargs in zip(self._engines, self.logs, per_engine, strict=True)
+        ]
 
     @contextmanager
     def naming_logs(self) -> Iterator[None]:
@@ -90,7 +92,7 @@ class Fleet:
 
     def stop(self) -> None:
         """Free the devices' memory, for others that come now."""
-        gather(self.call(RolloutEngine.stop), timeout_s=self.timeout_s, doing="end the engines", logs=self.logs)
+        gather(self.call(RolloutEngine.stop), timeout_s=self.timeout_s, doing="end the engines")
 
     def close(self) -> None:
         """End the processes and give their slots back."""

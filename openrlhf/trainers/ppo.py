@@ -18,7 +18,7 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState
 from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig
-from openrlhf.distributed.worker_group import WorkerGroup, gather
+from openrlhf.distributed.worker_group import Call, WorkerGroup, gather
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import ErrorBudget
@@ -137,7 +137,7 @@ class PPOTrainer:
         While the critic warms up (--critic.freezing_steps), the policy stays as it is.
         """
         lengths = experience.lengths.tolist()
-        launched, logs = [], []
+        launched: list[Call] = []
         if self.critic:
             read = experience.only(*CriticWorker.reads)
             jobs = [
@@ -145,7 +145,6 @@ class PPOTrainer:
                 for plan in self._plans(lengths, self.critic.slices)
             ]
             launched += self.critic.launch(CriticWorker.update, jobs)
-            logs += self.critic.logs
         if not self.policy_is_frozen:
             plans = self._plans(lengths, self.policy.slices)
             texts = self._pretraining_text(len(plans[0].steps))
@@ -157,8 +156,7 @@ class PPOTrainer:
                 for plan, text in zip(plans, texts, strict=True)
             ]
             launched += self.policy.launch(PolicyWorker.update, jobs)
-            logs += self.policy.logs
-        return merge_all(self._gather(launched, "update the models", logs))
+        return merge_all(self._gather(launched, "update the models"))
 
     def _plans(self, lengths: list[int], ranks: int) -> list[RankUpdate]:
         """Each rank's rows of every optimizer step; all roles take the same steps in the same order."""
@@ -177,8 +175,8 @@ class PPOTrainer:
         first = self.step * self.settings.updates_per_step
         return self.pretraining.for_ranks(range(first, first + steps), self.policy.slices)
 
-    def _gather(self, launched: list[Any], doing: str, logs: list[str]) -> list[Any]:
-        return gather(launched, timeout_s=self.settings.train.step_timeout, doing=doing, logs=logs)
+    def _gather(self, launched: list[Call], doing: str) -> list[Any]:
+        return gather(launched, timeout_s=self.settings.train.step_timeout, doing=doing)
 
     def after_step(self, metrics: dict[str, Metric]) -> None:
         """Log, adapt β, evaluate, checkpoint."""
@@ -237,7 +235,7 @@ class PPOTrainer:
             with self.checkpoints.writing(staged):
                 for part, group in self.parts().items() if not self.ckpt.disable_ds else ():
                     saved = group.broadcast(TrainedWorker.save_checkpoint, staged.engine_dir(part), staged.tag)
-                    self._gather(saved, "save a checkpoint", group.logs)
+                    self._gather(saved, "save a checkpoint")
                 if self.ckpt.save_hf:
                     self.export(staged.hf_dir)
             self.checkpoints.commit(
@@ -275,7 +273,7 @@ class PPOTrainer:
     def _load(self, checkpoint: Checkpoint) -> None:
         for part, group in self.parts().items():
             loaded = group.broadcast(TrainedWorker.load_checkpoint, checkpoint.engine_dir(part), checkpoint.tag)
-            self._gather(loaded, "load the checkpoint", group.logs)
+            self._gather(loaded, "load the checkpoint")
 
     def parts(self) -> dict[str, WorkerGroup]:
         """The trained models, by their place in a checkpoint."""
@@ -286,12 +284,12 @@ class PPOTrainer:
         self.export(str(folder))
         if self.critic and self.settings.save_critic:
             exported = self.critic.broadcast(TrainedWorker.export, self.tokenizer, f"{folder}_critic")
-            self._gather(exported, "export the critic", self.critic.logs)
+            self._gather(exported, "export the critic")
 
     def export(self, path: str) -> None:
         """Write the policy as Transformers and a stock vLLM server load it."""
         exported = self.policy.broadcast(TrainedWorker.export, self.tokenizer, path)
-        self._gather(exported, "export the policy", self.policy.logs)
+        self._gather(exported, "export the policy")
 
     def timed(self, name: str, iterable: Iterable[Any]) -> Iterator[Any]:
         """The items, with the seconds each took to come counted under `timing/<name>`; as long as the patience lasts."""

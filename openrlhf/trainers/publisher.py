@@ -12,7 +12,7 @@ from torch import Tensor
 from openrlhf.batches import TokenRows
 from openrlhf.distributed.buckets import PublicationError, SentWeights, verify_receipt
 from openrlhf.distributed.weight_sync import Transport, WeightGroup
-from openrlhf.distributed.worker_group import WorkerGroup, gather
+from openrlhf.distributed.worker_group import Call, WorkerGroup, gather
 from openrlhf.rollout.engine import RolloutEngine
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -55,9 +55,8 @@ class WeightPublisher:
 
     def connect(self, fleet: Fleet) -> None:
         """Form the weight group, anew when an engine was replaced."""
-        [(host, port)] = self._gather(
-            self.policy.broadcast(PolicyWorker.weight_address)[:1], "tell where to send weights from", self.policy.logs
-        )
+        asked = self.policy.broadcast(PolicyWorker.weight_address)[:1]
+        [(host, port)] = self._gather(asked, "tell where to send weights from")
         self.groups_made += 1
         # One rank broadcasts; CUDA IPC reaches a rank's own GPU only.
         senders = self.policy.layout.world_size if self.transport == "ipc" else 1
@@ -73,7 +72,7 @@ class WeightPublisher:
         offsets = range(senders, group.world_size, fleet.workers_per_engine)
         joining = fleet.call_each(RolloutEngine.join, [{"rank_offset": offset} for offset in offsets], group)
         joining += self.policy.broadcast(PolicyWorker.join_weight_group, group)
-        self._gather(joining, "join the weight group", [*fleet.logs, *self.policy.logs])
+        self._gather(joining, "join the weight group")
         self.connected = True
 
     def publish(self, version: int) -> None:
@@ -82,14 +81,12 @@ class WeightPublisher:
             return
         if not self.connected:
             self.connect(fleet)
-        [manifest] = self._gather(
-            [self.policy.broadcast(PolicyWorker.weight_manifest, version)[0]], "list its weights", self.policy.logs
-        )
+        listed = self.policy.broadcast(PolicyWorker.weight_manifest, version)[:1]
+        [manifest] = self._gather(listed, "list its weights")
         receiving = fleet.call(RolloutEngine.receive, manifest)
         sending = self.policy.broadcast(PolicyWorker.send_weights, manifest)
         self.connected = False  # until it worked: a failed publication leaves no group behind
-        logs = [*fleet.logs, *self.policy.logs]
-        results = self._gather([*receiving, *sending], f"publish weight version {version}", logs)
+        results = self._gather([*receiving, *sending], f"publish weight version {version}")
         self.connected = True
         sent: SentWeights = results[len(receiving)]
         for receipt in results[: len(receiving)]:
@@ -100,7 +97,7 @@ class WeightPublisher:
             self.probe = None
 
     def _serve(self, fleet: Fleet) -> None:
-        self._gather(fleet.call(RolloutEngine.resume), "serve the new weights", fleet.logs)
+        self._gather(fleet.call(RolloutEngine.resume), "serve the new weights")
 
     def check_engines(self, fleet: Fleet, probe: Probe) -> None:
         """Let every engine answer the probe with the weights it serves, and score the answers with the policy.
@@ -111,8 +108,8 @@ class WeightPublisher:
         asked = [
             call for prompt in probe.prompts for call in fleet.call(RolloutEngine.generate, prompt, [probe.params])
         ]
-        answers = self._gather(asked, "sample from the new weights", list(fleet.logs) * len(probe.prompts))
-        self._gather(fleet.call(RolloutEngine.pause), "empty their caches", fleet.logs)
+        answers = self._gather(asked, "sample from the new weights")
+        self._gather(fleet.call(RolloutEngine.pause), "empty their caches")
         self._serve(fleet)
         asked_of = [prompt for prompt in probe.prompts for _ in range(fleet.size)]
         samples: list[Generation] = [sample for [sample] in answers]
@@ -121,7 +118,7 @@ class WeightPublisher:
             [[False] * len(p) + [True] * len(s.tokens) for p, s in zip(asked_of, samples, strict=True)],
         )
         scoring = self.policy.broadcast(PolicyWorker.logprobs, rows)
-        ours: Tensor = self._gather(scoring, "score the engines' samples", self.policy.logs)[0][rows.loss_mask]
+        ours: Tensor = self._gather(scoring, "score the engines' samples")[0][rows.loss_mask]
         theirs = [torch.tensor(sample.logprobs) for sample in samples]
         gaps = (ours - torch.cat(theirs)).abs().split([len(sample) for sample in theirs])
         for engine in range(fleet.size):
@@ -134,6 +131,5 @@ class WeightPublisher:
                     "--vllm.quantization or --ds.attn_implementation."
                 )
 
-    def _gather(self, references: Sequence[Any], doing: str, logs: Sequence[str]) -> list[Any]:
-        flag = "--train.publish_timeout"
-        return gather(references, timeout_s=self.timeout_s, doing=doing, logs=logs, flag=flag)
+    def _gather(self, calls: Sequence[Call], doing: str) -> list[Any]:
+        return gather(calls, timeout_s=self.timeout_s, doing=doing, flag="--train.publish_timeout")

@@ -76,9 +76,8 @@ class Pending:
 
     def collect(self, timeout_s: float) -> Tensor:
         """(N,) if workers gave every token a number; (B,) or (B, K) if they gave every row numbers."""
-        results: Sequence[Tensor] = gather(
-            self.calls, timeout_s=timeout_s, doing=f"score the batch ({self.group.role})", logs=self.group.logs
-        )
+        doing = f"score the batch ({self.group.role})"
+        results: Sequence[Tensor] = gather(self.calls, timeout_s=timeout_s, doing=doing)
         size = self.batch.num_samples if self.per_sample else self.batch.num_tokens
         column = torch.zeros(size, *results[0].shape[1:])
         for rows, scored in zip(self.parts, results, strict=True):

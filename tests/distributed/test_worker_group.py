@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
 from openrlhf.distributed.layout import RankLayout
-from openrlhf.distributed.worker_group import WorkerError, WorkerGroup, gather
+from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -52,14 +51,16 @@ def group() -> Iterator[WorkerGroup]:
     host: Any = ray.remote(Host)
     actors = [host.options(num_cpus=0).remote(rank) for rank in range(4)]
     logs = [f"host-{rank}.log" for rank in range(4)]
-    yield WorkerGroup(SimpleNamespace(layout=RankLayout(dp=2, tp=2), actors=actors, logs=logs), "actor")  # type: ignore[arg-type]
+    hosts = HostHandles.__new__(HostHandles)  # around processes that are there already
+    hosts.layout, hosts.actors, hosts.logs = RankLayout(dp=2, tp=2), actors, logs
+    yield WorkerGroup(hosts, "actor")
     ray.shutdown()
 
 
 def test_each_slice_goes_to_the_ranks_that_share_it_and_the_first_gives_the_result(group: WorkerGroup) -> None:
     assert group.slices == 2
     calls = group.launch(Worker.double, [10, 20])
-    assert [ray.get(list(call)) for call in calls] == [[(0, 20), (1, 20)], [(2, 40), (3, 40)]]
+    assert [ray.get(list(call.references)) for call in calls] == [[(0, 20), (1, 20)], [(2, 40), (3, 40)]]
     assert gather(calls, timeout_s=60, doing="double") == [(0, 20), (2, 40)]
 
 
@@ -70,7 +71,7 @@ def test_a_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
 def test_a_failure_on_any_rank_of_a_slice_is_raised(group: WorkerGroup) -> None:
     """With its own message and no more; the traceback of the worker is its cause."""
     with pytest.raises(ValueError) as raised:
-        gather(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=60, doing="fail", logs=group.logs)
+        gather(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=60, doing="fail")
     assert str(raised.value) == "rank 3 cannot"
     assert "fail_on_rank_3" in str(raised.value.__cause__)
 
@@ -80,4 +81,4 @@ def test_a_rank_that_does_not_answer_is_named_with_its_log_and_the_flag(group: W
     with pytest.raises(
         WorkerError, match=r"1 of 4 processes did not sleep within 5 s: host-3\.log.*--train\.step_timeout"
     ):
-        gather(calls, timeout_s=5, doing="sleep", logs=group.logs)
+        gather(calls, timeout_s=5, doing="sleep")

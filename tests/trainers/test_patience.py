@@ -201,7 +201,7 @@ class OnPolicy(PPOTrainer):
         self.weights_made.optimize()
         return {}
 
-    def _gather(self, launched: list[Any], doing: str, logs: Any) -> list[Any]:
+    def _gather(self, launched: list[Any], doing: str) -> list[Any]:
         return launched
 
 
