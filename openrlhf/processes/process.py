@@ -12,7 +12,6 @@ import marshal
 import os
 import pickle
 import random
-import secrets
 import signal
 import socket
 import subprocess
@@ -31,7 +30,6 @@ from openrlhf.trajectory import Failure
 logger = logging.getLogger(__name__)
 DUMP_S = 0.5  # for a call that ran out of time, to write down where it hangs
 SLOW_LOAD_S = 10.0  # after which a file that is still being loaded is announced
-ROUNDS = 100  # of looking for what a process left behind
 PROGRAM = "import sys; from openrlhf.processes.program import main; main(*map(int, sys.argv[1:]))"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 
@@ -69,7 +67,7 @@ class UserProcess:
     @property
     def usable(self) -> bool:
         """Whether it can be given calls."""
-        return not (self.retiring or self.gone.is_set() or (self.process and self.process.poll() is not None))
+        return not (self.retiring or self.gone.is_set())
 
     async def run(self, call: Call, setup: Call) -> Any:
         """What a call returns after `setup`, which runs once. Raises UserCodeError."""
@@ -115,31 +113,26 @@ class UserProcess:
 
     async def _start(self) -> None:
         """Start the process, in a session of its own, and listen to it."""
-        self._mark = f"OPENRLHF_PROCESS={secrets.token_hex(8)}"  # in the environment of all it starts
-        self._uid = random.choice(UIDS)  # of the process, if we are root
         ours, theirs = socket.socketpair()
-        their_end, our_end = os.pipe()
-        self._lifeline = os.fdopen(our_end, "wb", buffering=0)
+        uid = random.choice(UIDS)  # of user code, if we are root
         output = os.dup(2) if self.log is None else os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         memory_bytes = int(self.limits.memory_gib * 2**30)
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, *map(str, (theirs.fileno(), their_end, memory_bytes, self._uid))],
-                pass_fds=(theirs.fileno(), their_end),
+                [sys.executable, "-c", PROGRAM, *map(str, (theirs.fileno(), memory_bytes, uid))],
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # closed to end it, by the kernel too if this process is killed
                 stdout=output,
                 stderr=output,
-                env=_environment() | dict([self._mark.split("=")]),
+                env=_environment(),
             )
         except OSError as error:
             ours.close()
             raise UserCodeError(f"no process can be started for user code: {error}", Failure.KILLED) from error
         finally:
             theirs.close()
-            os.close(their_end)
             os.close(output)
-        self._socket = ours
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._listening = asyncio.create_task(self._listen(self.process))
 
@@ -186,7 +179,8 @@ class UserProcess:
 
     def _insist(self, running: _Running) -> None:
         if not running.done.done():
-            self._signal(DUMP_SIGNAL)
+            if self.process:
+                self.process.send_signal(DUMP_SIGNAL)
             asyncio.get_running_loop().call_later(DUMP_S, lambda: running.done.done() or self.cut())
 
     def _cancel(self, running: _Running) -> None:
@@ -212,7 +206,6 @@ class UserProcess:
         self.gone.set()
         self.cut()
         self._writer.transport.abort()
-        self._lifeline.close()
         code = await asyncio.to_thread(process.wait)
         left = [running for running in self._calls.values() if not running.done.done()]
         suspects = [] if self._culprit_known else [each for each in left if each.late or not each.waiting]
@@ -220,7 +213,6 @@ class UserProcess:
             again = None if suspects == left == [running] else "alone" if running in suspects else "anywhere"
             running.done.set_exception(ProcessLost(self._ending or self._loss(running, code), again))
         self.on_end(self)
-        await asyncio.to_thread(_bury, process, self._uid, self._mark)
 
     def _loss(self, running: _Running, code: int) -> UserCodeError:
         """How the process ended, and what it wrote since the call began: where it hung or crashed."""
@@ -282,18 +274,10 @@ class UserProcess:
             raise UserCodeError(f"the arguments of {message.get('target')} cannot be sent: {error}") from error
         self._writer.write(LENGTH.pack(len(data)) + data)
 
-    def _signal(self, number: int) -> None:
-        if self.process and self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
-
     def cut(self) -> None:
-        """Kill the process group and end the connection, which a daemon may keep open; the listener does the rest."""
-        if self.process and self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        """Have the process end with all that it started; the listener does the rest."""
+        if self.process and self.process.stdin:
+            self.process.stdin.close()
 
     async def close(self, why: UserCodeError) -> None:
         """Kill the process, and wait until nothing is left of it; its calls end with an error."""
@@ -327,30 +311,6 @@ def _printed(log: Path | None, start: int) -> str:
         file.seek(max(start if start <= size else 0, size - 4000))  # a log that grew too long is shorter now
         text = file.read().decode(errors="replace").strip()
     return f" It wrote to {log}:\n{text}" if text else ""
-
-
-def _bury(process: subprocess.Popen[bytes], uid: int, mark: str) -> None:
-    """Kill what is left of a killed process's descendants, in whatever session."""
-    if os.geteuid() == 0:
-        with suppress(OSError):  # no right to change users: then the process had none either
-            subprocess.run(["/bin/sh", "-c", "kill -9 -1"], user=uid, check=False, stderr=subprocess.DEVNULL)
-    for _ in range(ROUNDS):  # a later round finds what is forked meanwhile
-        if not (marked := _marked(mark)):
-            break
-        for pid in marked:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _marked(mark: str) -> list[int]:
-    """Running processes with this variable in their environment, as far as we may look."""
-    found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-    return found
 
 
 def _ending(code: int) -> str:

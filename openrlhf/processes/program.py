@@ -1,9 +1,10 @@
 """The program that a user process runs: it loads the user's functions, and answers the calls of its pool.
 
-The pool starts it with the arguments SOCKET LIFELINE MEMORY_BYTES UID. It imports the standard library only: torch is here
+The pool starts it with the arguments SOCKET MEMORY_BYTES UID. User code runs in a child, so that the process itself can end
+all that user code leaves behind, even if the run was killed. The program imports the standard library only: torch is here
 if the user's file imports it. What user code prints goes to stdout and stderr, which nobody reads as data. Messages
-have a socket. Those to the program are pickled. Those from the program are marshalled, which holds built-in data only, so
-that no object of user code comes to life outside.
+go through the socket. Those to the program are pickled. Those from the program are marshalled, which holds built-in data
+only, so that no object of user code comes to life outside.
 
     in   call     a function and its arguments            out  done   the result of a call, or its error
          answer   what a call has asked for                    ask    a call asks the pool's owner for something
@@ -19,7 +20,6 @@ import asyncio
 import contextvars
 import errno
 import faulthandler
-import fcntl
 import inspect
 import itertools
 import marshal
@@ -38,9 +38,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from openrlhf.processes import confinement
+from openrlhf.processes.descendants import end_all
 from openrlhf.processes.loading import load_function, plain
 from openrlhf.trajectory import Failure
 
@@ -200,31 +201,36 @@ def _is_full() -> bool:
     return False
 
 
-def die_with_parent(lifeline: int) -> None:
-    """Have the kernel kill this process group when the parent's end of the pipe is closed.
-
-    This works while user code holds the interpreter lock, and takes grandchildren along.
-    PR_SET_PDEATHSIG spares grandchildren, and fires already when the *thread* that started a process ends.
-    """
-    os.set_inheritable(lifeline, False)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # gone before the kernel knew
-        os._exit(1)
+def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
+    """Start the process of user code. When it ends, or when the pool closes our standard input, end all that is left of it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    confinement.adopt_orphans()
+    if (child := os.fork()) == 0:
+        return run_user_code(socket.socket(fileno=socket_fd), memory_bytes, uid)
+    os.close(socket_fd)
+    signal.signal(DUMP_SIGNAL, lambda *_: os.kill(child, DUMP_SIGNAL))
+    select.select([sys.stdin, os.pidfd_open(child)], [], [])
+    end_like(os.waitstatus_to_exitcode(end_all(child)))
 
 
-def main(socket_fd: int, lifeline: int, memory_bytes: int, uid: int) -> None:
+def end_like(code: int) -> NoReturn:
+    """End this process with an exit status, or by the signal -code."""
+    if code < 0:
+        with suppress(OSError):  # SIGKILL has no other effect anyway
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def run_user_code(channel: socket.socket, memory_bytes: int, uid: int) -> None:
     """Set limits and serve. Data is limited, not address space, of which torch reserves plenty."""
-    die_with_parent(lifeline)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=False)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):  # if the whole machine runs short of memory, the kernel is to take a user process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     confinement.limit_processes(PROCESSES, uid)
-    channel = socket.socket(fileno=socket_fd)
     channel.set_inheritable(False)
     try:
         Program(channel).serve()

@@ -1,9 +1,8 @@
 """Runs a Python program that a model wrote: in a folder of its own, without network, within limits and a deadline.
 
-A program is the child of a launcher, a process that keeps the deadline, and finds and kills all that
-the program leaves behind, daemons too: the kernel hands it every orphan. Both are gone when
-`run_program` returns, or at the program's deadline if the caller is killed. What confines
-the program is in `confinement`. Standard library only.
+A program is the child of a launcher, a process that keeps the deadline and kills all that the program leaves behind. Both
+are gone when `run_program` returns, or at the program's deadline if the caller is killed. `confinement` confines the
+program. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from openrlhf.processes import confinement
+from openrlhf.processes.descendants import end_all
 
 MEMORY_BYTES = 2 << 30  # address space of each process
 FILE_BYTES = 16 << 20  # of each file, the output among them
@@ -66,31 +66,25 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
     """
     with (
         tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder,  # the launcher removes it
-        tempfile.TemporaryFile() as given,
         tempfile.TemporaryFile() as output,
         tempfile.TemporaryFile() as errors,
     ):
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
-        given.write(stdin.encode(errors="replace"))
-        given.seek(0)
         uid = random.choice(confinement.UIDS)  # used by root
-        launcher = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", f"{LAUNCH}; launch({seconds!r}, {uid}, {READABLE!r})"],
-            stdin=given,
-            stdout=output,
-            stderr=errors,
-            cwd=folder,
-            env=ENVIRONMENT | {"HOME": folder},
-            start_new_session=True,
-        )
         try:
-            status = launcher.wait(2 * seconds + SPARE_SECONDS)
+            status = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", f"{LAUNCH}; launch({seconds!r}, {uid}, {READABLE!r})"],
+                input=stdin.encode(errors="replace"),
+                stdout=output,
+                stderr=errors,
+                cwd=folder,
+                env=ENVIRONMENT | {"HOME": folder},
+                start_new_session=True,
+                timeout=2 * seconds + SPARE_SECONDS,
+                check=False,
+            ).returncode
         except subprocess.TimeoutExpired as error:
             raise SandboxError(f"the sandbox did not end {SPARE_SECONDS} s after its program's deadline") from error
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
         said = errors.read().decode(errors="replace")
         if status not in (OK, FAILED, LATE):
@@ -129,7 +123,7 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
     if said := os.read(problem, 4000):
         sys.exit(f"the program was not started: {said.decode()}")
     on_time = select.select([os.pidfd_open(child)], [], [], 2 * seconds)[0]
-    status = _end_all(child)
+    status = end_all(child)
     shutil.rmtree(os.getcwd(), ignore_errors=True)
     late = not on_time or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU)
     os._exit(LATE if late else FAILED if status else OK)
@@ -159,31 +153,3 @@ def _confine(seconds: float, readable: list[str]) -> list[str]:
     except OSError as error:
         unprotected.append(f"there is a network, and other processes can be signalled (no seccomp: {error})")
     return unprotected
-
-
-def _end_all(child: int) -> int:
-    """Kill and reap all descendants; the wait status of `child`."""
-    ended = -1
-    while True:
-        for pid in _descendants():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        try:
-            pid, status = os.waitpid(-1, 0)
-        except ChildProcessError:
-            return ended
-        if pid == child:
-            ended = status
-
-
-def _descendants() -> list[int]:
-    """All processes below this one, as /proc shows them now."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):  # it ended meanwhile
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found = [os.getpid()]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]

@@ -186,7 +186,7 @@ def test_the_children_of_a_killed_process_die_with_it(pool: ProcessPool, tmp_pat
     assert becomes_true(lambda: not running(process) and not running(child))
 
 
-def test_processes_and_their_children_die_with_the_parent_even_inside_a_call(tmp_path: Path):
+def test_processes_and_what_left_their_session_die_with_a_killed_run_even_inside_a_call(tmp_path: Path):
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, sys\n"

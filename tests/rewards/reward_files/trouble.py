@@ -61,7 +61,7 @@ def hold_the_interpreter():
 
 
 def hang_with_child(path):
-    child = subprocess.Popen(["sleep", "1000"])
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     with open(path, "w") as file:
         file.write(f"{os.getpid()} {child.pid}")
     return 9**9**9
