@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import check_folders, check_versions, flags_or_exit, plain_ends, prepare_process
+from openrlhf.cli.common import check_versions, flags_or_exit, plain_ends
 from openrlhf.config.evaluation import EvaluationConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and evaluate."""
-    prepare_process()
     config = flags_or_exit(EvaluationConfig, argv, command="eval")
     check_versions()
-    check_folders(config)
     # After the flags: --help and mistakes answer without loading torch.
     from openrlhf.evaluation.runs import run_evaluation
     from openrlhf.launch.reinforcement import USER_ERRORS

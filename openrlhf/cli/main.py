@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 from openrlhf import __version__
 from openrlhf.cli.common import fail, flags_or_exit, plain_ends, prepare_process, train_offline
+from openrlhf.config.flags import did_you_mean, nearest
 from openrlhf.config.options import ConfigError, load_named_plugins
 
 VERBS = {
@@ -46,18 +46,14 @@ def run_plugin_task(verb: str, argv: Sequence[str]) -> None:
     prepare_process()  # plug-ins may import torch
     with plain_ends(ConfigError):
         load_named_plugins(argv)
-    # Looked up, not imported: where no plug-in has, there is no task.
+    # Looked up, not imported: if no plug-in imported the module, there are no tasks.
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
     if verb not in tasks:
-        known = [*VERBS, *(name for name in tasks if name not in VERBS)]
-        close = get_close_matches(verb, known, n=1)
-        yet = " yet" if verb.removeprefix("train_") in PLANNED else ""
-        hint = f" Did you mean {close[0]}?" if close and not yet else ""
-        fail(
-            ConfigError(
-                f"there is no verb {verb}{yet}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own."
-            )
-        )
+        known = list(dict.fromkeys([*VERBS, *tasks]))
+        planned = verb.removeprefix("train_") in PLANNED
+        ending = " yet" if planned else ""
+        hint = "" if planned else did_you_mean(nearest(verb, known))
+        fail(f"there is no verb {verb}{ending}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own.")
     train_offline(flags_or_exit(tasks[verb].root, argv, command=verb), verb)
 
 

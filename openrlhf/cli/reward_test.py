@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from openrlhf.cli.common import flags_or_exit, plain_ends, prepare_process
+from openrlhf.cli.common import flags_or_exit, plain_ends
 from openrlhf.config.reward_test import RewardTestConfig
 
 
@@ -13,7 +13,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags, score, and exit with status 1 where too much failed."""
     words = sys.argv[1:] if argv is None else list(argv)
     config = flags_or_exit(RewardTestConfig, words[1:] if words[:1] == ["test"] else words, command="reward_test")
-    prepare_process()
     # After the flags: --help and mistakes answer without loading the datasets library.
     from openrlhf.evaluation.reward_test import USER_ERRORS, try_reward
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import flags_or_exit, plain_ends, prepare_process
+from openrlhf.cli.common import flags_or_exit, plain_ends
 from openrlhf.config.serving import ServeConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and serve."""
     config = flags_or_exit(ServeConfig, argv, command="serve_rm")
-    prepare_process()
     # After the flags: --help and mistakes answer without loading torch.
     from openrlhf.serving.server import USER_ERRORS, run_server
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import check_folders, check_versions, flags_or_exit, plain_ends, prepare_process
+from openrlhf.cli.common import check_versions, flags_or_exit, plain_ends
 from openrlhf.config.ppo import PPOConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and train."""
-    prepare_process()
     config = flags_or_exit(PPOConfig, argv, command="train_ppo_ray")
     check_versions()
-    check_folders(config)
     # After the flags: --help and mistakes answer without loading torch.
     from openrlhf.launch.reinforcement import USER_ERRORS, run_ppo
 

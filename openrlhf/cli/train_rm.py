@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import flags_or_exit, prepare_process, train_offline
+from openrlhf.cli.common import flags_or_exit, train_offline
 from openrlhf.config.supervised import RMConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and train."""
-    prepare_process()
     train_offline(flags_or_exit(RMConfig, argv, command="train_rm"), "rm")
 
 

@@ -14,7 +14,7 @@ from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
 def group_sizes(config: RLFlags) -> dict[str, int]:
     """A role that shares another's devices has the same size."""
-    sizes = rules.single_processes(config)
+    sizes: dict[str, Any] = rules.single_processes(config)
     owners = {"reward": "critic"} if config.train.colocate_critic_reward else {}
     owners |= {"ref": "actor"} if config.train.colocate_actor_ref else {}
     for role, owner in owners.items():
