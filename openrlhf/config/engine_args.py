@@ -1,4 +1,4 @@
-"""Which arguments of vLLM's may be given with `--vllm.engine_args`: all but those listed here, with a flag or a reason.
+"""Which arguments of vLLM's may be given with `--vllm.engine_args`: all but those in `engine_args.toml`.
 
 Whether vLLM knows the others, and their types, is asked of vLLM itself: `rollout/engine_check.py`.
 """
@@ -11,39 +11,14 @@ from typing import Any, cast
 
 from openrlhf.config import machine
 from openrlhf.config.effects import Sentences
-from openrlhf.config.flags import by_name, flags_of
+from openrlhf.config.flags import flags_of, tables
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
-# Arguments that have a flag of ours, or follow from one.
-FLAGS = by_name("""
-    model model_weights tokenizer served_model_name hf_config_path: actor.model_name_or_path
-    revision code_revision tokenizer_revision: actor.model_name_or_path with a folder
-    trust_remote_code: model.trust_remote_code
-    quantization_config: vllm.quantization
-    max_model_len: data.max_len
-    seed: train.seed
-    skip_tokenizer_init: rollout.stop
-    generation_config override_generation_config: rollout.temperature, .top_p, .top_k and .stop_token_ids
-    distributed_executor_backend: vllm.tensor_parallel_size
-    enable_sleep_mode: vllm.enable_sleep
-    enable_lora max_loras max_lora_rank lora_dtype lora_target_modules: ds.lora.rank
-    spec_method spec_model spec_tokens: vllm.engine_args with speculative_config
-""") | {name: f"vllm.{name}" for name in flags_of(VLLMConfig)}
-DRAWN = "samples would be drawn from another distribution than their log-probabilities say"
-# Arguments that would bend log-probabilities, publication or placement.
-REASONS = by_name(f"""
-    hf_overrides model_class_overrides config_format disable_sliding_window: the trainer's model would be another
-    runner convert pooler_config diffusion_config: the engine would generate no tokens
-    logits_processors watermark_config: {DRAWN}
-    logprobs_mode: the trainer needs the log-probabilities of what was sampled from: processed_logprobs
-    kv_cache_dtype: keys and values in 8 bits give other log-probabilities than the trainer's
-    load_format: other formats are quantised, or no files that --actor.model_name_or_path can name
-    worker_cls worker_extension_cls weight_transfer_config enable_eplb: new weights could not be published
-    cpu_offload_* offload_*: new weights could not be published to weights in CPU memory
-    kv_transfer_config kv_offloading_* ec_transfer_config: a second cache may keep keys and values of older weights
-    data_parallel_* *_context_parallel_size nnodes node_rank: --vllm.num_engines says which devices engines have
-    master_* device_ids enable_elastic_ep: --vllm.num_engines says which devices engines have
-""")
+TABLES = tables(__file__)
+FLAGS = TABLES["flags"] | {
+    name: f"vllm.{name}" for name in flags_of(VLLMConfig)
+}  # the flag of ours that sets an argument
+REASONS = TABLES["reasons"]  # why an argument, or all that match a pattern, may not be set
 # Quantisations that vLLM makes of new weights itself.
 ROUNDED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 LOOKED_UP = ("ngram", "ngram_gpu")  # methods of drafting that need no second model
@@ -80,7 +55,8 @@ def engine_args_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, longest: int)
          f"--vllm.engine_args speculative_config has the method {drafts.get('method')!r}: the weights of a draft model "
          f"would be neither trained nor published. Look drafts up: {' or '.join(LOOKED_UP)}."),
         (drafts.get("rejection_sample_method") == "synthetic",
-         "--vllm.engine_args speculative_config: with rejection_sample_method synthetic " + DRAWN + ". Leave it out."),
+         "--vllm.engine_args speculative_config: with rejection_sample_method synthetic samples would be drawn from another "
+         "distribution than their log-probabilities say. Leave it out."),
         (seeded and drafts.get("num_speculative_tokens_per_batch_size"),
          "--vllm.engine_args speculative_config: with num_speculative_tokens_per_batch_size a sample depends on what else "
          "is in the batch, and not only on its seed. Use num_speculative_tokens, or --rollout.seeded off."),

@@ -10,10 +10,12 @@ import difflib
 import json
 import operator
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
 T = TypeVar("T")
@@ -224,10 +226,10 @@ def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def by_name(text: str) -> dict[str, str]:
-    """What is said of each name, from lines `name name: what is said of them`."""
-    lines = (line.partition(": ") for line in text.strip().splitlines())
-    return {name: said for names, _, said in lines for name in names.split()}
+def tables(module: str) -> dict[str, dict[str, str]]:
+    """By name, what the TOML file beside a module says of names: `said = ["name", "name"]` in one of its tables."""
+    read = tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
+    return {title: {name: said for said, names in table.items() for name in names} for title, table in read.items()}
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:

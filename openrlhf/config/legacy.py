@@ -1,20 +1,16 @@
 """Flat names and old values of earlier releases, translated to today's flags with a notice.
 
-The tables are in `old_flags.toml`. They serve all commands: a command takes those of the flags that it has.
+The tables are in `legacy.toml`. They serve all commands: a command takes those of the flags that it has.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from openrlhf.config.flags import Flag
+from openrlhf.config.flags import Flag, tables
 
-TABLES: dict[str, dict[str, str]] = tomllib.loads(
-    (Path(__file__).parent / "old_flags.toml").read_text(encoding="utf-8")
-)
+TABLES = tables(__file__)
 NAMES, RL_NAMES, ELSEWHERE = TABLES["names"], TABLES["rl_names"], TABLES["elsewhere"]
 SWITCHES, IGNORED, REMOVED = TABLES["switches"], TABLES["ignored"], TABLES["removed"]
 OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # 1024 if not given

@@ -1,4 +1,4 @@
-"""Flags whose feature is not available yet, refused by name. Deleting a name here enables its feature."""
+"""Flags whose feature is not available yet, refused by name: those in `unsupported.toml`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from openrlhf.config.effects import look_up
-from openrlhf.config.flags import by_name, flags_in, flags_of
+from openrlhf.config.flags import flags_in, flags_of, tables
 
-# A flag, or a section, that is refused at any value but its default; and what to do instead.
-NOT_YET = by_name("""
-    ds.load_in_4bit ds.use_liger_kernel ds.deepcompile ds.torch_compile ds.nvme_path ds.enable_sleep: leave it out
-    ds.experts_implementation actor.freeze_visual_encoder ref.offload reward.offload placement: leave it out
-    train.async_enable train.partial_rollout_enable vllm.max_restarts vllm.sync_with_ray vllm.enable_sleep: leave it out
-    ds.ring_attn_size: use 1 and a smaller --data.max_len
-    ds.tensor_parallel_size: use 1 and --ds.zero_stage 3
-    ds.lora.rank: train every weight: 0
-    ds.adam_offload ds.param_offload: use --ds.zero_stage 3 on more GPUs
-    ds.use_universal_ckpt: resume with as many processes as before
-    ds.zpg: use 1
-    optim actor.optim critic.optim: use adam
-    use_ms: download the files first and give their paths
-    data.max_images_per_prompt: use text prompts
-    reward.process_model: use --reward.remote_url (a .py file or a server), or --reward.verifier
-    train.colocate_all: use --train.colocate_actor_ref
-    train.max_restarts: start again with --ckpt.load_enable
-    vllm.tensor_parallel_size vllm.pipeline_parallel_size: use 1 and more --vllm.num_engines
-""")
+NOT_YET = tables(__file__)["instead"]  # what to do instead of a flag, or of the flags of a section
 
 
 def is_refused(path: str, root: Any) -> bool:
