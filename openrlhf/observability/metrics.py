@@ -1,7 +1,7 @@
 """How logged numbers reduce over micro-batches and ranks.
 
 A worker reports `dict[str, Metric]`; `merge_all` joins the reports, which may have different keys;
-`values` gives the floats that are logged. What each name means: `glossary.py`.
+`values` gives the floats that are logged. What each name means: `glossary.toml`.
 """
 
 from __future__ import annotations
