@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any
 
-from openrlhf.observability.run_folder import ComparedRow
+from openrlhf.observability.run_folder import sample_row
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rollout.episode_metrics import of_sources
 from openrlhf.trajectory import Failure, Trajectory
@@ -142,13 +143,12 @@ def accuracy_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
     return {"pairs": len(pairs), "accuracy": numbers["acc_mean"], "margin": numbers["margin_mean"], "failed": failed}
 
 
-def row_of(pair: Comparison) -> ComparedRow:
-    """The line of samples.jsonl."""
-    return replace(
-        ComparedRow.of(0, pair.ours),
-        against=pair.theirs.response_text,
-        against_reward=pair.theirs.reward,
-        win=pair.win,
-        error=pair.error,
-        failure=pair.failure and str(pair.failure),
-    )
+def row_of(pair: Comparison) -> dict[str, Any]:
+    """The line of samples.jsonl: `response` and `reward` are of our answer; `win` is 1.0 if our answer is the better one."""
+    return sample_row(0, pair.ours) | {
+        "against": pair.theirs.response_text,
+        "against_reward": pair.theirs.reward,
+        "win": pair.win,
+        "error": pair.error,
+        "failure": pair.failure,
+    }

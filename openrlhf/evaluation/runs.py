@@ -44,7 +44,7 @@ from openrlhf.launch.prompt_data import check_reward_models, look_at_prompts, po
 from openrlhf.launch.reinforcement import show_prompts
 from openrlhf.observability.display import DisplayMode
 from openrlhf.observability.recorder import Recorder
-from openrlhf.observability.run_folder import SampleRow
+from openrlhf.observability.run_folder import sample_row
 from openrlhf.observability.source_table import print_sources
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.judge import Judge, NoVerdict
@@ -82,7 +82,7 @@ def run_pass_k(config: EvaluationConfig) -> None:
         return show_prompts(model.prompts)
     with Evaluation(config) as evaluation:
         answers = evaluation.rewarded(evaluation.answers(model, "vllm"))
-        evaluation.recorder.folder.log_samples(SampleRow.of(0, answer) for answer in answers)
+        evaluation.recorder.folder.log_samples(sample_row(0, answer) for answer in answers)
         evaluation.report(evaluation_metrics(answers, k=k), rows_of(answers, lambda t: t, partial(source_columns, k=k)))
         evaluation.errors.check(answers)
 
@@ -200,7 +200,7 @@ class Evaluation:
 
     def __enter__(self) -> Evaluation:
         with ExitStack() as ends:
-            self.recorder = Recorder(self.config)
+            self.recorder = Recorder(self.config, self.config.run.dir)
             ends.callback(self.recorder.close)
             self.log_dir = str(self.recorder.folder.logs.absolute())
             ends.enter_context(ray_cluster(largest_phase(self.config, on_gpus=self.kind == "cuda")))

@@ -60,9 +60,10 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     if checkpoint:
         check_resumable(checkpoint, strategy, identity)
     engine = load_models(task, strategy, schedule.total_steps)
+    run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
     recorder = None
     if strategy.is_main:
-        recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
+        recorder = Recorder(config, run_dir, resume_step=checkpoint.state.step if checkpoint else None)
         recorder.display.note(f"{plan} on {strategy.dp_size} process(es).")
     trainer = SupervisedTrainer(
         task,
@@ -79,7 +80,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         eval_steps=config.eval.steps,
         num_workers=config.data.dataloader_num_workers,
         recorder=recorder,
-        run_dir=checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir),
+        run_dir=run_dir,
         identity=identity,
     )
     try:

@@ -61,7 +61,7 @@ class Run:
         self.config, self.data, self.identity, self.plan = config, data, identity, plan
         self.kind: Device = kind
         self.run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
-        self.recorder = Recorder(config, resumed=checkpoint.state if checkpoint else None)
+        self.recorder = Recorder(config, self.run_dir, resume_step=checkpoint.state.step if checkpoint else None)
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.hosts: list[HostHandles] = []
         self.loop = BackgroundLoop()

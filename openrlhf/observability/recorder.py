@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 from openrlhf.config.commands import RecordedCommand
 from openrlhf.config.options import dump_yaml
 from openrlhf.observability.display import Display
 from openrlhf.observability.health import Health
 from openrlhf.observability.report import report_run
-from openrlhf.observability.run_folder import METRICS, RunFolder, SampleRow, read_lines
+from openrlhf.observability.run_folder import METRICS, RunFolder, read_lines, sample_row
 from openrlhf.observability.trackers import make_trackers
 from openrlhf.trajectory import Failure, Trajectory
 
@@ -19,40 +18,24 @@ SAMPLES_PER_STEP = 16  # episodes of a step that go to samples.jsonl, and as man
 SAMPLES_PER_EVALUATION = 4  # one of each of the first prompts, so that evaluations can be compared
 
 
-class Standing(Protocol):
-    """The state that a resumed run continues from."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def run_dir(self) -> str: ...
-
-
 class Recorder:
     """Logs the numbers and samples of a run. Only the main process has one.
 
-    `resumed`: the state that a resumed run continues from. Its folder is continued, cut back to that step.
+    `resume_step`: the step that a resumed run continues from. Its folder `run_dir` is continued, cut back to that step.
     """
 
-    def __init__(self, config: RecordedCommand, *, resumed: Standing | None = None) -> None:
+    def __init__(self, config: RecordedCommand, run_dir: str, *, resume_step: int | None = None) -> None:
         run, logger = config.run, config.logger
         self.display = Display(quiet=run.quiet, json=run.json)
-        if resumed:
-            self.folder = RunFolder(resumed.run_dir)
-            self.folder.truncate_to(resumed.step)
-            self.display.note(f"Continuing after step {resumed.step} in {resumed.run_dir}.")
-        else:
-            self.folder = RunFolder.create(run.dir)
-            if self.folder.earlier:
-                self.display.note(f"The files of an earlier run in {run.dir} are now in {self.folder.earlier}.")
+        self.folder = RunFolder(run_dir, resume_step=resume_step)
+        if resume_step is not None:
+            self.display.note(f"Continuing after step {resume_step} in {run_dir}.")
+        elif self.folder.earlier:
+            self.display.note(f"The files of an earlier run in {run_dir} are now in {self.folder.earlier}.")
         resolved = dump_yaml(config)
         self.folder.write_config(dump_yaml(config, given_only=True), resolved)
         self.trackers = make_trackers(
-            logger,
-            settings={"config": resolved},
-            run_dir=self.folder.path,
-            resume_step=resumed.step if resumed else None,
+            logger, settings={"config": resolved}, run_dir=self.folder.path, resume_step=resume_step
         )
         self.logging_steps = logger.logging_steps
         self.health = Health()
@@ -70,7 +53,7 @@ class Recorder:
         self.log(step, values)
         by_prompt = {t.prompt.index: t for t in reversed(trajectories) if not t.failed}
         chosen = sorted(by_prompt)[:SAMPLES_PER_EVALUATION]
-        self.folder.log_samples(SampleRow.of(step, by_prompt[prompt], evaluation=True) for prompt in chosen)
+        self.folder.log_samples(sample_row(step, by_prompt[prompt], evaluation=True) for prompt in chosen)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log numbers that the caller shows; what is wrong with them is shown here."""
@@ -83,10 +66,10 @@ class Recorder:
         good = [t for t in trajectories if not t.failed and not t.filtered][:SAMPLES_PER_STEP]
         filtered = [t for t in trajectories if not t.failed and t.filtered][:SAMPLES_PER_STEP]
         failed = _kinds_in_turn([t for t in trajectories if t.failed])[:SAMPLES_PER_STEP]
-        rows = [SampleRow.of(step, trajectory) for trajectory in [*good, *filtered, *failed]]
+        rows = [sample_row(step, trajectory) for trajectory in [*good, *filtered, *failed]]
         self.folder.log_samples(rows)
         if rows:
-            self.trackers.log_samples(step, rows[0].prompt + rows[0].response, rows[0].reward)
+            self.trackers.log_samples(step, rows[0]["prompt"] + rows[0]["response"], rows[0]["reward"])
 
     def close(self) -> None:
         """Write the report and leave the terminal as it was."""

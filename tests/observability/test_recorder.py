@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from openrlhf.checkpoints import RunState
 from openrlhf.config.shared import LoggerConfig, RunConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.observability.recorder import SAMPLES_PER_EVALUATION, SAMPLES_PER_STEP, Recorder
@@ -19,8 +18,7 @@ from tests.trainers.episodes import episode, failed
 
 def recorder(folder: Path, *, resume_step: int | None = None, logging_steps: int = 1) -> Recorder:
     config = SFTConfig(logger=LoggerConfig(logging_steps=logging_steps), run=RunConfig(dir=str(folder), quiet=True))
-    resumed = None if resume_step is None else RunState(step=resume_step, run_dir=str(folder))
-    return Recorder(config, resumed=resumed)
+    return Recorder(config, str(folder), resume_step=resume_step)
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:

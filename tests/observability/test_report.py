@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -17,20 +16,17 @@ from openrlhf.observability.report import (
     short_label,
     write_report,
 )
-from openrlhf.observability.run_folder import RunFolder, SampleRow
+from openrlhf.observability.run_folder import RunFolder
 
-SAMPLE = SampleRow(
-    step=1,
-    prompt_index=0,
-    sample_index=0,
-    prompt="2+2=",
-    response="5",
-    reward=0.0,
-    scores={},
-    stop_reason="stop",
-    weight_versions=(0,),
-    error=None,
-)
+SAMPLE = {
+    "step": 1,
+    "prompt_index": 0,
+    "sample_index": 0,
+    "prompt": "2+2=",
+    "response": "5",
+    "reward": 0.0,
+    "stop_reason": "stop",
+}
 
 
 class Page(HTMLParser):
@@ -59,12 +55,12 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def run(tmp_path):
-    folder = RunFolder.create(tmp_path / "grpo")
+    folder = RunFolder(tmp_path / "grpo")
     folder.write_config("", "algo:\n  kl:\n    init_coef: 0.01\n")
     for step in range(1, 41):
         folder.log_metrics(step, {"train/reward": step / 40, "train/my_number": 1.0})
     folder.log_metrics(40, {"eval/eval_gsm8k_pass1": 0.5})
-    folder.log_samples([SAMPLE, replace(SAMPLE, step=40, response="4", reward=1.0)])
+    folder.log_samples([SAMPLE, SAMPLE | dict(step=40, response="4", reward=1.0)])
     return folder
 
 
@@ -92,8 +88,8 @@ def test_the_page_needs_nothing_from_outside(run):
 
 def test_nothing_a_model_writes_becomes_markup(run):
     attack = "</pre><script>alert(1)</script><img src=x>{{ 7*7 }}"
-    run.log_samples([replace(SAMPLE, step=41, prompt=attack, response=attack)])
-    run.log_samples([replace(SAMPLE, step=41, error=attack, reward=None)])
+    run.log_samples([SAMPLE | dict(step=41, prompt=attack, response=attack)])
+    run.log_samples([SAMPLE | dict(step=41, error=attack, reward=None)])
     run.log_metrics(41, {f"train/{attack}": 1.0})
     run.log_metrics(42, {f"train/{attack}": 2.0})
     run.write_config("", attack)
@@ -129,14 +125,14 @@ def test_the_script_finds_the_numbers_of_every_chart(run):
 
 
 def test_an_empty_run_has_a_page_too(tmp_path):
-    RunFolder.create(tmp_path)
+    RunFolder(tmp_path)
     page = page_of(report_run(tmp_path))
     assert "No metrics were logged" in page.text
     assert page.count("svg") == 0
 
 
 def test_thousands_of_steps_make_a_page_of_bounded_size(tmp_path):
-    folder = RunFolder.create(tmp_path)
+    folder = RunFolder(tmp_path)
     names = [f"train/number_{i}" for i in range(5)]
     for step in range(8000):
         folder.log_metrics(step, {name: math.sin(step) for name in names})
@@ -209,7 +205,7 @@ def test_only_a_few_rows_are_held_whatever_the_run_logged():
 def test_failures_are_counted_and_the_newest_errors_shown(run):
     run.log_metrics(41, {"train/failed_episodes": 2})
     run.log_metrics(42, {"train/failed_episodes": 3})
-    run.log_samples(replace(SAMPLE, step=41, reward=None, error=f"TimeoutError {i}") for i in range(30))
+    run.log_samples(SAMPLE | dict(step=41, reward=None, error=f"TimeoutError {i}") for i in range(30))
     view = read_stage(Stage(name="RL", folder=run.path))
     assert view.notices == ["Failed episodes, dropped: 5", "Logged episodes with an error: 30"]
     page = page_of(report_run(run.path))

@@ -4,26 +4,14 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from openrlhf.observability.run_folder import RunFolder, SampleRow, read_lines
+from openrlhf.observability.run_folder import RunFolder, read_lines, sample_row
 from openrlhf.trajectory import Prompt, StopReason, Trajectory
 
-ROW = SampleRow(
-    step=1,
-    prompt_index=7,
-    sample_index=0,
-    prompt="2+2=",
-    response="4",
-    reward=1.0,
-    scores={"score": 1.0},
-    stop_reason="stop",
-    weight_versions=(0, 1),
-    error=None,
-)
+ROW = {"step": 1, "response": "4", "reward": 1.0, "scores": {"score": 1.0}, "stop_reason": "stop", "error": None}
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -36,13 +24,13 @@ def lines_of(path: Path) -> list[dict]:
 
 
 def test_a_new_folder_has_logs_and_empty_files(tmp_path):
-    RunFolder.create(tmp_path / "runs" / "first")
+    RunFolder(tmp_path / "runs" / "first")
     assert (tmp_path / "runs/first/logs").is_dir()
     assert (tmp_path / "runs/first/metrics.jsonl").read_text() == ""
 
 
 def test_each_log_call_is_one_object_with_step_time_and_the_names(tmp_path):
-    folder = RunFolder.create(tmp_path)
+    folder = RunFolder(tmp_path)
     folder.log_metrics(12, {"train/kl": 0.25})
     folder.log_metrics(12, {"eval/eval_loss": 2})
     train, evaluation = lines_of(tmp_path / "metrics.jsonl")
@@ -53,9 +41,9 @@ def test_each_log_call_is_one_object_with_step_time_and_the_names(tmp_path):
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_becomes_null(tmp_path, number):
-    folder = RunFolder.create(tmp_path)
+    folder = RunFolder(tmp_path)
     folder.log_metrics(1, {"train/policy_loss": number, "train/kl": 0.5})
-    folder.log_samples([replace(ROW, reward=number, scores={"score": number})])
+    folder.log_samples([ROW | dict(reward=number, scores={"score": number})])
     (row,) = lines_of(tmp_path / "metrics.jsonl")
     assert row["train/policy_loss"] is None
     assert row["train/kl"] == 0.5
@@ -78,7 +66,7 @@ def test_a_sample_has_the_documented_keys(tmp_path):
         extra_logs={"format": 0.25},
         response_text="4",
     )
-    RunFolder.create(tmp_path).log_samples([SampleRow.of(9, trajectory)])
+    RunFolder(tmp_path).log_samples([sample_row(9, trajectory)])
     assert lines_of(tmp_path / "samples.jsonl") == [
         {
             "step": 9,
@@ -100,8 +88,8 @@ def test_a_sample_has_the_documented_keys(tmp_path):
 
 @pytest.mark.parametrize("text", ['a "b"\n\r\u2028c', "日本語 🙂", "\ud800 lone", "\x00"])
 def test_any_text_stays_on_one_line(tmp_path, text):
-    folder = RunFolder.create(tmp_path)
-    folder.log_samples([replace(ROW, response=text), ROW])
+    folder = RunFolder(tmp_path)
+    folder.log_samples([ROW | dict(response=text), ROW])
     rows = list(read_lines(tmp_path / "samples.jsonl"))
     assert [row["response"] for row in rows] == [text.replace("\ud800", "?"), "4"]
 
@@ -109,7 +97,7 @@ def test_any_text_stays_on_one_line(tmp_path, text):
 def test_what_was_logged_survives_a_kill(tmp_path):
     program = (
         "import os, signal; from openrlhf.observability.run_folder import RunFolder\n"
-        f"folder = RunFolder.create({str(tmp_path)!r})\n"
+        f"folder = RunFolder({str(tmp_path)!r})\n"
         "for step in (1, 2, 3): folder.log_metrics(step, {'train/kl': 0.5})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -118,10 +106,10 @@ def test_what_was_logged_survives_a_kill(tmp_path):
 
 
 @pytest.mark.parametrize("unfinished", ['{"step": 3, "ti', "{", '{"step": 3}', "x" * 200_000])
-def test_opening_cuts_a_line_that_a_killed_process_left_unfinished(tmp_path, unfinished):
+def test_resuming_cuts_a_line_that_a_killed_process_left_unfinished(tmp_path, unfinished):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + unfinished)
     (tmp_path / "samples.jsonl").write_text(unfinished)
-    folder = RunFolder(tmp_path)
+    folder = RunFolder(tmp_path, resume_step=2)
     folder.log_metrics(3, {})
     folder.log_samples([ROW])
     assert [row["step"] for row in lines_of(tmp_path / "metrics.jsonl")] == [1, 2, 3]
@@ -129,35 +117,35 @@ def test_opening_cuts_a_line_that_a_killed_process_left_unfinished(tmp_path, unf
 
 
 def test_a_resumed_run_forgets_what_came_after_its_step(tmp_path):
-    folder = RunFolder.create(tmp_path)
+    folder = RunFolder(tmp_path)
     for step in (1, 2, 2, 3, 4):
         folder.log_metrics(step, {"train/kl": step / 10})
-        folder.log_samples([replace(ROW, step=step)])
+        folder.log_samples([ROW | dict(step=step)])
     folder.close()
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 5, "half')
-    resumed = RunFolder(tmp_path)
-    resumed.truncate_to(2)
+    resumed = RunFolder(tmp_path, resume_step=2)
     resumed.log_metrics(3, {"train/kl": 9.0})
-    resumed.log_samples([replace(ROW, step=3)])
+    resumed.log_samples([ROW | dict(step=3)])
     metrics = lines_of(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["train/kl"]) for row in metrics] == [(1, 0.1), (2, 0.2), (2, 0.2), (3, 9.0)]
     assert [row["step"] for row in lines_of(tmp_path / "samples.jsonl")] == [1, 2, 2, 3]
 
 
 def test_cutting_back_keeps_the_lines_as_they_were(tmp_path):
-    folder = RunFolder.create(tmp_path)
+    folder = RunFolder(tmp_path)
     folder.log_metrics(1, {"train/kl": 1 / 3, "train/policy_loss": math.nan})
     before = (tmp_path / "metrics.jsonl").read_text()
-    folder.truncate_to(1)
+    folder.close()
+    RunFolder(tmp_path, resume_step=1)
     assert (tmp_path / "metrics.jsonl").read_text() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "metrics.jsonl", "samples.jsonl"]
 
 
 def test_a_new_run_moves_what_an_earlier_one_left(tmp_path):
     for kl in (0.1, 0.2, 0.3):
-        folder = RunFolder.create(tmp_path)
+        folder = RunFolder(tmp_path)
         folder.write_config(f"kl: {kl}\n", f"kl: {kl}\nseed: 1\n")
         folder.log_metrics(1, {"train/kl": kl})
         folder.close()

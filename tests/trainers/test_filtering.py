@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from openrlhf.data.prompts import PromptRow
 from openrlhf.observability.metrics import values
-from openrlhf.observability.run_folder import SampleRow
+from openrlhf.observability.run_folder import sample_row
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop
@@ -70,7 +70,7 @@ def test_a_filtered_episode_keeps_its_text_and_numbers_and_lets_its_tokens_go() 
     before = episode(3, 1, score=1.0, actions=5, response_text="yes")
     after = thrown_away(before)
     assert (after.filtered, after.tokens, after.num_actions) == (True, [], 0)
-    assert SampleRow.of(1, after) == replace(SampleRow.of(1, before), filtered=True)
+    assert sample_row(1, after) == sample_row(1, before) | {"filtered": True}
 
 
 def test_the_pass_rate_counts_prompts_and_not_samples() -> None:
