@@ -53,7 +53,6 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP)
-	$(BIN)/python -m openrlhf.observability.glossary > docs/metrics.md
 	$(BIN)/python -m tests.pages
 
 setup: $(STAMP)

@@ -1,6 +1,6 @@
-"""What keeps the pages of docs/ true: links to source lines by symbol, flags with defaults, flag sets that run, curves that were seen.
+"""What keeps the pages of docs/ true: links to source lines by symbol, flags with defaults, flag sets that run, curves that were seen, metrics.
 
-`python -m tests.pages` (a part of `make docs`) writes the links and the curves anew.
+`python -m tests.pages` (`make docs`) writes the links, the curves and the page of metrics anew.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from functools import cache
 from pathlib import Path
 
 from openrlhf.config.flags import Flag, convert
+from openrlhf.observability.glossary import GLOSSARY
 from tests.sources import ROOT, package
 from tests.verify.learning import RECORDS, by_name, page, read_runs, summary
 
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
+METRICS = ROOT / "docs" / "metrics.md"
 CURVES = RECORDS.with_suffix(".md")
 # [`advantages.gae`](../openrlhf/algorithms/advantages.py): the end of a dotted name that only one definition has.
 LINK = re.compile(r"\[`(\w+(?:\.\w+)+)`\]\((?:[^)\s]*\.py(?:#L\d+)?)?\)")
@@ -26,6 +28,14 @@ FLAG = re.compile(r"`--([\w.]+)(?: \(([^)`]*)\))?`")
 FLAG_SET = re.compile(r"^```bash (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # <!-- learned gspo -->0.33 → 0.51<!-- end -->
 LEARNED = re.compile(r"(<!-- learned (\w+) -->).*?(<!-- end -->)", re.DOTALL)
+
+METRIC_STAGES = {"train": "Training", "rollout": "Rollout", "timing": "Time and throughput", "eval": "Evaluation"}
+
+METRICS_INTRODUCTION = """\
+Every number that a run logs, under the name it has in `metrics.jsonl` and in the trackers. A mean is weighted by
+what it counts (action tokens, target tokens, episodes or pairs) over all ranks and micro-batches of a step, so it does
+not depend on how the batch was split. Numbers that your reward function or agent adds appear as `train/<name>`, as
+means. A value outside its range is a fault of this program: please report it."""
 
 
 def pages() -> list[Path]:
@@ -103,8 +113,21 @@ def rewritten(path: Path) -> str:
     return with_curves(relinked(path.read_text(encoding="utf-8"), path.parent))
 
 
+def metrics_page() -> str:
+    """The documentation page of all metrics: one table per stage, names in alphabetical order."""
+    lines = ["# Metrics", "", METRICS_INTRODUCTION]
+    for stage, title in METRIC_STAGES.items():
+        lines += ["", f"## {title}", "", "| name | reduces as | unit | range | meaning |", "|---|---|---|---|---|"]
+        for name in sorted(name for name in GLOSSARY if name.startswith(f"{stage}/")):
+            spec = GLOSSARY[name]
+            cells = f"`{name}`", spec.reduces, spec.unit or "–", spec.range, spec.definition
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def write_pages() -> None:
     """Bring all pages up to date."""
+    METRICS.write_text(metrics_page(), encoding="utf-8")
     runs = read_runs()
     if runs:
         CURVES.write_text(page(runs), encoding="utf-8")

@@ -13,9 +13,21 @@ import pytest
 from openrlhf.config import machine
 from openrlhf.config.flags import Flag, flags_of
 from openrlhf.config.options import parse_config
-from openrlhf.observability.glossary import find_spec, glossary_markdown
+from openrlhf.observability.glossary import find_spec
 from tests.config.commands import ROOTS, violations
-from tests.pages import ALGORITHMS, CURVES, FLAG, LEARNED, flag_sets, pages, relinked, rewritten, says_its_default
+from tests.pages import (
+    ALGORITHMS,
+    CURVES,
+    FLAG,
+    LEARNED,
+    METRICS,
+    flag_sets,
+    metrics_page,
+    pages,
+    relinked,
+    rewritten,
+    says_its_default,
+)
 from tests.sources import ROOT
 from tests.verify.learning import LearningRun, page, read_runs, record, sparkline, summary
 from tests.verify.test_learning import RUNS
@@ -101,7 +113,7 @@ def test_every_make_target_that_is_named_exists(page: Path) -> None:
 
 def test_the_page_of_metrics_is_the_glossary() -> None:
     """`make docs` writes it anew."""
-    assert (ROOT / "docs/metrics.md").read_text() == glossary_markdown()
+    assert METRICS.read_text() == metrics_page()
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)

@@ -1,7 +1,7 @@
 """What every logged number means: its name, how it reduces, its unit, its range and one line of definition.
 
-The declarations are in `glossary.toml`, and `docs/metrics.md` is generated from them. Numbers that a user's reward
-function or agent adds are logged as `train/<name>`, as means, and need no declaration.
+The declarations are in `glossary.toml`, and docs/metrics.md shows them as tables. Numbers that a user's reward function or
+agent adds are logged as `train/<name>`, as means, and need no declaration.
 """
 
 from __future__ import annotations
@@ -65,31 +65,11 @@ def implausible(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def glossary_markdown() -> str:
-    """The documentation page of all metrics: one table per stage, names in alphabetical order."""
-    lines = ["# Metrics", "", _INTRODUCTION]
-    for stage, title in _STAGES.items():
-        lines += ["", f"## {title}", "", "| name | reduces as | unit | range | meaning |", "|---|---|---|---|---|"]
-        for name in sorted(name for name in GLOSSARY if name.startswith(f"{stage}/")):
-            spec = GLOSSARY[name]
-            cells = f"`{name}`", spec.reduces, spec.unit or "–", spec.range, spec.definition
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
-
-
 _ORDERED = (  # the first number of a pair is never more than the second
     ("train/logprob_gap_mean", "train/logprob_gap_max"),
     ("train/response_length", "train/total_length"),
     ("eval/eval_failed_episodes", "eval/eval_num_samples"),
 )
-
-_STAGES = {"train": "Training", "rollout": "Rollout", "timing": "Time and throughput", "eval": "Evaluation"}
-
-_INTRODUCTION = """\
-Every number that a run logs, under the name it has in `metrics.jsonl` and in the trackers. A mean is weighted by
-what it counts (action tokens, target tokens, episodes or pairs) over all ranks and micro-batches of a step, so it does
-not depend on how the batch was split. Numbers that your reward function or agent adds appear as `train/<name>`, as
-means. A value outside its range is a fault of this program: please report it."""
 
 GROUPS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["group"]
 GLOSSARY = {
@@ -97,6 +77,3 @@ GLOSSARY = {
     for group in GROUPS
     for name, definition in group["metrics"].items()
 }
-
-if __name__ == "__main__":  # writes docs/metrics.md: `make docs`
-    print(glossary_markdown(), end="")

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from openrlhf.observability import metrics
-from openrlhf.observability.glossary import GLOSSARY, GROUPS, find_spec, glossary_markdown, implausible
+from openrlhf.observability.glossary import GLOSSARY, GROUPS, find_spec, implausible
+from tests.pages import metrics_page
 
 # The names users have dashboards for.
 ESTABLISHED = """
@@ -53,7 +54,7 @@ def test_no_name_is_declared_twice():
 
 
 def test_the_page_has_one_row_of_five_cells_for_every_name():
-    page = glossary_markdown()
+    page = metrics_page()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) == len(GLOSSARY)
     assert all(len(re.split(r"(?<!\\)\|", row)) == 5 + 2 for row in rows)
