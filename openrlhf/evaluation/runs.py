@@ -42,7 +42,6 @@ from openrlhf.launch.agents import check_agents, make_agents
 from openrlhf.launch.hosts import start_hosts
 from openrlhf.launch.prompt_data import check_reward_models, look_at_prompts, policy_tokenizer, read_prompts
 from openrlhf.launch.reinforcement import show_prompts
-from openrlhf.observability.display import DisplayMode
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.observability.source_table import print_sources
@@ -266,7 +265,7 @@ class Evaluation:
 
     def report(self, metrics: Mapping[str, float], rows: Mapping[str, Mapping[str, float]]) -> None:
         """Log the numbers, and print them by data source."""
-        if self.recorder.display.mode is DisplayMode.JSON:
+        if self.recorder.display.json:
             self.recorder.evaluation(0, metrics)
         else:
             self.recorder.log(0, metrics)

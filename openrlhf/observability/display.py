@@ -1,8 +1,7 @@
 """What a run prints on the terminal: one line per step and per evaluation, and notes.
 
-Three modes: *rich* on an interactive terminal (lines scroll above a live progress bar), *quiet*
-(the same lines, plain: files, pipes, --run.quiet) and *json* (one object per line, --run.json).
-Only the process with rank 0 has a display.
+On an interactive terminal the lines scroll above a live progress bar. Elsewhere (files, pipes, --run.quiet) the same lines
+are plain. With --run.json each line is one JSON object. Only the process with rank 0 has a display.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -21,16 +19,8 @@ from openrlhf.observability.lines import Part, clock_time, evaluation_parts, joi
 from openrlhf.observability.run_folder import json_line
 
 
-class DisplayMode(StrEnum):
-    """How a run prints."""
-
-    RICH = "rich"
-    QUIET = "quiet"
-    JSON = "json"
-
-
 class Display:
-    """Prints for the person who started the run."""
+    """Prints for the person who started the run. `live`: lines above a progress bar; `json`: one object per line."""
 
     def __init__(
         self,
@@ -42,71 +32,65 @@ class Display:
     ) -> None:
         """`quiet` and `json` are --run.quiet and --run.json; `out` defaults to standard output."""
         self._out = out or sys.stdout
-        live = not quiet and not json and self._out.isatty()
-        self.mode = DisplayMode.JSON if json else DisplayMode.RICH if live else DisplayMode.QUIET
-        plain: dict[str, Any] = {} if live else {"color_system": None}
-        self.console = Console(file=self._out, highlight=False, **plain)
+        self.json = json
+        self.live = not quiet and not json and self._out.isatty()
+        self.console = Console(file=self._out, highlight=False, color_system="auto" if self.live else None)
         self._clock = clock
         self._total, self._first, self._began = 0, 0, clock()
-        self._progress: Progress | None = None
+        self._progress = Progress(
+            SpinnerColumn(style="cyan"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+            TextColumn("{task.fields[left]}", style="dim"),
+            TextColumn("{task.description}", style="dim"),
+            console=self.console,
+            expand=True,
+            disable=not self.live,
+        )
+        self._bar = self._progress.add_task("starting", left="")
 
     def begin(self, total_steps: int, *, done: int = 0) -> None:
         """Start counting: a resumed run has `done` of `total_steps` behind it."""
         self._total, self._first, self._began = total_steps, done, self._clock()
-        if self.mode is DisplayMode.RICH:
-            self._progress = Progress(
-                SpinnerColumn(style="cyan"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-                TextColumn("{task.fields[left]}", style="dim"),
-                TextColumn("{task.description}", style="dim"),
-                console=self.console,
-                expand=True,
-            )
-            self._progress.add_task("starting", total=total_steps, completed=done, left="")
-            self._progress.start()
+        self._progress.update(self._bar, total=total_steps, completed=done)
+        self._progress.start()
 
     def status(self, text: str) -> None:
-        """Show what the run is doing now beside the progress bar: "generating 512 episodes"."""
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], description=text)
+        """Show beside the progress bar what the run is doing now: "generating 512 episodes"."""
+        self._progress.update(self._bar, description=text)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Print a training step, given its metrics by their logged names."""
         made = step - self._first
         left = (self._clock() - self._began) / made * (self._total - step) if made > 0 else None
-        if self.mode is DisplayMode.JSON:
+        if self.json:
             self._emit("step", step=step, total_steps=self._total, seconds_left=left, **values)
             return
-        if self._progress is None:
-            self._line(step_parts(step, self._total, values, seconds_left=left))
-        else:  # the time left is in the bar
-            self._line(step_parts(step, self._total, values, seconds_left=None))
-            text = "" if left is None else f"{clock_time(left)} left"
-            self._progress.update(self._progress.task_ids[0], completed=step, left=text)
+        in_line = None if self.live else left  # a live terminal has the time left beside the bar
+        self._line(step_parts(step, self._total, values, seconds_left=in_line))
+        beside_bar = "" if left is None else f"{clock_time(left)} left"
+        self._progress.update(self._bar, completed=step, left=beside_bar)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print an evaluation of the weights after `step`."""
-        if self.mode is DisplayMode.JSON:
+        if self.json:
             self._emit("evaluation", step=step, **values)
         else:
             self._line(evaluation_parts(step, values))
 
     def note(self, text: str) -> None:
         """Print a sentence about the run."""
-        if self.mode is DisplayMode.JSON:
+        if self.json:
             self._emit("note", text=text)
         else:
             self.console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
         """Leave the terminal as it was found."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self._progress.stop()
 
     def _line(self, parts: Sequence[Part]) -> None:
-        width = self.console.width if self.mode is DisplayMode.RICH else None
+        width = self.console.width if self.live else None
         self.console.print(join_parts(parts, width=width), soft_wrap=True)
 
     def _emit(self, event: str, **fields: Any) -> None:

@@ -23,21 +23,17 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sign:
-    """What `holds` says of the first point of a curve and of its latest `points`. `at_end`: only of a run that has ended."""
-
-    points: int
-    holds: Callable[[Point, Sequence[Point]], bool]
-    at_end: bool = False
-
-
-@dataclass(frozen=True)
 class Rule:
-    """A sickness, the metrics that show it (`metric` matches their whole names), and its sign on their curves."""
+    """A sickness, the metrics that show it (`metric` matches their whole names), and what their curves look like then.
+
+    `holds` is asked about the first point of a curve and its latest `points`; if `at_end`, only of a run that has ended.
+    """
 
     sickness: str
     metric: str
-    sign: Sign
+    points: int
+    holds: Callable[[Point, Sequence[Point]], bool]
+    at_end: bool = False
 
 
 class Health:
@@ -73,11 +69,11 @@ class Health:
         notices: list[str] = []
         for number, name in sorted((number, each) for each in names for number in _rules_of(each)):
             rule, curve = RULES[number], self._curves[name]
-            first, latest = curve[0], curve[-rule.sign.points :]
+            first, latest = curve[0], curve[-rule.points :]
             known = {rule.sickness, CAUSES.get(rule.sickness)} & self._reported
-            if known or rule.sign.at_end > ended or len(latest) < rule.sign.points:
+            if known or rule.at_end > ended or len(latest) < rule.points:
                 continue
-            if rule.sign.holds(first, latest):
+            if rule.holds(first, latest):
                 self._reported.add(rule.sickness)
                 since, now = latest[0].step, latest[-1].step
                 steps = f"Step {now}" if since == now else f"Steps {since} to {now}"
@@ -97,9 +93,9 @@ def _rules_of(name: str) -> list[int]:
     return [number for number, rule in enumerate(RULES) if re.fullmatch(rule.metric, name)]
 
 
-def _each(points: int, test: Callable[[float, float], bool]) -> Sign:
+def _each(test: Callable[[float, float], bool]) -> Callable[[Point, Sequence[Point]], bool]:
     """`test(value, start of the curve)` holds for each of the latest points."""
-    return Sign(points, lambda first, latest: all(test(point.value, first.value) for point in latest))
+    return lambda first, latest: all(test(point.value, first.value) for point in latest)
 
 
 def _constant(first: Point, latest: Sequence[Point]) -> bool:
@@ -153,23 +149,23 @@ CAUSES = {"no update": "same rewards"}  # a sickness is not reported after its c
 
 _LOSS, _PASS_RATE = r"train/(gpt_loss|loss|kto_loss|prm_loss)", r"eval/eval_.+_pass1"
 RULES = (  # in the order of reporting
-    Rule("not finite", r"train/nonfinite_steps", _each(1, lambda x, _: x > 0)),
-    Rule("not finite", r"train/(\w+_)?(loss|grad_norm|kl|reward|values)", _each(1, lambda x, _: not math.isfinite(x))),
-    Rule("same rewards", r"train/dead_groups", _each(5, lambda x, _: x > 1 - 1e-9)),
-    Rule("same rewards", r"train/reward", Sign(5, _constant)),
-    Rule("no update", r"train/(actor_|critic_)?(lr|grad_norm)", _each(5, lambda x, _: x == 0)),
-    Rule("no update", _LOSS, Sign(5, _constant)),
-    Rule("divergence", _LOSS, _each(5, lambda x, start: x > 1.5 * start + 0.5)),
-    Rule("overfitting", r"eval/(eval gpt_loss|eval_loss|eval prm_loss)", Sign(3, _rising)),
-    Rule("drift", r"train/kl", _each(3, lambda x, _: abs(x) > 1)),
+    Rule("not finite", r"train/nonfinite_steps", 1, _each(lambda x, _: x > 0)),
+    Rule("not finite", r"train/(\w+_)?(loss|grad_norm|kl|reward|values)", 1, _each(lambda x, _: not math.isfinite(x))),
+    Rule("same rewards", r"train/dead_groups", 5, _each(lambda x, _: x > 1 - 1e-9)),
+    Rule("same rewards", r"train/reward", 5, _constant),
+    Rule("no update", r"train/(actor_|critic_)?(lr|grad_norm)", 5, _each(lambda x, _: x == 0)),
+    Rule("no update", _LOSS, 5, _constant),
+    Rule("divergence", _LOSS, 5, _each(lambda x, start: x > 1.5 * start + 0.5)),
+    Rule("overfitting", r"eval/(eval gpt_loss|eval_loss|eval prm_loss)", 3, _rising),
+    Rule("drift", r"train/kl", 3, _each(lambda x, _: abs(x) > 1)),
     # From 0.19 on held-out scores fell, up to 0.08 they did not: docs/results/learning_rates.md.
-    Rule("leap", r"train/kl", Sign(2, lambda _, latest: latest[1].value - latest[0].value > 0.15)),
-    Rule("entropy collapse", r"train/entropy_loss", _each(5, lambda x, start: x < 0.01 * start)),
-    Rule("entropy growth", r"train/entropy_loss", _each(5, lambda x, start: x > 2 * start + 1)),
-    Rule("truncation", r"train/truncated", _each(5, lambda x, _: x > 0.95)),
-    Rule("mismatch", r"train/logprob_gap_mean", _each(3, lambda x, _: x > 0.1)),
-    Rule("mismatch", r"train/rollout_ratio", _each(3, lambda x, _: abs(x - 1) > 0.2)),
-    Rule("empty responses", r"train/response_length", _each(5, lambda x, _: x <= 1)),
-    Rule("regression", _PASS_RATE, Sign(2, _below_start)),
-    Rule("regression", _PASS_RATE, Sign(1, _below_start, at_end=True)),
+    Rule("leap", r"train/kl", 2, lambda _, latest: latest[1].value - latest[0].value > 0.15),
+    Rule("entropy collapse", r"train/entropy_loss", 5, _each(lambda x, start: x < 0.01 * start)),
+    Rule("entropy growth", r"train/entropy_loss", 5, _each(lambda x, start: x > 2 * start + 1)),
+    Rule("truncation", r"train/truncated", 5, _each(lambda x, _: x > 0.95)),
+    Rule("mismatch", r"train/logprob_gap_mean", 3, _each(lambda x, _: x > 0.1)),
+    Rule("mismatch", r"train/rollout_ratio", 3, _each(lambda x, _: abs(x - 1) > 0.2)),
+    Rule("empty responses", r"train/response_length", 5, _each(lambda x, _: x <= 1)),
+    Rule("regression", _PASS_RATE, 2, _below_start),
+    Rule("regression", _PASS_RATE, 1, _below_start, at_end=True),
 )

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from openrlhf.observability.display import Display, DisplayMode
+from openrlhf.observability.display import Display
 from openrlhf.observability.lines import clock_time, compact, evaluation_parts, join_parts, percent, step_parts
 
 RL_STEP = {
@@ -146,10 +146,10 @@ def test_durations_and_shares():
 
 
 def test_nobody_watching_means_plain_lines_without_colour():
-    assert Display(out=io.StringIO()).mode is DisplayMode.QUIET
-    assert Display(out=Terminal()).mode is DisplayMode.RICH
-    assert Display(out=Terminal(), quiet=True).mode is DisplayMode.QUIET
-    assert Display(out=Terminal(), json=True).mode is DisplayMode.JSON
+    assert Display(out=Terminal()).live
+    assert not Display(out=io.StringIO()).live
+    assert not Display(out=Terminal(), quiet=True).live
+    assert not Display(out=Terminal(), json=True).live
 
 
 def test_plain_output_is_one_unbroken_line_per_step_with_the_time_left():
