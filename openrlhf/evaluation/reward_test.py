@@ -21,7 +21,7 @@ from openrlhf.data.loading import load_datasets
 from openrlhf.data.rows import number_rows
 from openrlhf.data.templates import fill_template, to_messages
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.observability.score_table import ScoredRow, print_scores
+from openrlhf.observability.tables import ScoredRow, print_scores
 from openrlhf.rewards.preview import answered, wrong_answers
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rewards.rule import offer_remote_engines, reward_of

@@ -44,7 +44,7 @@ from openrlhf.launch.prompt_data import check_reward_models, look_at_prompts, po
 from openrlhf.launch.reinforcement import show_prompts
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import sample_row
-from openrlhf.observability.source_table import print_sources
+from openrlhf.observability.tables import print_sources
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.judge import Judge, NoVerdict
 from openrlhf.rewards.preview import check_reward

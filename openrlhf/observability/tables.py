@@ -1,9 +1,10 @@
-"""What a reward gave to the rows of a dataset, as tables on the terminal."""
+"""Tables on the terminal: an evaluation by data source, and what a reward gave to the rows of a dataset."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
@@ -11,12 +12,31 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from openrlhf.observability.lines import compact
+
 EXAMPLES, ERRORS, TEXT = 5, 3, 60  # rows shown of each kind, and characters of their texts
+
+
+def print_sources(rows: Mapping[str, Mapping[str, float]], *, console: Console) -> None:
+    """Print one row per data source. All rows have the same columns; integers are counts."""
+    columns = list(next(iter(rows.values())))
+    table = Table("data source", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for source, numbers in rows.items():
+        table.add_row(Text(source), *(_shown(numbers[column]) for column in columns))
+    console.print("", table)
+
+
+def _shown(number: float) -> str:
+    if isinstance(number, int):
+        return f"{number:,}"
+    return compact(number) if math.isfinite(number) else "-"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredRow:
-    """One row and what its call gave. `seconds`: of the call, which rows of one group share."""
+    """One row and the result of its call. `seconds`: duration of the call, which the rows of one group share."""
 
     response: str
     label: str
@@ -26,16 +46,14 @@ class ScoredRow:
     error: str | None = None
 
 
-def print_scores(rows: Sequence[ScoredRow], *, seconds: float, at_once: int, console: Console | None = None) -> None:
-    """Print rewards, errors by kind, times, some scored rows and the first errors; `seconds` is what all of it took."""
-    console = console or Console(highlight=False)
-    facts = Table(show_header=False, box=None)
+def print_scores(rows: Sequence[ScoredRow], *, seconds: float, at_once: int) -> None:
+    """Print rewards, errors by kind, times, some scored rows and the first errors. `seconds`: the time that all calls took."""
+    console = Console(highlight=False)
     for name, value in _facts(rows, seconds, at_once):
-        facts.add_row(name, Text(value))
-    console.print(facts)
+        console.print(Text(f" {name:<14}  {value}"))
     examples = Table("reward", "label", "response", title="Scored", title_justify="left")
     for row in _spread([row for row in rows if row.reward is not None]):
-        examples.add_row(f"{row.reward:g}", Text(_start(row.label)), Text(_end(row.response)))
+        examples.add_row(f"{row.reward:g}", Text(_end(row.label)), Text(_end(row.response)))
     if examples.rows:
         console.print("", examples)
     for row in [row for row in rows if row.error is not None][:ERRORS]:
@@ -49,10 +67,8 @@ def _facts(rows: Sequence[ScoredRow], seconds: float, at_once: int) -> Iterable[
     times = sorted(row.seconds for row in rows)
     yield "rows", f"{len(rows):,} in {seconds:.1f} s, {at_once} at a time"
     if rewards:
-        yield (
-            "reward",
-            f"mean {fmean(rewards):.4g}, deviation {pstdev(rewards):.4g}, from {min(rewards):.4g} to {max(rewards):.4g}",
-        )
+        ends = f"from {min(rewards):.4g} to {max(rewards):.4g}"
+        yield "reward", f"mean {fmean(rewards):.4g}, deviation {pstdev(rewards):.4g}, {ends}"
     yield "errors", f"{failures.total():,} ({failures.total() / len(rows):.1%})"
     for kind, count in failures.most_common():
         yield f"  {kind}", f"{count:,}"
@@ -61,19 +77,13 @@ def _facts(rows: Sequence[ScoredRow], seconds: float, at_once: int) -> Iterable[
 
 
 def _spread(rows: Sequence[ScoredRow]) -> list[ScoredRow]:
-    """Rows from the lowest reward to the highest, as many different rewards as there is room for."""
+    """Rows from the lowest reward to the highest, evenly spread in between."""
     ordered = sorted(rows, key=lambda row: row.reward or 0.0)
-    last = max(1, EXAMPLES - 1)
-    places = sorted({round(i * (len(ordered) - 1) / last) for i in range(EXAMPLES)})
-    return [ordered[place] for place in places] if ordered else []
-
-
-def _start(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= TEXT else f"{line[:TEXT]}…"
+    places = {round(i * (len(ordered) - 1) / (EXAMPLES - 1)) for i in range(EXAMPLES)}
+    return [ordered[place] for place in sorted(places)] if ordered else []
 
 
 def _end(text: str) -> str:
-    """Where the answer is."""
+    """The end of a text, where its answer is, on one line."""
     line = " ".join(text.split())
     return line if len(line) <= TEXT else f"…{line[-TEXT:]}"
