@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, FileSystemLoader
 
 from openrlhf.files import write_atomically
 from openrlhf.observability import charts
@@ -45,13 +45,12 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One chart and its words. `last` has the newest values, in the order of `labels`."""
+    """One chart and its words. `last`: the newest value of each curve, by the curve's label."""
 
     title: str
     unit: str
     definition: str
-    labels: Sequence[str]
-    last: Sequence[str]
+    last: Mapping[str, str]
     chart: Chart
 
 
@@ -59,9 +58,6 @@ class Panel:
 class StageView:
     """What the page shows of a stage. `tiles`: label, number at the beginning, number at the end."""
 
-    name: str
-    anchor: str
-    folder: str
     facts: Sequence[str]
     tiles: Sequence[tuple[str, str, str]]
     panels: Sequence[Panel]
@@ -98,19 +94,20 @@ def write_report(
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
-    page = _ENVIRONMENT.from_string(template).render(
+    page = _ENVIRONMENT.get_template("report.html.jinja").render(
         title=title,
         written=time.strftime("%Y-%m-%d %H:%M"),
-        summary=[[_cell(value) for value in row] for row in summary_rows],
-        stages=[read_stage(stage, index) for index, stage in enumerate(stages)],
+        summary=summary_rows,
+        stages=[(stage, read_stage(stage)) for stage in stages],
+        cell=_cell,
+        charts=charts,
     )
     write_atomically(path, page)
     return path
 
 
-def read_stage(stage: Stage, index: int = 0) -> StageView:
-    """Read the run folder of a stage. `index` makes its anchor on the page unique."""
+def read_stage(stage: Stage) -> StageView:
+    """Read the run folder of a stage."""
     rows = list(read_lines(stage.folder / METRICS))
     series = read_series(rows)
     samples = read_samples(read_lines(stage.folder / SAMPLES))
@@ -123,9 +120,6 @@ def read_stage(stage: Stage, index: int = 0) -> StageView:
     rest = [name for name in sorted(series) if name not in used and len(series[name]) > 1]
     config = next((path for name in (RESOLVED, CONFIG) if (path := stage.folder / name).exists()), None)
     return StageView(
-        name=stage.name,
-        anchor=f"stage-{index}",
-        folder=str(stage.folder),
         facts=_facts(rows),
         tiles=make_tiles(series),
         panels=panels,
@@ -188,8 +182,7 @@ def make_panel(title: str, names: Sequence[str], series: Series) -> Panel:
         title=title,
         unit=specs[0].unit if specs else "",
         definition=" ".join(dict.fromkeys(spec.definition for spec in specs)),
-        labels=[short_label(name) for name in names],
-        last=[compact(series[name][-1][1]) for name in names],
+        last={short_label(name): compact(series[name][-1][1]) for name in names},
         chart=draw([series[name] for name in names]),
     )
 
@@ -270,8 +263,6 @@ _PANELS = {  # title, and the metrics that the panel shows, all of one unit
     "Throughput": r"timing/tokens_per_second",
 }
 
-_ENVIRONMENT = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-_ENVIRONMENT.filters["cell"] = _cell
-_ENVIRONMENT.globals |= {
-    name.lower(): getattr(charts, name) for name in ("WIDTH", "HEIGHT", "LEFT", "RIGHT", "TOP", "BOTTOM")
-}
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+)
