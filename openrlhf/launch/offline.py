@@ -61,9 +61,9 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         check_resumable(checkpoint, strategy, identity)
     engine = load_models(task, strategy, schedule.total_steps)
     run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
-    recorder = None
-    if strategy.is_main:
-        recorder = Recorder(config, run_dir, resume_step=checkpoint.state.step if checkpoint else None)
+    done = checkpoint.state.step if checkpoint else None
+    recorder = Recorder(config, run_dir, resume_step=done) if strategy.is_main else None
+    if recorder:
         recorder.display.note(f"{plan} on {strategy.dp_size} process(es).")
     trainer = SupervisedTrainer(
         task,
