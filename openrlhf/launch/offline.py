@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -61,8 +62,8 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         check_resumable(checkpoint, strategy, identity)
     engine = load_models(task, strategy, schedule.total_steps)
     run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
-    done = checkpoint.state.step if checkpoint else None
-    recorder = Recorder(config, run_dir, resume_step=done) if strategy.is_main else None
+    resume_step = checkpoint and checkpoint.state.step
+    recorder = Recorder(config, run_dir, resume_step=resume_step) if strategy.is_main else None
     if recorder:
         recorder.display.note(f"{plan} on {strategy.dp_size} process(es).")
     trainer = SupervisedTrainer(
@@ -83,13 +84,10 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         run_dir=run_dir,
         identity=identity,
     )
-    try:
+    with closing(recorder) if recorder else nullcontext():
         if checkpoint:
             trainer.resume(checkpoint)
         trainer.fit()
-    finally:
-        if recorder:
-            recorder.close()
     torch.distributed.destroy_process_group()
 
 
