@@ -3,9 +3,9 @@
 `python -m tests.verify.held_tasks FOLDER --task adding --dtype bf16 --seed 1` runs the four commands of a task and prints
 pass@1 on held-out problems before and after reinforcement learning.
 
-A problem is a line of text, the answer its label. The commands leave everything to the defaults but paths and columns, the
-learning rates (the defaults are those of models a thousand times larger), and what a CPU needs: large micro-batches, and a
-limit on the length of a response.
+A problem is a line of text, the answer its label. The commands set paths and columns, the learning rates (the defaults are for
+models a thousand times larger), the batches of supervised training (with the default of 128, so few rows make too few steps),
+and what a CPU needs: large micro-batches and a limit on the length of a response. All else is left to the defaults.
 """
 
 from __future__ import annotations
