@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import socket
@@ -11,15 +10,15 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field, ValidationError
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.serving import ServeConfig
-from openrlhf.data.errors import DataError, kind
+from openrlhf.data.errors import DataError
 from openrlhf.models.loading import ModelError
 from openrlhf.serving.batcher import Batcher, Texts
 from openrlhf.serving.scorer import load_scorer
@@ -111,29 +110,25 @@ async def read_body(request: Request, *, max_mib: float) -> bytes:
     return bytes(body)
 
 
+class RewardQuery(BaseModel):
+    """The part of a request that is read; other entries, such as `labels`, are ignored."""
+
+    query: list[str] = Field(min_length=1)
+
+
 def read_texts(body: bytes, tokenize: Callable[[list[str]], Texts], *, max_texts: int) -> Texts:
-    """Token ids of the texts of a request, its `query`. Other entries, such as `labels`, are ignored. Status 422 or 413."""
+    """Token ids of the texts of a request, its `query`. Status 422 or 413."""
     try:
-        content: Any = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise _wrong(f"The request is not JSON ({error})") from error
-    if not isinstance(content, dict) or "query" not in content:
-        raise _wrong("The request has no query")
-    query = content["query"]
-    if not isinstance(query, list) or not query:
-        raise _wrong(f"query is {'an empty list' if query == [] else f'{kind(query)}, not a list'}")
+        query = RewardQuery.model_validate_json(body).query
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        place = ".".join(map(str, first["loc"])) or "The request"
+        raise _wrong(f"{place}: {first['msg']}") from error
     if len(query) > max_texts:
         raise HTTPException(413, f"query has {len(query)} texts, and {max_texts} are allowed (--max_request_texts).")
-    for number, text in enumerate(query):
-        if not isinstance(text, str):
-            raise _wrong(f"query[{number}] is {kind(text)}, not a text")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise _wrong(f"query[{number}] is not Unicode text ({error.reason})") from error
     texts = tokenize(query)
     if [] in texts:
-        raise _wrong(f"query[{texts.index([])}] has no tokens: there is nothing to score")
+        raise _wrong(f"query.{texts.index([])}: The text has no tokens, so there is nothing to score")
     return texts
 
 
