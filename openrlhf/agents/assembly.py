@@ -53,8 +53,8 @@ def assemble(result: Mapping[str, Any], samples: Sequence[Sampled], max_length: 
     `rollout_log_probs` count only for tokens that the engine did not sample. Raises EpisodeMistake.
     """
     tokens, ranges = _tokens(result, samples, vocabulary), _ranges(result)
-    given = _given_logprobs(result, len(tokens))
-    turn_rewards = _turn_rewards(result, len(ranges))
+    given = _numbers(result, "rollout_log_probs", len(tokens), "tokens")
+    turn_rewards = _numbers(result, "turn_rewards", len(ranges), "action ranges")
     reward = _reward(result, turn_rewards)
     sampled = _Samples(samples)
     builder, turns = TrajectoryBuilder(tokens[: ranges[0][0]]), list[tuple[int, float]]()
@@ -159,28 +159,21 @@ def _ranges(result: Mapping[str, Any]) -> list[tuple[int, int]]:
     return [(start, end) for start, end in ranges]
 
 
-def _given_logprobs(result: Mapping[str, Any], length: int) -> list[float] | None:
-    given = result.get("rollout_log_probs")
+def _numbers(result: Mapping[str, Any], name: str, count: int, of: str) -> list[float] | None:
+    """What the executor gives under this name, a number for each of `count` tokens or action ranges; None if it gives nothing."""
+    given = result.get(name)
     if given is None:
         return None
-    numbers = isinstance(given, list) and all(map(_is_finite, given))
-    if not numbers or len(given) != length:
-        seen = f"{len(given)} entries" if isinstance(given, list) else shown(given)
-        raise EpisodeMistake(f"rollout_log_probs must be a number for each of {length} tokens, and has {seen}")
-    return [float(x) for x in given]
+    entries = given if isinstance(given, list) else []
+    finite = all(isinstance(number, int | float) and abs(number) < LARGEST for number in entries)
+    if len(entries) != count or not finite:
+        raise EpisodeMistake(
+            f"{name} must be a number for each of {count} {of}, and has {len(entries)} entries: {shown(given)}"
+        )
+    return [float(number) for number in entries]
 
 
-def _turn_rewards(result: Mapping[str, Any], count: int) -> list[float]:
-    """The reward of each turn; none if the executor gives the episode's reward alone."""
-    turns = result.get("turn_rewards")
-    if turns is None:
-        return []
-    if not (isinstance(turns, list) and len(turns) == count and all(map(_is_finite, turns))):
-        raise EpisodeMistake(f"turn_rewards must be a number for each of {count} action ranges, and is {shown(turns)}")
-    return [float(turn) for turn in turns]
-
-
-def _reward(result: Mapping[str, Any], turns: Sequence[float]) -> RewardResult:
+def _reward(result: Mapping[str, Any], turns: Sequence[float] | None) -> RewardResult:
     """The episode's reward, by default the sum of its turns; without either, a reward model still has to give one."""
     reward = result.get("reward")
     if reward is None and turns:
@@ -192,7 +185,3 @@ def _reward(result: Mapping[str, Any], turns: Sequence[float]) -> RewardResult:
         return read_rewards({**result, "rewards": reward}, 1)[0]
     except (ValueError, OverflowError) as error:
         raise EpisodeMistake(f"execute or step {error}") from error
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < LARGEST

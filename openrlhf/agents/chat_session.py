@@ -12,13 +12,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.agents.answers import CompletionOutput
+from openrlhf.agents.answers import CompletionOutput, EngineRefusal
 from openrlhf.data.templates import STAND_IN, Message, render, to_messages
 
 HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
-class ChatMistake(ValueError):
+class ChatMistake(EngineRefusal):
     """A request that cannot be answered; the message is for the agent's author."""
 
 

@@ -10,7 +10,7 @@ import asyncio
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -221,8 +221,11 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
     """One sample of the prompt. `remote_rm_url`: a file with `reward_func`, or servers; without it there is no reward yet."""
 
     def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:
-        self.remote_rm_url = remote_rm_url
-        self._reward: Any = None
+        given = remote_rm_url.split(",") if isinstance(remote_rm_url, str) else remote_rm_url or []
+        self._sources = [source.strip() for source in given]
+        if remote_rm_url is not None and not any(self._sources):
+            raise TypeError("remote_rm_url is empty: name a .py file or servers, or leave it out")
+        self._servers = HTTPReward(self._sources, timeout=180, retries=5)
 
     async def execute(
         self,
@@ -238,40 +241,22 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         episode = _Episode(prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
         await episode.act(sampling_params)
         result = {"prompt": prompt, "label": label, **episode.result()}
-        if self.remote_rm_url is None:
+        if not self._sources:
             return result
         query = str(hf_tokenizer.decode(episode.tokens, skip_special_tokens=False))
-        return result | await self._rewarded(query, prompt, label)
+        reward = await self._reward(RewardRequest(query=query, prompt=prompt, label=label))
+        return result | {"reward": reward.reward, "scores": reward.score, "extra_logs": dict(reward.extra_logs)}
 
-    async def _rewarded(self, query: str, prompt: str, label: Any) -> dict[str, Any]:
-        """What the function file, or one of the servers, says. Raises ContractMistake with its words."""
-        if self._reward is None:
-            sources = self.remote_rm_url.split(",") if isinstance(self.remote_rm_url, str) else self.remote_rm_url or []
-            self._reward = reward_here([source.strip() for source in sources])
-        result = await self._reward(RewardRequest(query=query, prompt=prompt, label=label))
-        if result.error is not None:
-            raise ContractMistake(result.error, result.failure)
-        return {"reward": result.reward, "scores": result.score, "extra_logs": dict(result.extra_logs)}
-
-
-def reward_here(sources: list[str]) -> Callable[[RewardRequest], Awaitable[RewardResult]]:
-    """A reward called in this process: the file's `reward_func` in a thread, or HTTP servers."""
-    if not any(sources):
-        raise TypeError("remote_rm_url is empty: name a .py file or servers, or leave it out")
-    if sources[0].endswith(".py"):
-        function = load_function(f"{Path(sources[0]).resolve()}:reward_func")
-
-        async def call(request: RewardRequest) -> RewardResult:
+    async def _reward(self, request: RewardRequest) -> RewardResult:
+        """What the file's `reward_func` says, called in a thread of this process, or one of the servers. Raises ContractMistake."""
+        if self._sources[0].endswith(".py"):
+            function = load_function(f"{Path(self._sources[0]).resolve()}:reward_func")
             returned = await asyncio.to_thread(function, [request.query], [request.prompt], [request.label])
             return read_rewards(plain(await awaited(returned)), 1)[0]
-
-        return call
-    servers = HTTPReward(sources, timeout=180, retries=5)
-
-    async def ask(request: RewardRequest) -> RewardResult:
-        return (await servers.score([request]))[0]
-
-    return ask
+        [result] = await self._servers.score([request])
+        if result.error is not None:
+            raise ContractMistake(result.error, result.failure)
+        return result
 
 
 class ContractMistake(ValueError):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
@@ -64,7 +64,7 @@ class _Open:
     chat: ChatSession
     engine: Engine
     params: SamplingParams
-    turn: asyncio.Lock  # requests of one conversation follow each other
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # requests of one conversation follow each other
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # under way
     answered: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # the last request's messages, and its answer
 
@@ -80,7 +80,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 
     def __init__(self) -> None:
         self._sessions: dict[str, _Open] = {}
-        self._starting: asyncio.Task[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._tokenizer: PreTrainedTokenizerBase
         self._max_length = 0
 
@@ -108,11 +108,10 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     ) -> dict[str, Any]:
         """One episode: all that the agent said through its session."""
         self._tokenizer, self._max_length = hf_tokenizer, max_length
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
-        await asyncio.shield(self._starting)
+        if self._serving is None:
+            self._serving = self._start()
         session_id, chat = uuid.uuid4().hex, ChatSession(hf_tokenizer, max_length)
-        session = _Open(chat=chat, engine=llm_engine, params=sampling_params, turn=asyncio.Lock())
+        session = _Open(chat=chat, engine=llm_engine, params=sampling_params)
         self._sessions[session_id] = session
         try:
             returned = await self._run(prompt, label, session_id)
@@ -140,19 +139,17 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             return await self.run_agent(prompt, label, session_id)
         return await asyncio.to_thread(self.run_agent, prompt, label, session_id)
 
-    async def _start(self) -> None:
-        """Listen at a free port."""
+    def _start(self) -> asyncio.Task[None]:
+        """Listen at a free port. Clients that connect before the server runs wait."""
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         # Clients keep connections for later turns: closed under them, a request is lost.
         settings = uvicorn.Config(self._app(), log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
-        server = _Server(settings)
-        self._serving = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started:
-            await asyncio.sleep(0.01)
+        return asyncio.create_task(_Server(settings).serve(sockets=[listener]))
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
+        app.add_exception_handler(EngineRefusal, _refused)
 
         @app.get("/health")
         async def health() -> dict[str, str]:
@@ -173,10 +170,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         @app.post("/tokenize")
         @app.post("/sessions/{_}/tokenize")
         async def tokenize(request: TokenizeRequest, _: str = "") -> Any:
-            try:
-                tokens = self._tokens_of(request)
-            except ChatMistake as mistake:
-                return _refusal(mistake)
+            tokens = self._tokens_of(request)
             return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_length}
 
         @app.post("/v1/chat/completions")
@@ -185,17 +179,15 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             session = self._sessions.get(session_id or request.session_id or "")
             if session is None:
                 known = "use session_url(session_id) as base_url, or give session_id in the body"
-                return _refusal(ChatMistake(f"there is no session {session_id or request.session_id!r}: {known}"))
+                raise ChatMistake(f"there is no session {session_id or request.session_id!r}: {known}")
             asking = asyncio.create_task(self._answer(session, request))
             session.requests.add(asking)
             try:
                 answer = await asking
-            except ChatMistake as mistake:
-                return _refusal(mistake)
             except asyncio.CancelledError:
                 if (handler := asyncio.current_task()) and handler.cancelling():  # the server ends, not the episode
                     raise
-                return _refusal(ChatMistake("the episode of this session is over"))
+                raise ChatMistake("the episode of this session is over") from None
             finally:
                 session.requests.discard(asking)
             return StreamingResponse(_streamed(answer), media_type="text/event-stream") if request.stream else answer
@@ -208,25 +200,19 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         return ChatSession(self._tokenizer, 1 << 40).prompt_for(request.messages, request.tools)
 
     async def _answer(self, session: _Open, request: ChatRequest) -> dict[str, Any]:
-        """Sample a reply, and tell it as the API does; a client that repeats a request gets the answer that it missed."""
-        async with session.turn:
-            return await self._answer_next(session, request)
-
-    async def _answer_next(self, session: _Open, request: ChatRequest) -> dict[str, Any]:
-        if session.answered and session.answered[0] == request.messages:
-            return session.answered[1]
-        prompt = session.chat.prompt_for(request.messages, request.tools)
+        """Sample a reply, as the API puts it; a client that repeats a request gets the answer that it missed."""
         limits = [request.max_tokens, request.max_completion_tokens, session.params.max_tokens]
         most = min((limit for limit in limits if limit), default=None)
         params = replace(session.params, max_tokens=most, stop=request.stop or session.params.stop, logprobs=1)
-        try:
+        async with session.turn:
+            if session.answered and session.answered[0] == request.messages:
+                return session.answered[1]
+            prompt = session.chat.prompt_for(request.messages, request.tools)
             output = (await session.engine.generate(prompt, params)).outputs[0]
-        except EngineRefusal as refusal:
-            raise ChatMistake(str(refusal)) from refusal
-        reply = session.chat.heard(prompt, output, tools=bool(request.tools))
-        answer = self._completion(prompt, output, reply, logprobs=request.logprobs)
-        session.answered = (request.messages, answer)
-        return answer
+            reply = session.chat.heard(prompt, output, tools=bool(request.tools))
+            answer = self._completion(prompt, output, reply, logprobs=request.logprobs)
+            session.answered = (request.messages, answer)
+            return answer
 
     def _completion(
         self, prompt: list[int], output: CompletionOutput, reply: Reply, *, logprobs: bool
@@ -268,8 +254,8 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-def _refusal(mistake: ChatMistake) -> JSONResponse:
-    """An error as the API tells it."""
+def _refused(_: Request, mistake: Exception) -> JSONResponse:
+    """An error in the API's form."""
     code = "context_length_exceeded" if isinstance(mistake, ContextFull) else "invalid_request"
     error = {"message": str(mistake), "type": "invalid_request_error", "param": None, "code": code}
     return JSONResponse({"error": error}, status_code=400)

@@ -139,7 +139,10 @@ def test_rewards_of_turns_stand_at_the_last_tokens_of_the_turns() -> None:
         ({"action_ranges": [[0, 3]]}, r"start at token 0.*: \[\[0, 3\]\]"),
         ({"action_ranges": [[2, 1]]}, "action_ranges must go up and stay within 3 tokens"),
         ({"action_ranges": [2, 3]}, r"a list of \[start, end\) pairs"),
-        ({"rollout_log_probs": [0.0]}, "rollout_log_probs must be a number for each of 3 tokens, and has 1 entries"),
+        (
+            {"rollout_log_probs": [0.0]},
+            r"rollout_log_probs must be a number for each of 3 tokens, and has 1 entries: \[0\.0\]",
+        ),
         ({"rollout_log_probs": [0.0, 0.0, float("nan")]}, "must be a number for each"),
         ({"reward": [1.0, 2.0]}, "2 rewards for 1 samples"),
         ({"reward": "good"}, "rewards that are not numbers"),
