@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 
 from openrlhf.config.machine import count_gpus
+from tests.verify.record import Verified
 
 hypothesis.settings.register_profile(
     "patient", deadline=None
@@ -28,6 +29,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Outcomes of verifications go on record, once per session: in the process that other workers report to."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Verified())
 
 
 @pytest.fixture(scope="session")
