@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+
+OWN_PORTS = range(20_000, 32_768)
 
 
 def device_kind() -> str:
@@ -23,10 +26,15 @@ def collective_backend(kind: str) -> str:
 
 
 def free_port() -> int:
-    """A TCP port that is free on this machine now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """A TCP port that is free on this machine now.
+
+    From a range that neither the kernel nor Ray gives to other sockets, because the port is bound seconds later.
+    """
+    for port in random.SystemRandom().sample(OWN_PORTS, len(OWN_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"no TCP port of {OWN_PORTS.start} to {OWN_PORTS.stop - 1} is free")
 
 
 def node_address() -> str:
