@@ -13,8 +13,8 @@ from openrlhf.config.flags import Section, amend, bound_violations, mentions, op
 from openrlhf.config.unsupported import refusals
 
 
-class Command(Section, title="What every command has."):
-    """The root of a command's flags. `given`: the values by path that flags and a file gave; all others are defaults."""
+class Command(Section):
+    """What every command has. `given`: the values by path that flags and a file gave; all others are defaults."""
 
     always: ClassVar[bool] = True  # `!always` is a condition that never holds
     trains: ClassVar[bool] = False
@@ -61,7 +61,8 @@ class Command(Section, title="What every command has."):
 
 
 # fmt: off
-class ModelCommand(Command, title="What every command with a model has."):
+class ModelCommand(Command):
+    """What every command with a model has."""
     model: shared.ModelSourceConfig = shared.ModelSourceConfig()
     data: shared.TokenizerConfig = shared.TokenizerConfig()
     ds: shared.LoadingConfig = shared.LoadingConfig()
@@ -81,7 +82,8 @@ class ModelCommand(Command, title="What every command with a model has."):
         return [*super().mistakes(), *rules.attention_can_run(self.ds)]
 
 
-class RecordedCommand(ModelCommand, title="What every command with a run folder has."):
+class RecordedCommand(ModelCommand):
+    """What every command with a run folder has."""
     data: shared.DataConfig = shared.DataConfig()
     ds: shared.DeepSpeedConfig = shared.DeepSpeedConfig()
     logger: shared.LoggerConfig = shared.LoggerConfig()
@@ -110,7 +112,8 @@ class RecordedCommand(ModelCommand, title="What every command with a run folder 
         ]
 
 
-class Root(RecordedCommand, title="What every training command has."):
+class Root(RecordedCommand):
+    """What every training command has."""
     trains: ClassVar[bool] = True
     measures_training_rows: ClassVar[bool] = False  # evaluates without --eval.dataset too
 

@@ -18,25 +18,30 @@ TASKS = ("pass_k", "rm_accuracy", "win_rate")
 
 
 # fmt: off
-class EvaluatedModelConfig(shared.ModelSourceConfig, title="The model to evaluate."):
+class EvaluatedModelConfig(shared.ModelSourceConfig):
+    """The model to evaluate."""
     model_name_or_path: str | None = option(None, "Folder or hub name of a language model.", holds="model")
 
-class AgainstConfig(Section, title="What the model's answers are compared with."):
+class AgainstConfig(Section):
+    """What the model's answers are compared with."""
     model_name_or_path: str | None = option(None, "Folder or hub name of the other model.", holds="model")
     answer_key: str | None = option(None, "Column with the other answers, instead of a model.")
 
-class JudgeConfig(Section, title="A language model that compares answers."):
+class JudgeConfig(Section):
+    """A language model that compares answers."""
     url: str | None = option(None, "OpenAI-compatible server, as http://host:8000/v1; OPENAI_API_KEY is its key.")
     model: str | None = option(None, "Name of the model there.")
     max_tokens: int = option(512, "Tokens of a judgement.", ge=1)
 
-class EvaluationSetConfig(RLEvalConfig, title="Prompts or pairs, and how answers are sampled."):
+class EvaluationSetConfig(RLEvalConfig):
+    """Prompts or pairs, and how answers are sampled."""
     dataset: str = required("Files, folders or hub names, by comma.", holds="dataset")
 
-class EvaluatedDataConfig(PairColumns, PromptColumns, shared.DataConfig, title="Tokenizer and columns."):
-    pass
+class EvaluatedDataConfig(PairColumns, PromptColumns, shared.DataConfig):
+    """Tokenizer and columns."""
 
-class EvaluationConfig(RecordedCommand, title="Evaluation of a checkpoint by itself."):
+class EvaluationConfig(RecordedCommand):
+    """Evaluation of a checkpoint by itself."""
     effects: ClassVar[dict[str, str]] = {
         "!always":
             "eval.steps eval.patience eval.at_start data.dataloader_num_workers logger.logging_steps "

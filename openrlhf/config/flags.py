@@ -88,14 +88,14 @@ class Flag:
 class Section:
     """A base that makes frozen, keyword-only dataclasses of flags and of sections below.
 
-    The title is the docstring, and heads the section in the help; it is inherited. `needs` is the condition under which
-    the flags of the section have an effect.
+    The docstring heads the section in the help, and is inherited. `needs` is the condition under which the flags of the section
+    have an effect.
     """
 
     needs: ClassVar[str] = ""
 
-    def __init_subclass__(cls, title: str = "", needs: str = "") -> None:
-        cls.__doc__ = title or cls.__mro__[1].__doc__
+    def __init_subclass__(cls, needs: str = "") -> None:
+        cls.__doc__ = cls.__doc__ or cls.__mro__[1].__doc__
         cls.needs = needs or cls.needs
         dataclass(frozen=True, kw_only=True)(cls)
 

@@ -22,9 +22,8 @@ FROZEN = "algo.kl.init_coef|algo.distill.teacher"
 
 
 # fmt: off
-class ActorConfig(
-    shared.GroupConfig, shared.TrainedModelConfig, shared.OptimizerConfig, title="The policy; also the reference."
-):
+class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, shared.OptimizerConfig):
+    """The policy; also the reference."""
     policy_loss_type: str = option("ppo", "Policy loss.", choices=choices.POLICY_LOSSES)
     eps_clip: float = option(0.2, "Clip range of the ratio, both sides.", gt=0)
     eps_clip_low_high: tuple[float, float] = derived("Clip below, above 1; unset: eps_clip.", ge=0)
@@ -34,7 +33,8 @@ class ActorConfig(
     freeze_visual_encoder: bool = option(False, "Train only the language part of a vision model.")
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
 
-class CriticConfig(shared.GroupConfig, shared.OptimizerConfig, title="The critic (estimator gae).", needs=CRITIC):
+class CriticConfig(shared.GroupConfig, shared.OptimizerConfig, needs=CRITIC):
+    """The critic (estimator gae)."""
     model_name_or_path: str | None = option(
         None, "Folder or hub name; unset: first reward model, else the policy's.", holds="model")
     value_clip: float = option(0.5, "Clip range of the values.", gt=0)
@@ -42,10 +42,12 @@ class CriticConfig(shared.GroupConfig, shared.OptimizerConfig, title="The critic
     save_value_network: bool = option(False, "Export the critic at the end.")
     adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
 
-class RefConfig(shared.GroupConfig, title="The reference policy.", needs=FROZEN):
+class RefConfig(shared.GroupConfig, needs=FROZEN):
+    """The reference policy."""
     offload: bool = option(False, "Keep it in CPU memory between uses.")
 
-class AdvantageConfig(Section, title="Advantage estimation."):
+class AdvantageConfig(Section):
+    """Advantage estimation."""
     estimator: str = option("gae", "Estimator.", choices=choices.ESTIMATORS)
     gamma: float = option(1.0, "Discount per token.", ge=0, le=1, needs="!estimator.needs_groups")
     lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1, needs=CRITIC)
@@ -56,13 +58,15 @@ class AdvantageConfig(Section, title="Advantage estimation."):
         "tis", "Which weight.", choices=choices.CORRECTIONS, needs="is_correction_enable")
     is_correction_threshold: tuple[float, float] = option((0.5, 5.0), "Its two bounds.", ge=0)
 
-class CorrectionConfig(Section, title="Correction of engine-trainer differences, by its axes."):
+class CorrectionConfig(Section):
+    """Correction of engine-trainer differences, by its axes."""
     level: str | None = option(None, "Level of ratios.", choices=("token", "sequence", "geometric"))
     mode: str | None = option(
         None, "What happens outside the band.", choices=("clip", "mask", "truncate"))
     band: tuple[float, float] | None = option(None, "Lower and upper bound.", ge=0)
 
-class KLConfig(Section, title="Distance to the reference."):
+class KLConfig(Section):
+    """Distance to the reference."""
     init_coef: float = option(0.01, "Coefficient; 0: no reference is loaded.", ge=0)
     estimator: str = option("k1", "Estimator.", choices=choices.KL_ESTIMATORS, needs="init_coef")
     use_loss: bool = option(False, "Put the KL into the loss instead of the rewards.", needs="init_coef")
@@ -81,23 +85,27 @@ class KLConfig(Section, title="Distance to the reference."):
         """Whether the KL is a term of the policy loss."""
         return self.init_coef > 0 and self.use_loss
 
-class LossConfig(Section, title="The policy loss of a window."):
+class LossConfig(Section):
+    """The policy loss of a window."""
     aggregation: str = option(
         "token", "Mean over tokens, mean of sequence means, or sum over a constant length; "
         "unset with gspo: sequence.", choices=("token", "sequence", "constant"))
 
-class DistillConfig(Section, title="On-policy distillation."):
+class DistillConfig(Section):
+    """On-policy distillation."""
     teacher: str | None = option(
         None, "Folder or hub name of the teacher, or the name of one of rollout.remote_engines.", holds="model")
     coef: float = option(1.0, "Weight of the teacher.", ge=0, needs="teacher")
 
-class PtxConfig(Section, title="Pretraining text mixed into the updates."):
+class PtxConfig(Section):
+    """Pretraining text mixed into the updates."""
     dataset: str | None = option(None, "Files, folders, hub names, by comma.", holds="dataset")
     probs: str | None = option(None, "Probability of each dataset, by comma.", needs="dataset")
     split: str = option("train", "Split of each dataset.", needs="dataset")
     coef: float = option(0.05, "Weight of the loss of this text.", ge=0, needs="dataset")
 
-class AlgoConfig(Section, title="The algorithm."):
+class AlgoConfig(Section):
+    """The algorithm."""
     advantage: AdvantageConfig = AdvantageConfig()
     kl: KLConfig = KLConfig()
     loss: LossConfig = LossConfig()
@@ -108,7 +116,8 @@ class AlgoConfig(Section, title="The algorithm."):
     dynamic_filtering_range: tuple[float, float] = option(
         (0.0, 1.0), "Mean scores, ends excluded.", needs="dynamic_filtering_enable")
 
-class RLTrainConfig(ProcessConfig, shared.TrainConfig, title="Batches, epochs, seed, placement, pipeline."):
+class RLTrainConfig(ProcessConfig, shared.TrainConfig):
+    """Batches, epochs, seed, placement, pipeline."""
     num_episodes: int = option(1, "Epochs over the prompts.", ge=1)
     dynamic_batch_enable: bool = option(False, "Micro-batches by tokens; implies packing.")
     max_tokens_per_gpu: int = option(
@@ -136,7 +145,8 @@ class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
         "score", "Name of the scalar head; a stored one wins.", needs=f"{CRITIC}|reward.models")
     lora: RLLoraConfig = RLLoraConfig()
 
-class RLDataConfig(PromptConfig, shared.DataConfig, title="Tokenizer and prompts."):
+class RLDataConfig(PromptConfig, shared.DataConfig):
+    """Tokenizer and prompts."""
     image_key: str = option("images", "Column with images.", needs="max_images_per_prompt")
     max_images_per_prompt: int = option(0, "Images of a prompt; 0: text only.", ge=0)
 
@@ -145,7 +155,8 @@ class RLEvalConfig(shared.EvalConfig):
     n_samples_per_prompt: int = option(4, "Responses per prompt: the k of pass@k.", ge=1, needs="dataset")
     at_start: bool = option(False, "Evaluate before the first step too.", needs="dataset")
 
-class RLFlags(Root, title="Reinforcement learning."):
+class RLFlags(Root):
+    """Reinforcement learning."""
     effects: ClassVar[dict[str, str]] = {
         "!rollout.only": "actor -actor.model_name_or_path critic ref algo -algo.advantage.estimator "
         "-algo.dynamic_filtering_enable -algo.dynamic_filtering_range eval ckpt train -train.seed -train.num_episodes "

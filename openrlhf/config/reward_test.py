@@ -13,17 +13,20 @@ from openrlhf.config.rollout import PromptConfig, RemoteEnginesConfig, RuleConfi
 
 
 # fmt: off
-class ScoredDataConfig(PromptConfig, title="The rows to score."):
+class ScoredDataConfig(PromptConfig):
+    """The rows to score."""
     output_key: str | None = option(None, "Column with the response; unset: the label is scored, as a right answer.")
     max_samples: int = option(1000, "Rows to score, the first ones.", ge=1)
     input_template: str | None = option(None, "Text with {} as prompt.")
 
-class ScoredPolicyConfig(Section, title="The model that a run would train."):
+class ScoredPolicyConfig(Section):
+    """The model that a run would train."""
     model_name_or_path: str | None = option(
         None, "Its tokenizer encodes and decodes responses as in a run, and ends them with the end token; unset: responses are "
         "scored as they stand.", holds="model")
 
-class RewardTestConfig(Command, title="Try a reward on a dataset, before any training."):
+class RewardTestConfig(Command):
+    """Try a reward on a dataset, before any training."""
     actor: ScoredPolicyConfig = ScoredPolicyConfig()
     reward: RuleConfig = RuleConfig()
     rollout: RemoteEnginesConfig = RemoteEnginesConfig()

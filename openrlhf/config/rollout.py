@@ -16,7 +16,8 @@ CODE_OR_SERVER = "reward.remote_url|reward.verifier|judge.url|rollout.remote_eng
 
 
 # fmt: off
-class VLLMConfig(Section, title="Rollout engines (vLLM)."):
+class VLLMConfig(Section):
+    """Rollout engines (vLLM)."""
     num_engines: int = option(1, "Engines; at least one.")
     max_engines: int = derived("Engines may join up to this number; unset: vllm.num_engines.")
     max_restarts: int = option(3, "Restarts of an engine before the run gives up.", ge=0)
@@ -33,7 +34,8 @@ class VLLMConfig(Section, title="Rollout engines (vLLM)."):
     sync_with_ray: bool = option(False, "Send weights through Ray's collectives.")
     engine_args: Mapping[str, Any] = option({}, "More arguments of vLLM's engine.", metavar="JSON")
 
-class RemoteEnginesConfig(Section, title="Engines that the run did not start."):
+class RemoteEnginesConfig(Section):
+    """Engines that the run did not start."""
     remote_engines: tuple[str, ...] = option(
         (), "OpenAI-compatible servers that agents and reward functions ask by name, as judge=http://host:8000/v1; the name "
         "of a URL alone is its place, from 0.", metavar="NAME=URL",
@@ -48,7 +50,8 @@ class RemoteEnginesConfig(Section, title="Engines that the run did not start."):
             for place, (text, (name, _, url)) in enumerate(zip(self.remote_engines, named, strict=True))
         ]
 
-class RolloutConfig(RemoteEnginesConfig, title="Sampling."):
+class RolloutConfig(RemoteEnginesConfig):
+    """Sampling."""
     batch_size: int = option(1024, "Prompts per iteration.", ge=1)
     vllm_generate_batch_size: int = derived("Prompts generated at once; unset: batch_size.", ge=1)
     micro_batch_size: int = option(
@@ -71,7 +74,8 @@ class RolloutConfig(RemoteEnginesConfig, title="Sampling."):
     replay_dir: str | None = option(None, "Train from episodes written there, without engines.")
     only: bool = option(False, "Generate and reward, and do not train.")
 
-class RuleConfig(Section, title="Rewards by function, server or verifier."):
+class RuleConfig(Section):
+    """Rewards by function, server or verifier."""
     remote_url: str | None = option(
         None, "HTTP servers, by comma, or a .py file with reward_func.", needs="!train.agent_func_path")
     verifier: str | None = option(
@@ -100,7 +104,8 @@ class RuleConfig(Section, title="Rewards by function, server or verifier."):
         """The HTTP reward servers."""
         return [part for part in self.sources if not part.endswith(".py")]
 
-class RewardConfig(RuleConfig, title="Rewards."):
+class RewardConfig(RuleConfig):
+    """Rewards."""
     model_name_or_path: str | None = option(None, "Models, by comma; scores add up.", holds="model")
     process_model: str | None = option(None, "Process model: rewards at step ends.", holds="model")
     weights: tuple[float, ...] | None = option(None, "Of the models, then of the rule, in the sum; unset: 1 each.")
@@ -129,24 +134,29 @@ class RewardConfig(RuleConfig, title="Rewards."):
         """The reward models."""
         return [part.strip() for part in (self.model_name_or_path or "").split(",") if part.strip()]
 
-class ProcessConfig(shared.SeedConfig, title="Seed, agents, timeouts."):
+class ProcessConfig(shared.SeedConfig):
+    """Seed, agents, timeouts."""
     agent_func_path: str | None = option(None, "A .py file with class AgentExecutor.")
     setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
     step_timeout: float = option(3600.0, "Seconds for one step (evaluation: for rollout.batch_size prompts).", gt=0)
 
-class PromptColumns(Section, title="Columns of prompts."):
+class PromptColumns(Section):
+    """Columns of prompts."""
     input_key: str = option("input", "Column with the prompt, text or chat.")
     label_key: str | None = option(None, "Column handed to the reward function as label.")
 
-class PromptConfig(PromptColumns, title="Prompts."):
+class PromptConfig(PromptColumns):
+    """Prompts."""
     prompt_dataset: str = required("Prompts: files, folders, hub names, by comma.", holds="dataset")
     prompt_probs: str | None = option(None, "Probabilities, by comma; unset: one after the other.")
     prompt_split: str = option("train", "Split of each dataset.")
 
-class RolePlacement(Section, title="Ray resources of one role."):
+class RolePlacement(Section):
+    """Ray resources of one role."""
     resources: Mapping[str, Any] = option({}, "Resources, labels of its bundles.", metavar="JSON")
 
-class PlacementConfig(Section, title="Ray resources per role."):
+class PlacementConfig(Section):
+    """Ray resources per role."""
     actor: RolePlacement = RolePlacement()
     critic: RolePlacement = RolePlacement()
     ref: RolePlacement = RolePlacement()

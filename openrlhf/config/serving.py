@@ -13,7 +13,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 # fmt: off
-class ServedModelConfig(Section, title="The reward model."):
+class ServedModelConfig(Section):
+    """The reward model."""
     model_name_or_path: str = required("Folder or hub name of a reward model, with its tokenizer.", holds="model")
     normalize_enable: bool = option(False, "Normalise by stored mean and deviation.")
 
@@ -22,7 +23,8 @@ class ServedLoadingConfig(shared.LoadingConfig):
     value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
 
 
-class ServeConfig(ModelCommand, title="HTTP server of a reward model."):
+class ServeConfig(ModelCommand):
+    """HTTP server of a reward model."""
     reward: ServedModelConfig = ServedModelConfig()
     ds: ServedLoadingConfig = ServedLoadingConfig()
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: every address of this machine.")

@@ -14,7 +14,8 @@ SCHEDULERS = (
 CHECKPOINTS = "ckpt.saves|eval.dataset"  # conditions: see `effects`
 EVALUATIONS = "eval.dataset|measures_training_rows"
 
-class CheckpointConfig(Section, title="Checkpoints and the exported model."):
+class CheckpointConfig(Section):
+    """Checkpoints and the exported model."""
     output_dir: str = option("./ckpt", "Folder of the final model and tokenizer.")
     path: str = option("./ckpt/checkpoints", "Folder of the checkpoints of the run.")
     save_steps: int = option(-1, "Steps between checkpoints; -1: none.", ge=-1)
@@ -33,7 +34,8 @@ class CheckpointConfig(Section, title="Checkpoints and the exported model."):
         """Whether checkpoints are written at regular steps."""
         return self.save_steps > 0
 
-class WandbConfig(Section, title="Weights & Biases."):
+class WandbConfig(Section):
+    """Weights & Biases."""
     key: str | None = option(None, "API key; any text if logged in; never saved.", saved=False)
     org: str | None = option(None, "Entity: user or team.", needs="key")
     group: str | None = option(None, "Group of runs.", needs="key")
@@ -41,40 +43,47 @@ class WandbConfig(Section, title="Weights & Biases."):
     run_name: str = derived(
         "Name of the run and its TensorBoard folder; unset: stage, time.", needs="key|logger.tensorboard_dir")
 
-class LoggerConfig(Section, title="Where numbers go besides the run folder."):
+class LoggerConfig(Section):
+    """Where numbers go besides the run folder."""
     logging_steps: int = option(1, "Steps between two entries.", ge=1)
     wandb: WandbConfig = WandbConfig()
     tensorboard_dir: str | None = option(None, "Folder for TensorBoard's event files.")
 
-class RunConfig(Section, title="The run folder and the terminal."):
+class RunConfig(Section):
+    """The run folder and the terminal."""
     dir: str = derived("Run folder; unset: ./runs/<command>-<time>.")
     quiet: bool = option(False, "Plain lines on the terminal.")
     json: bool = option(False, "One JSON object per step on the terminal.")
 
-class SeedConfig(Section, title="Seed."):
+class SeedConfig(Section):
+    """Seed."""
     seed: int = option(42, "Seed of order, initialisation and sampling.")
     full_determinism_enable: bool = option(False, "Deterministic kernels; slower.")
 
-class TrainConfig(SeedConfig, title="Batches, epochs, seed."):
+class TrainConfig(SeedConfig):
+    """Batches, epochs, seed."""
     batch_size: int = option(128, "Samples (RM, DPO: pairs) per optimizer step, all ranks.", ge=1)
     micro_batch_size: int = option(8, "Samples per forward pass and rank.", ge=1)
     max_epochs: int = option(1, "Epochs over the data (RL: over each rollout batch).", ge=1)
     max_nonfinite: int = option(3, "Steps in a row with a non-finite loss that end the run.", ge=1)
 
-class EvalConfig(Section, title="Evaluation during training."):
+class EvalConfig(Section):
+    """Evaluation during training."""
     steps: int = option(-1, "Steps between two; -1: at each epoch's end (RL: never).", ge=-1, needs=EVALUATIONS)
     dataset: str | None = option(None, "Files, folders or hub names, by comma.", holds="dataset")
     split: str = option("train", "Split of the dataset.", needs="dataset")
     patience: int | None = option(
         None, "Stop after so many in a row without a new best (--ckpt.best_metric_key); the best weights are exported.", ge=1)
 
-class LoraConfig(Section, title="LoRA adapters."):
+class LoraConfig(Section):
+    """LoRA adapters."""
     rank: int = option(0, "Rank; 0: no adapter, every weight is trained.", ge=0)
     alpha: int = option(16, "Scale: the update is multiplied by alpha / rank.", gt=0, needs="rank")
     dropout: float = option(0.0, "Dropout in front of the adapter.", ge=0, lt=1, needs="rank")
     target_modules: tuple[str, ...] = option(("all-linear",), "Modules; all-linear: each layer.", needs="rank")
 
-class LoadingConfig(Section, title="How models are loaded and run."):
+class LoadingConfig(Section):
+    """How models are loaded and run."""
     param_dtype: str = option("bf16", "Data type of the weights.", choices=DTYPES)
     attn_implementation: str = option(
         "flash_attention_2", "The default means FlashAttention 2 where it can run, else sdpa.")
@@ -83,7 +92,8 @@ class LoadingConfig(Section, title="How models are loaded and run."):
     packing_samples: bool = option(False, "Concatenate samples instead of padding them.")
     load_in_4bit: bool = option(False, "QLoRA: hold the frozen weights in 4 bits (NF4).")
 
-class DeepSpeedConfig(LoadingConfig, title="DeepSpeed: precision, memory, parallelism."):
+class DeepSpeedConfig(LoadingConfig):
+    """DeepSpeed: precision, memory, parallelism."""
     zero_stage: int = option(2, "ZeRO stage.", ge=0, le=3)
     zpg: int = option(1, "Ranks of a secondary partition (ZeRO++ hpZ, stage 3).", ge=1)
     adam_offload: bool = option(False, "Keep the optimizer's state in CPU memory.")
@@ -104,11 +114,13 @@ class DeepSpeedConfig(LoadingConfig, title="DeepSpeed: precision, memory, parall
 class LMDeepSpeedConfig(DeepSpeedConfig):  # of commands that train a language model
     use_liger_kernel: bool = option(False, "Load the model with Liger's fused kernels.")
 
-class TokenizerConfig(Section, title="Tokenizer."):
+class TokenizerConfig(Section):
+    """Tokenizer."""
     disable_fast_tokenizer: bool = option(False, "Use the tokenizer written in Python.")
     max_len: int = option(2048, "Tokens of a sample (RL: of prompt and response).", ge=1)
 
-class DataConfig(TokenizerConfig, title="Tokenizer and data."):
+class DataConfig(TokenizerConfig):
+    """Tokenizer and data."""
     dataloader_num_workers: int = option(0, "Processes that prepare batches.", ge=0)
     max_samples: int = option(1_000_000, "Rows to use, per dataset and of their blend.", ge=1)
     input_template: str | None = option(
@@ -122,19 +134,22 @@ class OfflineDataConfig(DataConfig):
     tokenizer_chat_template: str | None = option(
         None, "Chat template, or a file with one, instead of the tokenizer's.", needs="apply_chat_template")
 
-class AdamConfig(Section, title="AdamW."):
+class AdamConfig(Section):
+    """AdamW."""
     lr: float = option(5e-6, "Peak learning rate.", ge=0)
     betas: tuple[float, float] = option((0.9, 0.95), "Decay of both moments.", ge=0, lt=1)
     eps: float = option(1e-8, "Term that keeps the division finite.", gt=0)
     weight_decay: float = option(0.0, "Decoupled decay; biases and norms are exempt.", ge=0)
 
-class MuonConfig(Section, title="Muon, for the matrices; AdamW has the rest.", needs="optim=muon"):
+class MuonConfig(Section, needs="optim=muon"):
+    """Muon, for the matrices; AdamW has the rest."""
     lr: float = option(0.02, "Peak learning rate of the matrices.", ge=0)
     momentum: float = option(0.95, "Momentum.", ge=0, lt=1)
     ns_steps: int = option(5, "Newton-Schulz steps; the engine always takes 5.", ge=1)
     nesterov: bool = option(True, "Nesterov momentum; the engine always uses it.")
 
-class OptimizerConfig(Section, title="Optimizer and learning-rate schedule of one model."):
+class OptimizerConfig(Section):
+    """Optimizer and learning-rate schedule of one model."""
     optim: str = option("adam", "Optimizer.", choices=("adam", "muon"))
     muon: MuonConfig = MuonConfig()
     adam: AdamConfig = AdamConfig()
@@ -146,19 +161,22 @@ class OptimizerConfig(Section, title="Optimizer and learning-rate schedule of on
         needs="lr_scheduler=cosine_with_min_lr,cosine_warmup_with_min_lr")
     max_norm: float = option(1.0, "Clip the gradient to this norm; 0: no clipping.", ge=0)
 
-class GroupConfig(Section, title="The devices of a role."):
+class GroupConfig(Section):
+    """The devices of a role."""
     num_nodes: int = option(1, "Nodes of this role.", ge=1)
     num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
 
-class ModelSourceConfig(Section, title="Where models come from."):
+class ModelSourceConfig(Section):
+    """Where models come from."""
     trust_remote_code: bool = option(False, "Run Python code that comes with a model.")
 
-class TrainedModelConfig(Section, title="The model to train."):
+class TrainedModelConfig(Section):
+    """The model to train."""
     model_name_or_path: str = required("Folder or hub name, with its tokenizer.", holds="model")
     gradient_checkpointing_enable: bool = option(False, "Recompute activations to save memory (RL: critic too).")
     gradient_checkpointing_reentrant: bool = option(
         False, "Use the re-entrant implementation of this.", needs="gradient_checkpointing_enable")
     aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of experts (RL: critic too).", ge=0)
 
-class ModelConfig(ModelSourceConfig, TrainedModelConfig, title="The model to train."):
-    pass
+class ModelConfig(ModelSourceConfig, TrainedModelConfig):
+    """The model to train."""

@@ -12,7 +12,8 @@ from openrlhf.config.flags import Section, option
 
 
 # fmt: off
-class SupervisedConfig(shared.OptimizerConfig, Root, title="What the offline commands share."):
+class SupervisedConfig(shared.OptimizerConfig, Root):
+    """What the offline commands share."""
     model: shared.ModelConfig = shared.ModelConfig()
     ds: shared.DeepSpeedConfig = shared.DeepSpeedConfig()
     data: shared.OfflineDataConfig = shared.OfflineDataConfig()
@@ -62,7 +63,8 @@ class SFTDataConfig(shared.OfflineDataConfig):
     output_key: str | None = option(None, "Column with the response; unset: the chat's last turn.")
 
 
-class SFTConfig(SupervisedConfig, title="Supervised fine-tuning."):
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning."""
     effects: ClassVar[dict[str, str]] = {
         "!model.pretrain_mode_enable": "data.output_key data.apply_chat_template data.input_template"
     }
@@ -87,14 +89,15 @@ class SFTConfig(SupervisedConfig, title="Supervised fine-tuning."):
         ]
 
 
-class PairColumns(Section, title="Columns of pairs."):
+class PairColumns(Section):
+    """Columns of pairs."""
     prompt_key: str | None = option(None, "Column with the prompt of both answers; unset: the answers contain it.")
     chosen_key: str = option("chosen", "Column with the preferred answer or conversation.")
     rejected_key: str = option("rejected", "Column with the other answer or conversation.")
 
 
-class PreferenceDataConfig(PairColumns, shared.OfflineDataConfig, title="Tokenizer and data."):
-    pass
+class PreferenceDataConfig(PairColumns, shared.OfflineDataConfig):
+    """Tokenizer and data."""
 
 
 class RMModelConfig(shared.ModelConfig):
@@ -109,7 +112,8 @@ class RMDeepSpeedConfig(shared.DeepSpeedConfig):
     value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
 
 
-class RMConfig(SupervisedConfig, title="Reward model from preference pairs."):
+class RMConfig(SupervisedConfig):
+    """Reward model from preference pairs."""
     measures_training_rows: ClassVar[bool] = True
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_rm")
