@@ -79,7 +79,11 @@ class ModelCommand(Command):
 
     def mistakes(self) -> Sentences:
         """Attention and data type go together."""
-        return [*super().mistakes(), *rules.attention_can_run(self.ds)]
+        return [
+            *super().mistakes(),
+            (self.ds.param_dtype == "fp32" and "flash_attention" in self.ds.attn_implementation,
+             "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32."),
+        ]
 
 
 class RecordedCommand(ModelCommand):

@@ -40,7 +40,7 @@ def engine_args_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, longest: int)
     drafts = drafting(extra)
     seeded = rollout.seeded == "on"
     rewinds = seeded and not machine.count_gpus()  # a sample's generator, where a prompt is prefilled in parts
-    budget = extra.get("max_num_batched_tokens")
+    budget = extra.get("max_num_batched_tokens", longest)
     roundings = ROUNDED if machine.count_gpus() else ("fp8_per_channel",)  # the others' kernels are not in CPU builds
     quantization = vllm.quantization
     return [
@@ -60,10 +60,8 @@ def engine_args_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, longest: int)
         (seeded and drafts.get("num_speculative_tokens_per_batch_size"),
          "--vllm.engine_args speculative_config: with num_speculative_tokens_per_batch_size a sample depends on what else "
          "is in the batch, and not only on its seed. Use num_speculative_tokens, or --rollout.seeded off."),
-        (rewinds and extra.get("enable_chunked_prefill"),
-         "--vllm.engine_args enable_chunked_prefill: where vLLM prefills a seeded sample in parts it rewinds the sample's "
-         "random generator, which a CPU's cannot, and the engine dies. Leave it out, or use --rollout.seeded off."),
-        (rewinds and isinstance(budget, int) and budget < longest,
-         f"--vllm.engine_args max_num_batched_tokens {budget} is less than one prompt may have, <data.max_len>, and seeded "
-         "samples on a CPU are prefilled whole. Raise it, or use --rollout.seeded off."),
+        (rewinds and (extra.get("enable_chunked_prefill") or (isinstance(budget, int) and budget < longest)),
+         "--vllm.engine_args: if vLLM prefills a seeded sample in parts it rewinds the sample's random generator, which a CPU's "
+         "cannot, and the engine dies. Leave out enable_chunked_prefill, give max_num_batched_tokens at least the tokens of "
+         "<data.max_len>, or use --rollout.seeded off."),
     ]

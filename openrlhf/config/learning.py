@@ -80,11 +80,6 @@ class KLConfig(Section):
         """Whether the KL is a part of the rewards."""
         return self.init_coef > 0 and not self.use_loss
 
-    @property
-    def in_loss(self) -> bool:
-        """Whether the KL is a term of the policy loss."""
-        return self.init_coef > 0 and self.use_loss
-
 class LossConfig(Section):
     """The policy loss of a window."""
     aggregation: str = option(

@@ -125,7 +125,7 @@ class PPOConfig(RLFlags):
              "--actor.eps_clip has no effect beside --actor.eps_clip_low_high."),
             (actor.policy_loss_type == "gspo" and max(clip) > 0.01,  # ratios of sequences move little
              "With gspo <actor.eps_clip_low_high> hardly ever binds: its paper uses 3e-4 4e-4."),
-            (kl.in_loss and kl.estimator not in in_loss,
+            (kl.init_coef and kl.use_loss and kl.estimator not in in_loss,
              "<algo.kl.estimator> as a loss has an expected gradient of zero: with --algo.kl.use_loss "
              f"use {' or '.join(in_loss)}."),
             (kl.in_reward and kl.estimator not in in_reward,

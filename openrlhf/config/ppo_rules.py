@@ -53,12 +53,11 @@ def algorithm_mistakes(config: RLFlags) -> Sentences:
          "at 1 only: use 1, or a teacher that is loaded here: --algo.distill.teacher PATH."),
         (algo.ptx.dataset and not algo.ptx.coef,
          "<algo.ptx.coef> makes --algo.ptx.dataset useless: raise it, or leave both out."),
-        (algo.kl.stop_run and not algo.kl.init_coef,
-         "<algo.kl.stop_run> watches the KL to the reference, which --algo.kl.init_coef 0 does not load: start above 0."),
         (config.eval.patience and config.eval.dataset and config.eval.steps < 1,
          "<eval.patience> waits for a better evaluation: set --eval.steps."),
-        (algo.kl.target and not algo.kl.init_coef,
-         "--algo.kl.target adapts --algo.kl.init_coef, which is 0: start above 0."),
+        *((value_at(algo.kl, flag) and not algo.kl.init_coef,
+           f"<algo.kl.{flag}> is about the KL to the reference, which --algo.kl.init_coef 0 does not load: start above 0.")
+          for flag in ("target", "stop_run")),
     ]
 
 
@@ -66,8 +65,6 @@ def engine_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) -> S
     """Engines are there, a prompt has room in them, and their extra arguments leave log-probabilities alone."""
     return [
         *engine_args_mistakes(vllm, rollout, max_len),
-        (vllm.num_engines < 1, f"--vllm.num_engines is {vllm.num_engines}, but only engines "
-         "generate (generation by Transformers is gone): use 1 or more."),
         (vllm.max_engines != vllm.num_engines,
          "<vllm.max_engines> is not available yet: use as many as <vllm.num_engines>."),
         (vllm.sync_backend != ("nccl" if machine.count_gpus() else "gloo"),
@@ -124,20 +121,17 @@ def batch_mistakes(config: RLFlags) -> Sentences:
 
 def device_mistakes(config: RLFlags) -> Sentences:
     """Roles that share devices have as many."""
+    actor, ref, critic, reward = (
+        (group.num_nodes, group.num_gpus_per_node) for group in (config.actor, config.ref, config.critic, config.reward)
+    )
     train = config.train
-    sharing = {  # flag: owner, role, whether both are there
-        "colocate_actor_ref": ("actor", "ref", config.algo.kl.init_coef > 0),
-        "colocate_critic_reward": ("critic", "reward", config.estimator.needs_critic),
-    }
-
-    def size(role: str) -> str:
-        return "{0.num_nodes} x {0.num_gpus_per_node}".format(value_at(config, role))
-
     return [
-        (value_at(train, flag) and both and size(owner) != size(role),
-         f"--train.{flag} needs equal sizes, but --{owner}.num_nodes x num_gpus_per_node is "
-         f"{size(owner)} and --{role}'s {size(role)}.")
-        for flag, (owner, role, both) in sharing.items()
+        (train.colocate_actor_ref and config.algo.kl.init_coef > 0 and actor != ref,
+         "--train.colocate_actor_ref needs equal sizes, but they are <actor.num_nodes> <actor.num_gpus_per_node> and "
+         "<ref.num_nodes> <ref.num_gpus_per_node>."),
+        (train.colocate_critic_reward and config.estimator.needs_critic and critic != reward,
+         "--train.colocate_critic_reward needs equal sizes, but they are <critic.num_nodes> <critic.num_gpus_per_node> and "
+         "<reward.num_nodes> <reward.num_gpus_per_node>."),
     ]
 
 

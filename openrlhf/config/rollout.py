@@ -18,7 +18,7 @@ CODE_OR_SERVER = "reward.remote_url|reward.verifier|judge.url|rollout.remote_eng
 # fmt: off
 class VLLMConfig(Section):
     """Rollout engines (vLLM)."""
-    num_engines: int = option(1, "Engines; at least one.")
+    num_engines: int = option(1, "Engines; at least one.", ge=1)
     max_engines: int = derived("Engines may join up to this number; unset: vllm.num_engines.")
     max_restarts: int = option(3, "Restarts of an engine before the run gives up.", ge=0)
     tensor_parallel_size: int = option(1, "GPUs that share each layer of an engine.", ge=1)

@@ -41,14 +41,10 @@ def mixes_samples(attention: str) -> bool:
 def attention_notices(ds: LoadingConfig, given: Given) -> Sentences:
     """Another attention than the one that was asked for."""
     asked = given.get("ds.attn_implementation")
-    other = asked and asked != ds.attn_implementation
-    packed = other and ds.packing_samples and mixes_samples(str(asked))
-    why = "The package flash-attn is not installed" if machine.count_gpus() else "No GPU on this machine"
-    return [
-        (packed, f"--ds.packing_samples does not work with --ds.attn_implementation {asked}: "
-         "<ds.attn_implementation> is used."),
-        (other and not packed, f"{why}: sdpa instead of --ds.attn_implementation {asked}."),
-    ]
+    why = "no GPU is on this machine" if machine.count_gpus() == 0 else "the package flash-attn is not installed"
+    if ds.packing_samples and mixes_samples(str(asked)):
+        why = "it mixes the samples that --ds.packing_samples concatenates"
+    return [(asked and asked != ds.attn_implementation, f"<ds.attn_implementation> instead of {asked}: {why}.")]
 
 
 def single_processes(config: Any) -> dict[str, int]:
@@ -179,14 +175,6 @@ def looks_local(path: str) -> bool:
     """Whether a text can only be a path: hub names are `name` or `owner/name`."""
     begins = path.startswith(("/", "./", "../", "~"))
     return "://" not in path and (begins or path.count("/") > 1 or path.endswith(FILE_ENDINGS))
-
-
-def attention_can_run(ds: LoadingConfig) -> Sentences:
-    """Attention and data type go together."""
-    return [
-        (ds.param_dtype == "fp32" and "flash_attention" in ds.attn_implementation,
-         "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32."),
-    ]
 
 
 def probabilities_fit(config: Any, datasets: str, probs: str) -> Sentences:

@@ -67,7 +67,7 @@ def test_without_a_gpu_attention_is_sdpa_and_a_notice_comes_only_where_flash_was
     assert sft().ds.attn_implementation == "sdpa"
     assert "sdpa" not in capsys.readouterr().err
     assert sft("--ds.attn_implementation flash_attention_2").ds.attn_implementation == "sdpa"
-    assert "sdpa instead of --ds.attn_implementation flash_attention_2" in capsys.readouterr().err
+    assert "--ds.attn_implementation sdpa instead of flash_attention_2: no GPU is on this machine" in capsys.readouterr().err
 
 
 def test_with_gpu_and_package_attention_is_flash_attention(gpu_machine: Any) -> None:
@@ -84,7 +84,7 @@ def test_with_gpu_and_without_package_flash_attention_falls_back_with_a_notice_w
     assert capsys.readouterr().err == ""
     for asked in ("--ds.attn_implementation flash_attention_2", "--flash_attn", "--ds.packing_samples --flash_attn"):
         assert sft(asked).ds.attn_implementation == "sdpa"
-        assert "The package flash-attn is not installed: sdpa instead" in capsys.readouterr().err
+        assert "sdpa instead of flash_attention_2: the package flash-attn is not installed" in capsys.readouterr().err
     assert sft("--ds.attn_implementation flash_attention_3").ds.attn_implementation == "flash_attention_3"
 
 

@@ -66,7 +66,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--algo.distill.teacher wise --rollout.remote_engines wise=http://h/v1 --rollout.temperature 0.7",
      "--rollout.temperature 0.7 is another than that of the server of --algo.distill.teacher wise"),
     (RL, "--algo.ptx.dataset d --algo.ptx.coef 0", "--algo.ptx.coef 0 makes --algo.ptx.dataset useless"),
-    (RL, "--algo.kl.stop_run 0.1 --algo.kl.init_coef 0", "--algo.kl.stop_run 0.1 watches the KL"),
+    (RL, "--algo.kl.stop_run 0.1 --algo.kl.init_coef 0", "--algo.kl.stop_run 0.1 is about the KL to the reference"),
     (RL, "--rollout.temperature 0", "--rollout.temperature 0 is greedy"),
     (RL, "--data.max_len 512 --rollout.max_new_tokens 512",
      "--rollout.max_new_tokens 512 leaves no room for a prompt in --data.max_len 512"),
@@ -77,7 +77,7 @@ BROKEN: list[tuple[str, str, str]] = [
       for command, model in ((RL, "actor"), (SFT, "model"))],
     (RL, "--rollout.only --rollout.replay_dir .", "--rollout.only generates and --rollout.replay_dir . trains from what"),
     (RL, "--rollout.replay_dir gone", "--rollout.replay_dir gone is no folder on this machine: write one with"),
-    (RL, "--algo.kl.target 0.1 --algo.kl.init_coef 0", "--algo.kl.target adapts"),
+    (RL, "--algo.kl.target 0.1 --algo.kl.init_coef 0", "--algo.kl.target 0.1 is about the KL to the reference"),
     (RL, "--rollout.batch_size 4", "4 samples are fewer than one --train.batch_size of 128"),
     (RL, f"{GROUPS} --rollout.batch_size 100 --train.batch_size 64",
      "--rollout.batch_size 100 x --rollout.n_samples_per_prompt 2 = 200 samples are no multiple of "
@@ -112,7 +112,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--vllm.quantization fp8", "or not on this machine: use fp8_per_channel."),
     (RL, '--vllm.engine_args {"enable_chunked_prefill":true}', "which a CPU's cannot, and the engine dies"),
     (RL, '--vllm.engine_args {"max_num_batched_tokens":512}',
-     "max_num_batched_tokens 512 is less than one prompt may have, --data.max_len 2048"),
+     "give max_num_batched_tokens at least the tokens of --data.max_len 2048"),
     (RL, "--train.colocate_actor_ref --ref.num_gpus_per_node 2",
      "--train.colocate_actor_ref needs equal sizes"),
     (RL, "--train.colocate_critic_reward --critic.num_gpus_per_node 2 "
