@@ -14,8 +14,6 @@ from openrlhf.config.ppo import engine_values
 from openrlhf.config.rollout import ProcessConfig, PromptColumns, RewardConfig, RolloutConfig, VLLMConfig
 from openrlhf.config.supervised import PairColumns, RMDeepSpeedConfig
 
-TASKS = ("pass_k", "rm_accuracy", "win_rate")
-
 
 # fmt: off
 class EvaluatedModelConfig(shared.ModelSourceConfig):
@@ -61,7 +59,7 @@ class EvaluationConfig(RecordedCommand):
 
     task: str = option(
         "pass_k", "pass@k per data source; how often reward models prefer the chosen answer of a pair; or how often "
-        "the model's answers win against others.", choices=TASKS)
+        "the model's answers win against others.", choices=("pass_k", "rm_accuracy", "win_rate"))
     model: EvaluatedModelConfig = EvaluatedModelConfig()
     eval: EvaluationSetConfig = EvaluationSetConfig()
     data: EvaluatedDataConfig = EvaluatedDataConfig()
@@ -93,11 +91,11 @@ class EvaluationConfig(RecordedCommand):
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        task_mistakes = {"pass_k": self._sampling, "rm_accuracy": self._rm_accuracy, "win_rate": self._win_rate}
-        return [*super().mistakes(), *task_mistakes[self.task]()]
-
-    def _rm_accuracy(self) -> Sentences:
+        if self.samples_answers:
+            compared = self._win_rate() if self.task == "win_rate" else []
+            return [*super().mistakes(), *self._sampling(), *compared]
         return [
+            *super().mistakes(),
             (not self.reward.models, "<task> judges reward models: give --reward.model_name_or_path."),
             *rules.sum_mistakes(self.reward, len(self.reward.models)),
         ]
@@ -106,7 +104,6 @@ class EvaluationConfig(RecordedCommand):
         against, judge = self.against, self.judge
         rewarded = rules.has_rule(self) or self.reward.models
         return [
-            *self._sampling(),
             (bool(against.model_name_or_path) == bool(against.answer_key),
              "<task> compares with the answers of one other: give --against.model_name_or_path, or the column of those "
              "in the dataset with --against.answer_key."),

@@ -100,9 +100,10 @@ class Section:
         dataclass(frozen=True, kw_only=True)(cls)
 
 
-def option(default: T, help: str, **info: Any) -> T:
-    """A field that is a flag; further keywords are the fields of `Flag` that have a default, `needs` as one text."""
-    return field(default_factory=lambda: copy(default), metadata={"help": help, **info})
+def option(default: T, help: str, *, needs: str = "", **info: Any) -> T:
+    """A field that is a flag. `needs`: its conditions, with & between them; `info`: fields of `Flag` that have a default."""
+    conditions = tuple(needs.split(" & ")) if needs else ()
+    return field(default_factory=lambda: copy(default), metadata={"help": help, "needs": conditions, **info})
 
 
 def derived(help: str, **info: Any) -> Any:
@@ -130,18 +131,13 @@ def _walk(node: Any, prefix: str, outer: tuple[str, ...]) -> Iterator[Flag]:
         elif "help" in each.metadata:  # else the tree's own, such as what was given
             annotation = str(each.type)
             shape, kind = TYPES[annotation.removesuffix(" | None")]
-            info: dict[str, Any] = dict(each.metadata)
-            own = tuple(text for text in str(info.pop("needs", "")).split(" & ") if text)
-            yield Flag(
-                path=path,
-                shape=shape,
-                kind=kind,
-                optional=default is None or annotation.endswith(" | None"),
-                default=default,
-                section=node.__doc__,
-                needs=needs + own,
-                **info,
-            )
+            optional = default is None or annotation.endswith(" | None")
+            info: dict[str, Any] = {
+                **each.metadata,
+                "needs": (*needs, *each.metadata["needs"]),
+                "section": node.__doc__,
+            }
+            yield Flag(path=path, shape=shape, kind=kind, optional=optional, default=default, **info)
 
 
 def flags_in(config: Any) -> list[tuple[Flag, Any]]:
@@ -216,13 +212,12 @@ def _scalar(flag: Flag, raw: Any) -> Any:
 
 
 def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
-    why = f', such as {{"name": 1}}, not {raw!r}'
     try:
         value = json.loads(raw) if isinstance(raw, str) else raw
     except json.JSONDecodeError as error:
-        value, why = None, f", and {raw!r} is none: {error}"
+        raise ValueError(f"{flag.name} takes a JSON object, and {raw!r} is none: {error}.") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{flag.name} takes a JSON object{why}.")
+        raise ValueError(f'{flag.name} takes a JSON object, such as {{"name": 1}}, not {raw!r}.')
     return cast("dict[str, Any]", value)
 
 

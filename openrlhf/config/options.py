@@ -128,22 +128,18 @@ class Reader:
 
     def _keep_apart(self, file: Path, written: set[str]) -> None:
         """A file that an earlier run wrote names the folders of that run, which are not used again unnoticed."""
-        folders = {
-            path: self.given[path] for path in ("run.dir", "ckpt.output_dir") if path in written & self.given.keys()
-        }
-        own = folders.pop("run.dir", None)
-        if own and Path(own).expanduser().resolve() == file.resolve().parent:
+        run, model = (self.given.get(path) if path in written else None for path in ("run.dir", "ckpt.output_dir"))
+        if run and Path(run).expanduser().resolve() == file.resolve().parent:
             del self.given["run.dir"]
             self.notices.append(
-                f"--run.dir {own} belongs to the run that wrote {file}: this run has a folder of its own."
+                f"--run.dir {run} belongs to the run that wrote {file}: this run has a folder of its own."
             )
-        for path, name in folders.items():
-            folder = Path(name).expanduser()
-            if not self.given.get("ckpt.load_enable") and folder.is_dir() and any(folder.iterdir()):
-                self.notices.append(
-                    f"--{path} {name} comes from {file} and holds files: this run replaces the model there. "
-                    f"To keep it, give another --{path}."
-                )
+        folder = Path(model or "").expanduser()
+        if model and not self.given.get("ckpt.load_enable") and folder.is_dir() and any(folder.iterdir()):
+            self.notices.append(
+                f"--ckpt.output_dir {model} comes from {file} and holds files: this run replaces the model there. "
+                "To keep it, give another --ckpt.output_dir."
+            )
 
     def read_yaml(self, file: str) -> dict[str, Any]:
         """The values of a file by path (keys nested or dotted). Raises ConfigError if it cannot be read."""

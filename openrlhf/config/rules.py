@@ -107,16 +107,6 @@ def rule_mistakes(reward: RuleConfig, label_key: str | None) -> Sentences:
     ]
 
 
-def agent_mistakes(path: str | None, reward: RewardConfig) -> Sentences:
-    """An agent's file is there, and its failed episodes get no number."""
-    here = not path or (path.endswith(".py") and Path(path).expanduser().is_file())
-    return [
-        (not here, "<train.agent_func_path> is not a .py file on this machine."),
-        (path and is_number(reward.on_error),
-         "<reward.on_error> cannot reward an episode that an agent did not finish: use fail or drop."),
-    ]
-
-
 def has_rule(config: Any) -> bool:
     """Whether a function, server, verifier or agent rewards; for a command with rewards and agents."""
     return bool(config.reward.remote_url or config.reward.verifier or config.train.agent_func_path)
@@ -130,7 +120,10 @@ def reward_mistakes(config: Any, *, needed: bool) -> Sentences:
          "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
          "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."),
         *rule_mistakes(reward, config.data.label_key),
-        *agent_mistakes(agent, reward),
+        (agent and not (agent.endswith(".py") and is_file(agent)),
+         "<train.agent_func_path> is not a .py file on this machine."),
+        (agent and is_number(reward.on_error),
+         "<reward.on_error> cannot reward an episode that an agent did not finish: use fail or drop."),
         *sum_mistakes(reward, len(reward.models) + has_rule(config)),
     ]
 
