@@ -127,5 +127,5 @@ class EvaluationConfig(RecordedCommand):
             (self.train.agent_func_path and (self.reward.remote_url or self.reward.verifier),
              "The agent of <train.agent_func_path> rewards: leave out --reward.remote_url and --reward.verifier."),
             *ppo_rules.engine_mistakes(self.vllm, self.rollout, self.data.max_len),
-            (self.vllm.dtype == "auto", "<ds.param_dtype> is no type of an engine's: give --vllm.dtype bf16 or fp32."),
+            (self.vllm.dtype == "fp16", "<ds.param_dtype> is no type of an engine's: give --vllm.dtype bf16 or fp32."),
         ]

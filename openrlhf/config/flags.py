@@ -132,11 +132,7 @@ def _walk(node: Any, prefix: str, outer: tuple[str, ...]) -> Iterator[Flag]:
             annotation = str(each.type)
             shape, kind = TYPES[annotation.removesuffix(" | None")]
             optional = default is None or annotation.endswith(" | None")
-            info: dict[str, Any] = {
-                **each.metadata,
-                "needs": (*needs, *each.metadata["needs"]),
-                "section": node.__doc__,
-            }
+            info = dict[str, Any](each.metadata, needs=(*needs, *each.metadata["needs"]), section=node.__doc__)
             yield Flag(path=path, shape=shape, kind=kind, optional=optional, default=default, **info)
 
 

@@ -28,8 +28,7 @@ class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, shared.Optimize
     eps_clip: float = option(0.2, "Clip range of the ratio, both sides.", gt=0)
     eps_clip_low_high: tuple[float, float] = derived("Clip below, above 1; unset: eps_clip.", ge=0)
     dual_clip: float | None = option(None, "Bound of the loss where the advantage is < 0.", gt=1)
-    entropy_coef: float | None = option(
-        None, "Weight of the entropy bonus; 0: only log it; unset: do not compute it.")
+    entropy_coef: float | None = option(None, "Weight of the entropy bonus; 0: only log it; unset: do not compute it.")
     freeze_visual_encoder: bool = option(False, "Train only the language part of a vision model.")
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
 
@@ -54,15 +53,13 @@ class AdvantageConfig(Section):
     no_std_norm: bool = option(
         False, "Centre a batch's advantages, do not divide by deviation.", needs="estimator.whitened")
     is_correction_enable: bool = option(False, "Correct the loss for engine-trainer differences.")
-    is_correction_type: str = option(
-        "tis", "Which weight.", choices=choices.CORRECTIONS, needs="is_correction_enable")
+    is_correction_type: str = option("tis", "Which weight.", choices=choices.CORRECTIONS, needs="is_correction_enable")
     is_correction_threshold: tuple[float, float] = option((0.5, 5.0), "Its two bounds.", ge=0)
 
 class CorrectionConfig(Section):
     """Correction of engine-trainer differences, by its axes."""
     level: str | None = option(None, "Level of ratios.", choices=("token", "sequence", "geometric"))
-    mode: str | None = option(
-        None, "What happens outside the band.", choices=("clip", "mask", "truncate"))
+    mode: str | None = option(None, "What happens outside the band.", choices=("clip", "mask", "truncate"))
     band: tuple[float, float] | None = option(None, "Lower and upper bound.", ge=0)
 
 class KLConfig(Section):
@@ -175,10 +172,8 @@ class RLFlags(Root):
     eval: RLEvalConfig = RLEvalConfig()
     ds: RLDeepSpeedConfig = RLDeepSpeedConfig()
     placement: PlacementConfig = PlacementConfig()
-    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(
-        path="./ckpt/checkpoints_ppo_ray", max_mem=float("inf"))
-    logger: shared.LoggerConfig = shared.LoggerConfig(
-        wandb=shared.WandbConfig(project="openrlhf_train_ppo"))
+    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_ppo_ray", max_mem=float("inf"))
+    logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_ppo"))
 
     @property
     def samples(self) -> int:

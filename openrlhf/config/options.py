@@ -162,19 +162,16 @@ class Reader:
         return values
 
 
-def _groups(argv: Iterable[str]) -> Iterator[Group]:
+def _groups(argv: Iterable[str]) -> list[Group]:
     """Each flag with its words; words before all flags have the name "". Old names may have one dash: -pretrain."""
-    name, words = "", list[str]()
+    groups: list[Group] = [("", [])]
     for word in argv:
         bare, equals, value = word.lstrip("-").partition("=")
         if word.startswith("--") or (word.startswith("-") and legacy.is_old_name(bare)):
-            if name or words:
-                yield name, words
-            name, words = bare, [value] if equals else []
+            groups.append((bare, [value] if equals else []))
         else:
-            words.append(word)
-    if name or words:
-        yield name, words
+            groups[-1][1].append(word)
+    return groups if groups[0][1] else groups[1:]
 
 
 def _leaves(node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -62,12 +62,11 @@ def rollout_values(config: RLFlags) -> dict[str, Any]:
 def engine_values(vllm: VLLMConfig, rollout: RolloutConfig, param_dtype: str, *, shared: bool) -> dict[str, Any]:
     """What follows for engines in RL and evaluation; `shared`: samples share prefixes."""
     seeded = "off" if machine.count_gpus() else "on"  # on GPUs it costs time and is not exact
-    follows = vllm.dtype == "auto" and param_dtype != "fp16"  # which a rule refuses
     return {
         "rollout.vllm_generate_batch_size": rollout.vllm_generate_batch_size or rollout.batch_size,
         "rollout.seeded": seeded if rollout.seeded == "auto" else rollout.seeded,
         "vllm.max_engines": vllm.max_engines or vllm.num_engines,
-        "vllm.dtype": param_dtype if follows else vllm.dtype,
+        "vllm.dtype": param_dtype if vllm.dtype == "auto" else vllm.dtype,
         "vllm.sync_backend": "gloo" if vllm.sync_backend == "nccl" and not machine.count_gpus() else vllm.sync_backend,
         "vllm.enable_prefix_caching": (vllm.enable_prefix_caching or shared) and not vllm.disable_prefix_caching,
     }

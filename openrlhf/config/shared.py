@@ -97,8 +97,7 @@ class DeepSpeedConfig(LoadingConfig):
     zero_stage: int = option(2, "ZeRO stage.", ge=0, le=3)
     zpg: int = option(1, "Ranks of a secondary partition (ZeRO++ hpZ, stage 3).", ge=1)
     adam_offload: bool = option(False, "Keep the optimizer's state in CPU memory.")
-    param_offload: str = option(
-        "none", "Where parameters wait (ZeRO 3).", choices=("none", "cpu", "nvme"))
+    param_offload: str = option("none", "Where parameters wait (ZeRO 3).", choices=("none", "cpu", "nvme"))
     nvme_path: str | None = option(None, "Folder on NVMe for offloaded state.")
     use_universal_ckpt: bool = option(False, "Load a checkpoint in universal format.")
     grad_accum_dtype: str | None = option(None, "Of gradient sums; unset: fp32.", choices=DTYPES)

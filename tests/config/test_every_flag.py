@@ -173,7 +173,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield settings.eval_sampling(config)
         yield inference_config(config.ds)
         yield [ErrorBudget.of(config.reward), config.reward.fallback]
-        if config.vllm.dtype != "auto":
+        if config.vllm.dtype != "fp16":
             tokenizer: Any = SimpleNamespace(eos_token_id=0)
             yield engine_arguments(settings.engine_settings(config, "m", kind, tokenizer), 0)
     if isinstance(config, PPOConfig):
