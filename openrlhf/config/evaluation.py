@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, ClassVar
 
 from openrlhf.config import ppo_rules, rules, shared
@@ -80,9 +79,8 @@ class EvaluationConfig(RecordedCommand):
         """What follows from the flags, by path."""
         shared_prompts = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
         return {
-            **rules.single_processes(self),
+            **rules.machine_values(self),
             **engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=shared_prompts),
-            "reward.workers": self.reward.workers or os.cpu_count() or 1,
         }
 
     def notices(self) -> Sentences:

@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
+from typing import Any, Literal, TypeVar, cast, dataclass_transform
 
 T = TypeVar("T")
 Shape = Literal["switch", "one", "pair", "list", "json"]
@@ -61,7 +61,7 @@ class Flag:
     le: float | None = None
     lt: float | None = None
     holds: Literal["model", "dataset"] | None = None  # a folder, a file or a hub name
-    needs: tuple[str, ...] = ()  # conditions under which it has an effect, its sections' first: `effects`
+    needs: tuple[str, ...] = ()  # conditions under which it has an effect: `effects`
     required: bool = False  # None until it is given; `check()` asks for it
     saved: bool = True  # False: left out of configuration files
 
@@ -88,15 +88,11 @@ class Flag:
 class Section:
     """A base that makes frozen, keyword-only dataclasses of flags and of sections below.
 
-    The docstring heads the section in the help, and is inherited. `needs` is the condition under which the flags of the section
-    have an effect.
+    The docstring heads the section in the help, and is inherited.
     """
 
-    needs: ClassVar[str] = ""
-
-    def __init_subclass__(cls, needs: str = "") -> None:
+    def __init_subclass__(cls) -> None:
         cls.__doc__ = cls.__doc__ or cls.__mro__[1].__doc__
-        cls.needs = needs or cls.needs
         dataclass(frozen=True, kw_only=True)(cls)
 
 
@@ -119,21 +115,20 @@ def required(help: str, **info: Any) -> Any:
 @cache
 def flags_of(root: type[Any]) -> Mapping[str, Flag]:
     """Every flag of a configuration class by its path, in order of declaration."""
-    return {flag.path: flag for flag in _walk(root(), "", ())}
+    return {flag.path: flag for flag in _walk(root(), "")}
 
 
-def _walk(node: Any, prefix: str, outer: tuple[str, ...]) -> Iterator[Flag]:
-    needs = (*outer, *filter(None, [node.needs]))
+def _walk(node: Any, prefix: str) -> Iterator[Flag]:
     for each in fields(node):
         path, default = prefix + each.name, getattr(node, each.name)
         if is_dataclass(default):
-            yield from _walk(default, f"{path}.", needs)
+            yield from _walk(default, f"{path}.")
         elif "help" in each.metadata:  # else the tree's own, such as what was given
             annotation = str(each.type)
             shape, kind = TYPES[annotation.removesuffix(" | None")]
             optional = default is None or annotation.endswith(" | None")
-            info = dict[str, Any](each.metadata, needs=(*needs, *each.metadata["needs"]), section=node.__doc__)
-            yield Flag(path=path, shape=shape, kind=kind, optional=optional, default=default, **info)
+            about = {"section": node.__doc__, **each.metadata}
+            yield Flag(path=path, shape=shape, kind=kind, optional=optional, default=default, **about)
 
 
 def flags_in(config: Any) -> list[tuple[Flag, Any]]:

@@ -32,7 +32,7 @@ class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, shared.Optimize
     freeze_visual_encoder: bool = option(False, "Train only the language part of a vision model.")
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
 
-class CriticConfig(shared.GroupConfig, shared.OptimizerConfig, needs=CRITIC):
+class CriticConfig(shared.GroupConfig, shared.OptimizerConfig):
     """The critic (estimator gae)."""
     model_name_or_path: str | None = option(
         None, "Folder or hub name; unset: first reward model, else the policy's.", holds="model")
@@ -41,7 +41,7 @@ class CriticConfig(shared.GroupConfig, shared.OptimizerConfig, needs=CRITIC):
     save_value_network: bool = option(False, "Export the critic at the end.")
     adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
 
-class RefConfig(shared.GroupConfig, needs=FROZEN):
+class RefConfig(shared.GroupConfig):
     """The reference policy."""
     offload: bool = option(False, "Keep it in CPU memory between uses.")
 
@@ -158,6 +158,8 @@ class RLFlags(Root):
         "rollout.episode_timeout rollout.dump_dir rollout.top_p rollout.top_k rollout.stop rollout.stop_token_ids "
         "rollout.seeded reward.remote_url reward.verifier reward.batch reward.timeout reward.retries reward.workers "
         "reward.memory_gib",
+        CRITIC: "critic",
+        FROZEN: "ref",
     }
 
     actor: ActorConfig = ActorConfig()

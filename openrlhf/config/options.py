@@ -75,8 +75,8 @@ class Reader:
                 file = " ".join(words)
             elif not name:
                 self.problems.append(f"{' '.join(words)} follows no flag that takes it.")
-            elif found := self._flag_of(name):
-                self._take(*found, words, typed)
+            else:
+                self._take(name, words, typed)
         written = self.read_yaml(file) if file else {}
         raw = written | typed
         load_plugins(convert(self.flags["plugin"], raw.get("plugin") or []))
@@ -91,17 +91,14 @@ class Reader:
         self._keep_apart(Path(file), written.keys() - typed.keys())
         return self
 
-    def _flag_of(self, name: str) -> tuple[Flag, bool] | None:
-        """The flag that a name, or its unique beginning, stands for, and what it sets a switch to."""
+    def _take(self, name: str, words: list[str], typed: dict[str, Any]) -> None:
+        """Note the words after a name, or the unique beginning of a name, if it is a flag that takes so many."""
         spellings = {text[2:]: (flag, on) for flag in self.flags.values() for text, on in flag.switches.items()}
         begun = [name] if name in spellings else [spelling for spelling in spellings if spelling.startswith(name)]
-        if len(begun) == 1:
-            return spellings[begun[0]]
-        self.problems.append(self._no_such(f"--{name}"))
-        return None
-
-    def _take(self, flag: Flag, meaning: bool, words: list[str], typed: dict[str, Any]) -> None:
-        """Note the words after a flag, if their number is right."""
+        if len(begun) != 1:
+            self.problems.append(self._no_such(f"--{name}"))
+            return
+        flag, meaning = spellings[begun[0]]
         if flag.shape == "list":
             typed[flag.path] = [*typed.get(flag.path, []), *words]
         elif flag.shape == "switch" and words:

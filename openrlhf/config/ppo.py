@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from openrlhf.config import choices, machine, ppo_rules, rules
@@ -12,9 +11,9 @@ from openrlhf.config.learning import RLFlags
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
 
-def group_sizes(config: RLFlags) -> dict[str, int]:
-    """A role that shares another's devices has the same size."""
-    sizes: dict[str, Any] = rules.single_processes(config)
+def group_sizes(config: RLFlags) -> dict[str, Any]:
+    """What follows from this machine; and a role that shares another's devices has the same size."""
+    sizes = rules.machine_values(config)
     owners = {"reward": "critic"} if config.train.colocate_critic_reward else {}
     owners |= {"ref": "actor"} if config.train.colocate_actor_ref else {}
     for role, owner in owners.items():
@@ -40,7 +39,6 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
     return {path: value for path, value in unless_given.items() if path not in config.given} | {
         "critic.model_name_or_path": critic if config.estimator.needs_critic else None,
         "reward.remote_url": None if train.agent_func_path else reward.remote_url,
-        "reward.workers": reward.workers or os.cpu_count() or 1,
         "algo.advantage.gamma": 1.0 if config.estimator.needs_groups else gamma,
         "train.max_staleness": train.max_staleness or train.async_queue_size,
         "ckpt.load_enable": config.ckpt.load_enable and not config.rollout.only,

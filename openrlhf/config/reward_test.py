@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from openrlhf.config import rules
@@ -34,7 +33,7 @@ class RewardTestConfig(Command):
 
     def derived_values(self) -> dict[str, Any]:
         """The number of user processes."""
-        return {"reward.workers": self.reward.workers or os.cpu_count() or 1}
+        return rules.machine_values(self)
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""

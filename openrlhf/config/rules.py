@@ -7,6 +7,7 @@ A notice or a rule is a row: whether it holds, and a sentence in which `<train.s
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any, TypeGuard
 from urllib.parse import urlsplit
@@ -47,9 +48,10 @@ def attention_notices(ds: LoadingConfig, given: Given) -> Sentences:
     return [(asked and asked != ds.attn_implementation, f"<ds.attn_implementation> instead of {asked}: {why}.")]
 
 
-def single_processes(config: Any) -> dict[str, int]:
-    """The sizes of roles that were not given, on a machine without GPUs: one process each."""
-    return dict.fromkeys(_sizes_not_given(config), 1) if not machine.count_gpus() else {}
+def machine_values(config: Any) -> dict[str, Any]:
+    """What follows from this machine: a host process for each core; without GPUs, one process for each role."""
+    sizes = _sizes_not_given(config) if not machine.count_gpus() else []
+    return {**dict.fromkeys(sizes, 1), "reward.workers": config.reward.workers or os.cpu_count() or 1}
 
 
 def single_process_notices(config: Any) -> Sentences:
@@ -100,7 +102,7 @@ def rule_mistakes(reward: RuleConfig, label_key: str | None) -> Sentences:
          "<reward.remote_url> together with <reward.verifier> is not available yet: leave out one of them."),
         (wrong, f"--reward.remote_url {','.join(wrong)} is neither an http(s) URL nor a .py file."),
         (file and len(reward.sources) > 1, "<reward.remote_url> mixes a .py file with others: give one."),
-        (file and not Path(file).expanduser().is_file(),
+        (file and not is_file(file),
          f"--reward.remote_url {file} does not exist on this machine."),
         (verifier not in (None, "format") and not label_key,
          "<reward.verifier> checks responses against labels: name their column with --data.label_key."),

@@ -13,6 +13,7 @@ SCHEDULERS = (
 
 CHECKPOINTS = "ckpt.saves|eval.dataset"  # conditions: see `effects`
 EVALUATIONS = "eval.dataset|measures_training_rows"
+MUON = "optim=muon"
 
 class CheckpointConfig(Section):
     """Checkpoints and the exported model."""
@@ -140,12 +141,12 @@ class AdamConfig(Section):
     eps: float = option(1e-8, "Term that keeps the division finite.", gt=0)
     weight_decay: float = option(0.0, "Decoupled decay; biases and norms are exempt.", ge=0)
 
-class MuonConfig(Section, needs="optim=muon"):
+class MuonConfig(Section):
     """Muon, for the matrices; AdamW has the rest."""
-    lr: float = option(0.02, "Peak learning rate of the matrices.", ge=0)
-    momentum: float = option(0.95, "Momentum.", ge=0, lt=1)
-    ns_steps: int = option(5, "Newton-Schulz steps; the engine always takes 5.", ge=1)
-    nesterov: bool = option(True, "Nesterov momentum; the engine always uses it.")
+    lr: float = option(0.02, "Peak learning rate of the matrices.", ge=0, needs=MUON)
+    momentum: float = option(0.95, "Momentum.", ge=0, lt=1, needs=MUON)
+    ns_steps: int = option(5, "Newton-Schulz steps; the engine always takes 5.", ge=1, needs=MUON)
+    nesterov: bool = option(True, "Nesterov momentum; the engine always uses it.", needs=MUON)
 
 class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule of one model."""
