@@ -67,7 +67,10 @@ def test_without_a_gpu_attention_is_sdpa_and_a_notice_comes_only_where_flash_was
     assert sft().ds.attn_implementation == "sdpa"
     assert "sdpa" not in capsys.readouterr().err
     assert sft("--ds.attn_implementation flash_attention_2").ds.attn_implementation == "sdpa"
-    assert "--ds.attn_implementation sdpa instead of flash_attention_2: no GPU is on this machine" in capsys.readouterr().err
+    assert (
+        "--ds.attn_implementation sdpa instead of flash_attention_2: no GPU is on this machine"
+        in capsys.readouterr().err
+    )
 
 
 def test_with_gpu_and_package_attention_is_flash_attention(gpu_machine: Any) -> None:
