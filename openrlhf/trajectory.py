@@ -83,6 +83,8 @@ class Trajectory:
                 f"a trajectory's lists speak of the same positions, but have {len(self.tokens)} tokens, "
                 f"{len(self.action_mask)} mask entries and {len(self.rollout_logprobs)} log-probabilities"
             )
+        if any(self.action_mask[:1]):
+            raise ValueError("the first token of a trajectory was sampled from nothing: its prompt has no tokens")
 
     def failing(self, error: str | None, failure: Failure | None) -> Trajectory:
         """The same episode, failed: it carries the error and no number."""

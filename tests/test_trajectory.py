@@ -36,7 +36,7 @@ def test_the_docstrings_example() -> None:
     assert trajectory.num_actions == 2
 
 
-@given(st.lists(st.integers(0, 99), max_size=5), TURNS)
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=5), TURNS)
 def test_every_sampled_token_keeps_its_logprob_and_nothing_else_is_an_action(
     prompt: list[int], turns: list[tuple[str, list[Any]]]
 ) -> None:
@@ -84,6 +84,13 @@ def test_lists_of_different_lengths_are_refused() -> None:
             sample_index=0,
             stop_reason=StopReason.STOP,
         )
+
+
+def test_a_sampled_first_token_is_refused() -> None:
+    builder = TrajectoryBuilder([])
+    builder.append_action([5], [-0.1])
+    with pytest.raises(ValueError, match="the first token of a trajectory was sampled from nothing"):
+        finish(builder)
 
 
 @pytest.mark.parametrize(

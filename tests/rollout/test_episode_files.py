@@ -34,7 +34,9 @@ def anything(draw: st.DrawFn) -> Trajectory:
     values = {name: st.from_type(hint) for name, hint in get_type_hints(Trajectory).items()}
     values |= {
         "tokens": st.lists(st.integers(0, 2**20), min_size=length, max_size=length),
-        "action_mask": st.lists(st.booleans(), min_size=length, max_size=length),
+        "action_mask": st.lists(st.booleans(), min_size=length, max_size=length).map(
+            lambda m: [False, *m[1:]][:length]
+        ),
         "rollout_logprobs": st.lists(st.floats(width=32), min_size=length, max_size=length),
         "extra_logs": st.dictionaries(st.text(), st.floats(), max_size=3),
         "prompt": st.builds(Prompt, label=JSON, images=JSON, datasource=st.text()),
