@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.processes.call import Asked
+from openrlhf.processes.call import Asked, UserCodeError
 from openrlhf.rewards.protocol import LARGEST, RewardResult, read_rewards, shown
 from openrlhf.rollout.sampling import Generation
-from openrlhf.trajectory import TrajectoryBuilder
+from openrlhf.trajectory import Failure, TrajectoryBuilder
 
 
-class EpisodeMistake(ValueError):
+class EpisodeMistake(UserCodeError):
     """What an executor returned is not an episode; the message says what is wrong."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Failure.RESULT)
 
 
 @dataclass(frozen=True, kw_only=True)

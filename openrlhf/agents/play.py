@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,25 +98,24 @@ class AgentEpisodes:
             answer=lambda *question: asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer(*question), loop)),
         )
         try:
-            result = await self.pool.run(call, self._setup)
-            samples = samples_in(call.asked)
-            own = [each.generation.finish_reason for each in samples if each.own]
-            if bad := set(own) - FINISHED:
-                error = f"the engine ended a sample: {', '.join(bad)}"
-                return self._failed(prompt, sample, samples, error, Failure.ENGINE)
-            episode = assemble(result, samples, spec.max_len, vocabulary=len(self.tokenizer))
-            if episode.reward.reward is None and self.needs_reward:
-                raise EpisodeMistake("execute returned no reward, and there is no --reward.model_name_or_path")
+            episode = self._assembled(await self.pool.run(call, self._setup), samples_in(call.asked), spec.max_len)
         except UserCodeError as error:
-            return self._failed(prompt, sample, samples_in(call.asked), str(error), error.failure)
-        except EpisodeMistake as mistake:
-            error = f"the agent of {self.file}: {mistake}"
-            return self._failed(prompt, sample, samples_in(call.asked), error, Failure.RESULT)
+            return self._failed(prompt, sample, samples_in(call.asked), error)
         for oddity in episode.oddities:
             warn_once(
                 f"The agent of {self.file} {oddity}: the log-probabilities of these tokens will not be the policy's."
             )
         return self._finished(prompt, sample, episode)
+
+    def _assembled(self, result: dict[str, Any], samples: list[Sampled], max_length: int) -> Assembled:
+        """The episode that the agent returned. Raises UserCodeError if it cannot be trained on."""
+        own = {each.generation.finish_reason for each in samples if each.own}
+        if bad := own - FINISHED:
+            raise UserCodeError(f"the engine ended a sample: {', '.join(bad)}", Failure.ENGINE)
+        episode = assemble(result, samples, max_length, vocabulary=len(self.tokenizer))
+        if episode.reward.reward is None and self.needs_reward:
+            raise EpisodeMistake("execute returned no reward, and there is no --reward.model_name_or_path")
+        return episode
 
     def _finished(self, prompt: Prompt, sample: int, episode: Assembled) -> Trajectory:
         builder, reward = episode.builder, episode.reward
@@ -133,9 +131,7 @@ class AgentEpisodes:
             response_text=self._decode(builder.tokens[first:]),
         )
 
-    def _failed(
-        self, prompt: Prompt, sample: int, samples: Sequence[Sampled], error: str, failure: Failure
-    ) -> Trajectory:
+    def _failed(self, prompt: Prompt, sample: int, samples: list[Sampled], error: UserCodeError) -> Trajectory:
         """What is shown of an episode that cannot be trained on: all tokens up to its last sample."""
         last = next((each for each in reversed(samples) if each.own), None)
         builder = TrajectoryBuilder(last.prompt if last else prompt.tokens)
@@ -147,8 +143,8 @@ class AgentEpisodes:
             sample_index=sample,
             stop_reason=StopReason.FAILED,
             response_text=self._decode(builder.tokens[len(prompt.tokens) :]),
-            error=error,
-            failure=failure,
+            error=f"the agent of {self.file}: {error}" if isinstance(error, EpisodeMistake) else str(error),
+            failure=error.failure,
         )
 
     def _decode(self, tokens: list[int]) -> str:

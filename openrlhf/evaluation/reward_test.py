@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +22,7 @@ from openrlhf.data.rows import number_rows
 from openrlhf.data.templates import fill_template, to_messages
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.observability.tables import ScoredRow, print_scores
-from openrlhf.rewards.preview import answered, wrong_answers
+from openrlhf.rewards.preview import answered, wrong_requests
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rewards.rule import offer_remote_engines, reward_of
 from openrlhf.rewards.servers import IN_FLIGHT
@@ -37,7 +37,7 @@ def try_reward(config: RewardTestConfig) -> int:
     path = config.actor.model_name_or_path
     tokenizer = get_tokenizer(path, flag="--actor.model_name_or_path") if path else None
     requests = list(read_requests(config.data, tokenizer))
-    wrong = [] if config.data.output_key else list(wrong_requests(requests, tokenizer))
+    wrong = [] if config.data.output_key else wrong_requests(requests[:WRONG], tokenizer)
     offer_remote_engines(config.rollout, config.reward)
     logs = Path(f"runs/reward_test-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}/logs")
     with reward_of(config.reward, log_dir=logs) as reward:
@@ -85,23 +85,7 @@ def read_requests(data: ScoredDataConfig, tokenizer: PreTrainedTokenizerBase | N
         assert isinstance(row, dict)
         prompt = fill_template(data.input_template, _prompt(row, data.input_key))
         label = row[data.label_key] if data.label_key else ""
-        yield _request(prompt, label, text_of(row, column), tokenizer)
-
-
-def wrong_requests(
-    requests: Sequence[RewardRequest], tokenizer: PreTrainedTokenizerBase | None
-) -> Iterator[RewardRequest]:
-    """The first rows once more, each with another row's label as its answer."""
-    rows = [request for request in requests if isinstance(request.label, str) and request.label][:WRONG]
-    for request, other in zip(rows, wrong_answers([request.label for request in rows]), strict=True):
-        if other:
-            yield _request(request.prompt, request.label, other, tokenizer)
-
-
-def _request(prompt: str, label: Any, response: str, tokenizer: PreTrainedTokenizerBase | None) -> RewardRequest:
-    if tokenizer is not None:
-        return answered(tokenizer, prompt, label, response)
-    return RewardRequest(query=prompt + response, prompt=prompt, label=label, response=response)
+        yield answered(tokenizer, prompt, label, text_of(row, column))
 
 
 def _prompt(row: Mapping[str, Any], column: str) -> str:

@@ -49,8 +49,6 @@ class ProcessPool:
         log_dir: Path | None = None,
         name: str = "user",
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"a pool of processes needs at least 1 worker, not {workers}")
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         limits = partial(Limits, memory_gib=memory_gib, grace=grace)

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from openrlhf.data.prompts import PromptRow
 
 
-def answered(tokenizer: PreTrainedTokenizerBase, prompt: str, label: Any, response: str) -> RewardRequest:
-    """The request for a response that the policy has ended itself, as in a run."""
+def answered(tokenizer: PreTrainedTokenizerBase | None, prompt: str, label: Any, response: str) -> RewardRequest:
+    """The request for a response that the policy has ended itself, as in a run; without a tokenizer, for the text as it stands."""
+    if tokenizer is None:
+        return RewardRequest(query=prompt + response, prompt=prompt, label=label, response=response)
     tokens: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
     sampled: list[int] = tokenizer(response, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
     if (end := int(tokenizer.eos_token_id)) != (sampled or [None])[-1]:  # type: ignore[arg-type]
@@ -37,18 +39,25 @@ def wrong_answers(labels: Sequence[Any]) -> list[Any]:
     ]
 
 
+def wrong_requests(requests: Sequence[RewardRequest], tokenizer: PreTrainedTokenizerBase | None) -> list[RewardRequest]:
+    """The requests whose label is text once more, each with another one's label as its answer."""
+    labelled = [request for request in requests if isinstance(request.label, str) and request.label]
+    others = wrong_answers([request.label for request in labelled])
+    return [
+        answered(tokenizer, request.prompt, request.label, other)
+        for request, other in zip(labelled, others, strict=True)
+        if other
+    ]
+
+
 async def reward_preview(reward: Reward, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase) -> str | None:
     """One line if the reward fails on labels, or gives them no more than wrong answers; else None.
 
     Rows whose label is not text are left out.
     """
     rows = [row for row in rows if isinstance(row.label, str) and row.label]
-    wrong = wrong_answers([row.label for row in rows])
     requests = [answered(tokenizer, row.text, row.label, row.label) for row in rows]
-    requests += [
-        answered(tokenizer, row.text, row.label, other) for row, other in zip(rows, wrong, strict=True) if other
-    ]
-    results = await reward.score(requests) if rows else []
+    results = await reward.score([*requests, *wrong_requests(requests, tokenizer)]) if rows else []
     if failed := [result for result in results if result.error is not None]:
         return f"The reward failed on {len(failed)} of {len(results)} answers made of labels. The first error:\n{failed[0].error}"
     right, others = ([result.reward or 0.0 for result in part] for part in (results[: len(rows)], results[len(rows) :]))
