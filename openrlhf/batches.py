@@ -1,7 +1,7 @@
 """Batches of token sequences, flat: per-token columns (N,), per-sample columns (B,), offsets (B+1,).
 
-Nothing is padded until a model or a formula needs a block, so a batch costs what its tokens cost. A field's role lives in its
-metadata and drives select, split and move; `Layout` turns columns into (R, T) blocks and back.
+Nothing is padded until a model or a formula needs a block, so a batch costs what its tokens cost. The role of a field
+is in its metadata: select, split and move read it. `Layout` turns columns into (R, T) blocks and back.
 """
 
 # ruff: noqa: RUF009 — `per_token` and `per_sample` are `dataclasses.field` under names that say the role.
@@ -21,7 +21,7 @@ PER_TOKEN, PER_SAMPLE, OFFSETS = "token", "sample", "offsets"
 
 
 def per_token(**kwargs: Any) -> Any:
-    """A dataclass field of shape (N,): speaks of the same positions as `tokens`."""
+    """A dataclass field of shape (N,), on the axis of `tokens`."""
     return field(metadata={"role": PER_TOKEN}, **kwargs)
 
 
@@ -35,14 +35,14 @@ def _offsets() -> Any:
 
 
 def offsets_of(lengths: Sequence[int] | Tensor) -> Int[Tensor, " B+1"]:
-    """Where each sequence starts, and where the last one ends: lengths [2, 3] -> [0, 2, 5]."""
+    """The start of each sequence, and the end of the last one: lengths [2, 3] -> [0, 2, 5]."""
     ends = torch.as_tensor(lengths, dtype=torch.long).cumsum(0)
     return torch.cat([ends.new_zeros(1), ends])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of some rows lie: gathers flat columns into (R, T) blocks and scatters blocks back."""
+    """The places of the tokens of some rows: gathers flat columns into (R, T) blocks and scatters blocks back."""
 
     positions: Int[Tensor, "R T"]  # index into the flat column, 0 at padding
     real: Bool[Tensor, "R T"]  # False at padding
@@ -70,7 +70,10 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Ragged:
-    """Token sequences of different lengths, flat. The base of every batch."""
+    """Token sequences of different lengths, flat: the base of every batch.
+
+    Raises ValueError for a column of the wrong length.
+    """
 
     tokens: Int[Tensor, " N"] = per_token()
     offsets: Int[Tensor, " B+1"] = _offsets()
@@ -80,7 +83,7 @@ class Ragged:
         for f, column in self._columns():
             if len(column) != expected[f.metadata["role"]]:
                 raise ValueError(
-                    f"{type(self).__name__}.{f.name} has {len(column)} entries, but the offsets speak of "
+                    f"{type(self).__name__}.{f.name} has {len(column)} entries, but the offsets describe "
                     f"{expected[PER_SAMPLE]} sequences with {expected[PER_TOKEN]} tokens"
                 )
 
@@ -102,7 +105,7 @@ class Ragged:
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
-        """Tokens of each sequence."""
+        """Number of tokens of each sequence."""
         return self.offsets.diff()
 
     @property
@@ -111,12 +114,12 @@ class Ragged:
         return Layout.of(self.offsets)
 
     def sample_of_token(self) -> Int[Tensor, " N"]:
-        """For each token, the row it belongs to."""
+        """The row that each token belongs to."""
         rows = torch.arange(self.num_samples, device=self.offsets.device)
         return rows.repeat_interleave(self.lengths)
 
     def blocks(self, max_tokens: int = 1 << 20) -> Iterator[Layout]:
-        """Layouts that cover all rows once, each of similar lengths and at most `max_tokens` places."""
+        """Layouts that together have every row once: rows of similar lengths, at most `max_tokens` places each."""
         order = self.lengths.argsort()
         while len(order):
             longest_first = int(self.lengths[order[-1]])
@@ -124,15 +127,18 @@ class Ragged:
             yield Layout.of(self.offsets, order[-take:])
             order = order[:-take]
 
-    def select(self, rows: Sequence[int] | Tensor) -> Self:
-        """The given rows, in the given order."""
+    def places_of(self, rows: Sequence[int] | Tensor) -> Int[Tensor, " M"]:
+        """The places of the tokens of some rows in the flat columns, row after row."""
         index = torch.as_tensor(rows, dtype=torch.long)
         lengths = self.lengths[index]
-        offsets = offsets_of(lengths)
-        shift = self.offsets[:-1][index] - offsets[:-1]
-        places = torch.arange(int(offsets[-1])) + shift.repeat_interleave(lengths)
+        shift = self.offsets[:-1][index] - offsets_of(lengths)[:-1]
+        return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
+
+    def select(self, rows: Sequence[int] | Tensor) -> Self:
+        """The given rows, in the given order."""
+        index, places = torch.as_tensor(rows, dtype=torch.long), self.places_of(rows)
         taken = {f.name: column[places if f.metadata["role"] == PER_TOKEN else index] for f, column in self._columns()}
-        return replace(self, offsets=offsets, **taken)
+        return replace(self, offsets=offsets_of(self.lengths[index]), **taken)
 
     def split(self, partition: Sequence[Sequence[int]]) -> list[Self]:
         """One batch per list of rows."""
@@ -150,7 +156,7 @@ class Ragged:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows(Ragged):
-    """Rows of supervised training: `loss_mask[t]` is True where token t is a target."""
+    """Rows of supervised training: `loss_mask[t]` is True if token t is a target."""
 
     loss_mask: Bool[Tensor, " N"] = per_token()
 
@@ -166,7 +172,7 @@ class TokenRows(Ragged):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(Ragged):
-    """Sequences 2i and 2i + 1 are the chosen and the rejected one of pair i; both carry the pair's margin."""
+    """Pairs of sequences: 2i is the chosen and 2i + 1 the rejected one of pair i. Both have the margin of the pair."""
 
     margins: Float[Tensor, " B"] = per_sample()
 
@@ -175,7 +181,7 @@ class Pairs(Ragged):
 class Experience(Ragged):
     """A batch of episodes on its way through annotation, credit assignment and the update.
 
-    Columns that are None have not been computed yet, or whoever holds the batch does not read them.
+    A column is None if it has not been computed yet, or if the holder of the batch does not read it.
     """
 
     action_mask: Bool[Tensor, " N"] = per_token()
@@ -184,7 +190,7 @@ class Experience(Ragged):
     truncated: Bool[Tensor, " B"] = per_sample()
 
     rollout_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
-    turn_rewards: Float[Tensor, " N"] | None = per_token(default=None)  # shares of the reward, at the ends of turns
+    turn_rewards: Float[Tensor, " N"] | None = per_token(default=None)  # parts of the reward, at the ends of turns
     old_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
     ref_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
     teacher_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
@@ -195,7 +201,7 @@ class Experience(Ragged):
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Experience:
-        """Flatten finished episodes; the group of a sample is its prompt's running number."""
+        """Flatten finished episodes. The group of a sample is the running number of its prompt."""
         judged = [t.teacher_logprobs for t in trajectories if t.teacher_logprobs is not None]
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
         return cls(
@@ -211,21 +217,21 @@ class Experience(Ragged):
         )
 
     def targets(self) -> TokenRows:
-        """What the log-probabilities and values of the sampled tokens are computed from: nothing else is sent."""
+        """The columns from which workers compute log-probabilities of the sampled tokens; nothing else is sent."""
         return TokenRows(tokens=self.tokens, offsets=self.offsets, loss_mask=self.action_mask)
 
     def texts(self) -> Ragged:
-        """What reward models read."""
+        """The columns that reward models and critics read."""
         return Ragged(tokens=self.tokens, offsets=self.offsets)
 
     def only(self, *columns: str) -> Self:
-        """The same batch with, of the columns that may be None, these alone."""
+        """The same batch with only these of the columns that may be None."""
         optional = (f.name for f in fields(self) if f.default is None)
         return replace(self, **dict.fromkeys(name for name in optional if name not in columns))
 
     @property
     def num_actions(self) -> Int[Tensor, " B"]:
-        """Sampled tokens of each episode."""
+        """Number of sampled tokens of each episode."""
         counts = torch.zeros(self.num_samples, dtype=torch.long, device=self.offsets.device)
         return counts.index_add_(0, self.sample_of_token(), self.action_mask.long())
 
@@ -236,7 +242,7 @@ def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
 
 
 def turn_reward_column(trajectories: Sequence[Trajectory]) -> Float[Tensor, " N"] | None:
-    """Each turn's reward at the turn's last token, zero elsewhere; None if no episode has rewards of turns."""
+    """Each turn's reward at the last token of the turn, zero elsewhere; None if no episode has rewards of turns."""
     if not any(t.turn_rewards for t in trajectories):
         return None
     column = [0.0] * sum(len(t.tokens) for t in trajectories)

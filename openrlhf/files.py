@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, hashes, and bringing files to disk. Standard library only."""
+"""Files that survive a crash: atomic writes, hashes, and syncs to disk. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SAMPLES = 256  # blocks hashed of a long file: 16 MiB
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 of a file of up to 16 MiB, or of 256 evenly spread blocks of 64 KiB of a longer one, both ends among them.
+    """SHA-256 of a file of up to 16 MiB, or of 256 blocks of 64 KiB of a longer file, evenly spread from end to end.
 
-    It finds every lost stretch longer than 1/255 of a file in about 10 ms. Hashing whole files would add a minute per
-    100 GB to each save and each resume.
+    The hash detects every lost stretch longer than 1/255 of a file, in about 10 ms. Hashing whole files would add a
+    minute per 100 GB to each save and each resume.
     """
     size = path.stat().st_size
     count = min(SAMPLES, -(-size // BLOCK))
@@ -29,7 +29,7 @@ def fingerprint(path: Path) -> str:
 
 
 def write_atomically(path: Path, *parts: str | bytes) -> None:
-    """Replace `path` by a file with these contents, one after the other; a kill leaves the old file or the new one."""
+    """Replace `path` by a file with these contents, one after the other. A kill leaves the old file or the new one."""
     new = path.with_name(f"{path.name}.new")
     with open(new, "wb") as file:
         for part in parts:
@@ -40,7 +40,7 @@ def write_atomically(path: Path, *parts: str | bytes) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename `source` to `target` so that a power loss does not undo it. Directories on the way are made."""
+    """Rename `source` to `target`, safe against a power loss. Missing parent directories are made."""
     target.parent.mkdir(parents=True, exist_ok=True)
     os.rename(source, target)
     sync(target.parent)
@@ -48,7 +48,7 @@ def move(source: Path, target: Path) -> None:
 
 
 def sync_tree(directory: Path) -> list[Path]:
-    """Bring everything in `directory` to disk; returns the files, sorted."""
+    """Bring everything in `directory` to disk. Returns the files, sorted."""
     files: list[Path] = []
     for parent, _, names in os.walk(directory, topdown=False):
         files += [Path(parent, name) for name in names]

@@ -1,7 +1,7 @@
 """The list world of rollouts: what a prompt is, and what one finished episode looks like.
 
-Everything here is plain Python, pickles small, and is importable without torch: agents, user processes and engines exchange these
-objects; `Experience` turns a batch of them into tensors.
+Everything here is plain Python, pickles small, and is importable without torch: agents, user processes and engines
+exchange these objects. `Experience` turns a batch of them into tensors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class StopReason(StrEnum):
 
 
 class Failure(StrEnum):
-    """What went wrong with an episode, in one word; counted as `train/failed_<word>`."""
+    """The kind of a failure, in one word; counted as `train/failed_<word>`."""
 
-    TIMEOUT = "timeout"  # no result in time
+    TIMEOUT = "timeout"  # there was no result in time
     EXCEPTION = "exception"  # user code raised
     EXIT = "exit"  # user code ended its process
-    MEMORY = "memory"  # user code asked for more than it may have
-    KILLED = "killed"  # a signal ended its process
-    RESULT = "result"  # what came back is no reward
+    MEMORY = "memory"  # user code exceeded its memory limit
+    KILLED = "killed"  # a signal ended the process of user code
+    RESULT = "result"  # user code returned something that is no reward
     SERVER = "server"  # a reward server, or a remote engine, did not answer
     ENGINE = "engine"  # the engine gave up on the sample
 
@@ -37,14 +37,14 @@ class Failure(StrEnum):
 class Prompt:
     """One row of the prompt dataset as drawn in a run. Created by `data.prompts`, consumed by the rollout generator.
 
-    `index` is the running number of the draw (not the row): it seeds the samples and orders the batch.
+    `index` is the running number of the draw, not of the row. It seeds the samples and orders the batch.
     """
 
     index: int
     text: str
-    tokens: list[int]
-    label: Any = ""
-    datasource: str = "default"
+    tokens: list[int]  # of the whole text
+    label: Any = ""  # the value of the row, unchanged
+    datasource: str = "default"  # names evaluation metrics
     images: Any = None
 
 
@@ -66,36 +66,38 @@ class Trajectory:
     sample_index: int  # which of the prompt's samples
     stop_reason: StopReason
     reward: float | None = None  # None: a reward worker scores it
-    score: float | None = None  # what dynamic filtering and pass@k look at; the reward where nothing else is given
-    weight_versions: tuple[int, ...] = ()  # the versions that sampled its tokens, oldest first
+    score: float | None = None  # read by dynamic filtering and pass@k; the reward if the user gives no score
+    weight_versions: tuple[int, ...] = ()  # the versions that sampled the tokens, oldest first
     extra_logs: Mapping[str, float] = field(default_factory=dict[str, float])
     response_text: str = ""
     error: str | None = None
-    failure: Failure | None = None  # the kind of that error
-    turn_rewards: tuple[tuple[int, float], ...] = ()  # shares of the reward: position of a turn's last token, amount
-    teacher_logprobs: list[float] | None = None  # of a remote teacher, of every token but the first; nats
-    filtered: bool = False  # dynamic filtering replaced its prompt: shown, never trained on
+    failure: Failure | None = None  # the kind of the error
+    turn_rewards: tuple[tuple[int, float], ...] = ()  # parts of the reward: position of a turn's last token, amount
+    teacher_logprobs: list[float] | None = None  # by a remote teacher, 0.0 for the first token; nats
+    filtered: bool = False  # dynamic filtering rejected the prompt: shown, never trained on
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.action_mask), len(self.rollout_logprobs)}
         if len(lengths) != 1:
             raise ValueError(
-                f"a trajectory's lists speak of the same positions, but have {len(self.tokens)} tokens, "
+                f"the lists of a trajectory must have one length, but there are {len(self.tokens)} tokens, "
                 f"{len(self.action_mask)} mask entries and {len(self.rollout_logprobs)} log-probabilities"
             )
         if any(self.action_mask[:1]):
             raise ValueError("the first token of a trajectory was sampled from nothing: its prompt has no tokens")
 
     def failing(self, error: str | None, failure: Failure | None) -> Trajectory:
-        """The same episode, failed: it carries the error and no number."""
+        """The same episode as a failed one: with the error, without reward and score."""
         return replace(self, stop_reason=StopReason.FAILED, reward=None, score=None, error=error, failure=failure)
 
     @property
     def failed(self) -> bool:
+        """Whether the episode failed, so that it is never trained on."""
         return self.stop_reason is StopReason.FAILED
 
     @property
     def truncated(self) -> bool:
+        """Whether the token budget ended the episode."""
         return self.stop_reason is StopReason.LENGTH
 
     @property
@@ -105,7 +107,7 @@ class Trajectory:
 
 
 class TrajectoryBuilder:
-    """Grows an episode token by token, keeping the three lists aligned."""
+    """Grows an episode piece by piece and keeps the three lists aligned."""
 
     def __init__(self, prompt_tokens: Sequence[int]) -> None:
         self.tokens: list[int] = list(prompt_tokens)
@@ -114,7 +116,7 @@ class TrajectoryBuilder:
         self.weight_versions: list[int] = []
 
     def append_action(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] = ()) -> None:
-        """Append tokens that the policy sampled, with their log-probabilities and the weight versions behind them."""
+        """Append sampled tokens, with their log-probabilities and the weight versions that sampled them."""
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} sampled tokens came with {len(logprobs)} log-probabilities")
         self.tokens += tokens
@@ -134,7 +136,7 @@ class TrajectoryBuilder:
             del column[length:]
 
     def finish(self, **fields: Any) -> Trajectory:
-        """The finished `Trajectory`; `fields` are those of it that the builder does not know."""
+        """The finished `Trajectory`; `fields` are the fields that the builder does not know."""
         return Trajectory(
             tokens=self.tokens,
             action_mask=self.action_mask,

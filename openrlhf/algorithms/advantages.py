@@ -1,9 +1,8 @@
 """Credit assignment: from rewards to advantages and returns. One estimator, one name.
 
-An estimator is two ideas: how the rewards of a prompt's samples are shaped before they become token
-rewards (its baseline), and how token rewards become advantages. For all of them alike the caller
-walks `shape_rewards` → `rewards.clip_rewards` → `rewards.token_rewards` → `assign_credit` →
-`normalize_advantages`.
+An estimator is two ideas: how the rewards of a prompt's samples are shaped before they become token rewards (the
+baseline), and how token rewards become advantages. The caller takes the same steps with every estimator:
+`shape_rewards` → `rewards.clip_rewards` → `rewards.token_rewards` → `assign_credit` → `normalize_advantages`.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from openrlhf.algorithms.tensors import GroupIds, PerSample, PerToken, TokenMask
 GROUP_STD_EPSILON = 1e-9
 
 RewardShaping = Callable[[Tensor, Tensor], Tensor]  # (rewards (R,), group (R,)) -> (R,)
-# token rewards, values and mask, with gamma= and lam= -> (advantages, returns), all (B, T). Without a critic, values are 0.
+# token rewards, values and mask, with gamma= and lam= -> (advantages, returns), all (B, T); values are 0 without a critic
 CreditAssignment = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator:
-    """A registered estimator and what the rest of the program has to know about it."""
+    """A registered estimator and its properties."""
 
     name: str
     shape: RewardShaping
@@ -46,12 +45,11 @@ ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimat
 def gae(
     token_rewards: PerToken, values: PerToken, mask: TokenMask, *, gamma: float, lam: float
 ) -> tuple[PerToken, PerToken]:
-    """δ_t = r_t + γ V_{t+1} − V_t,   Â_t = δ_t + γλ Â_{t+1}.     Schulman et al. 2016, eq. 16
+    """δ_t = r_t + γ V_{t+1} − V_t,   Â_t = δ_t + γλ Â_{t+1}.     Schulman et al. 2016, eq. 16, arXiv:1506.02438
 
-    Positions outside `mask` are stepped over: an action before a tool call bootstraps from the next
-    action; past the last one V and Â are 0. Returns (advantages, returns), zero outside `mask`;
-    returns = advantages + values; not whitened. Raises ValueError when the three shapes differ.
-    arXiv:1506.02438
+    Positions outside `mask` are stepped over: an action before a tool call bootstraps from the next action. After the
+    last action V and Â are 0. Returns (advantages, returns), zero outside `mask`; returns = advantages + values; not
+    whitened. Raises ValueError if the three shapes differ.
     """
     if not token_rewards.shape == values.shape == mask.shape:
         shapes = [tuple(x.shape) for x in (token_rewards, values, mask)]
@@ -85,14 +83,14 @@ def discounted_returns(token_rewards: PerToken, mask: TokenMask, *, gamma: float
 def monte_carlo(
     token_rewards: PerToken, values: PerToken, mask: TokenMask, *, gamma: float, lam: float
 ) -> tuple[PerToken, PerToken]:
-    """Â = Ĝ: what every estimator without a critic does; `values` and `lam` play no part."""
+    """Â = Ĝ, the credit of every estimator without a critic; `values` and `lam` are not used."""
     returns = discounted_returns(token_rewards, mask, gamma=gamma)
     return returns, returns
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStatistics:
-    """For each sample, its place among the samples of its prompt; float64."""
+    """Each sample compared with the samples of its prompt; float64."""
 
     centered: Float[Tensor, " R"]  # reward − mean of the group
     size: Float[Tensor, " R"]
@@ -100,11 +98,11 @@ class GroupStatistics:
 
 
 def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
-    """Statistics of each sample's group; groups may differ in size, their samples stand anywhere.
+    """Statistics of each sample's group. Groups may differ in size, and their samples need not be neighbours.
 
-    Equal rewards have exactly zero `centered` and `std`: everything is measured from the smallest
-    reward of the group. Their mean may miss them by a rounding error, which a division by the (then
-    tiny) standard deviation makes as large as real advantages.
+    Equal rewards have exactly zero `centered` and `std`, because rewards are measured from the smallest reward of the
+    group. A mean of the rewards themselves may have a rounding error, and a division by the tiny standard deviation
+    would make this error as large as real advantages.
     """
     untyped = cast(Any, torch)
     _, place, counts = untyped.unique(group, return_inverse=True, return_counts=True)
@@ -129,7 +127,7 @@ def advantage_estimator(
 ) -> Callable[[RewardShaping], RewardShaping]:
     """Register the decorated shaping of rewards, (rewards (R,), group (R,)) → (R,).
 
-    A sample without peers has nothing to be compared with: `per_group` shapings make it 0.
+    `per_group` shapings give 0 to a sample without peers, because there is nothing to compare the sample with.
     """
 
     def register(shape: RewardShaping) -> RewardShaping:
@@ -145,7 +143,7 @@ def advantage_estimator(
 @advantage_estimator("gae", needs_critic=True, whiten=True, credit=gae)
 @advantage_estimator("reinforce", whiten=True)
 def unshaped(rewards: PerSample, group: GroupIds) -> PerSample:
-    """R as it is: the baseline is V, or the mean that whitening subtracts.
+    """R unchanged: the baseline is V, or the mean that whitening subtracts.
 
     GAE as in PPO, arXiv:1707.06347; REINFORCE++, Hu et al. 2025, arXiv:2501.03262
     """
@@ -157,8 +155,7 @@ def unshaped(rewards: PerSample, group: GroupIds) -> PerSample:
 def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
     """R_i − mean of the prompt's rewards.
 
-    REINFORCE++-baseline, arXiv:2501.03262, whitens it; Dr. GRPO, Liu et al. 2025, arXiv:2503.20783,
-    does not.
+    REINFORCE++-baseline, arXiv:2501.03262, whitens the result; Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, does not.
     """
     return group_statistics(rewards, group).centered.to(rewards.dtype)
 
@@ -181,9 +178,9 @@ def group_norm(rewards: PerSample, group: GroupIds) -> PerSample:
 
 
 def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstimator) -> PerSample:
-    """The rewards as the estimator wants them, for all samples of the batch at once.
+    """The rewards of all samples of the batch after the estimator's shaping.
 
-    Raises ValueError where a reward is not finite: it was never given, or its source is broken.
+    Raises ValueError if a reward is not finite: the reward is missing, or its source is broken.
     """
     broken = {i: float(reward) for i, reward in enumerate(rewards) if not math.isfinite(reward)}
     if broken:
@@ -202,7 +199,7 @@ def assign_credit(
 ) -> tuple[PerToken, PerToken]:
     """(advantages, returns) of a block, zero outside `mask`.
 
-    Raises ValueError when the estimator needs values and there are none.
+    Raises ValueError if the estimator needs values and there are none.
     """
     if values is None:
         if estimator.needs_critic:
@@ -214,5 +211,5 @@ def assign_credit(
 def normalize_advantages(
     advantages: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], estimator: AdvantageEstimator, *, scale: bool = True
 ) -> Float[Tensor, "*s"]:
-    """Whitened over the action tokens of the whole batch if the estimator asks for it."""
+    """Advantages whitened over the action tokens of the whole batch, if the estimator asks for whitening."""
     return masked_whiten(advantages, mask, scale=scale) if estimator.whiten else advantages

@@ -1,8 +1,8 @@
-"""Train/rollout mismatch: the engine gave a token another probability than the trainer does.
+"""Train/rollout mismatch: the engine gave a token another probability than the trainer gives the token.
 
-ω = π_old / π_rollout, π_old recomputed by the trainer. A correction multiplies each token's loss by
-a weight made of ω, along three axes: the *level* at which ω is looked at, the *mode* in which it is
-bounded, and the *band* of the bounds.
+ω = π_old / π_rollout, π_old recomputed by the trainer. A correction multiplies each token's loss by a weight made of ω.
+A correction has three parts: the *level* at which ω is taken, the *mode* in which ω is bounded, and the *band* of the
+bounds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Mode = Literal["clip", "mask", "truncate"]
 class Correction:
     """One choice of level, mode and band. Raises ValueError for a band that is empty or negative.
 
-    Level: ω of the token itself, the product over its row's tokens, or their geometric mean.
-    Mode: `clip` holds that ω to the band, `truncate` below its upper end only; `mask` gives the
-    token its own ω, or nothing where the level's ω is outside the band.
+    Level: ω of the token itself, the product over the tokens of its row, or their geometric mean. Mode: `clip` holds
+    the ω of the level to the band; `truncate` holds it below the upper end only; `mask` gives the token its own ω, or 0
+    if the ω of the level is outside the band.
     """
 
     level: Level
@@ -54,11 +54,11 @@ PRESETS: dict[str, tuple[Level, Mode]] = {
 def correction_weights(
     old_logprobs: PerToken, rollout_logprobs: PerToken, mask: TokenMask, correction: Correction
 ) -> tuple[PerToken, TokenMask]:
-    """The factor of each token's loss, without gradient; and where ω lay beyond its bounds.
+    """The weight of each token's loss, without gradient, and the tokens whose ω was out of bounds.
 
-    With ω = [0.4, 1, 9] in one row and the band [0.5, 5]: token clip → [0.5, 1, 5]; token mask →
-    [0, 1, 0]; token truncate → [0.4, 1, 5]; geometric mask → [0.4, 1, 9], for the row's mean of
-    1.53 lies in the band. Zero (False) outside `mask`; ω is bounded to exp(±20).
+    With ω = [0.4, 1, 9] in one row and the band [0.5, 5]: token clip → [0.5, 1, 5]; token mask → [0, 1, 0]; token
+    truncate → [0.4, 1, 5]; geometric mask → [0.4, 1, 9], because the row's mean of 1.53 lies in the band. Zero (False)
+    outside `mask`; ω is bounded to exp(±20).
     """
     log_omega = log_ratio(old_logprobs, rollout_logprobs, mask)
     own = bounded_exp(log_omega)
@@ -85,14 +85,14 @@ class Mismatch:
     gap_sum: float  # |Δ|
     gap_max: float
     ratio_sum: float  # ω = exp(−Δ)
-    outside: int  # tokens whose ω lay beyond the correction's bounds
+    outside: int  # tokens whose ω was out of the correction's bounds
 
 
 @torch.no_grad()
 def mismatch(
     old_logprobs: PerToken, rollout_logprobs: PerToken, mask: TokenMask, outside: TokenMask | None = None
 ) -> Mismatch:
-    """The disagreement of a block. `outside`: the second result of `correction_weights`, if any."""
+    """The disagreement of a block. `outside`: the second result of `correction_weights`, if there is one."""
     delta = log_ratio(rollout_logprobs, old_logprobs, mask)[mask]
     gap = delta.abs()
     return Mismatch(

@@ -1,8 +1,8 @@
-"""Policy and value losses per token, and the weights that make one number of them.
+"""Policy and value losses per token, and the weights that reduce the terms to one number.
 
-A loss returns terms per token. With `aggregation_weights`, loss = Σ_window Σ weights · terms /
-Σ_window count, summed over the micro-batches and ranks of an optimizer step: it cannot depend on
-how the window was split. An empty mask gives a zero that can be differentiated.
+A loss returns terms per token. With `aggregation_weights`, loss = Σ_window Σ weights · terms / Σ_window count, summed
+over the micro-batches and ranks of an optimizer step: the loss cannot depend on how the window was split. An empty mask
+gives a zero that can be differentiated.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from openrlhf.algorithms.tensors import PerToken, TokenMask, bounded_exp, log_ra
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """A policy loss by token; zero outside the mask. Only `per_token` carries a gradient."""
+    """A policy loss by token; zero outside the mask. Only `per_token` has a gradient."""
 
     per_token: PerToken
-    ratio: PerToken  # ρ = π_θ / π_old: of the token, or of its sequence
     clipped: TokenMask  # the clip range changed this token's term
     approx_kl: PerToken  # log π_old − log π_θ, nats, unbounded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """The range [1 − low, 1 + high] of a ratio, and the bound `dual` · Â of bad tokens. ValueError for a dual clip of at most 1."""
+    """The range [1 − low, 1 + high] of a ratio, and the dual clip of tokens with a negative advantage.
+
+    Raises ValueError if `dual` is 1 or less.
+    """
 
     low: float
     high: float
@@ -46,7 +48,7 @@ PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Clip], PolicyLoss
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossChoice:
-    """A registered policy loss and how its paper aggregates it."""
+    """A registered policy loss and the aggregation that its paper uses."""
 
     name: str
     function: PolicyLossFunction
@@ -57,7 +59,7 @@ POLICY_LOSSES: Registry[PolicyLossChoice] = Registry("policy loss")
 
 
 def policy_loss(name: str, *, aggregation: str = "token") -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Register a policy loss; `aggregation` is what its paper uses."""
+    """Register a policy loss; `aggregation` is the one that its paper uses."""
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
         POLICY_LOSSES.add(name, PolicyLossChoice(name=name, function=function, aggregation=aggregation))
@@ -68,10 +70,10 @@ def policy_loss(name: str, *, aggregation: str = "token") -> Callable[[PolicyLos
 
 @policy_loss("ppo")
 def ppo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip) -> PolicyLoss:
-    """ℓ = −min(ρ Â, clip(ρ, 1 − ε_low, 1 + ε_high) Â).     Schulman et al. 2017, eq. 7
+    """ℓ = −min(ρ Â, clip(ρ, 1 − ε_low, 1 + ε_high) Â).     Schulman et al. 2017, eq. 7, arXiv:1707.06347
 
-    ε_high > ε_low is DAPO's clip-higher (arXiv:2503.14476). A dual clip c bounds ℓ by −c Â where
-    Â < 0 (Ye et al. 2020, arXiv:1912.09729); `clipped` does not count that bound.  arXiv:1707.06347
+    ε_high > ε_low is DAPO's clip-higher (arXiv:2503.14476). A dual clip c bounds ℓ by −c Â if Â < 0 (Ye et al. 2020,
+    arXiv:1912.09729); `clipped` does not count the dual clip.
     """
     log_rho = log_ratio(logprobs, old_logprobs, mask)
     return _surrogate(bounded_exp(log_rho), log_rho, advantages, mask, clip)
@@ -79,10 +81,10 @@ def ppo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: 
 
 @policy_loss("gspo", aggregation="sequence")
 def gspo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip) -> PolicyLoss:
-    """As `ppo`, with one ρ per sequence: the geometric mean of its tokens'.
+    """As `ppo`, with one ρ per sequence: the geometric mean of the ratios of its tokens.
 
-    The paper's ε are 3e-4 and 4e-4: sequence ratios stay far closer to 1 than token ratios.
-    Zheng et al. 2025, eqs. 5–7, arXiv:2507.18071
+    The paper's ε are 3e-4 and 4e-4: sequence ratios stay far closer to 1 than token ratios. Zheng et al. 2025, eqs.
+    5–7, arXiv:2507.18071
     """
     log_rho = log_ratio(logprobs, old_logprobs, mask)
     mean = log_rho.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
@@ -99,20 +101,15 @@ def _surrogate(rho: Tensor, log_rho: Tensor, advantages: Tensor, mask: Tensor, c
     if clip.dual is not None:
         bounded = torch.maximum(objective, clip.dual * advantages)
         objective = torch.where(advantages < 0, bounded, objective)
-    return PolicyLoss(
-        per_token=-objective,
-        ratio=rho.detach().masked_fill(~mask, 0),
-        clipped=(held < plain).detach(),
-        approx_kl=-log_rho.detach(),
-    )
+    return PolicyLoss(per_token=-objective, clipped=(held < plain).detach(), approx_kl=-log_rho.detach())
 
 
 @policy_loss("cispo")
 def cispo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip) -> PolicyLoss:
     """ℓ = −sg(clip(ρ, 1 − ε_low, 1 + ε_high)) Â log π_θ: every token keeps a gradient.
 
-    ε_low = 1 leaves the lower side open, as in the paper. Raises ValueError for a dual clip: this
-    loss has nothing that it could bound.  MiniMax-M1, 2025, eqs. 4 and 5, arXiv:2506.13585
+    ε_low = 1 leaves the lower side open, as in the paper. Raises ValueError for a dual clip, which this loss has no use
+    for. MiniMax-M1, 2025, eqs. 4 and 5, arXiv:2506.13585
     """
     if clip.dual is not None:
         raise ValueError(
@@ -123,7 +120,6 @@ def cispo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask
     weight = rho.clamp(1 - clip.low, 1 + clip.high)
     return PolicyLoss(
         per_token=-weight * advantages.masked_fill(~mask, 0) * logprobs.masked_fill(~mask, 0),
-        ratio=rho,
         clipped=(weight != rho) & mask,
         approx_kl=-log_rho,
     )
@@ -170,8 +166,8 @@ def constant_length(mask: TokenMask, max_tokens: int | None) -> tuple[PerToken, 
 def aggregation_weights(mask: TokenMask, kind: str, *, max_tokens: int | None = None) -> tuple[PerToken, float]:
     """(weights, count) of a micro-batch: loss = Σ_window Σ weights · ℓ / Σ_window count.
 
-    Rows with an empty mask count nowhere. For mask [[T, T], [T, F]]: token → [[1, 1], [1, 0]] and
-    3; sequence → [[½, ½], [1, 0]] and 2; constant with 4 → [[¼, ¼], [¼, 0]] and 2.
-    Raises ValueError for an unknown kind, and for `constant` without `max_tokens`.
+    Rows with an empty mask are not counted. For mask [[T, T], [T, F]]: token → [[1, 1], [1, 0]] and 3; sequence → [[½,
+    ½], [1, 0]] and 2; constant with 4 → [[¼, ¼], [¼, 0]] and 2. Raises ValueError for an unknown kind, and for
+    `constant` without `max_tokens`.
     """
     return AGGREGATIONS[kind](mask, max_tokens)

@@ -1,4 +1,4 @@
-"""Choices by name: what a flag may be set to, and what stands behind it."""
+"""Choices by name: the values of a flag, and the function or class behind each value."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ Choice = TypeVar("Choice")
 
 
 class Registry(Generic[Choice]):
-    """The registered choices of one kind. Plug-ins add to it at import; a name is taken once."""
+    """The registered choices of one kind. Plug-ins add choices at import. A name can be used once."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._choices: dict[str, Choice] = {}
 
     def register(self, name: str) -> Callable[[Choice], Choice]:
-        """A decorator that registers what it decorates under `name`."""
+        """A decorator that registers a function or class under `name`."""
 
         def decorate(choice: Choice) -> Choice:
             self.add(name, choice)
@@ -25,13 +25,13 @@ class Registry(Generic[Choice]):
         return decorate
 
     def add(self, name: str, choice: Choice) -> None:
-        """Register `choice` under `name`. Raises ValueError when the name is taken."""
+        """Register `choice` under `name`. Raises ValueError if the name is in use."""
         if name in self._choices:
             raise ValueError(f"{self.kind} {name!r} is registered already; choose a name other than {self._known()}")
         self._choices[name] = choice
 
     def __getitem__(self, name: str) -> Choice:
-        """The choice of that name. Raises ValueError with the known names when there is none."""
+        """The choice of that name. Raises ValueError with the known names if there is none."""
         if name not in self._choices:
             raise ValueError(f"there is no {self.kind} {name!r}; known are {self._known()}")
         return self._choices[name]

@@ -1,7 +1,7 @@
 """From the reward of an episode to the reward of each token.
 
-The order of a batch: length penalties, the estimator's shaping (`advantages.shape_rewards`), the
-clip, then the tokens.
+The steps of a batch, in order: length penalties, the estimator's shaping (`advantages.shape_rewards`), the clip, the
+token rewards.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from openrlhf.algorithms.tensors import PerRow, PerSample, PerToken, TokenMask
 def overlong_penalty(
     lengths: Int[Tensor, " R"], *, max_length: int | Int[Tensor, " R"], buffer: float, factor: float = 1.0
 ) -> PerSample:
-    """−factor · e / buffer, e = the tokens beyond max_length − buffer, at most buffer; to be added.
+    """−factor · e / buffer, e = the tokens beyond max_length − buffer, at most buffer; to be added to the rewards.
 
-    `lengths` count action tokens; `max_length` may differ between samples (what their prompts
-    leave). With max_length 100, buffer 20, factor 1: length 80 → 0, 90 → −0.5, 100 and more → −1.
-    Raises ValueError when the buffer is not positive or exceeds a common max_length.
-    DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476
+    `lengths` count action tokens. `max_length` is one number, or one per sample if prompts leave different room. With
+    max_length 100, buffer 20, factor 1: length 80 → 0, 90 → −0.5, 100 and more → −1. Raises ValueError if the buffer is
+    not positive or exceeds a common max_length. DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476
     """
     if buffer <= 0 or (isinstance(max_length, int) and buffer > max_length):
         raise ValueError(
@@ -32,9 +31,9 @@ def overlong_penalty(
 
 
 def stop_properly_penalty(rewards: PerSample, truncated: Bool[Tensor, " R"], coef: float) -> PerSample:
-    """The rewards, those of truncated samples times `coef`, or replaced by a negative `coef`.
+    """Rewards of truncated samples are multiplied by `coef`, or replaced by a negative `coef`.
 
-    Raises ValueError for a coefficient above 1, which would reward being cut off.
+    Raises ValueError for a coefficient above 1, which would reward truncation.
     """
     if coef > 1:
         raise ValueError(f"--reward.stop_properly_penalty_coef {coef} must be at most 1")
@@ -42,10 +41,7 @@ def stop_properly_penalty(rewards: PerSample, truncated: Bool[Tensor, " R"], coe
 
 
 def clip_rewards(rewards: PerSample, low: float, high: float) -> PerSample:
-    """The rewards held to [low, high], after the estimator's shaping.
-
-    Raises ValueError for an empty range.
-    """
+    """The rewards held to [low, high], after the estimator's shaping. Raises ValueError for an empty range."""
     if low > high:
         raise ValueError(f"--reward.clip_range {low} {high} is empty: give the lower bound first")
     return rewards.clamp(low, high)
@@ -60,12 +56,11 @@ def last_action(action_mask: TokenMask) -> TokenMask:
 def token_rewards(
     rewards: PerRow, kl: PerToken | None, action_mask: TokenMask, kl_coef: float, turns: PerToken | None = None
 ) -> PerToken:
-    """r_t = −β · kl_t at every action token, plus the row's reward at its last one; zero elsewhere.
+    """r_t = −β · kl_t at every action token, plus the row's reward at its last action token; zero elsewhere.
 
     `kl` is None if no KL enters the reward; a negative β counts as 0. `turns` has parts of the reward at the ends of
-    earlier turns; the last token gets the rest. A row without action tokens has no place for its reward, and nothing that
-    could learn from it.
-    Ziegler et al. 2019, eq. 2, arXiv:1909.08593
+    earlier turns; the last action token gets the rest. A row without action tokens gets no reward. Ziegler et al. 2019,
+    eq. 2, arXiv:1909.08593
     """
     placed = torch.zeros_like(action_mask, dtype=torch.float32) if turns is None else turns.masked_fill(~action_mask, 0)
     outcome = placed + last_action(action_mask) * (rewards - placed.sum(1))[:, None]

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PerToken = Float[Tensor, "B T"]  # position t speaks of token t
+PerToken = Float[Tensor, "B T"]  # position t describes token t
 TokenMask = Bool[Tensor, "B T"]
 PerRow = Float[Tensor, " B"]
 PerSample = Float[Tensor, " R"]  # all samples of a batch, not only the rows of one block
@@ -24,7 +24,7 @@ NEGLIGIBLE_LOGPROB = -1e4  # exp of it is 0 in float64 too; keeps 0 · (−inf) 
 
 
 def masked_sum(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, ""]:
-    """Σ of x where mask. Nothing outside reaches the value or the gradient, not even a NaN."""
+    """Σ of x where mask. Values outside the mask, NaN included, reach neither the sum nor the gradient."""
     return x.masked_fill(~mask, 0).sum()
 
 
@@ -32,8 +32,8 @@ def masked_sum(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor
 def masked_whiten(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], *, scale: bool = True) -> Float[Tensor, "*s"]:
     """(x − μ) / √max(σ², 1e-8) over the masked positions, zero elsewhere. σ² is the population's.
 
-    `scale=False` gives x − μ. Equal values come out as exactly zero: the rounding error of μ would
-    otherwise be multiplied by 10⁴ into something to learn.
+    `scale=False` gives x − μ. Equal values give exactly zero. Otherwise the rounding error of μ, multiplied by up to
+    10⁴, would be learned.
     """
     selected = x[mask].double()
     if not len(selected):
@@ -48,12 +48,12 @@ def masked_whiten(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], *, scale: bo
 def log_ratio(
     logprobs: Float[Tensor, "*s"], base_logprobs: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]
 ) -> Float[Tensor, "*s"]:
-    """logprobs − base_logprobs in nats, zero outside the mask, even for NaN."""
+    """logprobs − base_logprobs in nats; zero outside the mask, also for NaN."""
     return (logprobs - base_logprobs).masked_fill(~mask, 0)
 
 
 def bounded_exp(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """exp(x) with x held to ±20 nats: always finite, and without a gradient beyond the bound."""
+    """exp(x) with x held to ±20 nats: always finite, without a gradient beyond the bound."""
     return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
@@ -68,9 +68,10 @@ def linear_logprobs(
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """(log p(targets), entropy of p or None), p = softmax((hidden · weightᵀ + bias) / temperature).
 
-    Nats. The logits of one chunk of rows are held at a time; the backward computes them again. The product runs in the dtype
-    of its inputs, as in the inference engine, and everything after it in float32 (float64 for float64 inputs). Both results
-    are differentiable; a weight that needs no gradient costs none. Raises ValueError for a temperature of 0 or less.
+    Nats. The logits of one chunk of rows are held at a time; the backward computes them again. The product runs in the
+    dtype of its inputs, as in the inference engine; everything after the product runs in float32 (float64 for float64
+    inputs). Both results are differentiable. A weight that needs no gradient costs none. Raises ValueError for a
+    temperature of 0 or less.
     """
     check_temperature(temperature)
     untyped = cast(Any, _LinearScores)
@@ -80,7 +81,7 @@ def linear_logprobs(
 def logit_logprobs(
     logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"], *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """What `linear_logprobs` gives, from the logits themselves. Autograd keeps several copies of them."""
+    """The results of `linear_logprobs`, from the logits themselves. Autograd keeps several copies of the logits."""
     check_temperature(temperature)
     log_p = _log_softmax(logits, temperature)
     bounded = log_p.clamp(min=NEGLIGIBLE_LOGPROB)
@@ -88,11 +89,11 @@ def logit_logprobs(
 
 
 def check_temperature(temperature: float) -> None:
-    """Raise ValueError unless the policy of this temperature is a distribution that can be trained."""
+    """Raise ValueError if the temperature is 0 or less, because such a policy cannot be trained."""
     if temperature <= 0:
         raise ValueError(
-            "the policy is softmax(logits / temperature), so that its temperature must be above 0 in training. It is "
-            f"{temperature}: change --rollout.temperature."
+            f"--rollout.temperature {temperature} cannot be trained: the policy is softmax(logits / temperature). "
+            "Set a temperature above 0."
         )
 
 

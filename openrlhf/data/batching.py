@@ -1,4 +1,4 @@
-"""Which rows go together, and in which order: budgets, even partitions, epochs. Lengths: tokens."""
+"""Which rows go together and in which order: budgets, even partitions, epochs. Lengths are in tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch.utils.data import Sampler
 def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Row numbers in `parts` non-empty groups of nearly equal token counts.
 
-    The largest-differencing method: of all partial solutions, the two least even are joined, the heavy groups of one with
-    the light groups of the other. Raises ValueError for fewer rows than groups. Karmarkar and Karp 1982, UCB/CSD-82-113.
+    The largest-differencing method joins the two least even partial solutions until one is left: the heavy groups of
+    one solution with the light groups of the other. Raises ValueError for fewer rows than groups. Karmarkar and Karp
+    1982, UCB/CSD-82-113.
     """
     if not 1 <= parts <= len(lengths):
         raise ValueError(f"{len(lengths)} rows cannot be dealt to {parts} non-empty groups")
@@ -41,9 +42,9 @@ def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
 def micro_batches(lengths: Sequence[int], *, size: int | None, max_tokens: int | None) -> list[list[int]]:
     """Row numbers of each micro-batch. Every row is in one micro-batch, and no micro-batch is empty.
 
-    With `size`, consecutive rows, at most `size` in each, as even as possible. With `max_tokens`, groups of nearly equal
-    token counts, at most `max_tokens` each; a longer row is a micro-batch of its own. Raises ValueError unless exactly one
-    limit is given.
+    With `size`: consecutive rows, at most `size` in each, as even as possible. With `max_tokens`: groups of nearly
+    equal token counts, at most `max_tokens` each; a longer row is alone in its micro-batch. Raises ValueError unless
+    exactly one limit is given.
     """
     if (size is None) == (max_tokens is None):
         raise ValueError(f"give either size or max_tokens, not size={size} and max_tokens={max_tokens}")
@@ -67,16 +68,18 @@ def micro_batches(lengths: Sequence[int], *, size: int | None, max_tokens: int |
 
 
 class ResumableSampler(Sampler[int]):
-    """The order of rows in every epoch, dealt to data-parallel ranks; it can be taken up at any row.
+    """The order of rows in every epoch, dealt to data-parallel ranks; it can start at any row.
 
-    Epoch e visits a permutation that depends on `seed + e` only; rank r takes its entries r, r + dp_size, … With
-    `drop_last` an epoch is cut to whole batches of `batch_size` rows over all ranks, so that every rank gets the same number
-    of rows. Without it no row is left out or repeated, and ranks may differ by one row. Iterating gives the rest of the epoch.
+    Epoch e visits a permutation that depends on `seed + e` only. Rank r takes the entries r, r + dp_size, … With
+    `drop_last` an epoch is cut to whole batches of `batch_size` rows over all ranks, so that every rank gets the same
+    number of rows. Without `drop_last` every row is visited once, and the numbers of rows of two ranks may differ by
+    one. Iterating gives the rest of the epoch.
 
-    Example, 7 rows for two ranks without shuffling: rank 0 gets 0, 2, 4 (without `drop_last` also 6), rank 1 gets 1, 3, 5.
+    Example, 7 rows for two ranks without shuffling: rank 0 gets 0, 2, 4 (without `drop_last` also 6), rank 1 gets 1, 3,
+    5.
 
-    `consumed`: rows that all ranks together have used since training began. Raises ValueError if the rows do not fill one
-    batch.
+    `consumed`: rows that all ranks together have used since training began. Raises ValueError if the rows do not fill
+    one batch.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class ResumableSampler(Sampler[int]):
         drop_last: bool = True,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
-            raise ValueError(f"rank {dp_rank} is not one of {dp_size} data-parallel ranks")
+            raise ValueError(f"there is no data-parallel rank {dp_rank} of {dp_size}")
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.epoch_rows = num_rows - num_rows % math.lcm(batch_size, dp_size) if drop_last else num_rows
@@ -105,7 +108,7 @@ class ResumableSampler(Sampler[int]):
         self.position = used // dp_size  # rows of this epoch that this rank has taken
 
     def __len__(self) -> int:
-        """Rows of a whole epoch for this rank."""
+        """Number of rows of a whole epoch for this rank."""
         return len(range(self.dp_rank, self.epoch_rows, self.dp_size))
 
     def __iter__(self) -> Iterator[int]:

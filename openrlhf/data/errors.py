@@ -1,4 +1,4 @@
-"""Errors and notices about a user's data: where it is, what was seen, what to change. Needs no heavy library."""
+"""Errors and notices about a user's data: the place, the value seen, the change to make. Needs no heavy library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Columns that say where a row came from; they survive blending, shuffling and selecting.
+# Columns with the origin of a row, which survive blending, shuffling and selecting.
 SOURCE, ROW = "__dataset__", "__row__"
 
 KINDS = {
@@ -22,33 +22,33 @@ KINDS = {
 
 
 class DataError(ValueError):
-    """A user's mistake in data, tokenizer or template: where it is and what to change."""
+    """A user's mistake in data, tokenizer or template. The message says where, and what to change."""
 
 
 def notice(sentence: str) -> None:
-    """Print what the user may want to know, in the first process of a launcher only."""
+    """Print a sentence that the user should know, in the first process of a launcher only."""
     if os.environ.get("RANK", "0") == "0":
         print(f"[notice] {sentence}", file=sys.stderr)
 
 
 def kind(value: Any) -> str:
-    """What a value is, in the words of JSON: `a list`, `null`."""
+    """The kind of a value in the words of JSON: `a list`, `null`."""
     return KINDS.get(type(value), type(value).__name__)
 
 
 def row_error(row: Mapping[str, Any], column: str, problem: str) -> DataError:
-    """`problem` of a row's value, after its dataset, row number (from 0) and column."""
+    """An error that names the dataset, row number (from 0) and column of a value before `problem`."""
     return DataError(f"{row[SOURCE]}, row {row[ROW]}, column {column!r}: {problem}")
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
-    """A row's string. Raises DataError for anything else."""
+    """The string in a column of a row. Raises DataError for any other value."""
     value = row[column]
     match value:
         case str():
             return value
         case None:
-            hint = "; it is empty there, or the column is missing from that dataset."
+            hint = ": the value is empty, or that dataset lacks the column."
         case list():
             hint = ". For chat messages pass --data.apply_chat_template."
         case _:
@@ -57,7 +57,7 @@ def text_of(row: Mapping[str, Any], column: str) -> str:
 
 
 def check_columns(columns: Sequence[str], needed: Mapping[str, str | None]) -> None:
-    """Raises DataError for a flag that names a missing column; `needed` maps flags to columns."""
+    """Raise DataError for a flag that names a missing column; `needed` maps flags to columns."""
     for flag, column in needed.items():
         if column is not None and column not in columns:
             there = ", ".join(repr(name) for name in columns if name not in (SOURCE, ROW))

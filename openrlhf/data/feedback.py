@@ -50,8 +50,9 @@ SAME_TEXT, TIE = "whose chosen and rejected text are the same", "that are ties"
 class PairRow:
     """A preferred and a rejected text, each ending with end-of-text.
 
-    `prompt_length`: tokens that both begin with and that are not judged; 0 unless a prompt was asked for. `margin`: by how
-    much the first is better, in units of the reward; 0 if the row has none. `datasource` names evaluation metrics.
+    `prompt_length`: tokens of the common prompt, which are not judged; 0 unless a prompt was asked for. `margin`: by
+    how much the preferred text is better, in units of the reward; 0 if the row has no margin. `datasource` names
+    evaluation metrics.
 
     Example, the prompt "Q: " and the answers "yes" and "no" (ids made up), prompt_length 2:
 
@@ -67,15 +68,18 @@ class PairRow:
 
 
 class PreferenceDataset(TokenizedRows[PairRow]):
-    """The pairs of a dataset as tokens, all made when it is created.
+    """The pairs of a dataset as tokens, made when the object is created.
 
-    A text is the prompt (if `prompt_key` is set) and the answer, or a whole conversation, plain or as chat messages. It
-    loses its trailing newlines, ends with end-of-text (after a space if it was missing), and is cut at its end to `max_len`
-    tokens, the last of which is always end-of-text. Pairs whose texts are then the same are dropped. With `needs_prompt`,
-    pairs with a prompt of `max_len` − 2 tokens or more are dropped too, and without a `prompt_key` a chat's prompt is
-    everything before its last answer; plain texts without `prompt_key` have no prompt. If the chosen column is missing, the
-    columns of some public datasets are recognised (`layouts`), and their ties are dropped. `summary` counts dropped and cut
-    pairs. Raises DataError for a missing column, for a malformed row (naming the row), and if no pair is left.
+    A text is the prompt (if `prompt_key` is set) and the answer, or a whole conversation, plain or as chat messages.
+    The text loses its trailing newlines, ends with end-of-text (after a space if end-of-text was missing), and is cut
+    to `max_len` tokens, the last of which is always end-of-text. Pairs with two equal texts after the cut are dropped.
+
+    With `needs_prompt`, pairs with a prompt of `max_len` − 2 tokens or more are dropped too. Without a `prompt_key`,
+    the prompt of a chat is everything before the last answer, and plain texts have no prompt.
+
+    If the chosen column is missing, the columns of some public datasets are recognised (`layouts`), and their ties are
+    dropped. `summary` counts dropped and cut pairs. Raises DataError for a missing column, for a malformed row (naming
+    the row), and if no pair is left.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoder:
-    """Batches of columns to the columns of `FEATURES`."""
+    """Turns batches of columns into the columns of `FEATURES`."""
 
     tokenizer: PreTrainedTokenizerBase
     data: PairSection
@@ -160,7 +164,7 @@ class _Encoder:
             raise row_error(row, column, f"{error}.") from error
 
     def _answer(self, prompt: list[Message], messages: list[Message], text: str) -> int:
-        """The character where the answer begins; the last one of a template that rewrites history."""
+        """The character where the answer begins; the start of the last answer if the template rewrites history."""
         if not self.needs_prompt:
             return 0
         if messages[-1]["role"] != "assistant":
@@ -171,7 +175,7 @@ class _Encoder:
         return render_conversation(self.tokenizer, messages).response
 
     def _tokens(self, row: Mapping[str, Any], texts: list[Passage], pair: list[Encoded]) -> Result:
-        """The columns of a pair that is tokenized, or the reason why it is dropped."""
+        """The columns of a tokenized pair, or the reason why the pair is dropped."""
         margin, limit, prompt_length = _margin(row), self.data.max_len - 2, 0
         chosen, rejected = (cut(known.tokens, self.data.max_len, self.tokenizer) for known in pair)
         if self.needs_prompt:

@@ -1,6 +1,7 @@
-"""Looks at the first rows of every run before any device is touched. What is certainly wrong is an error, what looks wrong a notice.
+"""Looks at the first rows of every run before any device is touched.
 
-Pure functions: they return the notices, and raise DataError.
+A certain mistake is an error, a likely mistake a notice. The functions are pure: they return the notices, and raise
+DataError.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ANSWER = "(the answer)"
 
 
 def texts_of(rows: Table, columns: Collection[str]) -> list[str]:
-    """The strings in some columns of the first rows: values, and contents of chat messages."""
+    """The strings in some columns of the first rows: plain values, and contents of chat messages."""
     first = rows[:LOOKED_AT]
     return [text for column in columns for value in first.get(column, []) for text in _strings(value)]
 
@@ -43,21 +44,24 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def round_trip(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[str]:
-    """Whether texts survive being encoded and decoded.
+    """Notices about texts that change when they are encoded and decoded. Raises DataError for lost text.
 
-    Harmless are Unicode compatibility forms, added spaces, spaces beside special tokens, and runs of white space that become
-    one space. A notice: letters that lose case or accents, and unknown tokens. An error: any other lost character, a lost
-    border between two words, or more unknown tokens than known ones.
+    Harmless changes: Unicode compatibility forms, added spaces, spaces beside special tokens, runs of white space that
+    become one space. A notice: letters that lose case or accents, and unknown tokens. An error: any other lost
+    character, a lost border between two words, or more unknown tokens than known ones.
     """
     tokens = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     for text, ids in zip(texts, tokens, strict=True):
         back = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if _survives(_spaced(tokenizer, text), _spaced(tokenizer, back)):
             continue
-        problem = f"The tokenizer of {tokenizer.name_or_path!r} changes the data: {text[:200]!r} comes back as {back[:200]!r}."
+        problem = (
+            f"The tokenizer of {tokenizer.name_or_path!r} changes the data: "
+            f"{text[:200]!r} comes back as {back[:200]!r}."
+        )
         unknown = ids.count(tokenizer.unk_token_id) if tokenizer.unk_token_id is not None else 0
         if _survives(_plain(_spaced(tokenizer, text)), _plain(_spaced(tokenizer, back))):
-            return [f"{problem} The model cannot tell upper from lower case, or accents."]
+            return [f"{problem} The model cannot distinguish upper from lower case, or accents."]
         if 0 < unknown <= len(ids) / 2:
             return [f"{problem} {unknown} of {len(ids)} tokens are unknown to it ({tokenizer.unk_token})."]
         raise DataError(
@@ -77,7 +81,7 @@ def _plain(text: str) -> str:
 
 
 def _survives(text: str, back: str) -> bool:
-    """The same characters but for white space, and each border between words of `text` is one of `back`."""
+    """Whether both have the same characters but for white space, and `back` has each border between words of `text`."""
     words, found = text.split(), back.split()
     return "".join(words) == "".join(found) and set(accumulate(map(len, words))) <= set(accumulate(map(len, found)))
 
@@ -87,15 +91,15 @@ def _survives(text: str, back: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TextFormat:
-    """How prompts look to a model, and what follows its answers. An export records it, and later stages compare."""
+    """The format of prompts that a model sees, and the ending of its answers. Exports record it for later stages."""
 
     input_template: str | None = None
-    chat_template: str | None = None  # a hash of the one that is applied
-    ending: str = ""  # of an answer: the end-of-text token, perhaps after a space
+    chat_template: str | None = None  # a hash of the template that is applied
+    ending: str = ""  # the ending of an answer: the end-of-text token, perhaps after a space
 
     @classmethod
     def of(cls, data: Any, tokenizer: PreTrainedTokenizerBase, *, ending: str = "") -> TextFormat:
-        """The format that a section of flags asks for."""
+        """The format in a section of the flags."""
         if data.apply_chat_template:
             template = hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()[:8]
             return cls(chat_template=template, ending=ending)
@@ -104,32 +108,35 @@ class TextFormat:
 
     @property
     def flags(self) -> str:
-        """The flags that ask for it."""
+        """The flags that set this format."""
         if self.chat_template:
             return "--data.apply_chat_template"
         return f"--data.input_template {self.input_template!r}" if self.input_template else "no template"
 
 
 def record(tokenizer: PreTrainedTokenizerBase, used: TextFormat | None) -> None:
-    """Note the format in the tokenizer, whose files carry it; None removes an earlier one."""
+    """Store the format in the tokenizer, whose files then contain it. None removes an earlier format."""
     tokenizer.init_kwargs.pop(RECORD, None)
     if used:
         tokenizer.init_kwargs[RECORD] = asdict(used)
 
 
 def recorded(tokenizer: PreTrainedTokenizerBase) -> TextFormat | None:
-    """The format that the model of this tokenizer was trained with, if it is known."""
+    """The format that the model of this tokenizer was trained with, or None if it is unknown."""
     noted: Any = tokenizer.init_kwargs.get(RECORD)
     return TextFormat(**noted) if noted else None
 
 
 def compare_formats(model: str, trained: TextFormat | None, used: TextFormat, prompts: Sequence[str]) -> list[str]:
-    """A notice where the prompts of this run look otherwise than those that a model, named by its flag, was trained with."""
+    """A notice if the prompts of this run have another format than a model's training prompts.
+
+    `model` is the flag that names the model, with its value.
+    """
     if trained is None or (trained.input_template, trained.chat_template) == (used.input_template, used.chat_template):
         return []
     before, _, after = (trained.input_template or "").partition("{}")
     if trained.input_template and all(text.startswith(before) and text.endswith(after) for text in prompts):
-        return []  # the rows bring the template along
+        return []  # the rows contain the template already
     if trained.chat_template and used.chat_template:
         return [
             f"{model} was trained with another chat template than the one in effect: its prompts look different here."
@@ -143,7 +150,7 @@ def compare_formats(model: str, trained: TextFormat | None, used: TextFormat, pr
 
 
 def ending_of(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> str:
-    """What most of these training rows end with: end-of-text, end-of-text after a space, or "" if none of them ends so."""
+    """The ending of most of these training rows: end-of-text, perhaps after a space, or "" if no row ends so."""
     eos = str(tokenizer.eos_token)
     before = [tokenizer.decode(tokens[-2:-1]) for tokens in rows if tokens[-1] == tokenizer.eos_token_id]
     if not before:
@@ -152,7 +159,7 @@ def ending_of(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def end_notices(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -> list[str]:
-    """What looks wrong about the ending of `answers`, words for what ends with it."""
+    """A notice about a suspicious ending. `answers` describes the texts that have the ending."""
     eos = tokenizer.eos_token
     if not ending:
         return [f"None of the first rows ends with {eos}: the model will not learn to end its answers."]
@@ -162,15 +169,16 @@ def end_notices(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -
 
 
 def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list[str]:
-    """A notice if the chat template ends an answer with no token that ends generation."""
+    """A notice if the chat template ends an answer with a token that does not end generation."""
     asked, answer = {"role": "user", "content": "(a question)"}, {"role": "assistant", "content": ANSWER}
     try:
         after = render(tokenizer, [asked, answer]).partition(ANSWER)[2]
-    except ValueError:  # a template that wants more, a system message for instance
+    except ValueError:  # a template that needs more, a system message for instance
         return []
     if any(stop in after for stop in stops):
         return []
     ends = ", ".join(sorted(stops))
     return [
-        f"The chat template ends an answer with {after!r}, but generation ends at {ends}: add --rollout.stop {after.strip()!r}."
+        f"The chat template ends an answer with {after!r}, but generation ends at {ends}: "
+        f"add --rollout.stop {after.strip()!r}."
     ]

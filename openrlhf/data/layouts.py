@@ -1,4 +1,4 @@
-"""Public preference datasets with columns of their own, recognised by them and read as pairs."""
+"""Public preference datasets, recognised by their columns and read as pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class PairLayout:
-    """`pair` of a row with these `columns`: the row with "chosen" and "rejected", or None for a tie."""
+    """The columns of a public dataset. `pair` gives a row with "chosen" and "rejected", or None for a tie."""
 
     columns: tuple[str, ...]
     pair: Callable[[Row], Row | None]
@@ -21,7 +21,7 @@ class PairLayout:
 
 
 def _arena(row: Row) -> Row | None:
-    """Chatbot Arena: two conversations with the same questions, and the model that won."""
+    """Chatbot Arena: two conversations with the same questions, and the winner."""
     winner = row["winner"]
     if not isinstance(winner, str) or not winner.startswith(("model_a", "model_b", "tie")):
         raise row_error(row, "winner", f"is {winner!r}, not model_a, model_b or tie.")
@@ -32,7 +32,7 @@ def _arena(row: Row) -> Row | None:
 
 
 def _webgpt(row: Row) -> Row | None:
-    """WebGPT comparisons: a question, two answers and how much each was liked."""
+    """WebGPT comparisons: a question, and two answers with scores."""
     question = row["question"]
     if not isinstance(question, dict) or not isinstance(question.get("full_text"), str):
         raise row_error(row, "question", f"is {kind(question)}, not an object with full_text.")
@@ -55,5 +55,5 @@ LAYOUTS = (
 
 
 def recognise(columns: Collection[str]) -> PairLayout | None:
-    """The layout that has all its columns among these, if there is one."""
+    """The layout whose columns are all among these, or None."""
     return next((layout for layout in LAYOUTS if set(layout.columns) <= set(columns)), None)

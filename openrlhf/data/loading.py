@@ -25,7 +25,7 @@ from openrlhf.data.rows import number_rows
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 GZIPPED = (".json.gz", ".jsonl.gz", ".csv.gz")
-SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk writes
+SAVED = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
 Table = Dataset  # rows, not yet tokenized
 ALL_ROWS = 10**8
 SPLIT_FLAGS = "--data.dataset_split, --data.prompt_split or --eval.split"
@@ -34,13 +34,15 @@ SPLIT_FLAGS = "--data.dataset_split, --data.prompt_split or --eval.split"
 def load_datasets(
     spec: str, *, split: str, probs: str | None = None, max_samples: int, seed: int, text: Collection[str] = ()
 ) -> Dataset:
-    """The datasets of a comma list, `split` of each, as one of at most `max_samples` rows.
+    """The datasets of a comma list, `split` of each, as one dataset of at most `max_samples` rows.
 
     An item is a .json, .jsonl, .csv, .parquet or .arrow file (the first three also gzipped), a folder of such files, a
-    folder written by `save_to_disk`, or a hub name; `item@folder` takes the data in that folder of the item. Each item is
-    cut to `max_samples` rows. Without `probs` the items follow each other. With `probs`, checked with the flags, rows are
-    drawn from the items with these probabilities until every row was drawn. Columns named in `text` are text in CSV files
-    too, so that 007 stays 007. Two more columns say where a row came from (`errors.SOURCE`, `errors.ROW`).
+    folder written by `save_to_disk`, or a hub name. `item@folder` reads the folder `folder` of the item. Each item is
+    cut to `max_samples` rows. Without `probs` the items follow each other. With `probs`, which the flags have checked,
+    rows are drawn from the items with these probabilities until every row was drawn. Columns named in `text` are read
+    as text from CSV files too, so that 007 stays 007. Two more columns give the origin of a row (`errors.SOURCE`,
+    `errors.ROW`).
+
     Raises DataError if an item cannot be read, has no such split or has no rows, or if the items cannot be blended.
     """
     items = [item.strip() for item in spec.split(",") if item.strip()]
@@ -60,7 +62,7 @@ def _blend(parts: list[Dataset], items: list[str], probs: str | None, max_sample
         if probs is None:
             return concatenate_datasets(parts)
         given = [float(number) for number in probs.split(",")]
-        weights = [number / math.fsum(given) for number in given]  # 0.333,0.333,0.333 is meant as thirds
+        weights = [number / math.fsum(given) for number in given]  # 0.333,0.333,0.333 means thirds
         _announce_repeats(dict(zip(items, weights, strict=True)), [len(part) for part in parts], max_samples)
         return interleave_datasets(parts, weights, seed=seed, stopping_strategy="all_exhausted")
     except ValueError as error:
@@ -69,17 +71,17 @@ def _blend(parts: list[Dataset], items: list[str], probs: str | None, max_sample
 
 
 def _announce_repeats(weights: dict[str, float], rows: list[int], max_samples: int) -> None:
-    """Say which items are drawn more than once on average: drawing ends when the last item is used up."""
+    """Name the items that are drawn more than once on average: drawing ends when the last item is used up."""
     drawn = min(max(count / weight for count, weight in zip(rows, weights.values(), strict=True)), max_samples)
     for (item, weight), count in zip(weights.items(), rows, strict=True):
         if (times := weight * drawn / count) >= 1.5:
             notice(
-                f"Each of the {count} rows of {item} is drawn about {times:.1f} times, by its probability {weight:.3g}."
+                f"Each of the {count} rows of {item} is drawn about {times:.1f} times: its probability is {weight:.3g}."
             )
 
 
 def _with_short_strings(part: Dataset) -> Dataset:
-    """CSV files give 64-bit strings and JSON files 32-bit ones, which do not concatenate."""
+    """Strings of CSV files (64-bit) as strings of JSON files (32-bit), because the two types do not concatenate."""
     wide = [name for name, type_ in part.features.items() if type_ == Value("large_string")]
     short = Features(part.features | dict.fromkeys(wide, Value("string")))
     return part.cast(short) if wide else part
@@ -116,7 +118,7 @@ def _read(path: str, folder: str | None, text: Collection[str]) -> Dataset | Dat
         return load_dataset(path, data_dir=folder, **(as_text if any(inner.rglob("*.csv*")) else {}))
     if os.path.isfile(path):
         known = ", ".join([*FORMATS, *GZIPPED])
-        raise DataError(f"{path} is not of a known kind: {known}. Convert it to one of them.")
+        raise DataError(f"{path} has an unknown format. Known are {known}: convert the file to one of them.")
     return load_dataset(path, data_dir=folder)
 
 
@@ -133,7 +135,7 @@ def _read_file(path: str, file_format: str, options: dict[str, Any]) -> DatasetD
 
 
 def _explain(item: str, path: str, error: Exception) -> str:
-    """Why the datasets library could not read an item. The library itself has named a file of a folder."""
+    """Why the datasets library could not read an item. The library's error names the file of a folder."""
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__

@@ -1,4 +1,4 @@
-"""Rows of reinforcement learning: a rendered prompt, and what the reward needs to know about it."""
+"""Rows of reinforcement learning: a rendered prompt, and the data that the reward needs."""
 
 from __future__ import annotations
 
@@ -23,35 +23,15 @@ PromptSection = RLDataConfig | EvaluatedDataConfig  # columns and templates of p
 DATASOURCE = "datasource"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptRow:
-    """One prompt: `tokens` are all of the rendered `text`; `label` is the row's value unchanged."""
+class PromptDataset(torch.utils.data.Dataset[Prompt]):
+    """The rows of a dataset as prompts, rendered when the object is created; no row is dropped.
 
-    text: str
-    tokens: list[int]
-    label: Any = ""
-    datasource: str = "default"  # names evaluation metrics
-    images: Any = None
-
-    def drawn(self, index: int) -> Prompt:
-        """The row as the run's prompt number `index`."""
-        return Prompt(
-            index=index,
-            text=self.text,
-            tokens=self.tokens,
-            label=self.label,
-            datasource=self.datasource,
-            images=self.images,
-        )
-
-
-class PromptDataset(torch.utils.data.Dataset[PromptRow]):
-    """The rows of a dataset as prompts, all rendered when the object is created; no row is dropped.
-
-    With `apply_chat_template` the input column is a string (a user message) or a list of messages, rendered up to where the
-    assistant begins. Otherwise it is a string, put into `input_template`. Without `label_key` every label is "". Without a
-    column `datasource` the data source is "default", and without a column `image_key` there are no images. Raises DataError
-    for a missing column and for a malformed or empty prompt (naming the row).
+    With `apply_chat_template` the input column holds strings (a user message) or lists of messages. They are rendered
+    with the generation prompt of the assistant. Without `apply_chat_template` the column holds strings, which are put
+    into `input_template`. Without `label_key` every label is "". Without a column `datasource` the data source is
+    "default". Without a column `image_key` there are no images. The index of a prompt is its row number: a source
+    replaces the index by the running number of the draw. Raises DataError for a missing column, and for a malformed or
+    empty prompt, naming the row.
     """
 
     def __init__(
@@ -71,9 +51,10 @@ class PromptDataset(torch.utils.data.Dataset[PromptRow]):
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def __getitem__(self, index: int) -> PromptRow:
+    def __getitem__(self, index: int) -> Prompt:
         extras = self._extras[index]
-        return PromptRow(
+        return Prompt(
+            index=index,
             **self._prompts[index],
             label=extras[self._label_key] if self._label_key else "",
             datasource=str(extras.get(DATASOURCE) or "default"),
@@ -83,7 +64,7 @@ class PromptDataset(torch.utils.data.Dataset[PromptRow]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Renderer:
-    """Batches of the input column to the columns of `FEATURES`."""
+    """Turns batches of the input column into the columns of `FEATURES`."""
 
     tokenizer: PreTrainedTokenizerBase
     data: PromptSection
@@ -93,7 +74,7 @@ class _Renderer:
         prompts = encode(self.tokenizer, [self._text(row) for row in rows])
         for row, prompt in zip(rows, prompts, strict=True):
             if not prompt.tokens:
-                raise row_error(row, self.data.input_key, "is an empty prompt: nothing to continue.")
+                raise row_error(row, self.data.input_key, "is an empty prompt.")
         texts, tokens = [prompt.text for prompt in prompts], [prompt.tokens for prompt in prompts]
         return {"text": texts, "tokens": tokens}
 

@@ -1,4 +1,4 @@
-"""Rows of a dataset: where each comes from, and how they become rows of tokens."""
+"""Rows of a dataset: their origin, and how they become rows of tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = TypeVar("Row")  # a data class
 
 
 def number_rows(dataset: Dataset, source: str = "the dataset") -> Dataset:
-    """The dataset with the columns that say where a row came from, unless it has them already."""
+    """The dataset with the columns that give the origin of a row, unless they are there already."""
     if SOURCE in dataset.column_names:
         return dataset
     rows = len(dataset)
@@ -30,7 +30,7 @@ def number_rows(dataset: Dataset, source: str = "the dataset") -> Dataset:
 
 
 def as_rows(columns: Columns) -> list[dict[str, Any]]:
-    """A batch of columns as its rows."""
+    """A batch of columns as a list of rows."""
     values = zip(*columns.values(), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in values]
 
@@ -39,13 +39,13 @@ Result = dict[str, Any] | str  # the columns of a row, or the reason why the row
 
 
 def as_columns(results: Sequence[Result], features: Features) -> Columns:
-    """Results of rows as columns of `features`, one of which is `dropped`: the reason, or ""."""
+    """Results of rows as columns of `features`. The column `dropped` has the reason, or ""."""
     rows = [{"dropped": result} if isinstance(result, str) else {"dropped": "", **result} for result in results]
     return {name: [row.get(name) for row in rows] for name in features}
 
 
 class TokenizedRows(torch.utils.data.Dataset[Row]):
-    """The rows of a dataset as tokens, all made when it is created; `summary` says how many were dropped, and why."""
+    """The rows of a dataset as tokens, made when the object is created. `summary` counts dropped rows by reason."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row]):
         what: str,
         advice: str,
     ) -> None:
-        """`what` the rows are called. Raises DataError, with `advice`, if no row is left."""
+        """`what`: the word for a row in messages. Raises DataError, with `advice`, if no row is left."""
         mapped = map_rows(number_rows(dataset), columns, encoder, features, "Tokenizing")
         reasons = list(mapped["dropped"])
         counts = Counter(reasons)
@@ -81,8 +81,8 @@ def map_rows(
 ) -> Dataset:
     """The columns that `function` makes of batches of these columns and of the rows' origins.
 
-    Nothing is cached, because a cached result would outlive a change of this code. `dataset` comes from `number_rows`.
-    Raises DataError for text that is not UTF-8, and whatever `function` raises.
+    Nothing is cached, because a cached result would outlive a change of this code. `dataset` is a result of
+    `number_rows`. Raises DataError for text that is not UTF-8, and every error of `function`.
     """
     dataset = dataset.select_columns(list(dict.fromkeys([*columns, SOURCE, ROW])))
     large = len(dataset) > MANY_ROWS

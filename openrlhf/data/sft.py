@@ -1,4 +1,4 @@
-"""Rows of supervised fine-tuning: the text, its tokens, and which of them are learned."""
+"""Rows of supervised fine-tuning: the text, its tokens, and the tokens that are learned."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NO_ASSISTANT, TOO_SHORT = "without an assistant message", "of fewer than two tok
 
 @dataclass(frozen=True, kw_only=True)
 class SFTRow:
-    """One training text of T tokens; token t is learned where `loss_mask[t]`, the first one never.
+    """One training text of T tokens. Token t is learned if `loss_mask[t]`; the first token never is.
 
     Example, the prompt "Q: " and the response "yes" (ids made up):
 
@@ -40,22 +40,20 @@ class SFTRow:
     tokens: list[int]
     loss_mask: list[bool]
 
-    def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.loss_mask):
-            sizes = f"{len(self.tokens)} tokens and {len(self.loss_mask)} mask entries"
-            raise ValueError(f"the lists of a row speak of the same positions, but there are {sizes}")
-
 
 class SFTDataset(TokenizedRows[SFTRow]):
-    """The rows of a dataset as tokens and loss masks, all made when it is created.
+    """The rows of a dataset as tokens and loss masks, made when the object is created.
 
-    `data`: its columns, templates and `max_len`. A text is prompt and response, or a rendered conversation, without trailing newlines. It ends
-    with end-of-text (after a space if it was missing) and is cut to `max_len` tokens, the last of which is always
-    end-of-text and learned. The response is the output column, all its messages; without an output column it is the last
-    message of the assistant; with `multiturn` it is every message of the assistant. In pretrain mode a text is the input
-    column as it is, and every token but the first is learned. Rows with an empty prompt or response, or a prompt of
-    `max_len` − 2 tokens or more, are left out and counted in `summary`; messages after the last one of the assistant are
-    cut off. Raises DataError for a missing column, for a malformed row (naming the row), and if no row is left.
+    `data` has the columns, the templates and `max_len`. A text is prompt and response, or a rendered conversation. The
+    text loses its trailing newlines, ends with end-of-text (after a space if end-of-text was missing), and is cut to
+    `max_len` tokens, the last of which is always end-of-text and learned.
+
+    The response is the output column with all its messages; without an output column, the last message of the
+    assistant; with `multiturn`, every message of the assistant. Messages after the last message of the assistant are
+    cut off. In pretrain mode a text is the unchanged input column, and every token but the first is learned.
+
+    Rows with an empty prompt or response, or with a prompt of `max_len` − 2 tokens or more, are dropped and counted in
+    `summary`. Raises DataError for a missing column, for a malformed row (naming the row), and if no row is left.
     """
 
     def __init__(
@@ -69,12 +67,12 @@ class SFTDataset(TokenizedRows[SFTRow]):
         used = [column for column in columns.values() if column]
         super().__init__(SFTRow, dataset, used, encoder, FEATURES, what="row", advice=encoder.advice())
         if rewritten := sum(self.rows["rewritten"]):
-            self.summary += f" {rewritten} assistant turns are not learned: the chat template rewrites them."
+            self.summary += f" {rewritten} assistant turns are not learned, because the chat template rewrites them."
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoder:
-    """Batches of columns to the columns of `FEATURES`."""
+    """Turns batches of columns into the columns of `FEATURES`."""
 
     tokenizer: PreTrainedTokenizerBase
     data: SFTDataConfig
@@ -87,7 +85,7 @@ class _Encoder:
 
     @property
     def output_key(self) -> str | None:
-        """The column with responses."""
+        """The column with responses, or None."""
         return None if self.pretrain else self.data.output_key
 
     def __call__(self, columns: Columns) -> Columns:
@@ -100,7 +98,7 @@ class _Encoder:
         return as_columns(results, FEATURES)
 
     def _passage(self, row: Mapping[str, Any]) -> Passage | str:
-        """The text and its targets, or the reason why the row is left out."""
+        """The text and its targets, or the reason why the row is dropped."""
         if self.chat:
             return self._conversation(row)
         prompt = text_of(row, self.data.input_key)
@@ -134,7 +132,7 @@ class _Encoder:
         return passage.closed(str(self.tokenizer.eos_token))
 
     def _learn(self, passage: Passage, encoded: Encoded) -> Result:
-        """The columns of a row that is tokenized, or the reason why it is dropped."""
+        """The columns of a tokenized row, or the reason why the row is dropped."""
         tokens, longest = encoded.tokens[: self.data.max_len], self.data.max_len - 2
         if len(tokens) < 2:
             return TOO_SHORT
@@ -150,7 +148,7 @@ class _Encoder:
         return {"tokens": tokens, "loss_mask": mask, "rewritten": passage.rewritten}
 
     def advice(self) -> str:
-        """What to look at when no row is left."""
+        """The flags to look at if no row is left."""
         if self.output_key is None and not self.chat and not self.pretrain:
             return (
                 "Without --data.output_key there is no response: set it, or pass "

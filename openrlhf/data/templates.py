@@ -1,4 +1,4 @@
-"""Chat messages to text, which characters of it the assistant wrote, and which tokens those are."""
+"""From chat messages to text, to the characters that the assistant wrote, and to their tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # fields besides the
 
 
 def fill_template(template: str | None, text: str) -> str:
-    """`template` with `text` in place of its `{}`; other braces, in either, stay as they are."""
+    """`template` with `text` in place of its `{}`. Other braces, in template or text, stay unchanged."""
     if template is None:
         return text
     try:
@@ -31,7 +31,7 @@ def fill_template(template: str | None, text: str) -> str:
 
 
 def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) -> list[Message]:
-    """A row's value as chat messages. Raises DataError with row, column and `flag`, which names the column."""
+    """The value of a column as chat messages. Raises DataError with row, column and the flag of the column."""
     try:
         return to_messages(row[column], role=role)
     except ValueError as error:
@@ -39,10 +39,10 @@ def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) ->
 
 
 def to_messages(value: Any, *, role: str = "user") -> list[Message]:
-    """A value as chat messages: a string is one message of `role`, a list is checked.
+    """A value as chat messages. A string is one message of `role`; a list is checked.
 
-    Null fields are left out: Arrow adds them if other rows have a value there. Raises ValueError that says which message is
-    malformed, and how.
+    Null fields are left out, because Arrow adds them if other rows have a value there. Raises ValueError that names the
+    malformed message and its fault.
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -64,9 +64,9 @@ def _to_message(message: Any, number: int) -> Message:
         present["content"] = [_without_nulls(part) for part in content]
     elif not isinstance(content, str):
         needed = "must be a string or a list of objects"
-        raise ValueError(f"the content of message {number} is {kind(content)}; it {needed}")
+        raise ValueError(f"the content of message {number} {needed}, not {kind(content)}")
     if not isinstance(role, str):
-        raise ValueError(f"the role of message {number} is {kind(role)}; it must be a string")
+        raise ValueError(f"the role of message {number} must be a string, not {kind(role)}")
     return present
 
 
@@ -81,7 +81,7 @@ def render(
     add_generation_prompt: bool = False,
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> str:
-    """The messages through the chat template. Raises ValueError with the template's complaint."""
+    """The messages through the chat template. Raises ValueError with the error message of the template."""
     return _render(tokenizer, messages, add_generation_prompt, tools)[0]
 
 
@@ -91,7 +91,7 @@ def _render(
     add_generation_prompt: bool,
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[str, list[Span]]:
-    """The text, and what the template's `{% generation %}` blocks wrote of it, if it has any."""
+    """The text, and the spans that the template's `{% generation %}` blocks wrote, if there are such blocks."""
     template = tokenizer.get_chat_template()
     special_tokens: dict[str, Any] = tokenizer.special_tokens_map
     try:
@@ -104,14 +104,14 @@ def _render(
             **special_tokens,
         )
     except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"the chat template refuses these messages: {error}") from error
+        raise ValueError(f"the chat template cannot render these messages: {error}") from error
     texts, spans = rendered
     return texts[0], spans[0] if spans else []
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """A text to train on: which characters are targets, and where the response begins."""
+    """A text to train on, the spans of its targets, and the start of the response, in characters."""
 
     text: str
     spans: list[Span]
@@ -119,7 +119,10 @@ class Passage:
     rewritten: int = 0  # assistant turns that are no targets, because the template changes them
 
     def closed(self, end_of_text: str) -> Passage:
-        """Without trailing newlines, and ending with `end_of_text`, after a space if it was missing; a target like the text before it."""
+        """The passage without trailing newlines and with `end_of_text` at its end, after a space if it was missing.
+
+        The added end is a target if the text before it is one.
+        """
         text = self.text.rstrip("\n")
         closed = text if text.endswith(end_of_text) else f"{text} {end_of_text}"
         spans = [(start, len(closed) if end >= len(text) else end) for start, end in self.spans]
@@ -129,12 +132,13 @@ class Passage:
 def render_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, first: int = -1, every_turn: bool = False
 ) -> Passage:
-    """A conversation that ends with the assistant. Targets are everything from message `first` on, or every assistant turn.
+    """A conversation that ends with the assistant, with its targets.
 
-    A turn is what the template marks with `{% generation %}`, and only marked text is a target. Without marks a turn is what
-    comes after the generation prompt and before the next message. If the template rewrites history (drops earlier
-    reasoning), a turn is its content and the end of turn after it; an earlier turn whose content was changed is no target.
-    Message `first` is the assistant's. Raises ValueError if it, or with `every_turn` the last turn, cannot be found.
+    Targets are everything from message `first` on, which is the assistant's, or every assistant turn. If the template
+    has `{% generation %}` marks, only marked text is a target. Without marks a turn is the text after the generation
+    prompt and before the next message. If the template rewrites history (drops earlier reasoning), a turn is its
+    content and the end of turn after it; an earlier turn whose content was changed is no target. Raises ValueError if
+    message `first`, or with `every_turn` the last turn, cannot be found.
     """
     text, marked = _render(tokenizer, messages, False)
     first %= len(messages)
@@ -147,9 +151,9 @@ def render_conversation(
     found = [_find_turn(tokenizer, messages, turn, text) for turn in wanted]
     if found[-1] is None:
         raise ValueError(
-            f"the chat template does not show message {wanted[-1]}, the assistant's, as it is (it may drop reasoning), so "
-            "that its tokens cannot be told from the others. Mark the assistant's words with {% generation %} and "
-            "{% endgeneration %} in the template, and pass it as --data.tokenizer_chat_template"
+            f"the chat template changes message {wanted[-1]} of the assistant (it may drop reasoning), so the tokens of "
+            "the message cannot be found. Mark the assistant's words with {% generation %} and {% endgeneration %} in "
+            "the template, and pass the template as --data.tokenizer_chat_template"
         )
     spans = [span for span in found if span is not None]
     rewritten = len(found) - len(spans)
@@ -171,7 +175,7 @@ def _find_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], 
 
 
 def _find_content(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, text: str) -> Span | None:
-    """Where a turn's content is in `text`: between the texts before and after a stand-in for the content."""
+    """The span of a turn's content in `text`: between the texts before and after a placeholder for the content."""
     past = [*messages[:turn], {**messages[turn], "content": STAND_IN}]
     before, _, after = render(tokenizer, [*past, *messages[turn + 1 :]]).partition(STAND_IN)
     end = len(text) - len(after)
@@ -186,14 +190,14 @@ def _find_content(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 
 def in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many items both begin with."""
+    """The number of items at the start that both have in common."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A text's tokens, and the characters [start, end) of each where the tokenizer knows them."""
+    """A text's tokens, and the characters [start, end) of each token if the tokenizer knows them."""
 
     text: str
     tokens: list[int]
@@ -201,16 +205,16 @@ class Encoded:
     tokenizer: PreTrainedTokenizerBase
 
     def tokens_of(self, span: Span) -> range:
-        """The tokens of a span of characters; a token that straddles its border belongs to it.
+        """The tokens of a span of characters. A token that straddles the border of the span belongs to it.
 
-        A tokenizer without offsets answers by encoding the text before the border: tokens that both
-        have in common come before it.
+        If the tokenizer has no offsets, the text before each border is encoded: the tokens in common come before the
+        border.
 
         Example, the text "Q: yes" as `Q`, `:`, `▁yes` and the span (3, 6) of "yes": range(2, 3).
         """
         if self.offsets is None:
             return range(*map(self._tokens_before, span))
-        # Ends, not starts, tell what is before: some offsets leave out the space before a word.
+        # Compare ends, not starts: some offsets leave out the space before a word.
         first, last = (bisect_right(self.offsets, border, key=_end) for border in span)
         while last < len(self.offsets) and self.offsets[last][0] < span[1]:
             last += 1

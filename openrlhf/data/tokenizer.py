@@ -1,4 +1,4 @@
-"""Loading a tokenizer as every stage needs it: padding token, padding side, chat template."""
+"""Loads a tokenizer for any stage: padding token, padding side, chat template."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def get_tokenizer(
     chat_template: str | None = None,
     flag: str = "--model.model_name_or_path",
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name; a missing padding token becomes end-of-text.
+    """The tokenizer of a model folder or hub name. A missing padding token becomes end-of-text.
 
-    `chat_template` replaces the tokenizer's own. `flag` is the flag that names the model.
-    Raises DataError if there is no tokenizer, if it needs code of the model's repository that is not trusted, or if it has
-    no end-of-text token.
+    `chat_template` replaces the template of the tokenizer. `flag` is the flag that names the model. Raises DataError if
+    there is no tokenizer, if it needs code of the model's repository that is not trusted, or if it has no end-of-text
+    token.
     """
     if not use_fast:
         notice("--data.disable_fast_tokenizer has no effect: Transformers 5 has one implementation of each tokenizer.")
@@ -30,17 +30,19 @@ def get_tokenizer(
     owner = os.path.dirname(folder)
     if os.path.isdir(owner) and not os.path.isdir(folder):
         there = ", ".join(sorted(entry.name for entry in os.scandir(owner) if entry.is_dir())) or "no folder"
-        notice(f"{flag}: {path!r} is not here ({owner!r} has {there:.200}), so the hub is asked for it.")
+        notice(
+            f"{flag}: there is no folder {path!r} ({owner!r} has {there:.200}), so the hub is asked for the tokenizer."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, LookupError, AttributeError, ImportError) as error:
         raise DataError(_explain(path, error, flag)) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made of a config.json alone
-        raise DataError(f"{path!r} holds no tokenizer: its vocabulary is empty. Add its files.")
+        raise DataError(f"{path!r} has no tokenizer: the vocabulary is empty. Add the tokenizer's files.")
     if tokenizer.eos_token is None:
         raise DataError(
-            f"The tokenizer of {path!r} has no end-of-text token (eos_token), "
-            "which ends every training text. Name one in its tokenizer_config.json."
+            f"The tokenizer of {path!r} has no end-of-text token (eos_token), which must end every training text. "
+            "Set eos_token in its tokenizer_config.json."
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -53,8 +55,8 @@ def get_tokenizer(
 def _explain(path: str, error: Exception, flag: str) -> str:
     if "trust_remote_code" in str(error):
         return (
-            f"The tokenizer of {path!r} is code in the model's own repository, which runs only if "
-            "you allow it: read that code, then pass --model.trust_remote_code."
+            f"The tokenizer of {path!r} needs code in the model's own repository, which runs only if "
+            "you allow it: read the code, then pass --model.trust_remote_code."
         )
     folder = os.path.expanduser(path)
     what = "no folder here, so a hub name"
@@ -64,7 +66,7 @@ def _explain(path: str, error: Exception, flag: str) -> str:
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises DataError if the tokenizer has no chat template to render messages with."""
+    """Raise DataError if the tokenizer has no chat template."""
     try:
         tokenizer.get_chat_template()
     except ValueError as error:

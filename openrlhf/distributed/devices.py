@@ -20,11 +20,6 @@ def device_kind() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def collective_backend(kind: str) -> str:
-    """The torch.distributed backend of a device kind."""
-    return "nccl" if kind == "cuda" else "gloo"
-
-
 def free_port() -> int:
     """A TCP port that is free on this machine now.
 

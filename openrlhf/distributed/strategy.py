@@ -78,7 +78,7 @@ class Strategy:
             torch.cuda.set_device(self.local_rank)
         self.device = torch.device("cuda", self.local_rank) if self.kind == "cuda" else torch.device("cpu")
         if not dist.is_initialized():
-            backend = devices.collective_backend(self.kind)
+            backend = "nccl" if self.kind == "cuda" else "gloo"
             deepspeed.init_distributed(backend, timeout=timedelta(seconds=timeout_s), verbose=False)
         self.rank, self.layout = dist.get_rank(), RankLayout(dp=dist.get_world_size())
         self.dp_rank, self.dp_size = self.layout.place(self.rank).dp, self.layout.dp

@@ -90,7 +90,7 @@ def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
     roles["actor"] = config.actor
     if config.algo.kl.init_coef > 0:
         roles["ref"] = config.ref
-    if settings.has_critic(config):
+    if config.estimator.needs_critic:
         roles["critic"] = config.critic
     if config.reward.model_name_or_path:
         roles["reward"] = config.reward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import islice
 
 from openrlhf.checkpoints.manifest import differences
@@ -44,7 +45,7 @@ def replay_folder(config: PPOConfig, data: PromptData, *, done: int, consumed: i
             )
     rest_of_pass = ResumableSampler(len(data.train), seed=config.train.seed, consumed=consumed, drop_last=False)
     rows = islice(rest_of_pass, config.rollout.batch_size)
-    prompts = [data.train[row].drawn(place) for place, row in enumerate(rows, consumed)]
+    prompts = [replace(data.train[row], index=place) for place, row in enumerate(rows, consumed)]
     check_samples(ReplayGenerator(folder), prompts, Request(spec=settings.train_sampling(config), step=done + 1))
     return folder
 

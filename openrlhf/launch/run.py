@@ -146,7 +146,7 @@ class Run:
             kl,
             max_new_tokens=config.rollout.max_new_tokens,
             max_len=config.data.max_len,
-            needs_groups=settings.needs_groups(config),
+            needs_groups=config.estimator.needs_groups,
             timeout_s=config.train.step_timeout,
             remote_teacher=make_remote_teacher(config),
         )

@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from openrlhf.checkpoints import EngineLayout
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.ppo import PPOConfig
@@ -77,7 +76,7 @@ def updates_of(config: PPOConfig, prompts: int) -> int:
 
 def freezing_steps(config: PPOConfig) -> int:
     """Steps that train the critic alone; 0 if the estimator has no critic, or if the flag is unset (−1)."""
-    return max(0, config.critic.freezing_steps) if has_critic(config) else 0
+    return max(0, config.critic.freezing_steps) if config.estimator.needs_critic else 0
 
 
 def load_spec(config: Sampling, path: str) -> LoadSpec:
@@ -257,7 +256,7 @@ def loop_settings(config: PPOConfig, run_dir: str, identity: Mapping[str, Any]) 
 
 def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
     """How the state of each trained model is cut into files."""
-    roles = {"_actor": config.actor} | ({"_critic": config.critic} if has_critic(config) else {})
+    roles = {"_actor": config.actor} | ({"_critic": config.critic} if config.estimator.needs_critic else {})
     return {
         part: EngineLayout(
             world_size=role.num_nodes * role.num_gpus_per_node,
@@ -266,13 +265,3 @@ def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
         )
         for part, role in roles.items()
     }
-
-
-def needs_groups(config: PPOConfig) -> bool:
-    """Whether the estimator compares samples of a prompt."""
-    return ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].per_group
-
-
-def has_critic(config: PPOConfig) -> bool:
-    """Whether the estimator needs values."""
-    return ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].needs_critic

@@ -1,1 +1,1 @@
-"""Transformers models behind our one axis: flat tokens in, log-probabilities of those tokens out."""
+"""Transformers models on our one axis: flat tokens in, log-probabilities of the tokens out."""

@@ -1,4 +1,4 @@
-"""The decoder under a head, run over flat tokens: one packed row, or a right-padded block."""
+"""The decoder under a head, run over flat tokens: as one packed row, or as a right-padded block."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Decoded(NamedTuple):
     """The output of a decoder over flat tokens."""
 
     states: Float[Tensor, "N H"]  # the last hidden state of every token
-    aux_loss: Float[Tensor, ""] | None  # of a mixture of experts, if it was asked for
+    aux_loss: Float[Tensor, ""] | None  # the load-balancing loss of a mixture of experts, if asked for
 
 
 def decode(
     decoder: Any, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"], *, packing: bool, balancing: bool = False
 ) -> Decoded:
-    """Run the sequences. No sequence sees another, and packing or padding changes no number.
+    """Run the sequences. No sequence sees another, and the numbers are the same for packing and for padding.
 
-    `decoder` is a Transformers model without its head. `packing`: all sequences as one row without padding. `balancing`: with
-    the load-balancing loss of its routers over these tokens.
+    `decoder` is a Transformers model without its head. `packing`: all sequences as one row without padding.
+    `balancing`: also compute the load-balancing loss of the routers over these tokens.
     """
     asked = {"output_router_logits": True} if balancing else {}
     lengths = offsets.diff()
@@ -44,9 +44,7 @@ def decode(
             **_document_arguments(offsets, decoder.config._attn_implementation),
             **asked,
         )
-        states = output.last_hidden_state[0].to(
-            tokens.device
-        )  # a model on several devices leaves them on its last device
+        states = output.last_hidden_state[0].to(tokens.device)  # a model on several devices leaves them on the last
         return Decoded(states, _aux_loss(decoder, output.router_logits) if balancing else None)
     layout = Layout.of(offsets)
     output = decoder(
@@ -68,22 +66,22 @@ def _aux_loss(decoder: Any, router_logits: Sequence[Tensor]) -> Tensor:
 
 
 def has_balanced_experts(hf: PreTrainedModel) -> bool:
-    """Whether a model is a mixture of experts that Transformers knows a load-balancing loss for."""
+    """Whether a model is a mixture of experts for which Transformers has a load-balancing loss."""
     known = hasattr(sys.modules[type(hf).__module__], "load_balancing_loss_func")
     return known and hasattr(hf.config.get_text_config(), "num_experts_per_tok")
 
 
 def require_balanced_experts(hf: PreTrainedModel) -> None:
-    """Raise ModelError for a model without experts, or with experts that Transformers has no load-balancing loss for."""
+    """Raise ModelError for a model without experts for which Transformers has a load-balancing loss."""
     if not has_balanced_experts(hf):
         raise ModelError(
-            f"{hf.name_or_path} ({hf.config.model_type}) has no experts that a load-balancing loss is known for: leave out "
+            f"{hf.name_or_path} ({hf.config.model_type}) has no experts with a known load-balancing loss: leave out "
             "--actor.aux_loss_coef (in RL), --model.aux_loss_coef (elsewhere)"
         )
 
 
 def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
-    """Where the documents of a packed row begin and end, as keyword arguments of the attention in use."""
+    """The borders of the documents in a packed row, as keyword arguments of the attention in use."""
     lengths = offsets.diff()
     if attention == packed_attention.NAME:
         return {"document_lengths": lengths.tolist()}

@@ -14,10 +14,10 @@ from openrlhf.algorithms.tensors import linear_logprobs, logit_logprobs, row_chu
 
 
 class OutputHead(nn.Module):
-    """What follows the decoder: one linear layer, tied to the embeddings or not, or an adapter around it.
+    """The output layer after the decoder: one linear layer, perhaps tied to the embeddings, or an adapter around it.
 
-    The head owns the layer as a submodule and reads its weight in its own forward: that is how ZeRO 3 learns to gather it.
-    `precise`: multiply in float32 whatever the dtype of the weights. Rewards need more than 8 bits.
+    The head has the layer as a submodule and reads its weight in its own forward. So ZeRO 3 learns to gather the
+    weight. `precise`: multiply in float32 whatever the dtype of the weights, because rewards need more than 8 bits.
     """
 
     def __init__(self, layer: Any, *, precise: bool = False) -> None:
@@ -31,9 +31,9 @@ class OutputHead(nn.Module):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities (K,) of `targets`, and entropies in nats if asked for; without targets the layer's outputs (K, V).
+        """Log-probabilities (K,) of `targets`, and entropies in nats if asked for; without targets the outputs (K, V).
 
-        Log-probabilities hold the logits of one chunk at a time, and compute them again in the backward.
+        Log-probabilities hold the logits of one chunk at a time. The backward computes the logits again.
         """
         if targets is None:
             return self._outputs(hidden), None
@@ -44,7 +44,7 @@ class OutputHead(nn.Module):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the layer is its weight and bias, and nothing wraps it."""
+        """Whether the layer is a linear layer that nothing wraps."""
         return type(self.layer).forward is nn.Linear.forward
 
     def _outputs(self, hidden: Tensor) -> Tensor:
@@ -67,8 +67,8 @@ class OutputHead(nn.Module):
 
 
 def preceding(states: Float[Tensor, "N ..."], places: Int[Tensor, " K"]) -> Float[Tensor, "K ..."]:
-    """What stands one token before each of `places`, none of which begins a sequence.
+    """The states one token before each of `places`. No place begins a sequence.
 
-    The only code that looks from a token at the one before: of a split sequence, that may be on another rank.
+    No other code reads the state of the token before: in a split sequence, that token may be on another rank.
     """
     return states[places - 1]

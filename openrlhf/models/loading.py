@@ -20,33 +20,33 @@ from openrlhf.models import packed_attention
 
 
 class ModelError(ValueError):
-    """A model cannot be loaded; the message says what to do."""
+    """A model cannot be loaded. The message says what to do."""
 
 
 # Configuration entries by which some architectures transform logits after the output layer.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-transformers_logging.disable_progress_bar()  # a bar per process and model is of no use
+transformers_logging.disable_progress_bar()  # one bar per process and model would flood the logs
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
-    """How to load a model. Built from the flags."""
+    """The settings for loading one model. Built from the flags."""
 
     path: str
     param_dtype: str  # bf16, fp16 or fp32
-    attention: str  # the value in effect, as the resolved configuration has it
+    attention: str  # the value in effect, from the resolved configuration
     packing: bool
     max_len: int | None = None  # tokens of the longest sequence of the run
     gradient_checkpointing: bool = False
     reentrant: bool = False
     trust_remote_code: bool = False
-    device_map: str | None = None  # auto: over this process's GPUs, layer by layer
+    device_map: str | None = None  # auto: spread over the GPUs of this process, layer by layer
 
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
-    """A causal language model, ready to train. Raises ModelError for what `check_is_causal` refuses, and unreadable files."""
+    """A causal language model, ready to train. Raises ModelError for unreadable files, and as `check_is_causal`."""
     check_is_causal(spec)
     with explaining_failures(spec):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(spec.path, **pretrained_options(spec))
@@ -54,7 +54,10 @@ def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
 
 
 def configuration(spec: LoadSpec) -> Any:
-    """The stored configuration. Raises ModelError for files that cannot be read, and for positions that depend on the batch."""
+    """The stored configuration.
+
+    Raises ModelError for files that cannot be read, and for positions whose frequencies depend on the batch.
+    """
     with explaining_failures(spec):
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
     kind, positions = _rope(config)
@@ -67,15 +70,15 @@ def configuration(spec: LoadSpec) -> Any:
 
 
 def _rope(config: Any) -> tuple[str, int | None]:
-    """How positions are stretched (`default`: not at all), and the number of positions."""
+    """The type of position scaling (`default`: none), and the number of positions."""
     stored = config.get_text_config().to_dict()
     return (stored.get("rope_parameters") or {}).get("rope_type", "default"), stored.get("max_position_embeddings")
 
 
 def check_is_causal(spec: LoadSpec) -> None:
-    """Raise ModelError unless the configuration is of a causal language model whose every weight and logit we know.
+    """Raise ModelError unless the stored configuration is of a causal language model that is fully supported.
 
-    Reads no weights: it costs nothing at the start.
+    Reads no weights, so that the check costs nothing at the start.
     """
     config = configuration(spec)
     for name in config.architectures or []:
@@ -85,14 +88,17 @@ def check_is_causal(spec: LoadSpec) -> None:
     if loaded is not None and not isinstance(config, loaded.config_class):
         stored = ", ".join(config.architectures or [config.model_type])
         raise ModelError(
-            f"{spec.path} is a model of more than text ({stored}). Transformers would load its language model alone, and an "
+            f"{spec.path} is not a text-only model ({stored}). Transformers would load its language model alone, and an "
             "export would lose the rest. Name a text model."
         )
     reject_transformed_logits(config)
 
 
 def reject_transformed_logits(architecture: PretrainedConfig) -> None:
-    """Raise ModelError for an architecture whose logits are more than the output layer: its log-probabilities would be wrong."""
+    """Raise ModelError for an architecture that transforms logits after the output layer.
+
+    The log-probabilities of such a model would be wrong here.
+    """
     for name in LOGIT_TRANSFORMS:
         value = getattr(architecture.get_text_config(), name, None)
         if value not in (None, 1, 1.0):
@@ -103,10 +109,12 @@ def reject_transformed_logits(architecture: PretrainedConfig) -> None:
 
 
 def check_positions(spec: LoadSpec) -> None:
-    """Raise ModelError if --data.max_len is more tokens than the model has positions for, and nothing stretches them."""
+    """Raise ModelError if --data.max_len exceeds the model's positions, and no scaling extends them."""
     kind, positions = _rope(configuration(spec))
     if spec.max_len and positions and spec.max_len > positions and kind == "default":
-        raise ModelError(f"--data.max_len is {spec.max_len}, but {spec.path} has {positions} positions: lower it.")
+        raise ModelError(
+            f"--data.max_len is {spec.max_len}, but {spec.path} has {positions} positions: lower --data.max_len."
+        )
 
 
 def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
@@ -122,7 +130,7 @@ def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
 
 @contextmanager
 def explaining_failures(spec: LoadSpec) -> Iterator[None]:
-    """Within it, what Transformers cannot load is a ModelError that names the file or the flag."""
+    """Within it, a failure of Transformers to load a model becomes a ModelError that names the file or the flag."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -130,12 +138,13 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
     except ValueError as error:
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"the model {spec.path} comes with code of its own; if you trust it, add --model.trust_remote_code"
+                f"the model {spec.path} comes with its own code: if you trust the code, add --model.trust_remote_code"
             ) from error
         if "attention implementation" in str(error):
             packed = "drop --ds.packing_samples, or " if spec.packing else ""
             raise ModelError(
-                f"{spec.path} has no attention of the kind {spec.attention}: {packed}try --ds.attn_implementation eager. {error}"
+                f"{spec.path} does not support {spec.attention} attention: {packed}try --ds.attn_implementation eager. "
+                f"{error}"
             ) from error
         raise
 
@@ -151,10 +160,10 @@ def prepared(model: PreTrainedModel, spec: LoadSpec) -> PreTrainedModel:
 
 
 def pin_longrope(model: PreTrainedModel, max_len: int) -> None:
-    """Give all sequences the frequencies of `max_len` tokens, as the engine does.
+    """Give all sequences the position frequencies of `max_len` tokens, as the engine does.
 
-    LongRoPE has two sets of frequencies, and Transformers chooses one by the longest sequence of each batch: a result would
-    depend on its neighbours.
+    LongRoPE has two sets of frequencies, and Transformers chooses one by the longest sequence of each batch: a result
+    would depend on the other sequences of the batch.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":
@@ -163,9 +172,12 @@ def pin_longrope(model: PreTrainedModel, max_len: int) -> None:
                 rotary.config, device=rotary.inv_freq.device, seq_len=max_len
             )
             rotary.register_buffer("inv_freq", frequencies, persistent=False)
-            rotary.rope_type = "longrope of one length"  # no name at which Transformers looks at the batch
+            rotary.rope_type = "longrope of one length"  # under this name Transformers ignores the batch
 
 
 def stored_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter as the model's files hold it. The files list experts one by one; in memory Transformers stacks them."""
+    """A parameter under the names of the model's files.
+
+    The files list experts one by one; in memory Transformers stacks the experts.
+    """
     yield from revert_weight_conversion(model, {name: tensor}).items()

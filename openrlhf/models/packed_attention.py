@@ -1,7 +1,8 @@
 """Attention over packed rows without FlashAttention: one scaled-dot-product call per document.
 
-Registered with Transformers under a name that its mask registry does not know, so that no mask is built at all. The lengths of
-the documents travel through the keyword arguments of `model.forward`. The cost is that of the documents, not of the whole row.
+The function is registered with Transformers under a name that the mask registry does not know, so that no mask is
+built. The lengths of the documents travel through the keyword arguments of `model.forward`. The cost is the sum of the
+costs of the documents, not the cost of the whole row.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document of a packed row. Returns (1, N, H, D).
 
-    Raises ValueError for attention variants that plain scaled-dot-product attention would get wrong silently.
+    Raises ValueError for attention variants that plain scaled-dot-product attention would silently compute wrongly.
     """
     for variant in ("softcap", "s_aux"):
         if kwargs.get(variant) is not None:

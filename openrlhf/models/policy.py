@@ -1,4 +1,4 @@
-"""A causal language model seen as a function from tokens to the log-probabilities of those tokens."""
+"""A causal language model as a function from tokens to the log-probabilities of the tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from openrlhf.models.loading import reject_transformed_logits
 
 
 class TokenScores(NamedTuple):
-    """Results per token on the flat axis; zero for tokens that were not wanted. A tuple, because ZeRO 3 hooks look into tuples."""
+    """Results per token on the flat axis; zero for tokens that were not wanted.
+
+    A tuple, because the hooks of ZeRO 3 look into tuples.
+    """
 
     logprobs: Float[Tensor, " N"]
     entropy: Float[Tensor, " N"] | None = None
@@ -23,10 +26,10 @@ class TokenScores(NamedTuple):
 
 
 class PolicyModel(nn.Module):
-    """log π(token_t | tokens before it) for flat batches, packed or padded inside: the numbers are the same.
+    """log π(token_t | tokens before it) for flat batches. The numbers are the same for packing and for padding.
 
-    `packing`: run all sequences as one row without padding; else as a right-padded block. `balancing`: with the
-    load-balancing loss of a mixture of experts, while it is trained; raises ModelError for other models.
+    `packing`: run all sequences as one row without padding; otherwise as a right-padded block. `balancing`: compute the
+    load-balancing loss of a mixture of experts in training. Raises ModelError if `balancing` is set for another model.
     """
 
     def __init__(self, hf: PreTrainedModel, *, packing: bool, balancing: bool = False) -> None:
@@ -40,7 +43,7 @@ class PolicyModel(nn.Module):
 
     @property
     def config(self) -> PretrainedConfig:
-        """The Transformers configuration; DeepSpeed and the exports read it here."""
+        """The Transformers configuration, which DeepSpeed and the exports read."""
         return self.hf.config
 
     def forward(
@@ -53,7 +56,7 @@ class PolicyModel(nn.Module):
     ) -> TokenScores:
         """Score the `wanted` tokens. The first token of a sequence has no predecessor and scores 0.
 
-        Logits are made for wanted tokens only, and for a chunk of them at a time.
+        Logits are made for wanted tokens only, one chunk at a time.
         """
         balancing = self.balancing and self.training
         hidden, aux_loss = decode(self.hf.get_decoder(), tokens, offsets, packing=self.packing, balancing=balancing)

@@ -1,4 +1,4 @@
-"""A model proves at the start of a run that the layout of its batches changes no number."""
+"""A proof at the start of a run that the layout of a model's batches changes no number."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from openrlhf.models.scalar import ScalarModel
 
 Proven = PolicyModel | ScalarModel
 LENGTHS = (11, 17)  # tokens of the two sequences
-# What may remain by rounding: mean difference of the numbers in their standard deviations; difference of a gradient, relative.
+# Differences that rounding explains: mean difference of the numbers in standard deviations; relative gradient difference.
 TOLERANCES = {torch.float32: (1e-3, 0.01), torch.float16: (0.05, 0.1), torch.bfloat16: (0.2, 0.5)}
-LEAK = 1e-5  # gradient by another sequence's tokens, relative to that by its own. A correct layout gives exactly 0.
+LEAK = 1e-5  # gradient by the tokens of another sequence, relative to the gradient by the sequence's own; correct is 0
 
 
 def prove_layout(model: nn.Module) -> None:
-    """Score two short sequences as the run lays them out, packed or padded, and each alone through plain Transformers.
+    """Score two short sequences in the layout of the run, packed or padded, and each alone through plain Transformers.
 
-    Log-probabilities or values and one gradient have to agree, and no token may depend on another sequence. Raises
-    ModelError, naming the layer types, if they do not. Weights, gradients, random state and mode stay as they are.
-    Collective under ZeRO 3. A model that is neither a PolicyModel nor a ScalarModel lays out its batches itself.
+    The log-probabilities or values and one gradient must agree, and no token may depend on another sequence. Raises
+    ModelError, naming the layer types, if they do not agree. Weights, gradients, random state and mode stay unchanged.
+    Collective under ZeRO 3. A model that is neither a PolicyModel nor a ScalarModel is not checked, because it lays out
+    its batches itself.
     """
     if not isinstance(model, Proven):
         return
@@ -46,7 +47,7 @@ def prove_layout(model: nn.Module) -> None:
 
 
 def _ordinary_tokens(hf: PreTrainedModel) -> Tensor:
-    """Tokens of both sequences, without those that end or pad a sequence."""
+    """Tokens of both sequences, none of which begins, ends or pads a sequence."""
     text = hf.config.get_text_config()
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     drawn = torch.randperm(text.vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
@@ -55,7 +56,7 @@ def _ordinary_tokens(hf: PreTrainedModel) -> Tensor:
 
 
 def _fault(model: Proven, tokens: Tensor, place: int, tolerances: tuple[float, float]) -> str | None:
-    """What is wrong about one sequence in the layout of the run, in the words of a message; None if nothing is."""
+    """The fault of one sequence in the layout of the run, as the end of a message; None if there is no fault."""
     offsets = offsets_of(LENGTHS).to(tokens.device)
     own = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     own[offsets[place] : offsets[place + 1]] = True
@@ -68,13 +69,12 @@ def _fault(model: Proven, tokens: Tensor, place: int, tolerances: tuple[float, f
     gaps = (numbers - expected).abs()
     turned = float((gradient[mine] - expected_gradient[0]).norm() / expected_gradient.norm())
     if leak > LEAK:
-        return f"mixes them: a token depends on other sequences ({leak:.1g} of its gradient; largest difference {gaps.max():.3g})"
+        share = f"{leak:.1g} of its gradient; largest difference {gaps.max():.3g}"
+        return f"mixes them: a token depends on other sequences ({share})"
     if not float(gaps.mean()) <= tolerances[0] * float(expected.std()):
-        return (
-            f"gives other numbers than Transformers gives for each sequence alone (largest difference {gaps.max():.3g})"
-        )
+        return f"computes other numbers than Transformers for each sequence alone (largest difference {gaps.max():.3g})"
     if not turned <= tolerances[1]:
-        return f"gives another gradient than Transformers gives for each sequence alone ({turned:.1%} away)"
+        return f"computes another gradient than Transformers for each sequence alone ({turned:.1%} away)"
     return None
 
 
@@ -92,7 +92,7 @@ def _differentiated(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple
 
 
 def _alone(model: Proven, sequence: Tensor) -> Tensor:
-    """Numbers of one sequence by itself, from the whole Transformers model; nothing of ours takes part."""
+    """Numbers of one sequence alone, from the whole Transformers model without any code of ours."""
     outputs: list[Tensor] = []  # of the last layer at every token: Transformers keeps one number of a scalar model
 
     def keep(_: nn.Module, __: object, output: Tensor) -> None:
@@ -114,7 +114,7 @@ def _alone(model: Proven, sequence: Tensor) -> Tensor:
 
 
 def _laid_out(model: Proven, tokens: Tensor, offsets: Tensor) -> Tensor:
-    """Numbers of both sequences, as in the run."""
+    """Numbers of both sequences in the layout of the run."""
     if isinstance(model, PolicyModel):
         return model(tokens, offsets, torch.ones_like(tokens, dtype=torch.bool)).logprobs
     values = model(tokens, offsets).values

@@ -1,6 +1,7 @@
 """Reward models and critics: a language model's decoder under a linear head with one output per token.
 
-Stored as Transformers' sequence classification models with one label, so `AutoModelForSequenceClassification` loads them.
+They are stored as Transformers' sequence classification models with one label, so that
+`AutoModelForSequenceClassification` loads them.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ NATIVE_HEAD = "score"  # what Transformers calls the head
 
 
 class TokenValues(NamedTuple):
-    """The head's output at every token: its judgement of the sequence up to and with that token. Float32."""
+    """The head's output at every token, which judges the sequence up to and with this token. Float32."""
 
     values: Float[Tensor, " N"]
     aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
 
 
 class ScalarModel(nn.Module):
-    """One number for every prefix of every sequence: a reward model reads the last, a critic all of them.
+    """One number for every prefix of every sequence: a reward model reads the last number, a critic all of them.
 
-    `packing`: as for the policy. `normalize`: return (value − mean) / std, with the statistics that the training of a
-    reward model left in its configuration; while a reward model is trained, this is off. `balancing`: as for the policy.
+    `packing` and `balancing`: as in `PolicyModel`. `normalize`: return (value − mean) / std, with the statistics that
+    the training of the reward model stored in its configuration. The training of a reward model itself does not
+    normalise.
     """
 
     def __init__(self, hf: PreTrainedModel, *, packing: bool, normalize: bool = False, balancing: bool = False) -> None:
@@ -57,16 +59,19 @@ class ScalarModel(nn.Module):
 
     @property
     def config(self) -> PretrainedConfig:
-        """The Transformers configuration; DeepSpeed and the exports read it here."""
+        """The Transformers configuration, which DeepSpeed and the exports read."""
         return self.hf.config
 
     def set_scale(self, mean: float, std: float) -> None:
-        """Set what `normalize` subtracts and divides by; exports carry it. Raises ValueError unless finite, `std` above 0."""
+        """Set the mean and standard deviation of `normalize`; exports store them.
+
+        Raises ValueError if one of them is not finite, or `std` is 0 or less.
+        """
         self.mean, self.std = _scale(mean, std)
         self.config.update({"mean": self.mean, "std": self.std})
 
     def forward(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> TokenValues:
-        """Judge every beginning of every sequence."""
+        """The value of every prefix of every sequence."""
         balancing = self.balancing and self.training
         hidden, aux_loss = decode(self.hf.get_decoder(), tokens, offsets, packing=self.packing, balancing=balancing)
         values = self.head(hidden)[0][:, 0]
@@ -74,14 +79,15 @@ class ScalarModel(nn.Module):
 
 
 def last_token_scores(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Float[Tensor, " B"]:
-    """The reward of each sequence: the head's output at its last token. No sequence may be empty."""
+    """The reward of each sequence: the head's output at the last token. No sequence may be empty."""
     return values[offsets[1:] - 1]
 
 
 def state_values(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Float[Tensor, " N"]:
     """V of the state before token t is chosen, from the head's outputs after each token.
 
-    Position t gets the output at t − 1, the first of each sequence 0: there is no state before it.
+    Position t gets the output at t − 1. The first position of each sequence gets 0, because there is no state before
+    it.
 
     Example, two sequences: outputs [1, 2, 3 | 4, 5] give [0, 1, 2 | 0, 4].
     """
@@ -101,12 +107,13 @@ def load_scalar(
     balancing: bool = False,
     seed: int = 0,
 ) -> ScalarModel:
-    """A scalar model from a scalar model's folder, or from a causal language model's with a new head.
+    """A scalar model from the folder of a scalar model, or from a causal language model with a new head.
 
-    `head_prefix` names the head; a `value_head_prefix` in the stored configuration wins. Under any name but "score" only this
-    loader finds the head of an export. `reinit_head`: a new head even if one is stored. `require_head`: refuse a folder
-    without a head, whose rewards would be random. A new head is N(0, σ²), σ = 1 / (hidden size + 1), from `seed` alone, so
-    equal on every rank; with it goes the stored mean and standard deviation. Raises ValueError for what cannot be loaded.
+    `head_prefix` names the head; a `value_head_prefix` in the stored configuration wins. An export whose head has
+    another name than "score" can only be loaded by this function. `reinit_head`: make a new head even if one is stored.
+    `require_head`: refuse a folder without a head, whose rewards would be random. A new head is N(0, σ²) with σ = 1 /
+    (hidden size + 1). It depends on `seed` alone, so that it is equal on every rank; the stored mean and standard
+    deviation are reset with it. Raises ValueError for a model that cannot be loaded.
     """
     config, declared = _configuration(spec, head_prefix)
     model_class = _model_class(config)
@@ -115,13 +122,13 @@ def load_scalar(
             spec.path,
             config=config,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, too, and refused below
+            ignore_mismatched_sizes=True,  # the report has them, and `_check_weights` refuses them
             **pretrained_options(spec),
         )
     if normalize and require_head and "std" not in config.to_dict():
         raise ValueError(
-            f"{spec.path} stores no mean and standard deviation of its rewards, which --reward.normalize_enable needs: "
-            "train_rm stores them"
+            f"{spec.path} stores no mean and standard deviation of its rewards, which --reward.normalize_enable needs. "
+            "Use a reward model of train_rm, which stores them, or leave out --reward.normalize_enable"
         )
     name = config.value_head_prefix
     head = hf._modules.get(name)
@@ -136,16 +143,16 @@ def load_scalar(
 
 
 def check_is_scalar(spec: LoadSpec) -> None:
-    """Raise ModelError if the configuration is a language model's. Reads no weights."""
+    """Raise ModelError if the stored configuration is a language model's. Reads no weights."""
     config, declared = _configuration(spec, NATIVE_HEAD)
     if not declared and any(name.endswith("ForCausalLM") for name in config.architectures or []):
         raise ModelError(
-            f"{spec.path} is a language model ({config.architectures[0]}). Name a reward model, such as train_rm makes."
+            f"{spec.path} is a language model ({config.architectures[0]}). Name a reward model, such as one of train_rm."
         )
 
 
 def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
-    """The stored configuration, changed to a scalar model's, and whether it was a scalar model's before."""
+    """The stored configuration, changed to a scalar model's, and whether it was a scalar model's before the change."""
     config = configuration(spec)
     stored_prefix = config.to_dict().get("value_head_prefix")
     names = config.architectures or []
@@ -155,13 +162,14 @@ def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
     text = config.get_text_config()
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     if text.pad_token_id in ends:
-        # Transformers reads the score at the last token that is not padding; with this padding, before end-of-text.
+        # Transformers reads the score at the last token that is not padding. With this padding token, that would be the
+        # token before end-of-text.
         text.pad_token_id = None
     return config, declared
 
 
 def _model_class(config: Any) -> Any:
-    """Transformers' class for the architecture, with its head under the name that the configuration gives."""
+    """Transformers' class for the architecture, with the head under the name in the configuration."""
     native: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if native is None:
         raise ValueError(_unsupported(config))
@@ -170,7 +178,7 @@ def _model_class(config: Any) -> Any:
         return native
     if not name.isidentifier() or hasattr(native, name) or name == native.base_model_prefix:
         raise ValueError(
-            f"the scalar head cannot be called {name!r}; give --ds.value_head_prefix a free name such as score"
+            f"the scalar head cannot be called {name!r}: set --ds.value_head_prefix to an unused name such as score"
         )
 
     def build(self: Any, config: PretrainedConfig) -> None:
@@ -184,23 +192,24 @@ def _model_class(config: Any) -> Any:
 
 def _unsupported(config: PretrainedConfig) -> str:
     return (
-        f"reward models and critics are stored as Transformers' sequence classification models, which has none with a plain "
-        f"linear head for the architecture {config.model_type!r}. Use another architecture (Llama, Qwen, Mistral, Gemma, …)."
+        "reward models and critics are stored as Transformers' sequence classification models, and Transformers has none "
+        f"with a plain linear head for the architecture {config.model_type!r}. Use another architecture (Llama, Qwen, "
+        "Mistral, Gemma, …)."
     )
 
 
 def _check_weights(spec: LoadSpec, report: Mapping[str, Any], name: str, *, may_lack_head: bool) -> bool:
-    """Whether the folder had the head `name`. Raises ValueError for weights that are missing or of another size."""
+    """Whether the folder has the head `name`. Raises ValueError for weights that are missing or of another size."""
     key = f"{name}.weight"
     sizes = {key: tuple(stored) for key, stored, _ in report["mismatched_keys"]}
     lacking = report["missing_keys"] | sizes.keys()
     if others := sorted(lacking - {key}):
         raise ValueError(
-            f"{spec.path} does not hold all weights of its model: {len(others)} are not there, or of another size, "
+            f"{spec.path} does not have all weights of its model: {len(others)} are missing or have another size, "
             f"for example {others[0]}"
         )
     if key in lacking and not may_lack_head:
-        seen = f"is of size {sizes[key]}, not of one output" if key in sizes else "is not there"
+        seen = f"has size {sizes[key]}, not one output" if key in sizes else "is missing"
         extra = sorted(report["unexpected_keys"])[:3]
         raise ValueError(
             f"{spec.path} is no reward model or critic: its scalar head, {key}, {seen}"
@@ -211,7 +220,7 @@ def _check_weights(spec: LoadSpec, report: Mapping[str, Any], name: str, *, may_
 
 
 def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
-    """A head that judges almost everything as 0. A module of its own, which ZeRO 3 shards when the engine is made."""
+    """A head that gives almost every text 0. It is a new module, which ZeRO 3 shards when the engine is made."""
     head = nn.Linear(old.in_features, 1, bias=False, dtype=old.weight.dtype)
     draw = torch.Generator().manual_seed(seed)
     weight = torch.empty(1, old.in_features).normal_(0, 1 / (old.in_features + 1), generator=draw)
@@ -223,15 +232,15 @@ def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
 def _scale(mean: float, std: float) -> tuple[float, float]:
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise ValueError(
-            f"rewards cannot be normalised by mean {mean} and standard deviation {std}: both must be finite, and the second "
-            "above 0"
+            f"rewards cannot be normalised by mean {mean} and standard deviation {std}: both must be finite, and the "
+            "standard deviation must be above 0"
         )
     return float(mean), float(std)
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without Transformers' report of missing and unused weights: `_check_weights` reads it instead of the user."""
+    """Within it, Transformers reports no missing and unused weights: `_check_weights` reads the report instead."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -17,7 +17,7 @@ from openrlhf.rewards.rule import reward_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.data.prompts import PromptRow
+    from openrlhf.trajectory import Prompt
 
 
 def answered(tokenizer: PreTrainedTokenizerBase | None, prompt: str, label: Any, response: str) -> RewardRequest:
@@ -50,7 +50,7 @@ def wrong_requests(requests: Sequence[RewardRequest], tokenizer: PreTrainedToken
     ]
 
 
-async def reward_preview(reward: Reward, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase) -> str | None:
+async def reward_preview(reward: Reward, rows: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> str | None:
     """One line if the reward fails on labels, or gives them no more than wrong answers; else None.
 
     Rows whose label is not text are left out.
@@ -70,7 +70,7 @@ async def reward_preview(reward: Reward, rows: Sequence[PromptRow], tokenizer: P
 
 
 def check_reward(
-    rule: RuleConfig, rows: Sequence[PromptRow] = (), tokenizer: PreTrainedTokenizerBase | None = None
+    rule: RuleConfig, rows: Sequence[Prompt] = (), tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
     """Load the function or verifier of the flags, or reach the servers, and warn of what `reward_preview` says of some rows.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Protocol
 
 from torch.utils.data import DataLoader
 
 from openrlhf.data.batching import ResumableSampler
-from openrlhf.data.prompts import PromptDataset, PromptRow
+from openrlhf.data.prompts import PromptDataset
 from openrlhf.observability.metrics import Metric
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.background import BackgroundLoop
@@ -28,30 +28,6 @@ from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trajectory import Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
-
-
-class Source(Protocol):
-    """What the loop sees of generation. `consumed` is kept in checkpoints."""
-
-    keep: DynamicFilter | None
-
-    @property
-    def total_steps(self) -> int: ...
-
-    @property
-    def exhausted(self) -> bool: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def consumed(self) -> int: ...
-
-    def resume(self, *, step: int, consumed: int) -> None: ...
-
-    def metrics(self) -> dict[str, Metric]: ...
-
-    def __iter__(self) -> Iterator[list[Trajectory]]: ...
 
 
 class SyncSource:
@@ -116,9 +92,9 @@ class SyncSource:
         self._drawn = self.consumed
         for row in chain.from_iterable(self._loader()):
             self._drawn += 1
-            yield row.drawn(self._drawn - 1)
+            yield replace(row, index=self._drawn - 1)
 
-    def _loader(self) -> DataLoader[PromptRow]:
+    def _loader(self) -> DataLoader[Prompt]:
         sampler = ResumableSampler(len(self.prompts), seed=self.seed, consumed=self.consumed, drop_last=False)
         return DataLoader(
             self.prompts, batch_size=self.batch_size, sampler=sampler, collate_fn=list, num_workers=self.num_workers
@@ -199,6 +175,6 @@ def evaluate(
     timeout_s: float,
 ) -> list[Trajectory]:
     """Episodes of every evaluation prompt, at most `at_once` prompts under way, for the weights after `step`."""
-    drawn = (prompts[index].drawn(index) for index in range(len(prompts)))
-    stream = generator.stream(drawn, Request(spec=spec, step=step), groups=len(prompts), at_once=at_once)
+    every_prompt = map(prompts.__getitem__, range(len(prompts)))
+    stream = generator.stream(every_prompt, Request(spec=spec, step=step), groups=len(prompts), at_once=at_once)
     return in_prompt_order(loop.iterate(stream, timeout_s))

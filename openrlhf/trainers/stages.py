@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrlhf.batches import Experience, Layout, Ragged
+from openrlhf.batches import Experience, Ragged
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.rewards.protocol import combined
 from openrlhf.trainers.update_plan import share
@@ -81,9 +81,5 @@ class Pending:
         size = self.batch.num_samples if self.per_sample else self.batch.num_tokens
         column = torch.zeros(size, *results[0].shape[1:])
         for rows, scored in zip(self.parts, results, strict=True):
-            index = torch.tensor(rows)
-            if not self.per_sample:
-                place = Layout.of(self.batch.offsets, index)
-                index = place.positions[place.real]
-            column[index] = scored
+            column[rows if self.per_sample else self.batch.places_of(rows)] = scored
         return column

@@ -1,4 +1,4 @@
-"""Names that users' reward functions and agents import; each is loaded when first asked for."""
+"""Names that users' reward functions and agents import. Each name is loaded when it is first used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all roles need: micro-batches, forwards without gradient, and training."""
+"""The base of all roles: micro-batches, forwards without gradient, and training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.batches import Experience, Layout, Ragged
+from openrlhf.batches import Experience, Ragged
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.data.batching import micro_batches
@@ -27,13 +27,13 @@ Rows = TypeVar("Rows", bound=Ragged)
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLimits:
-    """How many rows, or how many tokens, go through a model at once. If `max_tokens` is set, `size` plays no part."""
+    """How many rows, or how many tokens, go through a model at once. If `max_tokens` is set, `size` is not used."""
 
     size: int
     max_tokens: int | None = None
 
     def cut(self, lengths: Tensor) -> list[list[int]]:
-        """Row numbers of each micro-batch, for rows of `lengths` tokens; together they are all rows, once."""
+        """Row numbers of each micro-batch, for rows of `lengths` tokens. Every row is in one micro-batch."""
         return micro_batches(lengths.tolist(), size=None if self.max_tokens else self.size, max_tokens=self.max_tokens)
 
 
@@ -48,7 +48,7 @@ def column_of(
 ) -> Tensor:
     """A column (N,) from a `forward` that gives each token of a micro-batch a number; (B,) if it gives each row one.
 
-    Under ZeRO 3 a forward is collective: every rank runs as many micro-batches as the rank that has most.
+    Under ZeRO 3 a forward is collective: every rank runs as many micro-batches as the rank with the most.
     """
     parts = limits.cut(batch.lengths)
     sharded = strategy.config.zero_stage == 3
@@ -57,18 +57,17 @@ def column_of(
     for turn in range(rounds):
         rows = parts[min(turn, len(parts) - 1)]
         numbers = forward(batch.select(rows).to(strategy.device)).cpu()
-        place = Layout.of(batch.offsets, torch.tensor(rows))
-        column[torch.tensor(rows) if per_sample else place.positions[place.real]] = numbers
+        column[rows if per_sample else batch.places_of(rows)] = numbers
     return column
 
 
 def balancing_term(
     aux_loss: Tensor | None, coef: float, count: float, name: str = "train/aux_loss"
 ) -> tuple[Tensor | float, Metrics]:
-    """coef · aux · count, for the load-balancing loss of a micro-batch's experts, and its metric; nothing without one.
+    """coef · aux · count, a micro-batch's term of the load-balancing loss, and its metric. 0 and none without the loss.
 
-    `count`: what the micro-batch has of the window's denominator. So the window gets the mean of its micro-batches' losses,
-    weighted by their counts, and the coefficient means the same however the window is cut.
+    `count`: the micro-batch's part of the window's denominator. The window then gets the mean of the losses of its
+    micro-batches, weighted by their counts, and the coefficient means the same however the window is cut.
     """
     if aux_loss is None:
         return 0.0, {}
@@ -77,7 +76,7 @@ def balancing_term(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedSettings:
-    """How a worker trains its model."""
+    """The settings of a worker that trains a model."""
 
     load: LoadSpec
     optimizer: OptimizerConfig
@@ -86,13 +85,13 @@ class TrainedSettings:
     total_steps: int  # optimizer steps of the run: the length of the learning-rate schedule
     max_nonfinite: int
     aux_loss_coef: float = 0.0  # of the load-balancing loss of a mixture of experts
-    bucket_bytes: int  # of weights on their way out
-    ema_beta: float | None = None  # decay of the average of the weights that is exported; None: the weights themselves
+    bucket_bytes: int  # of weights that are exported or published
+    ema_beta: float | None = None  # decay of the exported average of the weights; None: the weights are exported
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One rank's rows of an update; `steps` lists, for each optimizer step, which of them it trains on."""
+    """One rank's rows of an update. For each optimizer step, `steps` lists the rows that the step trains on."""
 
     experience: Experience
     steps: list[list[int]]
@@ -102,7 +101,7 @@ Job = TypeVar("Job", bound=Update)
 
 
 class TrainedWorker(ABC, Generic[Job]):
-    """A model with an optimizer. Roles say what they count and what they minimise; `name` is theirs in the logs."""
+    """A model with an optimizer. Roles define counts and loss; `name` is the role's name in the logs."""
 
     name: ClassVar[str]
 
@@ -122,7 +121,7 @@ class TrainedWorker(ABC, Generic[Job]):
         """This micro-batch's part of the window's loss, and its metrics under their logged names."""
 
     def update(self, job: Job) -> Metrics:
-        """Take the optimizer steps of an update; metrics of this rank's tokens under their logged names."""
+        """Take the optimizer steps of an update. Returns the metrics of this rank's tokens under their logged names."""
         results: list[StepResult] = []
         for number in range(len(job.steps)):
             results.append(self._optimizer_step(job, number))
@@ -142,7 +141,7 @@ class TrainedWorker(ABC, Generic[Job]):
         return batch.split(self.trained.train.cut(batch.lengths))
 
     def has_moved_enough(self, metrics: Metrics) -> bool:
-        """Whether to leave out the optimizer steps that remain; the same answer on every rank."""
+        """Whether to skip the remaining optimizer steps of the update; the same answer on every rank."""
         return False
 
     def _optimizer_step(self, job: Job, number: int) -> StepResult:
@@ -169,7 +168,7 @@ class TrainedWorker(ABC, Generic[Job]):
             self.average.load(directory, tag)
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-        """Write the model, or its average if there is one, as Transformers loads it. Collective."""
+        """Write the model, or the average of its weights if there is one, in the format of Transformers. Collective."""
         with self.average.in_place() if self.average else nullcontext():
             buckets = self.engine.full_parameters(self.trained.bucket_bytes)
             export_hf(buckets, self.engine.hf, tokenizer, path, writes=self.strategy.is_main)

@@ -24,13 +24,13 @@ class CriticSettings(TrainedSettings):
 
     optimizer: CriticConfig
     head_prefix: str
-    fresh_head: bool  # the model is the policy's: make a new head even if it has one
+    fresh_head: bool  # the model is the policy's: make a new head even if one is stored
     normalize: bool
     seed: int
 
 
 class CriticWorker(TrainedWorker[Update]):
-    """V."""
+    """The trained critic V."""
 
     name = "critic"
     reads = ("values", "returns")  # columns of an update
@@ -46,7 +46,7 @@ class CriticWorker(TrainedWorker[Update]):
                 normalize=settings.normalize,
                 seed=settings.seed,
             )
-            # The flag is meant for the policy; the critic may have no experts.
+            # --actor.aux_loss_coef is for the policy; the critic may have no experts.
             model.balancing = settings.aux_loss_coef > 0 and has_balanced_experts(model.hf)
             return model
 
@@ -61,7 +61,7 @@ class CriticWorker(TrainedWorker[Update]):
         return state_values(self.engine.module(micro.tokens, micro.offsets).values, micro.offsets)
 
     def counts(self, micro: Experience) -> Mapping[str, float]:
-        """Action tokens."""
+        """The number of action tokens, which is the denominator."""
         return {"tokens": float(micro.action_mask.sum())}
 
     def loss(self, micro: Experience, totals: Mapping[str, float], job: Update) -> tuple[Tensor, Metrics]:

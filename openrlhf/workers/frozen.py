@@ -1,4 +1,4 @@
-"""Models that are only run forwards: the reference policy and reward models."""
+"""Models that only run forward: the reference policy, the teacher and reward models."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from openrlhf.workers.base import MicroBatchLimits, column_of
 
 
 def proven(model: nn.Module) -> nn.Module:
-    """A frozen model, which under ZeRO 3 a DeepSpeed engine wraps, after it has proven the layout of its batches."""
+    """A frozen model after it has proven the layout of its batches. Under ZeRO 3 a DeepSpeed engine wraps the model."""
     prove_layout(getattr(model, "module", model))
     return model
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSettings:
-    """The settings of a reference worker."""
+    """The settings of a reference or teacher worker."""
 
     load: LoadSpec
     forward: MicroBatchLimits
@@ -34,7 +34,7 @@ class ReferenceSettings:
 
 
 class ReferenceWorker:
-    """π_ref: the policy before training."""
+    """A frozen policy: π_ref, or the teacher."""
 
     def __init__(self, strategy: Strategy, settings: ReferenceSettings) -> None:
         self.strategy = strategy
@@ -44,7 +44,7 @@ class ReferenceWorker:
         )
 
     def logprobs(self, rows: TokenRows) -> Tensor:
-        """log π_ref of every target of this rank's rows, (N,)."""
+        """Log-probability of every target of this rank's rows, (N,)."""
         return column_of(rows, self._score, self.settings.forward, self.strategy)
 
     def _score(self, micro: TokenRows) -> Tensor:
@@ -62,7 +62,7 @@ class RewardModelSettings:
 
 
 class RewardWorker:
-    """Trained reward models: each gives a finished episode one number, read at its last token."""
+    """Trained reward models. Each gives a finished episode one number, the output at the last token."""
 
     def __init__(self, strategy: Strategy, settings: RewardModelSettings) -> None:
         self.strategy = strategy

@@ -28,7 +28,7 @@ from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balanc
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings(TrainedSettings):
-    """The settings of a policy worker. `optimizer` and `algo` say what an update minimises, and how its tokens are averaged."""
+    """The settings of a policy worker. `optimizer` and `algo` define the loss."""
 
     optimizer: ActorConfig
     algo: AlgoConfig
@@ -38,7 +38,7 @@ class PolicySettings(TrainedSettings):
 
 
 def correction_of(algo: AlgoConfig) -> Correction:
-    """The correction of engine-trainer differences; if none is asked for, its band tells which tokens are worth counting."""
+    """The correction of train/rollout mismatch. Without a correction, the band still says which tokens are counted."""
     axes = algo.correction
     low, high = axes.band or algo.advantage.is_correction_threshold
     level, mode = cast(Level, axes.level or "token"), cast(Mode, axes.mode or "clip")
@@ -47,14 +47,14 @@ def correction_of(algo: AlgoConfig) -> Correction:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyUpdate(Update):
-    """An update of the policy, with the present coefficient β of a KL in the loss."""
+    """An update of the policy, with the current coefficient β of a KL in the loss."""
 
     kl_coef: float
     pretraining: Sequence[TokenRows] = ()  # PPO-ptx: this rank's rows of each optimizer step
 
 
 class PolicyWorker(TrainedWorker[PolicyUpdate]):
-    """π_θ."""
+    """The trained policy π_θ."""
 
     name = "actor"
     reads = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")  # columns of an update
@@ -70,7 +70,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         self.sender = WeightSender()
 
     def logprobs(self, rows: TokenRows) -> Tensor:
-        """log π_θ of every target of this rank's rows, (N,), as they are now: π_old of the coming update."""
+        """log π_θ of every target of this rank's rows, (N,), with the current weights: π_old of the coming update."""
         with self.engine.evaluating():
             return column_of(rows, self._score, self.settings.forward, self.strategy)
 
@@ -81,14 +81,14 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return aggregation_weights(mask, self.algo.loss.aggregation, max_tokens=self.settings.max_response_tokens)
 
     def window(self, job: PolicyUpdate, number: int) -> list[Experience | TokenRows]:
-        """Micro-batches of episodes, and of pretraining text if there is any: one optimizer step learns from both."""
+        """Micro-batches of episodes, and of pretraining text if there is any. One optimizer step learns from both."""
         window: list[Experience | TokenRows] = [*super().window(job, number)]
         for text in job.pretraining[number : number + 1]:
             window += text.split(self.settings.train.cut(text.lengths))
         return window
 
     def counts(self, micro: Experience | TokenRows) -> Mapping[str, float]:
-        """Denominators: of the policy loss as aggregated, of terms that are means over sampled tokens, of pretraining tokens."""
+        """Denominators: for the aggregated policy loss, for means over action tokens and over pretraining tokens."""
         if isinstance(micro, TokenRows):
             return {"policy": 0.0, "tokens": 0.0, "pretraining": float(micro.loss_mask.sum())}
         mask = micro.layout.gather(micro.action_mask)
@@ -97,14 +97,14 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def loss(
         self, micro: Experience | TokenRows, totals: Mapping[str, float], job: PolicyUpdate
     ) -> tuple[Tensor, Metrics]:
-        """policy + β·KL − c·entropy + a·balance + c_ptx·NLL, this micro-batch's part of the window; and its metrics."""
+        """policy + β·KL − c·entropy + a·balance: this micro-batch's part of the window's loss, and its metrics."""
         if isinstance(micro, TokenRows):
             return self._pretraining_loss(micro, totals)
         entropy_coef, temperature = self.actor.entropy_coef, self.settings.temperature
         scores = self.engine(micro.tokens, micro.offsets, micro.action_mask, temperature, entropy_coef is not None)
         layout = micro.layout
         mask, logprobs = layout.gather(micro.action_mask), layout.gather(scores.logprobs)
-        # Strictly on-policy, nothing needs π_old apart: the ratio is 1 by construction.
+        # In a strictly on-policy update, π_old is π_θ and the ratio is 1 by construction.
         old = logprobs.detach() if micro.old_logprobs is None else layout.gather(micro.old_logprobs)
         loss, metrics = self._policy_loss(micro, logprobs, old, mask, totals)
         tokens = float(mask.sum())
@@ -125,7 +125,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def _policy_loss(
         self, micro: Experience, logprobs: Tensor, old: Tensor, mask: Tensor, totals: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
-        """The surrogate of the sampled tokens, each weighed by how far engine and trainer agree about it."""
+        """The surrogate of the sampled tokens, each weighted by the correction of train/rollout mismatch."""
         layout = micro.layout
         assert micro.advantages is not None and micro.rollout_logprobs is not None
         surrogate = POLICY_LOSSES[self.actor.policy_loss_type].function(
@@ -145,14 +145,14 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return summed / totals["policy"], metrics | mismatch_metrics(mismatch(old, rollout, mask, outside))
 
     def _pretraining_loss(self, text: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-        """c_ptx times the negative log-likelihood of plain text, at temperature 1.  InstructGPT, eq. 2, arXiv:2203.02155"""
+        """c_ptx · NLL of plain text, at temperature 1.  InstructGPT, eq. 2, arXiv:2203.02155"""
         scores = self.engine(text.tokens, text.offsets, text.loss_mask)
         summed, tokens = token_nll(scores.logprobs, text.loss_mask).sum(), float(text.loss_mask.sum())
         part = self.algo.ptx.coef * summed / totals["pretraining"]
         return part, {"train/ptx_loss": Mean(float(summed.detach()), tokens)}
 
     def has_moved_enough(self, metrics: Metrics) -> bool:
-        """Whether π_θ, when the last optimizer step began, was further from π_old than --algo.kl.stop_update allows."""
+        """Whether the KL from π_old to π_θ, at the start of the last optimizer step, exceeded --algo.kl.stop_update."""
         limit, moved = self.algo.kl.stop_update, metrics.get("train/update_kl", Mean(0.0, 0.0))
         if limit is None:
             return False
@@ -161,7 +161,10 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return total > limit * tokens
 
     def weight_manifest(self, version: int) -> WeightManifest:
-        """The tensors of a publication of the present weights, by the names of the model's files. Tied weights come once."""
+        """The tensors of a publication of the current weights, under their names in the model's files.
+
+        Tied weights come once.
+        """
         specs = (
             TensorSpec(name=stored, dtype=self.settings.wire_dtype, shape=tuple(tensor.shape))
             for name, shape in self.engine.full_shapes().items()
@@ -170,16 +173,19 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return WeightManifest(version=version, specs=tuple(specs), bucket_bytes=self.settings.bucket_bytes)
 
     def weight_address(self) -> tuple[str, int]:
-        """The address at which rank 0 will wait for the engines."""
+        """The address and port at which rank 0 will wait for the engines."""
         return node_address(), free_port()
 
     def join_weight_group(self, group: WeightGroup) -> None:
-        """Meet the engines, if this rank is one of the senders."""
+        """Join the engines' weight group, if this rank is a sender."""
         if self.strategy.rank < group.senders:
             self.sender.join(group, self.strategy.rank)
 
     def send_weights(self, manifest: WeightManifest) -> SentWeights | None:
-        """Stream the weights to the engines; what was sent, from the senders. Collective: every rank helps to gather."""
+        """Send the weights to the engines. Senders return what they sent.
+
+        Collective: every rank helps to gather the weights.
+        """
         buckets = self.engine.full_parameters(manifest.bucket_bytes)
         stream = (pair for bucket in buckets for pair in bucket)
         if self.strategy.is_main or self.sender.joined:
@@ -192,7 +198,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
 
 
 def mismatch_metrics(gap: Mismatch) -> Metrics:
-    """How far engine and trainer disagree about the sampled tokens, in the logged names."""
+    """The train/rollout mismatch under the logged names."""
     return {
         "train/vllm_kl": Mean(gap.kl_sum, gap.tokens),
         "train/logprob_gap_mean": Mean(gap.gap_sum, gap.tokens),
@@ -203,7 +209,7 @@ def mismatch_metrics(gap: Mismatch) -> Metrics:
 
 
 def kl_metrics(kl: Tensor, difference: Tensor, mask: Tensor) -> Metrics:
-    """The distance to the reference in the logged names; `difference` is log π − log π_ref."""
+    """The distance to the reference under the logged names; `difference` is log π − log π_ref."""
     tokens = float(mask.sum())
     return {
         "train/kl": Mean(float(masked_sum(kl, mask)), tokens),

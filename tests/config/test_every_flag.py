@@ -189,7 +189,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield correction_of(config.algo)
         yield config.actor.eps_clip_low_high, config.algo.correction.level
         yield settings.optimizer_steps(config, 5000, after=settings.freezing_steps(config))
-        if settings.has_critic(config):
+        if config.estimator.needs_critic:
             yield settings.critic_settings(config, kind, total_steps=1)
             yield training_config(config.ds, max_norm=config.critic.max_norm)
 

@@ -176,5 +176,5 @@ def test_another_number_of_ranks_goes_on_with_the_rows_that_are_left(steps: int)
 
 
 def test_a_rank_that_is_not_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank 2 is not one of 2"):
+    with pytest.raises(ValueError, match="no data-parallel rank 2 of 2"):
         ResumableSampler(12, seed=1, dp_rank=2, dp_size=2)

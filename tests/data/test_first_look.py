@@ -77,7 +77,7 @@ def test_a_few_unknown_tokens_and_lost_capitals_are_a_notice() -> None:
     [said] = round_trip(tokenizer, ["some letters, and äöü"])
     assert "3 of 21 tokens are unknown to it (<unk>)" in said
     [said] = round_trip(words("two", normalizer=normalizers.Lowercase()), ["TWO"])
-    assert "'TWO' comes back as 'two'" in said and "cannot tell upper from lower case" in said
+    assert "'TWO' comes back as 'two'" in said and "cannot distinguish upper from lower case" in said
 
 
 def test_the_texts_of_rows_are_strings_and_contents_of_messages() -> None:

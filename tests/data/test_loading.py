@@ -173,7 +173,7 @@ def test_rows_that_are_drawn_again_and_again_are_announced(two_files: str, capsy
     rows = load(two_files, probs="0.5,0.5")
     times = sum(name.startswith("y") for name in inputs(rows)) / 20
     said = capsys.readouterr().err
-    assert "few.jsonl is drawn about 3.0 times, by its probability 0.5" in said and "many.jsonl" not in said
+    assert "few.jsonl is drawn about 3.0 times: its probability is 0.5" in said and "many.jsonl" not in said
     assert times == pytest.approx(3, abs=1)
     load(two_files, probs="0.75,0.25")
     assert capsys.readouterr().err == ""
@@ -219,7 +219,7 @@ def test_a_loading_script_is_refused_with_what_to_do(write: Write, tmp_path: Pat
 
 
 def test_a_file_of_an_unknown_kind_is_answered_with_the_kinds_there_are(write: Write) -> None:
-    with pytest.raises(DataError, match=r"not of a known kind: \.json, \.jsonl"):
+    with pytest.raises(DataError, match=r"unknown format. Known are \.json, \.jsonl"):
         load(write("x.tsv", "a"))
 
 

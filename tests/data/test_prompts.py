@@ -64,9 +64,9 @@ def test_labels_of_different_types_in_one_column_pass_through_unchanged(write: A
     assert [prompts[place].label for place in range(len(prompts))] == labels
 
 
-def test_a_row_becomes_the_prompt_of_a_draw() -> None:
-    prompt = dataset([{"input": "a", "label": "1"}], label_key="label")[0].drawn(7)
-    assert prompt == Prompt(index=7, text="a", tokens=[74], label="1")
+def test_a_row_is_a_prompt_with_the_number_of_the_row() -> None:
+    prompt = dataset([{"input": "b", "label": "0"}, {"input": "a", "label": "1"}], label_key="label")[1]
+    assert prompt == Prompt(index=1, text="a", tokens=[74], label="1")
 
 
 def test_the_input_column_may_be_the_label_too() -> None:

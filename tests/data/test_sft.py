@@ -310,7 +310,9 @@ def test_a_malformed_message_is_named_by_row_and_message() -> None:
 
 def test_a_template_that_refuses_a_row_says_which() -> None:
     picky = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + PLAIN_CHAT
-    with pytest.raises(DataError, match="row 1, column 'input': the chat template refuses these messages: too many"):
+    with pytest.raises(
+        DataError, match="row 1, column 'input': the chat template cannot render these messages: too many"
+    ):
         dataset([{"input": TWO_TURNS[:2]}, {"input": TWO_TURNS}], build_tokenizer(picky), apply_chat_template=True)
 
 

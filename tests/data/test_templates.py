@@ -72,10 +72,16 @@ def test_a_message_that_calls_a_tool_needs_no_content() -> None:
         ([], "is an empty list"),
         (["hi"], "message 0 is a string, not an object"),
         ([user("a"), {"from": "gpt", "value": "x"}], "message 1 needs 'role' and 'content', but has 'from', 'value'"),
-        ([{"role": "user", "content": 3}], "the content of message 0 is a number"),
+        (
+            [{"role": "user", "content": 3}],
+            "the content of message 0 must be a string or a list of objects, not a number",
+        ),
         ([{"role": "user", "content": None}], "needs 'role' and 'content'"),
-        ([{"role": 1, "content": "a"}], "the role of message 0 is a number"),
-        ([{"role": "user", "content": ["a"]}], "the content of message 0 is a list"),
+        ([{"role": 1, "content": "a"}], "the role of message 0 must be a string, not a number"),
+        (
+            [{"role": "user", "content": ["a"]}],
+            "the content of message 0 must be a string or a list of objects, not a list",
+        ),
     ],
 )
 def test_a_malformed_message_is_named_by_number_and_fault(value: Any, complaint: str) -> None:
@@ -85,7 +91,7 @@ def test_a_malformed_message_is_named_by_number_and_fault(value: Any, complaint:
 
 def test_the_templates_own_complaint_reaches_the_user() -> None:
     tokenizer = build_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ValueError, match="refuses these messages: roles must alternate"):
+    with pytest.raises(ValueError, match="cannot render these messages: roles must alternate"):
         render(tokenizer, [user("a")], add_generation_prompt=True)
 
 

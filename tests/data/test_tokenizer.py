@@ -62,13 +62,15 @@ def test_what_is_beside_a_missing_folder_is_said_before_the_hub_is_asked(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError):
         get_tokenizer("runs/modle", flag="--actor.model_name_or_path")
-    said = "[notice] --actor.model_name_or_path: 'runs/modle' is not here ('runs' has model), so the hub is asked"
+    said = (
+        "[notice] --actor.model_name_or_path: there is no folder 'runs/modle' ('runs' has model), so the hub is asked"
+    )
     assert said in capsys.readouterr().err
 
 
 def test_a_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    with pytest.raises(DataError, match="holds no tokenizer"):
+    with pytest.raises(DataError, match="has no tokenizer"):
         get_tokenizer(str(tmp_path))
 
 

@@ -112,7 +112,7 @@ def test_a_mask_that_packed_attention_leaves_out_is_found() -> None:
     for name, parameter in hf.named_parameters():
         if name.endswith(".A"):
             parameter.data.normal_()
-    with pytest.raises(ModelError, match="gives other numbers than Transformers"):
+    with pytest.raises(ModelError, match="computes other numbers than Transformers"):
         prove_layout(PolicyModel(hf, packing=True))
 
 
@@ -200,7 +200,7 @@ def test_a_model_of_more_than_text_is_refused_before_anything_is_loaded(tmp_path
 def test_attention_that_an_architecture_lacks_names_the_flags(tmp_path: Path) -> None:
     random_model("mamba", packing=False, state_size=8).save_pretrained(tmp_path)
     spec = LoadSpec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=True)
-    with pytest.raises(ModelError, match=r"no attention of the kind sdpa: drop --ds\.packing_samples"):
+    with pytest.raises(ModelError, match=r"does not support sdpa attention: drop --ds\.packing_samples"):
         load_causal_lm(spec)
 
 

@@ -315,20 +315,20 @@ def test_zero_3_changes_no_number_of_a_new_or_a_stored_head(tmp_path: Path) -> N
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    with pytest.raises(ValueError, match=r"is no reward model.*score\.weight, is not there.*lm_head\.weight"):
+    with pytest.raises(ValueError, match=r"is no reward model.*score\.weight, is missing.*lm_head\.weight"):
         load_scalar(spec(path), require_head=True)
 
 
 def test_a_stored_head_under_another_name_is_not_overlooked(tmp_path: Path) -> None:
     scalar("qwen3").hf.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"value_head\.weight, is not there.*score\.weight.*--ds\.value_head_prefix"):
+    with pytest.raises(ValueError, match=r"value_head\.weight, is missing.*score\.weight.*--ds\.value_head_prefix"):
         load_scalar(spec(tmp_path), head_prefix="value_head")
 
 
 def test_a_classifier_with_several_classes_is_no_reward_model(tmp_path: Path) -> None:
     config = tiny_config("llama", num_labels=3)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"score\.weight, is of size \(3, 32\), not of one output"):
+    with pytest.raises(ValueError, match=r"score\.weight, has size \(3, 32\), not one output"):
         load_scalar(spec(tmp_path))
     assert head_of(load_scalar(spec(tmp_path), reinit_head=True)).shape == (1, 32)
 
@@ -338,7 +338,7 @@ def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("model.norm.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"1 are not there, or of another size, for example model\.norm"):
+    with pytest.raises(ValueError, match=r"1 are missing or have another size, for example model\.norm"):
         load_scalar(spec(path))
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.data.prompts import PromptRow
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.preview import answered, reward_preview, wrong_answers
+from openrlhf.trajectory import Prompt
 from tests.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
@@ -29,7 +29,7 @@ def line(pool: ProcessPool, folder: Path, body: str, labels: list[str] = LABELS)
     file = folder / f"reward{len(list(folder.iterdir()))}.py"
     file.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
     reward = FunctionReward(file, pool=pool, timeout=60)
-    rows = [PromptRow(text=f"{n}+{n}=", tokens=[], label=label) for n, label in enumerate(labels, start=1)]
+    rows = [Prompt(index=n, text=f"{n}+{n}=", tokens=[], label=label) for n, label in enumerate(labels, start=1)]
     return asyncio.run(reward_preview(reward, rows, TOKENIZER))
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.data.errors import DataError
-from openrlhf.data.prompts import PromptRow
 from openrlhf.observability.metrics import Metric
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.background import BackgroundLoop
@@ -43,8 +42,8 @@ class Prompts:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> PromptRow:
-        return PromptRow(text=f"{self.name} {index}", tokens=[index], label=b"not JSON")
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(index=index, text=f"{self.name} {index}", tokens=[index], label=b"not JSON")
 
 
 class Dice:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from openrlhf.data.prompts import PromptRow
 from openrlhf.observability.metrics import values
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.rewards.budget import ErrorBudget
@@ -23,7 +22,7 @@ from openrlhf.rollout.generator import Group, RolloutGenerator, SamplingSpec, as
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trainers.filtering import DynamicFilter, pass_rate, thrown_away
 from openrlhf.trainers.sources import SyncSource
-from openrlhf.trajectory import Trajectory
+from openrlhf.trajectory import Prompt, Trajectory
 from tests.trainers.episodes import episode, failed
 
 SPEC = SamplingSpec(
@@ -82,7 +81,7 @@ def test_the_pass_rate_counts_prompts_and_not_samples() -> None:
 # ---- a run: the true generator, with an engine and rewards made by hand
 
 
-class Prompts(Dataset[PromptRow]):
+class Prompts(Dataset[Prompt]):
     """Prompt rows named after their numbers."""
 
     def __init__(self, count: int) -> None:
@@ -91,8 +90,8 @@ class Prompts(Dataset[PromptRow]):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> PromptRow:
-        return PromptRow(text=f"row {index}", tokens=[index])
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(index=index, text=f"row {index}", tokens=[index])
 
 
 class Engines:

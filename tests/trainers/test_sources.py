@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from openrlhf.data.prompts import PromptRow
 from openrlhf.observability.metrics import Metric
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.background import BackgroundLoop
@@ -27,7 +26,7 @@ SPEC = SamplingSpec(
 )
 
 
-class Prompts(Dataset[PromptRow]):
+class Prompts(Dataset[Prompt]):
     """Prompt rows named after their numbers."""
 
     def __init__(self, count: int) -> None:
@@ -36,8 +35,8 @@ class Prompts(Dataset[PromptRow]):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> PromptRow:
-        return PromptRow(text=f"row {index}", tokens=[index], datasource="a")
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(index=index, text=f"row {index}", tokens=[index], datasource="a")
 
 
 class EchoGenerator:
