@@ -1,1 +1,1 @@
-"""Processes, devices, and what moves between them."""
+"""Processes, devices, and the data that moves between them."""

@@ -1,4 +1,4 @@
-"""An exponential moving average of a trained model's weights, kept beside them on the CPU."""
+"""An exponential moving average of the weights of a trained model, kept on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightAverage:
-    """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32; starts at the weights as they are.
+    """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32. The average starts at the current weights.
 
     With ZeRO 3 each rank averages its shards. Otherwise all ranks have the same weights, and rank 0 averages them.
     """
@@ -29,22 +29,22 @@ class WeightAverage:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew from the present weights."""
+        """Restart the average from the current weights."""
         self.averages = {name: held.float().cpu().clone() for name, held in self._held()}
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of each weight. ZeRO 3 leaves an empty parameter, and keeps the shard in an attribute of it."""
+        """This rank's part of each weight. ZeRO 3 leaves an empty parameter with the shard as an attribute."""
         for name, parameter in self.parameters.items():
             yield name, getattr(parameter, "ds_tensor", parameter).data
 
     def update(self) -> None:
-        """Add the present weights to the average: once per applied optimizer step."""
+        """Add the current weights to the average, once per applied optimizer step."""
         for name, held in self._held():
             self.averages[name].lerp_(held.float().cpu(), 1 - self.beta)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it, the averages are the model's weights."""
+        """Within it, the model has the average as its weights."""
         kept = {name: held.to("cpu", copy=True) for name, held in self._held()}
         self._set(self.averages)
         try:
@@ -57,18 +57,18 @@ class WeightAverage:
             held.copy_(weights[name])
 
     def save(self, directory: str, tag: str) -> None:
-        """Write the averages beside the engine's files."""
+        """Write the average beside the engine's files."""
         if self.averages:
             torch.save(self.averages, self._file(directory, tag))
 
     def load(self, directory: str, tag: str) -> None:
-        """Read what `save` wrote. If the checkpoint has no average, start at its weights."""
+        """Read the files of `save`. If the checkpoint has no average, the average starts at its weights."""
         file = self._file(directory, tag)
         if file.exists():
             self.averages = torch.load(file)
         elif self.averages:
             logger.warning(
-                "%s holds no average of the weights: the average starts at the weights of this checkpoint.", file.parent
+                "%s has no average of the weights: the average starts at the weights of this checkpoint.", file.parent
             )
             self.restart()
 

@@ -1,7 +1,7 @@
-"""Weights on the wire: cut into buckets, packed into bytes, hashed, and proven to have arrived.
+"""Weights for transport: cut into buckets, packed into bytes, hashed, and verified after arrival.
 
-Torch only: the trainer's half (`distributed.weight_sync`) and the engine's half
-(`rollout.engine_worker`) both build on it.
+Torch only: the trainer's half (`distributed.weight_sync`) and the engine's half (`rollout.engine_worker`) both build on
+this module.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ HASH_BLOCK = 2**16  # words of 8 bytes hashed at once: half a megabyte stays in 
 
 
 class PublicationError(RuntimeError):
-    """A weight version did not reach an engine whole, and is not served; the message says why."""
+    """A weight version did not reach an engine completely, and is not served. The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """Name in the model's checkpoint, dtype on the wire (`"bfloat16"`) and full shape of a tensor."""
+    """Name in the model's checkpoint, dtype in transport (`"bfloat16"`) and full shape of a tensor."""
 
     name: str
     dtype: str
@@ -33,10 +33,12 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch's object."""
         return getattr(torch, self.dtype)
 
     @property
     def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
@@ -44,9 +46,9 @@ Bucket = list[TensorSpec]
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
-    """Cut `specs`, in order, into buckets of at most `bucket_bytes`; a larger tensor is one alone.
+    """Cut `specs`, in order, into buckets of at most `bucket_bytes`. A larger tensor has a bucket of its own.
 
-    Both halves call it with the same arguments, so they agree on the cuts.
+    Trainer and engine call it with the same arguments, so that they agree on the buckets.
     """
     buckets: list[Bucket] = []
     room = -1
@@ -61,15 +63,14 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]
 
 
 def bucket_nbytes(bucket: Bucket) -> int:
-    """Bytes of a packed bucket, a multiple of 16."""
+    """Size of a packed bucket in bytes, a multiple of 16."""
     return sum(_aligned(spec.nbytes) for spec in bucket)
 
 
 def pack(bucket: Bucket, tensors: Iterable[Tensor], buffer: Tensor) -> None:
     """Copy `tensors` into `buffer` (uint8), one behind the other, cast to the dtypes of the specs.
 
-    Raises ValueError when a tensor has another shape than its spec, or there are more or fewer
-    tensors than specs.
+    Raises ValueError if a tensor has another shape than its spec, or if there are more or fewer tensors than specs.
     """
     for (spec, view), tensor in zip(_views(bucket, buffer), tensors, strict=True):
         if tuple(tensor.shape) != spec.shape:
@@ -78,19 +79,19 @@ def pack(bucket: Bucket, tensors: Iterable[Tensor], buffer: Tensor) -> None:
 
 
 def unpack(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of every spec, as views of `buffer` (uint8)."""
+    """Name and tensor of every spec; the tensors are views of `buffer` (uint8)."""
     for spec, view in _views(bucket, buffer):
         yield spec.name, view
 
 
 def bucket_hash(buffer: Tensor) -> int:
-    """64-bit hash of `buffer` (uint8, a multiple of 8 bytes), computed on its device.
+    """64-bit hash of `buffer` (uint8, a multiple of 8 bytes), computed on the device of the buffer.
 
-    H = Σ wᵢ·(xᵢ + xᵢ≫32) mod 2⁶⁴ over words xᵢ of 8 bytes, wᵢ odd and pseudo-random, per block; the
-    blocks' hashes are hashed again (multilinear family: Carter and Wegman 1979). Every position has
-    a weight of its own, so values that were swapped or shifted are noticed as well as changed ones.
-    An accident goes unnoticed with odds of about 2⁻³¹ per bucket. The weights are constants: this
-    is no defence against an adversary. About 2 GB/s on one CPU core.
+    H = Σ wᵢ·(xᵢ + xᵢ≫32) mod 2⁶⁴ over words xᵢ of 8 bytes, wᵢ odd and pseudo-random, per block; the hashes of the
+    blocks are hashed again (multilinear family: Carter and Wegman 1979). Every position has a different weight, so the
+    hash detects values that were swapped or shifted, not only changed values. An accident is missed with odds of about
+    2⁻³¹ per bucket. The weights are constants, so the hash is no defence against an adversary. About 2 GB/s on one CPU
+    core.
     """
     return int(_hash_words(buffer.view(torch.int64)).item())
 
@@ -113,7 +114,10 @@ def _hash_weights(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightManifest:
-    """The tensors of a publication. Made by the trainer, used by trainer and engines."""
+    """The tensors of a publication. Made by the trainer, used by trainer and engines.
+
+    Raises ValueError if two tensors have the same name.
+    """
 
     version: int
     specs: tuple[TensorSpec, ...]
@@ -125,12 +129,13 @@ class WeightManifest:
             raise ValueError(f"the manifest of version {self.version} names {twice} more than once")
 
     def buckets(self) -> list[Bucket]:
+        """The tensors in buckets, as trainer and engines cut them."""
         return plan_buckets(self.specs, self.bucket_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentWeights:
-    """What was sent: the manifest, and the hash of every bucket."""
+    """The record of what was sent: the manifest, and the hash of every bucket."""
 
     manifest: WeightManifest
     bucket_hashes: tuple[int, ...]
@@ -138,21 +143,21 @@ class SentWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReceipt:
-    """What an engine worker has in its memory after an update."""
+    """The state of an engine worker after an update."""
 
     rank: int  # in the weight group
     version: int
     bucket_hashes: tuple[int, ...]  # of the bytes that arrived
-    sent_hashes: tuple[int, ...]  # as the sender's own message behind the last bucket gave them
-    loads: dict[str, int]  # tensor name → times it was handed to the model's loader
-    unwritten: tuple[str, ...]  # layers of the engine that still miss new values, with counts
+    sent_hashes: tuple[int, ...]  # from the sender's message after the last bucket
+    loads: dict[str, int]  # tensor name → number of times the model's loader got the tensor
+    unwritten: tuple[str, ...]  # layers of the engine without all new values, with counts
     packed: int  # layers that compute with a packed copy of their weights (on a CPU)
-    stale: tuple[str, ...]  # packed layers whose packed copy is still the old one
+    stale: tuple[str, ...]  # packed layers whose packed copy is old
 
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """One engine's answer to a publication: one receipt per tensor-parallel worker."""
+    """One engine's receipt for a publication: one receipt per tensor-parallel worker."""
 
     engine: int
     version: int
@@ -160,11 +165,10 @@ class Receipt:
 
 
 def verify_receipt(sent: SentWeights, receipt: Receipt) -> None:
-    """Raise PublicationError, naming what differs, unless each worker uses exactly what was sent.
+    """Raise PublicationError, naming the differences, unless each worker uses exactly the weights that were sent.
 
-    Compared per worker: the version; the hash of every bucket; each tensor handed to the loader
-    exactly once; no layer of the engine left with old values; no packed copy of a weight left
-    behind.
+    Checked for each worker: the version, the hash of every bucket, that each tensor was loaded exactly once, that no
+    layer of the engine has old values, and that no packed copy of a weight is old.
     """
     faults = [fault for worker in receipt.workers for fault in _faults(sent, worker)]
     if not receipt.workers:
@@ -180,7 +184,7 @@ def verify_receipt(sent: SentWeights, receipt: Receipt) -> None:
 def _faults(sent: SentWeights, worker: WorkerReceipt) -> Iterator[str]:
     where = f"worker {worker.rank}"
     if worker.version != sent.manifest.version:
-        yield f"{where} took in version {worker.version}"
+        yield f"{where} received version {worker.version}"
     if len(worker.bucket_hashes) != len(sent.bucket_hashes):
         yield f"{where} received {len(worker.bucket_hashes)} buckets of {len(sent.bucket_hashes)}"
     for i, (ours, theirs) in enumerate(zip(sent.bucket_hashes, worker.bucket_hashes, strict=False)):

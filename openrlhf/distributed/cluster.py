@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: a running one that the run joins, or one that it starts."""
+"""The Ray cluster of a run: a running cluster that the run joins, or a new one for the run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ray.exceptions import AuthenticationError
 
 from openrlhf.distributed.placement import Placement, PlacementError, check_capacity
 
-# Of a Ray that we start on a machine without GPUs, in bytes: batches are flat and small.
+# Bytes, for a Ray that we start on a machine without GPUs: batches are flat and small.
 OBJECT_STORE_BYTES = 512 << 20
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 @contextmanager
 def ray_cluster(plan: Placement) -> Iterator[None]:
-    """Join the Ray of RAY_ADDRESS, of the job, or that `ray start` left on this machine; else start one for the run.
+    """Join the Ray of RAY_ADDRESS, of the job, or of `ray start` on this machine; otherwise start a Ray for the run.
 
-    Raises PlacementError when the Ray of RAY_ADDRESS cannot be joined, or the cluster is too small for the plan.
+    Raises PlacementError if the Ray of RAY_ADDRESS cannot be joined, or if the cluster is too small for the plan.
     """
     started = not ray.is_initialized()
     session = _init_ray(plan) if started else None
@@ -38,7 +38,7 @@ def ray_cluster(plan: Placement) -> Iterator[None]:
     finally:
         if started:
             ray.shutdown()
-    if session:  # after an error, the logs of Ray stay
+    if session:  # not after an error: Ray's logs stay then
         shutil.rmtree(session, ignore_errors=True)
 
 
@@ -62,7 +62,7 @@ def _plain_sigterm() -> Iterator[None]:
 
 
 def _init_ray(plan: Placement) -> str | None:
-    """Join or start Ray; the folder of what was started."""
+    """Join or start Ray. Returns the session folder of a Ray that was started."""
     # Ray leaves CUDA_VISIBLE_DEVICES of actors without GPUs as it is.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if not (address := _answering_address()):
@@ -74,21 +74,21 @@ def _init_ray(plan: Placement) -> str | None:
             **QUIET,
         )
         return str(context.address_info["session_dir"])  # type: ignore[attr-defined]
-    try:  # Not by address="auto": that also joins what another run has started for itself, and dies with it.
+    try:  # Without address="auto", which also joins a Ray that another run has started, and dies with it.
         ray.init(**QUIET)
     except (OSError, ValueError, AuthenticationError) as error:
         raise PlacementError(
-            f"Ray at {address} cannot be joined: {error}. If it asks for a token, set RAY_AUTH_MODE=token, and have the "
-            "token of its head node in ~/.ray/auth_token."
+            f"Ray at {address} cannot be joined: {error}. If Ray asks for a token, set RAY_AUTH_MODE=token and write the "
+            "token of the head node to ~/.ray/auth_token."
         ) from error
     return None
 
 
 def _answering_address() -> str | None:
-    """The address in RAY_ADDRESS, else the address that `ray start` noted; None if there is neither.
+    """The address in RAY_ADDRESS, or the address that `ray start` noted on this machine; None if there is neither.
 
-    The note outlives its cluster, and `ray.init` would wait for it for minutes: a noted address that does not answer is ignored.
-    Raises PlacementError when nobody answers at RAY_ADDRESS.
+    The note of `ray start` outlives its cluster, and `ray.init` would wait for that cluster for minutes. So a noted
+    address that does not answer is ignored. Raises PlacementError if nothing answers at RAY_ADDRESS.
     """
     asked = os.environ.get("RAY_ADDRESS")
     try:

@@ -1,4 +1,4 @@
-"""The kind of device of this process, and the environment variables to set before torch and DeepSpeed are imported."""
+"""The device kind of this process, and the environment variables to set before torch and DeepSpeed are imported."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ OWN_PORTS = range(20_000, 32_768)
 
 
 def device_kind() -> str:
-    """`cuda` where torch sees a GPU, else `cpu`."""
+    """`cuda` if torch sees a GPU, otherwise `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def free_port() -> int:
-    """A TCP port that is free on this machine now.
+    """A TCP port of this machine that is free now.
 
-    From a range that neither the kernel nor Ray gives to other sockets, because the port is bound seconds later.
+    The kernel and Ray give no port of this range to other sockets, because the port is bound seconds later.
     """
     for port in random.SystemRandom().sample(OWN_PORTS, len(OWN_PORTS)):
         with socket.socket() as probe, suppress(OSError):
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 def node_address() -> str:
-    """This machine's address as other machines of the cluster reach it; loopback when there is no route."""
+    """The address at which other machines of the cluster reach this machine; loopback if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))  # a datagram socket sends nothing: this only picks the route
@@ -43,9 +43,10 @@ def node_address() -> str:
 
 
 def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
-    """Environment variables of a training process; they must be set before torch and DeepSpeed are imported.
+    """Environment variables of a training process, to be set before torch and DeepSpeed are imported.
 
-    `threads`: OpenMP threads of the process. Idle OpenMP threads must sleep: spinning ones take the cores of the engine.
+    `threads`: OpenMP threads of the process. Idle OpenMP threads must sleep, because spinning threads take the cores of
+    the engine.
     """
     common = {
         "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"),
@@ -60,7 +61,7 @@ def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
 
 @contextmanager
 def silenced_stderr() -> Iterator[None]:
-    """Within it, what C code or a child process writes to standard error is dropped. Exceptions are raised as ever."""
+    """Within it, standard error of C code and child processes is dropped. Exceptions are raised as usual."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -73,7 +74,7 @@ def silenced_stderr() -> Iterator[None]:
 
 
 def redirect_output(path: str) -> None:
-    """Send this process's standard output and error to a file, also what C++ code prints."""
+    """Send standard output and error of this process to a file, including the output of C++ code."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
@@ -84,7 +85,7 @@ def redirect_output(path: str) -> None:
 
 
 def complete_launcher_environment() -> None:
-    """Set what a launcher would have set, so that one plain process is a world of one."""
+    """Set the variables that a launcher would have set, so that one plain process is a world of one."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())

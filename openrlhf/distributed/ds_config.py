@@ -1,4 +1,4 @@
-"""From our configuration to DeepSpeed's dictionaries. Pure: no process group, no device."""
+"""From our configuration to DeepSpeed's dictionaries. Pure functions: no process group, no device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openrlhf.config.shared import DeepSpeedConfig
 def training_config(engine: DeepSpeedConfig, *, max_norm: float) -> dict[str, Any]:
     """DeepSpeed's configuration of a trained model.
 
-    The optimizer-step window is ours: `managed_gradient_accumulation` off means that every backward accumulates and every
+    The optimizer-step window is ours. With `managed_gradient_accumulation` off, every backward accumulates and every
     step steps, so the caller owns boundaries and denominators.
     """
     return _common(engine) | {
@@ -21,12 +21,15 @@ def training_config(engine: DeepSpeedConfig, *, max_norm: float) -> dict[str, An
 
 
 def training_stage(engine: DeepSpeedConfig) -> int:
-    """The ZeRO stage that trains. DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32; stage 1 does the same sums."""
+    """The ZeRO stage of training: stage 0 in bfloat16 runs as stage 1.
+
+    DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32. Stage 1 computes the same sums.
+    """
     return 1 if engine.zero_stage == 0 and engine.param_dtype == "bf16" else engine.zero_stage
 
 
 def inference_config(engine: DeepSpeedConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration of a frozen model: sharded with ZeRO 3 where the trained one is, else whole."""
+    """DeepSpeed's configuration of a frozen model: sharded with ZeRO 3 if the trained model is, otherwise whole."""
     return _common(engine) | {"zero_optimization": _zero(engine, 3 if engine.zero_stage == 3 else 0)}
 
 
@@ -57,7 +60,7 @@ def _zero(engine: DeepSpeedConfig, stage: int) -> dict[str, Any]:
 
 
 def fill_auto(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Replace `auto` bucket sizes of ZeRO 3 by what Transformers' integration uses for this hidden size."""
+    """Replace `auto` bucket sizes of ZeRO 3 by the sizes that Transformers' integration uses for this hidden size."""
     sizes = {
         "reduce_bucket_size": hidden_size * hidden_size,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),

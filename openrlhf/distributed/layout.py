@@ -21,10 +21,10 @@ class Place(NamedTuple):
 class RankLayout:
     """`dp` data slices, every sequence split over `sp` ranks, every split weight over `tp` ranks.
 
-    Neighbouring ranks share a weight, the ranks next to them a sequence: the busiest traffic stays on one node.
+    Neighbouring ranks split a weight, the ranks next to them a sequence: the busiest traffic stays on one node.
 
-    Example, dp 2, sp 1, tp 2: ranks 0 and 1 work on slice 0, ranks 2 and 3 on slice 1; ranks 0 and 2 have the same half of
-    the weights, and sum their gradients.
+    Example, dp 2, sp 1, tp 2: ranks 0 and 1 work on slice 0, ranks 2 and 3 on slice 1. Ranks 0 and 2 have the same half
+    of the weights, and sum their gradients.
     """
 
     dp: int
@@ -37,27 +37,27 @@ class RankLayout:
         return self.dp * self.sp * self.tp
 
     def place(self, rank: int) -> Place:
-        """Where a rank stands."""
+        """The position of a rank on each axis."""
         return Place(dp=rank // (self.sp * self.tp), sp=rank // self.tp % self.sp, tp=rank % self.tp)
 
     def peers(self, rank: int, *axes: Axis) -> list[int]:
-        """The ranks that differ from `rank` on `axes` only, itself among them, in order.
+        """The ranks that differ from `rank` on `axes` only, including `rank`, in order.
 
-        `sp` and `tp`: the ranks with the same data. `sp`: with parts of the same sequences. `tp`: with parts of the same
-        weights. `dp` and `sp`: whose gradients are summed.
+        `sp` and `tp`: the ranks with the same data. `sp`: the ranks with parts of the same sequences. `tp`: the ranks
+        with parts of the same weights. `dp` and `sp`: the ranks whose gradients are summed.
         """
         own = self.place(rank)._replace(**dict.fromkeys(axes, 0))
         return [peer for peer in range(self.world_size) if self.place(peer)._replace(**dict.fromkeys(axes, 0)) == own]
 
     def slice_ranks(self) -> list[list[int]]:
-        """The ranks that share each data slice; results are taken from the first."""
+        """The ranks that work on each data slice. Results are taken from the first rank of a slice."""
         return [self.peers(first, "sp", "tp") for first in range(0, self.world_size, self.sp * self.tp)]
 
     def noise_seed(self, seed: int, rank: int) -> int:
-        """The seed of a rank's random numbers (dropout): another for other tokens, the same where ranks share a weight."""
+        """The seed of a rank's random numbers (dropout): one per data slice and part of a sequence."""
         return seed + rank // self.tp
 
 
 def order_by_node(nodes: Sequence[str]) -> list[int]:
-    """The order in which processes on these nodes get their ranks: node by node, so that neighbours can share a weight."""
+    """The order in which processes on these nodes get ranks: node by node, so that neighbours can split a weight."""
     return sorted(range(len(nodes)), key=lambda process: nodes.index(nodes[process]))

@@ -1,4 +1,4 @@
-"""Optimizers by name, and the learning-rate schedule as Transformers has it."""
+"""Optimizers by name, and the learning-rate schedules of Transformers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
 
 
 def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerConfig) -> Optimizer:
-    """The optimizer of --optim over the trained parameters. Raises ValueError for a name that is not registered."""
+    """The optimizer of --optim over the trained parameters. Raises ValueError for an unregistered name."""
     return OPTIMIZERS[settings.optim](parameter_groups(named_parameters, settings.adam.weight_decay), settings)
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: decayed, and not decayed. Empty groups are left out (schedulers fail on them)."""
+    """Two parameter groups, with and without weight decay. Empty groups are left out: schedulers fail on them."""
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
     decayed = [p for name, p in trained if not name.endswith(NO_DECAY)]
     spared = [p for name, p in trained if name.endswith(NO_DECAY)]
@@ -43,7 +43,7 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
 
 
 def make_schedule(optimizer: Any, settings: OptimizerConfig, total_steps: int) -> Any:
-    """Transformers' schedule of that name over `total_steps` optimizer steps; `min_lr_ratio` is for the three with a minimum."""
+    """Transformers' schedule over `total_steps` optimizer steps. Three schedules use `min_lr_ratio`."""
     options: dict[str, float] = {}
     if settings.lr_scheduler in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         options = {"min_lr_rate": settings.min_lr_ratio}

@@ -1,7 +1,7 @@
-"""Which devices each role gets: a pure plan from counts to host groups, and its realisation as Ray placement groups.
+"""The devices of each role: a pure plan from counts to host groups, and Ray placement groups for the plan.
 
-A *device slot* is a GPU on a machine with GPUs, and a process on a machine without. Roles of one group share their slots: each
-slot is one process that hosts all of them.
+A *device slot* is a GPU on a machine with GPUs, and a process on a machine without. Roles of one group share their
+slots: each slot is one process that hosts all of them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-# Our processes on a CPU mostly wait for each other: ten may share a core.
+# Processes on a CPU mostly wait for each other, so that ten can use one core.
 CPU_PER_SLOT = 0.1
 
 
 class PlacementError(RuntimeError):
-    """The cluster cannot hold what the flags ask for."""
+    """The cluster does not have the devices that the flags ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class HostGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """All groups of a run; `on_gpus` says what a slot is."""
+    """All host groups of a run. A slot is a GPU if `on_gpus`, otherwise a CPU process."""
 
     groups: tuple[HostGroup, ...]
     on_gpus: bool
@@ -50,7 +50,7 @@ class Placement:
 
     @property
     def slots(self) -> int:
-        """Device slots of all groups."""
+        """Number of device slots of all groups."""
         return sum(group.slots for group in self.groups)
 
     def describe(self) -> str:
@@ -65,9 +65,9 @@ class Placement:
 def plan(
     counts: Mapping[str, tuple[int, int]], *, engines: int, on_gpus: bool, colocated: Sequence[Sequence[str]] = ()
 ) -> Placement:
-    """Host groups from `role -> (nodes, slots per node)`; roles that `colocated` lists together share their slots.
+    """Host groups from `role -> (nodes, slots per node)`. Roles that `colocated` lists together share their slots.
 
-    Raises PlacementError when roles that share slots ask for different numbers of them.
+    Raises PlacementError if roles that share slots ask for different numbers of slots.
     """
     groups: list[HostGroup] = []
     placed: set[str] = set()
@@ -91,7 +91,7 @@ def plan(
 
 
 def check_capacity(placement: Placement, resources: Mapping[str, float]) -> None:
-    """Raise PlacementError, with the arithmetic, when the cluster has fewer devices than the plan needs."""
+    """Raise PlacementError, with the arithmetic, if the cluster has fewer devices than the plan needs."""
     kind, per_slot = ("GPU", 1.0) if placement.on_gpus else ("CPU", CPU_PER_SLOT)
     needed, there = placement.slots * per_slot, resources.get(kind, 0.0)
     if needed > there:
@@ -105,13 +105,13 @@ def check_capacity(placement: Placement, resources: Mapping[str, float]) -> None
 
 
 def _flag(group: HostGroup) -> str:
-    """The flag that sets how many slots a group has."""
+    """The flag that sets the number of slots of a group."""
     role = "ref" if group.roles[0] == "teacher" else group.roles[0]  # a teacher is as large as the reference
     return "--vllm.num_engines" if role == "vllm" else f"--{role}.num_gpus_per_node"
 
 
 def reserve(group: HostGroup, *, on_gpus: bool, timeout_s: float) -> PlacementGroup:
-    """Reserve one bundle per slot. Raises PlacementError when Ray does not grant it in time."""
+    """Reserve one bundle per slot. Raises PlacementError if Ray does not grant the bundles in time."""
     bundle = {"GPU": 1.0, "CPU": CPU_PER_SLOT} if on_gpus else {"CPU": CPU_PER_SLOT}
     reserved = placement_group([dict(bundle) for _ in range(group.slots)], strategy="PACK")
     if not reserved.wait(timeout_s):

@@ -1,7 +1,7 @@
-"""DeepSpeed behind two nouns: `Strategy`, this process's place among its peers, and `TrainEngine`, the optimizer-step window.
+"""DeepSpeed behind two classes: `Strategy`, this process among its peers, and `TrainEngine`, a model in training.
 
-The window owns the denominator: counts are summed over all micro-batches of the window and all data-parallel ranks before the
-first forward, so the result does not depend on how the window was split.
+The optimizer-step window owns the denominator: counts are summed over all micro-batches of the window and all
+data-parallel ranks before the first forward, so the result does not depend on how the window was split.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from openrlhf.distributed.layout import RankLayout
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.observability.metrics import Metric, merge_all, values
 
-# At import DeepSpeed looks for its accelerator and asks the linker for libraries. The linker's complaints mean nothing.
+# At import DeepSpeed detects its accelerator and asks the linker for libraries. The linker's errors are harmless.
 devices.complete_launcher_environment()
 with devices.silenced_stderr():
     import deepspeed
@@ -39,7 +39,7 @@ with devices.silenced_stderr():
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 deepspeed_logger.setLevel("ERROR")
-# DeepSpeed calls collectives by names that torch is about to retire, once per gradient bucket.
+# DeepSpeed calls collectives by names that torch has deprecated, once per gradient bucket.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 # Compiling the shared-memory collectives takes 25 s on a fresh machine and gains nothing for our message sizes.
@@ -52,12 +52,12 @@ _Share = tuple[Tensor, Metrics]  # the part of the window's loss that a micro-ba
 
 
 class NonFiniteError(RuntimeError):
-    """Too many optimizer steps in a row had a loss or gradient that was NaN or infinite."""
+    """The loss or gradient of too many optimizer steps in a row was NaN or infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of one optimizer step. `grad_norm` is before clipping; if it is not finite, the step was skipped."""
+    """The result of one optimizer step. `grad_norm` is before clipping; a step without a finite norm was skipped."""
 
     applied: bool
     grad_norm: float
@@ -66,7 +66,7 @@ class StepResult:
 
 
 class Strategy:
-    """This process's place among its peers: device, ranks, reductions, and how models become engines."""
+    """This process among its peers: device, ranks, reductions, and how models become engines."""
 
     def __init__(
         self, engine: DeepSpeedConfig, *, seed: int, full_determinism: bool = False, timeout_s: float = 3600
@@ -87,17 +87,20 @@ class Strategy:
 
     @property
     def is_main(self) -> bool:
-        """True in the process that writes, prints and decides."""
+        """Whether this process writes, prints and decides."""
         return self.rank == 0
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
-        """Sums over the data slices (or `max`, `min` over all ranks) of a few numbers, which ranks of a slice have in common."""
+        """Sums over the data slices, or `max` or `min` over all ranks, of a few numbers.
+
+        Ranks of one slice must have the same numbers.
+        """
         block = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(block, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op])
         return (block / (self.layout.sp * self.layout.tp) if op == "sum" else block).tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, on every rank. Pickles: for small things."""
+        """The values of all ranks, on every rank. Values are pickled: for small objects."""
         gathered: list[Any] = [None] * self.layout.world_size
         dist.all_gather_object(gathered, value)
         return gathered
@@ -114,20 +117,20 @@ class Strategy:
 
     @contextmanager
     def loading(self, config: dict[str, Any]) -> Iterator[None]:
-        """Within it, Transformers loads weights straight into ZeRO-3 shards if `config` asks for stage 3."""
+        """Within it, Transformers loads weights directly into ZeRO-3 shards if `config` asks for stage 3."""
         live = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
         try:
             yield
         finally:
-            del live  # Transformers holds it by a weak reference: while it lives, every model is loaded sharded
+            del live  # Transformers has a weak reference to it: while it lives, every model is loaded sharded
 
     def trained(
         self, load: Callable[[], nn.Module], optimizer: OptimizerConfig, *, total_steps: int, name: str = "model"
     ) -> TrainEngine:
-        """Load a model with `load` and give it an optimizer, a schedule and a gradient-reducing engine; errors call it `name`."""
+        """Load a model with `load` and give it an optimizer and a schedule. Error messages call the model `name`."""
         config = ds_config.training_config(self.config, max_norm=optimizer.max_norm)
         with self.loading(config):
-            module = load().train()  # Transformers gives it in evaluation mode: without dropout and checkpointing
+            module = load().train()  # Transformers loads in evaluation mode: without dropout and checkpointing
         engine = _initialize(
             config,
             module,
@@ -137,7 +140,7 @@ class Strategy:
         return TrainEngine(engine, self, name)
 
     def frozen(self, load: Callable[[], nn.Module]) -> nn.Module:
-        """Load a model with `load` for forwards only, sharded like the trained one under ZeRO 3."""
+        """Load a model with `load` for forwards only. Under ZeRO 3 it is sharded like the trained model."""
         config = ds_config.inference_config(self.config)
         with self.loading(config):
             module = load()
@@ -145,12 +148,12 @@ class Strategy:
         if config["zero_optimization"]["stage"] != 3:
             return module.to(self.device)
         engine = _initialize(config, module)
-        engine.eval()  # returns nothing, unlike a module's
+        engine.eval()  # returns None, unlike the method of a module
         return engine
 
 
 def _initialize(config: dict[str, Any], module: nn.Module, **parts: Any) -> Any:
-    """A DeepSpeed engine; what DeepSpeed prints about memory while it makes one is dropped."""
+    """A DeepSpeed engine. DeepSpeed's printed reports about memory are dropped."""
     model_config: Any = module.config
     filled = ds_config.fill_auto(config, model_config.get_text_config().hidden_size)
     with redirect_stdout(io.StringIO()):
@@ -158,12 +161,12 @@ def _initialize(config: dict[str, Any], module: nn.Module, **parts: Any) -> Any:
 
 
 class TrainEngine:
-    """A DeepSpeed engine whose optimizer-step window is ours."""
+    """A model in training: a DeepSpeed engine whose optimizer-step window is ours."""
 
     def __init__(self, engine: Any, strategy: Strategy, name: str) -> None:
         self.engine, self.strategy, self.name = engine, strategy, name
         self._wrapped = ds_config.training_stage(strategy.config) > 0
-        self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped: all so far; since the last that was not
+        self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped steps: all so far; since the last applied step
         # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
         engine.enable_backward_allreduce = self._wrapped
 
@@ -183,12 +186,12 @@ class TrainEngine:
 
     @property
     def hf(self) -> PreTrainedModel:
-        """The Transformers model inside, whatever wraps it. Exports and publications read its parameters."""
+        """The Transformers model inside all wrappers. Exports and publications read its parameters."""
         return cast(PreTrainedModel, self.module.get_submodule("hf"))
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank holds a part of every weight."""
+        """Whether each rank has a part of every weight."""
         return self.strategy.config.zero_stage == 3
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,10 +208,11 @@ class TrainEngine:
     ) -> StepResult:
         """One optimizer step over a window of micro-batches.
 
-        `counts(micro)` names the denominators of a micro-batch (tokens, sequences); `loss(micro, totals)` returns its part of
-        the window's loss, already divided by the totals over the window and all ranks. `before(micro)` is a first pass over
-        the window: micro-batches, perhaps with more columns, and numbers whose sums are among the totals too. Raises
-        NonFiniteError after `max_nonfinite` skipped steps in a row.
+        `counts(micro)` returns the denominators of a micro-batch by name (tokens, sequences). `loss(micro, totals)`
+        returns the micro-batch's part of the window's loss, already divided by the totals over the window and all
+        ranks. `before(micro)` is a first pass over the window: it returns the micro-batch, perhaps with more columns,
+        and numbers, whose sums are among the totals too. Raises NonFiniteError after `max_nonfinite` skipped steps in a
+        row.
         """
         [rounds] = self.strategy.all_reduce([len(window)], "max")
         window, sums = self._first_pass(window, before, int(rounds)) if before else (window, {})
@@ -219,7 +223,8 @@ class TrainEngine:
         shares: list[_Share] = []
         with self._watched_gradients() as broken:
             for turn in range(int(rounds)):
-                # Under ZeRO 2 and 3 all ranks run equally many backwards: a rank with fewer repeats its last with weight 0.
+                # Under ZeRO 2 and 3 all ranks run equally many backwards: a rank with fewer micro-batches repeats its
+                # last one with weight 0.
                 share, metrics = loss(window[min(turn, len(window) - 1)], totals)
                 real = turn < len(window)
                 self.engine.backward(share * self.strategy.dp_size if real else share * 0.0)  # DeepSpeed takes means
@@ -229,7 +234,7 @@ class TrainEngine:
     def _first_pass(
         self, window: Sequence[M], before: Callable[[M], tuple[M, Totals]], rounds: int
     ) -> tuple[list[M], dict[str, float]]:
-        """`before` over the window, without gradient and dropout; every rank calls it `rounds` times."""
+        """`before` over the window, without gradient and dropout. Every rank calls `before` `rounds` times."""
         self.module.eval()
         with torch.no_grad():
             seen = [before(window[min(turn, len(window) - 1)]) for turn in range(rounds)][: len(window)]
@@ -237,7 +242,7 @@ class TrainEngine:
         return [micro for micro, _ in seen], self._summed([numbers for _, numbers in seen])
 
     def _summed(self, numbers: Sequence[Totals]) -> dict[str, float]:
-        """The sums of numbers by name, over the window and all ranks."""
+        """The sums of the numbers by name, over the window and all ranks."""
         names = sorted(numbers[0])
         sums = [math.fsum(part[name] for part in numbers) for name in names]
         return dict(zip(names, self.strategy.all_reduce(sums), strict=True)) if names else {}
@@ -259,9 +264,10 @@ class TrainEngine:
 
     @contextmanager
     def _watched_gradients(self) -> Iterator[list[str]]:
-        """Collects the parameters whose gradient is not finite in a backward within it, the nearest to the loss first.
+        """Collects parameters whose gradient is not finite in a backward within it, the nearest to the loss first.
 
-        ZeRO has dropped them when their norm is known, and looking at each costs: only done after a step that was skipped.
+        ZeRO drops the gradients before their norm is known. Checking each gradient costs time, so the gradients are
+        watched only after a skipped step.
         """
         broken: list[str] = []
 
@@ -278,7 +284,7 @@ class TrainEngine:
             hook.remove()
 
     def _culprit(self, shares: list[_Share], broken: list[str]) -> str:
-        """What was not finite on any rank: the first such loss, with its metrics that were not finite; else gradients."""
+        """The first loss that was not finite on any rank, with its metrics; if all were finite, the gradients."""
         losses = [
             f"the loss of micro-batch {place} of {len(shares)} on rank {self.strategy.rank} was {float(share)} "
             f"({_not_finite(metrics) or 'its metrics were finite'})"
@@ -312,14 +318,14 @@ class TrainEngine:
         return float(self.engine.get_lr()[0])
 
     def save(self, directory: str, tag: str) -> None:
-        """Write weights, optimizer, schedule, random state and the count of skipped steps to `directory/tag`. Collective."""
+        """Write weights, optimizer, schedule, random state and skipped steps to `directory/tag`. Collective."""
         skipped = {"nonfinite_steps": self.nonfinite_steps, "nonfinite_in_a_row": self.nonfinite_in_a_row}
         self.engine.save_checkpoint(directory, tag=tag, client_state=skipped, save_latest=False)
         torch.save(random_state(), Path(directory) / tag / f"random_state_{self.strategy.rank}.pt")
         self.strategy.barrier()
 
     def load(self, directory: str, tag: str) -> None:
-        """Read what `save` wrote, in a run with as many ranks and the same ZeRO stage. Collective over the ranks."""
+        """Read the files of `save`, in a run with as many ranks and the same ZeRO stage. Collective."""
         path, skipped = self.engine.load_checkpoint(directory, tag=tag)
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
@@ -330,13 +336,13 @@ class TrainEngine:
         )
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what `full_parameters` yields, in its order, by their names in the Transformers model."""
+        """The shapes of the tensors of `full_parameters`, in the same order and under the same names."""
         return {name: full_shape(parameter) for name, parameter in self.hf.named_parameters()}
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Whole parameters in buckets, by their names in the Transformers model. Collective over the ranks.
 
-        The tensors of a bucket are valid until the next bucket is asked for. Tied weights come once.
+        The tensors of a bucket are valid until the next bucket is requested. Tied weights come once.
         """
         if self.sharded:  # a forward that no backward followed leaves prefetched parameters in flight
             self.engine.optimizer.empty_partition_cache()
@@ -365,18 +371,18 @@ def _module_buckets(module: nn.Module, limit: int) -> Iterator[list[tuple[str, n
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter; ZeRO 3 leaves an empty stand-in that remembers it."""
+    """The shape of the whole parameter. ZeRO 3 stores the shape in an empty placeholder."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every generator that a forward may draw from (dropout)."""
+    """The states of all generators that a forward may use (dropout)."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Put the generators back where `random_state` found them."""
+    """Set the generators to the states of `random_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

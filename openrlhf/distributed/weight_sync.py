@@ -1,9 +1,9 @@
-"""How weights travel from trainer to engines: the channel of both halves, and the sender.
+"""Transport of weights from trainer to engines: the channel of both halves, and the sender.
 
-Senders and all engine workers form one group, outside torch's default group. Broadcasts have one sender, trainer rank 0: gloo
-between CPU processes, NCCL between different GPUs. With CUDA IPC every trainer rank sends, to the engine worker on its own GPU.
-Only gloo has been run so far; NCCL and CUDA IPC are written from torch's sources, and their tests (marker `gpu`) wait for a
-machine with GPUs.
+Senders and all engine workers form one group, outside torch's default group. Broadcasts have one sender, trainer rank
+0: gloo between CPU processes, NCCL between different GPUs. With CUDA IPC every trainer rank sends to the engine worker
+on its own GPU. Only gloo has been run so far. NCCL and CUDA IPC are written from torch's sources; their tests have the
+marker `gpu` and need a machine with GPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Transport = Literal["gloo", "nccl", "ipc"]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """Where senders and workers meet, on `host:port` of rank 0. The first `senders` ranks send; the others receive."""
+    """The members of a weight sync and their meeting point: `host:port` of rank 0. The first `senders` ranks send."""
 
     host: str
     port: int
@@ -48,7 +48,7 @@ class WeightGroup:
 
 
 class Channel(Protocol):
-    """One member's end. Its calls block until the bytes have moved, or raise PublicationError."""
+    """One member's end of the transport. Calls block until the bytes have moved, or raise PublicationError."""
 
     device: torch.device
 
@@ -60,7 +60,7 @@ class Channel(Protocol):
 
 
 def join_group(group: WeightGroup, rank: int) -> Channel:
-    """Meet the other members. Raises PublicationError after `timeout_s`, naming who did not come."""
+    """Meet the other members. Raises PublicationError after `timeout_s`, naming the absent members."""
     store = _meet(group, rank)
     if group.transport == "ipc":
         return _IpcChannel(store, group)
@@ -159,7 +159,7 @@ class _IpcChannel:
         torch.cuda.synchronize(self.device)
         key = self._next_key()
         self.store.set(key, pickle.dumps(reduce_tensor(buffer)))
-        self._wait(f"{key}/copied")  # the caller may reuse or free the buffer from here on
+        self._wait(f"{key}/copied")  # from here on the caller may reuse or free the buffer
         self.store.delete_key(key)
         self.store.delete_key(f"{key}/copied")
 
@@ -190,30 +190,30 @@ class _IpcChannel:
 
 
 class WeightSender:
-    """The trainer's half of a publication: streams tensors to the engines, bucket by bucket."""
+    """The trainer's half of a publication: sends tensors to the engines, bucket by bucket."""
 
     def __init__(self) -> None:
         self._channel: Channel | None = None
 
     @property
     def joined(self) -> bool:
-        """Whether there is a group to send to."""
+        """Whether the sender is in a group."""
         return self._channel is not None
 
     def join(self, group: WeightGroup, rank: int = 0) -> None:
-        """Leave the previous group and meet the engines in a new one; blocks until all have come."""
+        """Leave the previous group and meet the engines in a new one. Blocks until all members have come."""
         self.leave()
         self._channel = join_group(group, rank)
 
     def send(self, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]) -> SentWeights:
         """Send `tensors` (name, full tensor) in the manifest's order, each read before the next.
 
-        Raises PublicationError when a member is lost and ValueError when the tensors are not those
-        of the manifest. Either way the group is left, so that the engines fail at once; they stay
-        paused until a new group sends everything again.
+        Raises PublicationError if a member is lost, and ValueError if the tensors differ from the manifest. In both
+        cases the sender leaves the group, so that the engines fail at once. The engines stay paused until a new group
+        sends everything again.
         """
         if self._channel is None:
-            raise PublicationError(f"version {manifest.version} has no group to go to: join one first")
+            raise PublicationError(f"version {manifest.version} cannot be sent: the sender has not joined a group")
         try:
             hashes = tuple(self._send_buckets(self._channel, manifest, iter(tensors)))
             self._channel.send(torch.tensor(hashes, device=self._channel.device).view(torch.uint8))
@@ -233,10 +233,10 @@ class WeightSender:
             yield bucket_hash(packed)
             channel.send(packed)
         if (extra := next(stream, None)) is not None:
-            raise ValueError(f"the model gives {extra[0]}, which the manifest does not announce")
+            raise ValueError(f"the model has {extra[0]}, which is not in the manifest")
 
     def leave(self) -> None:
-        """Close the channel, if there is one. The engines' workers notice."""
+        """Close the channel, if there is one. The engines' workers notice the closed channel."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -246,5 +246,5 @@ def _in_order(bucket: Bucket, stream: Iterator[tuple[str, Tensor]]) -> Iterator[
     for spec in bucket:
         name, tensor = next(stream, ("nothing more", torch.empty(0)))
         if name != spec.name:
-            raise ValueError(f"the manifest announces {spec.name}, the model gives {name}")
+            raise ValueError(f"the manifest has {spec.name}, but the model has {name}")
         yield tensor

@@ -23,19 +23,19 @@ from openrlhf.distributed.placement import HostGroup, actor_options, reserve
 
 
 class WorkerError(RuntimeError):
-    """A worker died, or did not answer in time. The message names it, what it was doing, and its log."""
+    """A worker process died, or did not answer in time. The message names the process, its task, and its log."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call to a process, or the same call to several; the first one's answer counts. `logs`: their log files."""
+    """A call to one process, or the same call to several; the first answer counts. `logs`: their log files."""
 
     references: tuple[Any, ...]
     logs: tuple[str, ...]
 
 
 class WorkerHost:
-    """One device slot's process. Hosts any set of roles; all use the same process group and libraries."""
+    """The process of one device slot. Hosts any set of roles, which all use the same process group and libraries."""
 
     def __init__(self, log_path: str) -> None:
         redirect_output(log_path)
@@ -43,7 +43,7 @@ class WorkerHost:
         self.strategy: Any = None
 
     def location(self) -> tuple[str, tuple[str, int]]:
-        """The Ray node of this process, and an address and port at which the group may meet."""
+        """The Ray node of this process, and an address and port at which the group can meet."""
         return ray.get_runtime_context().get_node_id(), (node_address(), free_port())
 
     def connect(
@@ -54,11 +54,11 @@ class WorkerHost:
         settings: dict[str, Any],
         plugins: Sequence[str],
     ) -> None:
-        """Join the group's process group as `rank`. `settings` are the keyword arguments of `Strategy`."""
+        """Join the process group of the host group as `rank`. `settings` are the keyword arguments of `Strategy`."""
         os.environ.update(
             RANK=str(rank),
             WORLD_SIZE=str(len(local_ranks)),
-            # Ray shows each actor its own GPU only, as number 0.
+            # Each actor sees only its own GPU, as number 0.
             LOCAL_RANK="0" if device_kind() == "cuda" else str(local_ranks[rank]),
             LOCAL_WORLD_SIZE=str(max(local_ranks) + 1),
             MASTER_ADDR=address[0],
@@ -71,7 +71,7 @@ class WorkerHost:
         load_plugins(plugins)
 
     def add_role(self, role: str, worker: Callable[..., Any], settings: Any) -> None:
-        """Create a worker, `worker(strategy, settings)`, under the name `role`."""
+        """Create a worker, `worker(strategy, settings)`, for the role `role`."""
         self.roles[role] = worker(self.strategy, settings)
 
     def call(self, role: str, method: str, *args: Any) -> Any:
@@ -80,7 +80,7 @@ class WorkerHost:
 
 
 class HostHandles:
-    """The processes of one host group, started and connected."""
+    """The started and connected processes of one host group."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class HostHandles:
         self._connect(settings, plugins, timeout_s)
 
     def close(self) -> None:
-        """End the processes and give their slots back."""
+        """End the processes and release their slots."""
         for host in self.actors:
             ray.kill(host)
         ray.util.remove_placement_group(self._reserved)
@@ -126,7 +126,7 @@ class HostHandles:
         gather(joined, timeout_s=timeout_s, doing=doing)
 
     def call(self, rank: int, method: str, *args: Any) -> Call:
-        """Call a method of `WorkerHost` in the process of a rank."""
+        """Call a method of `WorkerHost` in the process of `rank`."""
         return Call((getattr(self.actors[rank], method).remote(*args),), (self.logs[rank],))
 
 
@@ -144,7 +144,7 @@ class WorkerGroup:
 
     @property
     def slices(self) -> int:
-        """Into how many data slices a batch is cut for this role."""
+        """Number of data slices into which a batch is cut for this role."""
         return self.layout.dp
 
     def create(self, worker: type, settings: Any) -> list[Call]:
@@ -152,7 +152,7 @@ class WorkerGroup:
         return [self.hosts.call(rank, "add_role", self.role, worker, settings) for rank in self._ranks]
 
     def launch(self, method: Callable[..., Any], per_slice: Sequence[Any]) -> list[Call]:
-        """Send each data slice to every rank that works on it: one call per slice."""
+        """Send each data slice to every rank that works on the slice: one call per slice."""
         slices = zip(self.layout.slice_ranks(), map(ray.put, per_slice), strict=True)
         calls = [[self._call(rank, method, argument) for rank in ranks] for ranks, argument in slices]
         return [
@@ -179,11 +179,11 @@ def gather(
     doing: str,
     flag: str = "--train.step_timeout (or --train.setup_timeout while a run starts)",
 ) -> list[Any]:
-    """The results, in order; of a call to several ranks that of the first, when all have answered.
+    """The results, in order. A call to several ranks gives the result of the first rank, after all ranks have answered.
 
-    `doing` completes "… did not <doing> within …", `flag` is the flag that sets that time. The first failure ends the wait:
-    its peers may hang in a collective because of it. Raises WorkerError when a process died or the timeout passed; an
-    exception of a worker's code is raised as it is.
+    `doing` completes "… did not <doing> within …", `flag` names the flag of the timeout. The first failure ends the
+    wait, because other ranks may hang in a collective after the failure. Raises WorkerError if a process died or the
+    timeout passed. An exception of a worker's code is raised unchanged.
     """
     deadline = time.monotonic() + timeout_s
     log_of = {reference: log for call in calls for reference, log in zip(call.references, call.logs, strict=True)}
@@ -194,13 +194,13 @@ def gather(
             if not done:
                 raise WorkerError(
                     f"{len(waiting)} of {len(log_of)} processes did not {doing} within {timeout_s:g} s: "
-                    f"{', '.join(log_of[reference] for reference in waiting)}. Look at these logs; raise {flag} if they are "
-                    "merely slow."
+                    f"{', '.join(log_of[reference] for reference in waiting)}. Look at these logs. If the processes are "
+                    f"merely slow, raise {flag}."
                 )
             ray.get(done)
         return ray.get([call.references[0] for call in calls])
     except RayTaskError as error:
-        raise error.cause from error  # as the worker raised it: its message alone, for what a user can correct
+        raise error.cause from error  # the worker's own exception: its message alone tells a user what to change
     except RayActorError as error:
         raise WorkerError(
             f"a process died while the run was about to {doing}: {error}. Its log: {log_of[done[0]]}"
@@ -208,6 +208,6 @@ def gather(
 
 
 def give_up(answer: Any) -> None:
-    """Cancel a call that nobody waits for any more."""
+    """Cancel a call whose answer is no longer needed."""
     if isinstance(answer, ray.ObjectRef):
         ray.cancel(answer)

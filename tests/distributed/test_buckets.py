@@ -174,7 +174,7 @@ class TestReceipt:
     @pytest.mark.parametrize(
         ("difference", "message"),
         [
-            ({"version": 2}, "worker 2 took in version 2"),
+            ({"version": 2}, "worker 2 received version 2"),
             ({"bucket_hashes": (11, 12)}, "worker 2 has hash 0xc for bucket 1, sent was -0xc"),
             ({"bucket_hashes": (-12, 11)}, "for bucket 0"),
             ({"bucket_hashes": (11,)}, "received 1 buckets of 2"),

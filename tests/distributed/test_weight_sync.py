@@ -100,9 +100,9 @@ def test_each_tensor_is_read_before_the_next_is_asked_for(threads):
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (dict(list(TENSORS.items())[:4]), "announces e, the model gives nothing more"),
-        (TENSORS | {"f": torch.zeros(1)}, "the model gives f, which the manifest does not announce"),
-        (dict(sorted(TENSORS.items(), reverse=True)), "announces a, the model gives e"),
+        (dict(list(TENSORS.items())[:4]), "the manifest has e, but the model has nothing more"),
+        (TENSORS | {"f": torch.zeros(1)}, "the model has f, which is not in the manifest"),
+        (dict(sorted(TENSORS.items(), reverse=True)), "the manifest has a, but the model has e"),
         (TENSORS | {"c": torch.zeros(3, 50)}, "c has shape"),
     ],
 )
@@ -114,7 +114,7 @@ def test_tensors_that_are_not_the_manifests_are_an_error_on_both_sides_at_once(t
     with pytest.raises(ValueError, match=message):
         sender.send(MANIFEST, tensors.items())
     assert_fails_soon(worker)
-    with pytest.raises(PublicationError, match="no group to go to"):
+    with pytest.raises(PublicationError, match="has not joined a group"):
         sender.send(MANIFEST, TENSORS.items())
 
 

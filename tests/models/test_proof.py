@@ -193,7 +193,9 @@ def test_transformed_logits_are_refused_before_anything_is_loaded(kind: str, ent
 
 def test_a_model_of_more_than_text_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     config = Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"])
-    with pytest.raises(ModelError, match=r"more than text \(Qwen3_5ForConditionalGeneration\).*Name a text model"):
+    with pytest.raises(
+        ModelError, match=r"not a text-only model \(Qwen3_5ForConditionalGeneration\).*Name a text model"
+    ):
         check_is_causal(spec_of(tmp_path, config))
 
 
