@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
 from openrlhf.observability.run_folder import sample_row
-from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rollout.episode_metrics import of_sources
 from openrlhf.trajectory import Failure, Trajectory
+
+Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]  # the numbers of a table's row; counts are integers
+LOGGED = {  # the logged name of a column
+    "failed": "failed_pairs",
+    "win rate": "win_rate",
+    "standard error": "win_rate_stderr",
+    "accuracy": "acc_mean",
+    "margin": "margin_mean",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +59,6 @@ def by_reward(pair: Comparison) -> float | None:
     return None if math.isnan(pair.margin) else (1.0 if pair.margin > 0 else 0.5 if pair.margin == 0 else 0.0)
 
 
-def check_errors(pairs: Sequence[Comparison], errors: ErrorBudget) -> None:
-    """Raise RewardErrors, with the first error, if too many pairs could not be judged."""
-    failed = [pair for pair in pairs if pair.win is None]
-    if errors.exceeded_by(len(failed), of=len(pairs)):
-        raise RewardErrors(
-            f"{len(failed)} of {len(pairs)} pairs could not be judged, a larger share than --reward.max_error_rate "
-            f"{errors.max_error_rate:g}. To get the rest all the same, raise it or set --reward.on_error drop. "
-            f"The first error:\n{failed[0].error}"
-        )
-
-
 def win_rate(pairs: Sequence[Comparison]) -> tuple[float, float]:
     """The mean over prompts of the mean win of their pairs, ties one half; and its standard error, prompts being independent.
 
@@ -76,56 +73,11 @@ def win_rate(pairs: Sequence[Comparison]) -> tuple[float, float]:
     return rate, stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
 
 
-def win_metrics(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """The win rate with its standard error, of everything and per data source, and the counts, under the logged names.
-
-    A rate of no pairs and an error of fewer than two prompts are left out.
-    """
-    rate, error = win_rate(pairs)
-    wins = [pair.win for pair in pairs if pair.win is not None]
-    metrics = {
-        "eval/win_rate": rate,
-        "eval/win_rate_stderr": error,
-        "eval/wins": float(wins.count(1.0)),
-        "eval/ties": float(wins.count(0.5)),
-        "eval/losses": float(wins.count(0.0)),
-        "eval/failed_pairs": float(len(pairs) - len(wins)),
-    }
-    for source, members in of_sources(pairs, lambda pair: pair.ours).items():
-        rate, error = win_rate(members)
-        metrics |= {f"eval/eval_{source}_win_rate": rate, f"eval/eval_{source}_win_rate_stderr": error}
-    return {name: value for name, value in metrics.items() if not math.isnan(value)}
-
-
-def accuracy_metrics(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """How often, and by how much, the chosen answer has the larger reward; and mean and deviation of all rewards.
-
-    Under the names of the evaluation in reward-model training; as there, equal rewards are no success.
-    """
-    judged = [pair for pair in pairs if pair.win is not None]
-    rewards = [t.reward for pair in judged for t in (pair.ours, pair.theirs) if t.reward is not None]
-    metrics = {"eval/failed_pairs": float(len(pairs) - len(judged))}
-    if judged:
-        metrics |= _accuracy("eval/", judged)
-        metrics |= {"eval/reward_mean": fmean(rewards), "eval/reward_std": max(stdev(rewards), 1e-8)}
-    for source, members in of_sources(judged, lambda pair: pair.ours).items():
-        metrics |= _accuracy(f"eval/eval_{source}_", members)
-    return metrics
-
-
-def _accuracy(prefix: str, judged: Sequence[Comparison]) -> dict[str, float]:
-    return {
-        f"{prefix}acc_mean": fmean(pair.win == 1.0 for pair in judged) if judged else math.nan,
-        f"{prefix}margin_mean": fmean(pair.margin for pair in judged) if judged else math.nan,
-    }
-
-
 def win_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """What a table shows of the pairs of a data source."""
+    """The columns of a table of wins: the counts, and the win rate with its standard error."""
     rate, error = win_rate(pairs)
     wins = [pair.win for pair in pairs]
     return {
-        "pairs": len(pairs),
         "wins": wins.count(1.0),
         "ties": wins.count(0.5),
         "losses": wins.count(0.0),
@@ -136,11 +88,35 @@ def win_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
 
 
 def accuracy_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """The same of rewards."""
+    """The columns of a table of rewards: how often, and by how much, the chosen answer has the larger reward.
+
+    As in reward-model training, equal rewards are no success.
+    """
     judged = [pair for pair in pairs if pair.win is not None]
-    numbers = _accuracy("", judged)
-    failed = len(pairs) - len(judged)
-    return {"pairs": len(pairs), "accuracy": numbers["acc_mean"], "margin": numbers["margin_mean"], "failed": failed}
+    return {
+        "accuracy": fmean(pair.win == 1.0 for pair in judged) if judged else math.nan,
+        "margin": fmean(pair.margin for pair in judged) if judged else math.nan,
+        "failed": len(pairs) - len(judged),
+    }
+
+
+def metrics_of(pairs: Sequence[Comparison], columns: Columns) -> dict[str, float]:
+    """The numbers of a table under their logged names: of all pairs, and the rates also per data source.
+
+    A number that is NaN, such as a rate of no pairs, is left out.
+    """
+    metrics = {f"eval/{LOGGED.get(column, column)}": float(value) for column, value in columns(pairs).items()}
+    for source, members in of_sources(pairs, lambda pair: pair.ours).items():
+        rates = {column: value for column, value in columns(members).items() if isinstance(value, float)}
+        metrics |= {f"eval/eval_{source}_{LOGGED.get(column, column)}": value for column, value in rates.items()}
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+def reward_metrics(pairs: Sequence[Comparison]) -> dict[str, float]:
+    """Mean and deviation of both rewards of the pairs that have them, under the names of reward-model training."""
+    judged = [pair for pair in pairs if pair.win is not None]
+    rewards = [t.reward for pair in judged for t in (pair.ours, pair.theirs) if t.reward is not None]
+    return {"eval/reward_mean": fmean(rewards), "eval/reward_std": max(stdev(rewards), 1e-8)} if rewards else {}
 
 
 def row_of(pair: Comparison) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +24,7 @@ from openrlhf.data.templates import fill_template, to_messages
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.observability.tables import ScoredRow, print_scores
 from openrlhf.rewards.preview import answered, wrong_requests
-from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
+from openrlhf.rewards.protocol import Reward, RewardRequest
 from openrlhf.rewards.rule import offer_remote_engines, reward_of
 from openrlhf.rewards.servers import IN_FLIGHT
 
@@ -108,20 +109,18 @@ async def score_all(reward: Reward, requests: list[RewardRequest], *, at_once: i
             began = time.monotonic()
             results = await reward.score(group)
             seconds = time.monotonic() - began
-        return [_row(request, result, seconds) for request, result in zip(group, results, strict=True)]
+        return [
+            ScoredRow(
+                response=request.response_text,
+                label=str(request.label),
+                reward=result.reward,
+                seconds=seconds,
+                failure=result.failure,
+                error=result.error,
+            )
+            for request, result in zip(group, results, strict=True)
+        ]
 
-    calls = (
-        [list(group) for _, group in groupby(requests, key=lambda r: r.prompt)] if groups else [[r] for r in requests]
-    )
-    return [each for group in await asyncio.gather(*map(call, calls)) for each in group]
-
-
-def _row(request: RewardRequest, result: RewardResult, seconds: float) -> ScoredRow:
-    return ScoredRow(
-        response=request.response_text,
-        label=str(request.label),
-        reward=result.reward,
-        seconds=seconds,
-        failure=result.failure,
-        error=result.error,
-    )
+    shared_by = attrgetter("prompt") if groups else id
+    calls = [call(list(group)) for _, group in groupby(requests, key=shared_by)]
+    return [row for rows in await asyncio.gather(*calls) for row in rows]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,17 +25,8 @@ from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.placement import HostGroup, Placement
 from openrlhf.distributed.worker_group import WorkerGroup, gather
-from openrlhf.evaluation.comparing import (
-    Comparison,
-    accuracy_columns,
-    accuracy_metrics,
-    by_reward,
-    check_errors,
-    pair_up,
-    row_of,
-    win_columns,
-    win_metrics,
-)
+from openrlhf.evaluation import comparing
+from openrlhf.evaluation.comparing import Columns, Comparison
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents, make_agents
 from openrlhf.launch.hosts import start_hosts
@@ -79,7 +69,7 @@ def run_pass_k(config: EvaluationConfig) -> None:
     model, k = read_candidate(config, "model"), config.eval.n_samples_per_prompt
     if config.dry_run:
         return show_prompts(model.prompts)
-    with Evaluation(config) as evaluation:
+    with started(config) as evaluation:
         answers = evaluation.rewarded(evaluation.answers(model, "vllm"))
         evaluation.recorder.folder.log_samples(sample_row(0, answer) for answer in answers)
         evaluation.report(evaluation_metrics(answers, k=k), rows_of(answers, lambda t: t, partial(source_columns, k=k)))
@@ -98,12 +88,12 @@ def run_rm_accuracy(config: EvaluationConfig) -> None:
     rows = PreferenceDataset(read_rows(config), tokenizer, config.data)
     if config.dry_run:
         return print(f"{rows.summary}\nfirst chosen text: {tokenizer.decode(rows[0].chosen)!r}")
-    with Evaluation(config) as evaluation:
+    with started(config) as evaluation:
         evaluation.recorder.display.note(rows.summary)
         chosen = [given_text(tokenizer, n, rows[n].datasource, rows[n].chosen) for n in range(len(rows))]
         rejected = [given_text(tokenizer, n, rows[n].datasource, rows[n].rejected) for n in range(len(rows))]
         pairs = evaluation.compared(chosen, rejected)
-        evaluation.report_pairs(pairs, accuracy_metrics(pairs), accuracy_columns)
+        evaluation.report_pairs(pairs, comparing.accuracy_columns, comparing.reward_metrics(pairs))
 
 
 def run_win_rate(config: EvaluationConfig) -> None:
@@ -119,14 +109,15 @@ def run_win_rate(config: EvaluationConfig) -> None:
         asyncio.run(judge.servers.check())
     if config.dry_run:
         return show_prompts(model.prompts)
-    with Evaluation(config) as evaluation:
+    with started(config) as evaluation:
         ours = evaluation.answers(model, "vllm")
         theirs = evaluation.answers(other, "against") if written is None else evaluation.written(model, written)
         if judge:
-            pairs = asyncio.run(judged(judge, pair_up(ours, theirs), (model.tokenizer, other.tokenizer)))
+            pairs = comparing.pair_up(ours, theirs)
+            pairs = asyncio.run(judged(judge, pairs, (model.tokenizer, other.tokenizer)))
         else:
             pairs = evaluation.compared(ours, theirs)
-        evaluation.report_pairs(pairs, win_metrics(pairs), win_columns)
+        evaluation.report_pairs(pairs, comparing.win_columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,24 +181,13 @@ def make_judge(config: EvaluationConfig) -> Judge | None:
 
 
 class Evaluation:
-    """What lives as long as an evaluation: run folder and Ray. Engines, hosts and reward models come and go, one after the other."""
+    """An evaluation with its run folder, on a Ray cluster. Engines and reward models start when they are needed, one after the other."""
 
-    def __init__(self, config: EvaluationConfig) -> None:
-        self.config = config
-        self.kind: Device = "cuda" if count_gpus() else "cpu"
+    def __init__(self, config: EvaluationConfig, recorder: Recorder, kind: Device) -> None:
+        self.config, self.recorder = config, recorder
+        self.kind: Device = kind
+        self.log_dir = str(recorder.folder.logs.absolute())
         self.errors = ErrorBudget.of(config.reward)
-
-    def __enter__(self) -> Evaluation:
-        with ExitStack() as ends:
-            self.recorder = Recorder(self.config, self.config.run.dir)
-            ends.callback(self.recorder.close)
-            self.log_dir = str(self.recorder.folder.logs.absolute())
-            ends.enter_context(ray_cluster(largest_phase(self.config, on_gpus=self.kind == "cuda")))
-            self._ends = ends.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ends.close()
 
     def answers(self, model: Candidate, name: str) -> list[Trajectory]:
         """Every prompt's samples, rewarded by the rule where there is one. Starts engines for it, and ends them."""
@@ -216,8 +196,8 @@ class Evaluation:
         self.recorder.display.note(f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each.")
         group = HostGroup(name=name, roles=(name,), nodes=1, slots_per_node=config.vllm.num_engines)
         made_of = settings.engine_settings(config, model.path, self.kind, model.tokenizer)
-        started = Fleet(group, made_of, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
-        with closing(started) as fleet, fleet.naming_logs():
+        engines = Fleet(group, made_of, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
+        with closing(engines) as fleet, fleet.naming_logs():
             fleet.wait()
             scored_later = config.reward.models or config.judge.url
             agents = make_agents(config, model.tokenizer, needs_reward=not scored_later, log_dir=Path(self.log_dir))
@@ -227,8 +207,7 @@ class Evaluation:
 
     def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:
         """Answers that are there already, one to each prompt, rewarded like sampled ones."""
-        spec = replace(settings.eval_sampling(self.config), n_samples=1)
-        return self._sample(model, WrittenAnswers(spec, model.prompts, answers), spec)
+        return self._sample(model, WrittenAnswers(answers), replace(settings.eval_sampling(self.config), n_samples=1))
 
     def _sample(
         self, model: Candidate, engines: Engines, spec: SamplingSpec, agents: AgentEpisodes | None = None
@@ -237,10 +216,8 @@ class Evaluation:
         with (
             closing(BackgroundLoop()) as loop,
             reward_of(config.reward, log_dir=Path(self.log_dir)) as rule,
-            ExitStack() as ends,
+            closing(agents) if agents else nullcontext(),
         ):
-            if agents:
-                ends.callback(agents.close)
             generator = RolloutGenerator(engines, model.tokenizer, rule, agents=agents, fallback=config.reward.fallback)
             at_once, timeout_s = config.rollout.batch_size, config.train.step_timeout
             return evaluate(model.prompts, generator, loop, spec, step=0, at_once=at_once, timeout_s=timeout_s)
@@ -261,7 +238,8 @@ class Evaluation:
     def compared(self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
         """The pairs, the answer with the larger reward the better one."""
         scored = self.rewarded([*ours, *theirs])
-        return [replace(pair, win=by_reward(pair)) for pair in pair_up(scored[: len(ours)], scored[len(ours) :])]
+        pairs = comparing.pair_up(scored[: len(ours)], scored[len(ours) :])
+        return [replace(pair, win=comparing.by_reward(pair)) for pair in pairs]
 
     def report(self, metrics: Mapping[str, float], rows: Mapping[str, Mapping[str, float]]) -> None:
         """Log the numbers, and print them by data source."""
@@ -272,18 +250,29 @@ class Evaluation:
             print_sources(rows, console=self.recorder.display.console)
 
     def report_pairs(
-        self, pairs: Sequence[Comparison], metrics: Mapping[str, float], columns: Callable[..., Mapping[str, float]]
+        self, pairs: Sequence[Comparison], columns: Columns, rewards: Mapping[str, float] | None = None
     ) -> None:
-        """The same of pairs, and write them down. Raises RewardErrors where too many could not be judged."""
-        self.recorder.folder.log_samples(map(row_of, pairs))
-        self.report(metrics, rows_of(pairs, lambda pair: pair.ours, columns))
-        check_errors(pairs, self.errors)
+        """Report pairs by these columns, and write the pairs down. Raises RewardErrors if too many could not be judged."""
+        self.recorder.folder.log_samples(map(comparing.row_of, pairs))
+        rows = rows_of(pairs, lambda pair: pair.ours, lambda members: {"pairs": len(members), **columns(members)})
+        self.report({**comparing.metrics_of(pairs, columns), **(rewards or {})}, rows)
+        failed = [pair.error for pair in pairs if pair.win is None]
+        self.errors.check_errors(failed, of=len(pairs), what="pairs could not be judged")
+
+
+@contextmanager
+def started(config: EvaluationConfig) -> Iterator[Evaluation]:
+    """An evaluation in a run folder of its own, on a Ray cluster that is there or is started for it."""
+    kind: Device = "cuda" if count_gpus() else "cpu"
+    largest = largest_phase(config, on_gpus=kind == "cuda")
+    with closing(Recorder(config, config.run.dir)) as recorder, ray_cluster(largest):
+        yield Evaluation(config, recorder, kind)
 
 
 def rows_of(
     items: Sequence[T], episode: Callable[[T], Trajectory], columns: Callable[[Sequence[T]], Mapping[str, float]]
 ) -> dict[str, Mapping[str, float]]:
-    """A row of `columns` per data source, and where there are several one of everything."""
+    """A row of `columns` per data source, and if there are several sources, a row of everything."""
     rows = {source: columns(members) for source, members in of_sources(items, episode).items()}
     return rows if len(rows) == 1 else rows | {"all": columns(items)}
 
@@ -302,17 +291,15 @@ def reward_hosts(config: EvaluationConfig) -> HostGroup:
 
 
 class WrittenAnswers:
-    """Stands in the engines' place: answers each prompt with what was written for it."""
+    """Answers in place of engines that sample: for each prompt, the answer of its row."""
 
-    def __init__(self, spec: SamplingSpec, prompts: PromptDataset, answers: Sequence[list[int]]) -> None:
-        self._answers: dict[tuple[int, ...], deque[list[int]]] = {}
-        for number, answer in enumerate(answers):
-            asked = tuple(spec.clip_prompt(prompts[number].tokens))
-            self._answers.setdefault(asked, deque()).append(answer)
+    def __init__(self, answers: Sequence[list[int]]) -> None:
+        self._answers = answers
 
     async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
-        """The next answer to this prompt."""
-        answer = self._answers[tuple(tokens)].popleft()
+        """The answer of the prompt whose index is in the key."""
+        _, row = cast(tuple[str, int], key)
+        answer = self._answers[row]
         return [Generation(tokens=answer, logprobs=[0.0] * len(answer), finish_reason="stop", stop_reason=None, weight_versions=())]  # fmt: skip
 
 

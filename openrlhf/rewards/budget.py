@@ -35,11 +35,14 @@ class ErrorBudget:
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise RewardErrors, with the first error, if too many have failed."""
-        if self.exceeded(trajectories):
-            failed = [trajectory for trajectory in trajectories if trajectory.failed]
+        failed = [trajectory.error for trajectory in trajectories if trajectory.failed]
+        self.check_errors(failed, of=len(trajectories), what="episodes failed")
+
+    def check_errors(self, errors: Sequence[str | None], *, of: int, what: str) -> None:
+        """Raise RewardErrors, with the first error, if there are too many errors. `what` says what happened: "episodes failed"."""
+        if self.exceeded_by(len(errors), of=of):
             raise RewardErrors(
-                f"{len(failed)} of {len(trajectories)} episodes failed, a larger fraction than "
-                f"--reward.max_error_rate {self.max_error_rate:g}. To go on all the same, raise it "
-                "or set --reward.on_error to drop or to a number. "
-                f"The first error:\n{failed[0].error}"
+                f"{len(errors)} of {of} {what}, a larger fraction than --reward.max_error_rate {self.max_error_rate:g}. "
+                "To go on all the same, raise it or set --reward.on_error drop, which leaves failures out. "
+                f"The first error:\n{errors[0]}"
             )

@@ -10,13 +10,12 @@ import pytest
 from openrlhf.evaluation.comparing import (
     Comparison,
     accuracy_columns,
-    accuracy_metrics,
     by_reward,
-    check_errors,
+    metrics_of,
     pair_up,
+    reward_metrics,
     row_of,
     win_columns,
-    win_metrics,
     win_rate,
 )
 from openrlhf.observability.glossary import find_spec
@@ -97,7 +96,7 @@ def test_one_prompt_has_no_standard_error_and_none_no_rate() -> None:
 
 def test_wins_are_logged_in_all_and_per_data_source() -> None:
     pairs = [won(0, 1.0, source="x"), won(1, 0.5, source="x"), won(2, 0.0, source="y"), won(3, None, source="y")]
-    metrics = win_metrics(pairs)
+    metrics = metrics_of(pairs, win_columns)
     counts = {name: metrics[f"eval/{name}"] for name in ("wins", "ties", "losses", "failed_pairs")}
     assert counts == {"wins": 1.0, "ties": 1.0, "losses": 1.0, "failed_pairs": 1.0}
     assert (metrics["eval/win_rate"], metrics["eval/eval_x_win_rate"], metrics["eval/eval_y_win_rate"]) == (
@@ -107,13 +106,13 @@ def test_wins_are_logged_in_all_and_per_data_source() -> None:
     )
     assert all(find_spec(name) for name in metrics)
     assert win_columns(pairs[:2]) == {
-        "pairs": 2, "wins": 1, "ties": 1, "losses": 0, "failed": 0, "win rate": 0.75, "standard error": 0.25
+        "wins": 1, "ties": 1, "losses": 0, "failed": 0, "win rate": 0.75, "standard error": 0.25
     }  # fmt: skip
 
 
 def test_a_rate_of_nothing_and_an_error_of_one_prompt_are_not_logged() -> None:
-    assert {name for name in win_metrics([won(0, None)]) if "win_rate" in name} == set()
-    metrics = win_metrics([won(0, 1.0, source="x"), won(1, 0.5, source="y")])
+    assert {name for name in metrics_of([won(0, None)], win_columns) if "win_rate" in name} == set()
+    metrics = metrics_of([won(0, 1.0, source="x"), won(1, 0.5, source="y")], win_columns)
     assert {name for name in metrics if "eval_x_win_rate" in name} == {"eval/eval_x_win_rate"}
     assert "eval/win_rate_stderr" in metrics
 
@@ -123,7 +122,7 @@ def test_a_rate_of_nothing_and_an_error_of_one_prompt_are_not_logged() -> None:
 
 def test_accuracy_counts_pairs_whose_chosen_text_has_strictly_more() -> None:
     pairs = [rewarded(0, 2.0, 1.0, source="x"), rewarded(1, 1.0, 1.0, source="x"), rewarded(2, 0.0, 3.0, source="y")]
-    metrics = accuracy_metrics(pairs)
+    metrics = metrics_of(pairs, accuracy_columns) | reward_metrics(pairs)
     assert metrics == {
         "eval/acc_mean": pytest.approx(1 / 3),
         "eval/margin_mean": pytest.approx(-2 / 3),
@@ -136,18 +135,18 @@ def test_accuracy_counts_pairs_whose_chosen_text_has_strictly_more() -> None:
         "eval/eval_y_margin_mean": -3.0,
     }
     assert all(find_spec(name) for name in metrics)
-    assert accuracy_columns(pairs[:2]) == {"pairs": 2, "accuracy": 0.5, "margin": 0.5, "failed": 0}
+    assert accuracy_columns(pairs[:2]) == {"accuracy": 0.5, "margin": 0.5, "failed": 0}
 
 
 # ---- failures
 
 
 def test_too_many_failed_pairs_are_an_error_with_the_first_of_them() -> None:
-    pairs = [won(0, 1.0), won(1, None), won(2, 0.0), won(3, None)]
-    check_errors(pairs, ErrorBudget(max_error_rate=0.5))
-    check_errors(pairs, ErrorBudget(max_error_rate=0.0, counts=False))
+    failed = {"errors": ["no verdict", "gone"], "of": 4, "what": "pairs could not be judged"}
+    ErrorBudget(max_error_rate=0.5).check_errors(**failed)
+    ErrorBudget(max_error_rate=0.0, counts=False).check_errors(**failed)
     with pytest.raises(RewardErrors, match=r"2 of 4 pairs .*--reward\.max_error_rate 0\.4.*\n.*no verdict"):
-        check_errors(pairs, ErrorBudget(max_error_rate=0.4))
+        ErrorBudget(max_error_rate=0.4).check_errors(**failed)
 
 
 def test_a_pair_is_a_line_of_samples_with_both_answers() -> None:

@@ -48,7 +48,7 @@ def test_written_answers_meet_their_prompts_and_are_rewarded_like_sampled_ones()
     prompts = PromptDataset(Dataset.from_dict({"input": asked}), tokenizer, RLDataConfig())
     answers = [tokenizer(texts[text])["input_ids"] for text in asked]
     answers[2] = tokenizer("bbb")["input_ids"]
-    engines = WrittenAnswers(SPEC, prompts, answers)
+    engines = WrittenAnswers(answers)
     generator = RolloutGenerator(engines, tokenizer, Length())
     with closing(BackgroundLoop()) as loop:
         episodes = evaluate(prompts, generator, loop, SPEC, step=0, at_once=3, timeout_s=60)
