@@ -7,8 +7,8 @@
     <ckpt.path>/.tmp-<tag>-<nonce>           a save or a removal under way, laid out as above
 
 A save is written aside, synced and hashed, renamed into place, and committed by the rename of its manifest; only then are
-older checkpoints removed. A checkpoint is removed the same way backwards: its directories are renamed aside, and come back
-as long as its manifest stands; then the manifest goes. A directory that no manifest names is no checkpoint: what our own
+older checkpoints removed. A checkpoint is removed the same way backwards: the rename of its manifest aside takes the commit
+back, its directories follow, and all of it is deleted. A directory that no manifest names is no checkpoint: what our own
 saves left aside is deleted, and what other programs wrote stays.
 
 Standard library only. One process (rank 0, the controller) owns the manager and makes one save at a time. `<ckpt.path>` is
@@ -25,10 +25,16 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, manifest_text, read_manifest
+from openrlhf.checkpoints.manifest import (
+    Checkpoint,
+    CheckpointError,
+    RunState,
+    StagedCheckpoint,
+    manifest_text,
+    read_manifest,
+)
 from openrlhf.files import fingerprint, move, sync, sync_tree, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -37,26 +43,6 @@ GIB = 2**30
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 FULL = 2**20  # bytes: with less than this free a disk counts as full
 MANIFEST = ".manifest.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedCheckpoint:
-    """A save under way, from `begin` to `commit` or `abort`; ranks get its paths."""
-
-    directory: Path
-    tag: str
-    nonce: str
-    step: int
-    places: tuple[str, ...]
-
-    def engine_dir(self, part: str = "") -> str:
-        """What `engine.save_checkpoint(…, tag=staged.tag)` takes as its directory."""
-        return str(self.directory / part)
-
-    @property
-    def hf_dir(self) -> str:
-        """Where the export goes, if `begin` was told of one."""
-        return str(self.directory / f"{self.tag}_hf")
 
 
 class CheckpointManager:
@@ -135,12 +121,12 @@ class CheckpointManager:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._settle()
-            self._check_space(tag)
+            self._check_space()
             for place in places:
                 (directory / place).mkdir(parents=True)
         except OSError as error:
-            raise CheckpointError(f"{tag} cannot be written to --ckpt.path {self.root}: {error}.") from error
-        return StagedCheckpoint(directory=directory, tag=tag, nonce=nonce, step=step, places=tuple(places))
+            raise self._failed(tag, error) from error
+        return StagedCheckpoint(directory=directory, tag=tag, nonce=nonce, places=tuple(places))
 
     def commit(
         self,
@@ -155,7 +141,7 @@ class CheckpointManager:
         A metric that is not finite counts as none. Raises CheckpointError if the save fails, and gives the save up; trouble
         with older checkpoints is only a warning.
         """
-        if state.step != staged.step:
+        if not staged.tag.endswith(_tag(state.step)):
             raise ValueError(f"{staged.tag} was given the state of step {state.step}")
         if metric_value is not None and not math.isfinite(metric_value):
             metric_value = None
@@ -164,8 +150,8 @@ class CheckpointManager:
             self._install(staged, checkpoint)
         except OSError as error:
             with suppress(OSError):  # what is left is settled by the next call
-                self.abort(staged)
-            raise self._failed(staged, error) from error
+                self._settle()
+            raise self._failed(staged.tag, error) from error
         try:
             _remove(staged.directory)
             for part in self.parts:
@@ -183,18 +169,13 @@ class CheckpointManager:
         except Exception as error:
             if shutil.disk_usage(staged.directory).free > FULL:
                 raise
-            raise self._failed(staged, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
+            raise self._failed(staged.tag, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
 
-    def _failed(self, staged: StagedCheckpoint, error: OSError) -> CheckpointError:
+    def _failed(self, tag: str, error: OSError) -> CheckpointError:
         return CheckpointError(
-            f"{staged.tag} could not be written to --ckpt.path {self.root}: {error}. Older checkpoints still stand. Make "
+            f"{tag} could not be written to --ckpt.path {self.root}: {error}. Older checkpoints still stand. Make "
             f"room, choose another --ckpt.path, or keep fewer with --ckpt.max_num (now {self.max_num})."
         )
-
-    def abort(self, staged: StagedCheckpoint) -> None:
-        """Give up a save, and remove what it has written."""
-        logger.warning("The save of %s is given up.", staged.tag)
-        self._settle()
 
     def _seal(
         self, staged: StagedCheckpoint, state: RunState, metric_key: str | None, metric_value: float | None
@@ -211,7 +192,7 @@ class CheckpointManager:
                 name = str(path.relative_to(staged.directory))
                 files[name] = (path.stat().st_size, fingerprint(path))
         checkpoint = Checkpoint(
-            root=self.root,
+            directory=self.root,
             tag=staged.tag,
             nonce=staged.nonce,
             sequence=max((other.sequence for other in self.checkpoints()), default=0) + 1,
@@ -227,8 +208,10 @@ class CheckpointManager:
     def _install(self, staged: StagedCheckpoint, checkpoint: Checkpoint) -> None:
         """Rename the staged directories into place, and then the manifest: the commit."""
         for other in self.checkpoints():
-            if other.tag == checkpoint.tag:
-                self._set_aside(other)
+            aside = self.root / _aside_name(other.tag, other.nonce)
+            for place in other.places if other.tag == checkpoint.tag else ():
+                if (self.root / place).exists():  # `_settle` brings it back as long as its manifest stands
+                    move(self.root / place, aside / place)
         for place in checkpoint.places:
             if (self.root / place).exists():  # no manifest names it: not ours to delete
                 logger.warning("%s is in the way: renamed to %s.%s.", place, place, staged.nonce)
@@ -236,19 +219,12 @@ class CheckpointManager:
             move(staged.directory / place, self.root / place)
         move(staged.directory / (staged.tag + MANIFEST), self.root / (staged.tag + MANIFEST))
 
-    def _set_aside(self, checkpoint: Checkpoint) -> None:
-        """Rename its directories aside, from where `_settle` brings them back or deletes them."""
-        for place in checkpoint.places:
-            if (self.root / place).exists():
-                move(self.root / place, self.root / _aside_name(checkpoint.tag, checkpoint.nonce) / place)
-
     def _rotate(self) -> None:
         """Remove what exceeds the limits."""
         evicted = evictions(self.checkpoints(), max_num=self.max_num, max_bytes=self.max_bytes, damaged=self._damaged)
-        for checkpoint in evicted:
-            self._set_aside(checkpoint)
-            (self.root / (checkpoint.tag + MANIFEST)).unlink()
-            sync(self.root)
+        for checkpoint in evicted:  # with its manifest aside, a checkpoint is a save that was not committed
+            manifest = checkpoint.tag + MANIFEST
+            move(self.root / manifest, self.root / _aside_name(checkpoint.tag, checkpoint.nonce) / manifest)
         self._settle()
         size = sum(checkpoint.size for checkpoint in self.checkpoints())
         if size > self.max_bytes:
@@ -277,16 +253,13 @@ class CheckpointManager:
                     move(aside / place, self.root / place)
             _remove(aside)
 
-    def _check_space(self, tag: str) -> None:
-        """Raise CheckpointError where the disk has less room than `tag` is likely to take."""
+    def _check_space(self) -> None:
+        """Raise OSError if the disk has less room than the last checkpoint took."""
         needed = sum(checkpoint.size for checkpoint in self.checkpoints()[-1:])
         free = shutil.disk_usage(self.root).free
         if free < needed:
-            raise CheckpointError(
-                f"--ckpt.path {self.root} has {_size(free)} free, {_size(needed - free)} less than {tag} needs beside the "
-                "older checkpoints, which stay until it is complete. Make room, choose another --ckpt.path, or keep fewer "
-                f"with --ckpt.max_num (now {self.max_num})."
-            )
+            lacking = f"{_size(free)} free, {_size(needed - free)} less than the last checkpoint took"
+            raise OSError(errno.ENOSPC, lacking)
 
 
 def evictions(
@@ -312,7 +285,7 @@ def evictions(
     return evicted
 
 
-def _tag(step: int, *, best: bool) -> str:
+def _tag(step: int, *, best: bool = False) -> str:
     return f"{'best_' if best else ''}global_step{step}"
 
 

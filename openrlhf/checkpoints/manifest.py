@@ -46,7 +46,7 @@ class EngineLayout:
 class RunState:
     """Where a run stands, besides the state of its engines. A trainer makes it and resumes from it.
 
-    Raises TypeError naming a field that does not survive JSON: keys are strings, sequences are lists.
+    Raises TypeError if `identity` does not survive JSON: keys are strings, sequences are lists.
     """
 
     step: int  # optimizer steps (offline) or rollout steps (RL) that are done
@@ -62,25 +62,35 @@ class RunState:
     identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that continues has to have in common
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            try:
-                survives = json.loads(json.dumps(value)) == value
-            except (TypeError, ValueError):
-                survives = False
-            if not survives:
-                raise TypeError(f"RunState.{name} does not survive JSON: {value!r:.200}")
+        if json.loads(json.dumps(self.identity, default=repr)) != self.identity:
+            raise TypeError(f"RunState.identity does not survive JSON: {self.identity!r:.200}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """One committed checkpoint. Created by `CheckpointManager`, consumed by trainers."""
+class StagedCheckpoint:
+    """Where the files of a checkpoint are: aside while they are written, in --ckpt.path once they are committed."""
 
-    root: Path
+    directory: Path
     tag: str
     nonce: str  # tells two saves of one tag apart
+    places: tuple[str, ...]  # its directories, relative to `directory`
+
+    def engine_dir(self, part: str = "") -> str:
+        """The directory that DeepSpeed's `save_checkpoint` and `load_checkpoint` take, beside the tag."""
+        return str(self.directory / part)
+
+    @property
+    def hf_dir(self) -> str:
+        """The directory of the export, if the checkpoint has one."""
+        return str(self.directory / f"{self.tag}_hf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(StagedCheckpoint):
+    """One committed checkpoint. Created by `CheckpointManager`, consumed by trainers."""
+
     sequence: int  # running number of the save
-    places: tuple[str, ...]  # its directories, relative to root
-    files: Mapping[str, tuple[int, str]]  # path relative to root → bytes, hash
+    files: Mapping[str, tuple[int, str]]  # path relative to `directory` → bytes, hash
     metric_key: str | None
     metric_value: float | None
     state: RunState
@@ -106,15 +116,6 @@ class Checkpoint:
         """The engines in the checkpoint: `""` offline, `_actor` and `_critic` in RL; none in an export."""
         return tuple(os.path.dirname(place) for place in self.places if not place.endswith("_hf"))
 
-    @property
-    def hf_dir(self) -> str | None:
-        """The directory of its export, if it has one."""
-        return next((str(self.root / place) for place in self.places if place.endswith("_hf")), None)
-
-    def engine_dir(self, part: str = "") -> str:
-        """What `engine.load_checkpoint(…, tag=checkpoint.tag)` takes as its directory."""
-        return str(self.root / part)
-
     def check_continued_by(
         self, engines: Mapping[str, EngineLayout], *, layout: str, identity: Mapping[str, Any]
     ) -> None:
@@ -134,7 +135,9 @@ class Checkpoint:
                 + "".join(f"\n  {difference}" for difference in different)
             )
         if reasons:
-            raise CheckpointError("\n".join(f"{self.tag} in --ckpt.path {self.root} {reason}." for reason in reasons))
+            raise CheckpointError(
+                "\n".join(f"{self.tag} in --ckpt.path {self.directory} {reason}." for reason in reasons)
+            )
 
     def damage(self) -> str | None:
         """What is wrong with the first damaged file, in words; None if the checkpoint is complete.
@@ -142,7 +145,7 @@ class Checkpoint:
         Reads at most 16 MiB per file.
         """
         for name, (size, digest) in self.files.items():
-            path = self.root / name
+            path = self.directory / name
             if not path.is_file():
                 return f"{name} is missing"
             if (found := path.stat().st_size) != size:
@@ -158,9 +161,9 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def manifest_text(checkpoint: Checkpoint) -> str:
-    """The manifest of `checkpoint`: its fields but the root, a format number and a SHA-256."""
+    """The manifest of `checkpoint`: its fields but the directory, a format number and a SHA-256."""
     values = asdict(checkpoint)
-    del values["root"]
+    del values["directory"]
     return json.dumps({"format": FORMAT, "sha256": _json_hash(values), "checkpoint": values}, indent=1)
 
 
@@ -185,7 +188,7 @@ def read_manifest(path: Path, *, root: Path) -> Checkpoint:
     values["state"] = RunState(**{**state, "engines": engines})
     values["places"] = tuple(values["places"])
     values["files"] = {name: (size, digest) for name, (size, digest) in values["files"].items()}
-    return Checkpoint(root=root, **values)
+    return Checkpoint(directory=root, **values)
 
 
 def _json_hash(values: Any) -> str:
