@@ -222,9 +222,10 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
     """The two known names at most that a user may have meant: those with this last part first, then similar ones."""
     leaf = name.rpartition(".")[2]
     leaves = {path: path.rpartition(".")[2] for path in known}
-    same = [path for path in known if leaves[path] == leaf or leaf.endswith(f"_{leaves[path]}")]
+    same = [path for path in known if leaves[path] == leaf]
     begun = [path for path in known if len(leaf) > 3 and leaves[path].startswith(leaf)]
-    by_leaf = difflib.get_close_matches(name, same or begun, n=2, cutoff=0.0)
+    ended = [path for path in known if leaf.endswith(f"_{leaves[path]}")]
+    by_leaf = difflib.get_close_matches(name, same or ended or begun, n=2, cutoff=0.0)
     similar = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
     close = difflib.get_close_matches(leaf, leaves.values(), n=2, cutoff=0.8)
     found = [*by_leaf, *similar, *(path for path in known if leaves[path] in close)]
