@@ -17,7 +17,6 @@ class Command(Section):
     """What every command has. `given`: the values by path that flags and a file gave; all others are defaults."""
 
     always: ClassVar[bool] = True  # `!always` is a condition that never holds
-    trains: ClassVar[bool] = False
     effects: ClassVar[Mapping[str, str]] = {}  # conditions of this command, and the flags and sections that have them
 
     given: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
@@ -118,7 +117,6 @@ class RecordedCommand(ModelCommand):
 
 class Root(RecordedCommand):
     """What every training command has."""
-    trains: ClassVar[bool] = True
     measures_training_rows: ClassVar[bool] = False  # evaluates without --eval.dataset too
 
     train: shared.TrainConfig = shared.TrainConfig()

@@ -77,11 +77,9 @@ class EvaluationConfig(RecordedCommand):
 
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path."""
-        shared_prompts = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
-        return {
-            **rules.machine_values(self),
-            **engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=shared_prompts),
-        }
+        prefixes = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
+        engines = engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=prefixes)
+        return rules.machine_values(self) | engines
 
     def notices(self) -> Sentences:
         """What the user may have to know of this resolved configuration."""

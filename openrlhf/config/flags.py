@@ -38,9 +38,8 @@ class ConfigError(ValueError):
 
     def __init__(self, violations: str | Sequence[str]) -> None:
         self.violations = [violations] if isinstance(violations, str) else list(violations)
-        many = len(self.violations) > 1
-        lines = [f"{len(self.violations)} mistakes:"] if many else []
-        super().__init__("\n  - ".join([*lines, *self.violations]))
+        head = [f"{len(self.violations)} mistakes:"] if len(self.violations) > 1 else []
+        super().__init__("\n  - ".join([*head, *self.violations]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +142,11 @@ def value_at(config: Any, path: str) -> Any:
 
 def amend(config: T, values: Mapping[str, Any]) -> T:
     """A copy of the tree with the values at these dotted paths."""
-    own = {path: value for path, value in values.items() if "." not in path}
-    for name in dict.fromkeys(path.partition(".")[0] for path in values if "." in path):
-        inner = {p.partition(".")[2]: v for p, v in values.items() if p.startswith(f"{name}.")}
-        own[name] = amend(getattr(config, name), inner)
-    return replace(cast(Any, config), **own)
+    changed: dict[str, Any] = {}
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        changed[name] = amend(changed.get(name, getattr(config, name)), {rest: value}) if rest else value
+    return replace(cast(Any, config), **changed)
 
 
 def spelled_out(config: Any, rows: Iterable[tuple[object, str]]) -> list[str]:
@@ -170,9 +169,9 @@ def convert(flag: Flag, raw: Any) -> Any:
     if raw is None and flag.optional:
         return None
     if flag.shape == "switch":
-        if not isinstance(raw, bool):
-            raise ValueError(f"{flag.name} is a switch: true or false, not {raw!r}.")
-        return raw
+        if isinstance(raw, bool):
+            return raw
+        raise ValueError(f"{flag.name} is a switch: true or false, not {raw!r}.")
     if flag.shape == "json":
         return _json_object(flag, raw)
     if flag.shape == "one":

@@ -118,7 +118,9 @@ class Reader:
         meant = legacy.hints(self.flags)
         there = [flag for flag in self.flags.values() if not is_refused(flag.path, defaults)]
         names = [*(spelling[2:] for flag in there for spelling in flag.switches), *meant]
-        close = meant.get(bare) or nearest(bare, names) or [path for path in [*self.flags, *meant] if path.startswith(bare)]
+        close = (
+            meant.get(bare) or nearest(bare, names) or [path for path in [*self.flags, *meant] if path.startswith(bare)]
+        )
         paths = list(dict.fromkeys(path for each in close for path in meant.get(each, [each])))[:MOST_HINTS]
         self.doubtful.update(paths)
         return f"{self.command} has no flag {name}.{did_you_mean([name.removesuffix(bare) + path for path in paths])}"

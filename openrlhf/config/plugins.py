@@ -15,8 +15,6 @@ from typing import Any
 from openrlhf.config import choices
 from openrlhf.config.flags import ConfigError
 
-GROUP = "openrlhf.plugins"  # of entry points
-
 
 def load_plugins(paths: Sequence[str]) -> None:
     """Import the files, and what installed packages name as `openrlhf.plugins`: what they register becomes a choice of its flag.
@@ -35,9 +33,11 @@ def load_plugins(paths: Sequence[str]) -> None:
 
 @cache
 def _load_installed() -> None:
-    for entry in entry_points(group=GROUP):
+    for entry in entry_points(group="openrlhf.plugins"):
         package = entry.dist.name if entry.dist else "unknown"
-        with _failures(f"the installed package {package}, as the plug-in {entry.name} = {entry.value},"):
+        with _failures(
+            f"the installed package {package}, as the plug-in {entry.name} = {entry.value},", module=entry.module
+        ):
             entry.load()
 
 
@@ -47,20 +47,17 @@ def _load_file(file: Path, name: str, path: str) -> None:
         raise ConfigError(f"--plugin {path} is not a Python file that can be read.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles of the file look it up
-    try:
-        with _failures(f"--plugin {path}"):
-            spec.loader.exec_module(module)
-    except ConfigError:
-        del sys.modules[name]
-        raise
+    with _failures(f"--plugin {path}", module=name):
+        spec.loader.exec_module(module)
 
 
 @contextmanager
-def _failures(plugin: str) -> Generator[None, None, None]:
-    """Errors of a plug-in, with its name in front."""
+def _failures(plugin: str, *, module: str) -> Generator[None, None, None]:
+    """Errors of a plug-in, with its name in front. A module that failed is imported anew the next time."""
     try:
         yield
     except Exception as error:
+        sys.modules.pop(module, None)
         raise ConfigError(f"{plugin} failed: {type(error).__name__}: {error}") from error
 
 

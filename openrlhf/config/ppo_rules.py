@@ -104,12 +104,11 @@ def batch_mistakes(config: RLFlags) -> Sentences:
     """An iteration is whole optimizer steps, these whole micro-batches; shares of datasets fit."""
     train, rollout, dynamic = config.train, config.rollout, config.train.dynamic_batch_enable
     product = f"<rollout.batch_size> x <rollout.n_samples_per_prompt> = {config.samples} samples"
-    enough, ranks = config.samples >= train.batch_size, max(1, config.actor_ranks)
+    ranks = max(1, config.actor_ranks)
     prompts = rules.probabilities_fit(config, "data.prompt_dataset", "data.prompt_probs")
     return prompts if rollout.only else [
         *prompts,
-        (not enough, f"{product} are fewer than one --train.batch_size of {train.batch_size}: lower it."),
-        (enough and config.samples % max(1, train.batch_size), f"{product} are no multiple of <train.batch_size>."),
+        (config.samples % max(1, train.batch_size), f"{product} are no multiple of <train.batch_size>."),
         *rules.batch_fits_ranks(
             train.batch_size, ranks, micro=1 if dynamic else train.micro_batch_size,
             what="<actor.num_nodes> x <actor.num_gpus_per_node>"),

@@ -56,8 +56,7 @@ def machine_values(config: Any) -> dict[str, Any]:
 
 def single_process_notices(config: Any) -> Sentences:
     """Which roles have one process because there is no GPU."""
-    flags = flags_of(config.__class__)
-    used = [f"--{path}" for path in _sizes_not_given(config) if not unmet(config, flags[path])]
+    used = [f"--{path}" for path in _sizes_not_given(config) if not unmet(config, flags_of(config.__class__)[path])]
     return [(used and not machine.count_gpus(), f"No GPU on this machine: {', '.join(used)} is 1.")]
 
 

@@ -78,7 +78,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--rollout.only --rollout.replay_dir .", "--rollout.only generates and --rollout.replay_dir . trains from what"),
     (RL, "--rollout.replay_dir gone", "--rollout.replay_dir gone is no folder on this machine: write one with"),
     (RL, "--algo.kl.target 0.1 --algo.kl.init_coef 0", "--algo.kl.target 0.1 is about the KL to the reference"),
-    (RL, "--rollout.batch_size 4", "4 samples are fewer than one --train.batch_size of 128"),
+    (RL, "--rollout.batch_size 4", "4 samples are no multiple of --train.batch_size 128"),
     (RL, f"{GROUPS} --rollout.batch_size 100 --train.batch_size 64",
      "--rollout.batch_size 100 x --rollout.n_samples_per_prompt 2 = 200 samples are no multiple of "
      "--train.batch_size 64"),
