@@ -176,7 +176,7 @@ IDENTITY = {"task": "sft", "--train.batch_size": 4, "rows of --data.dataset": "1
 
 def checkpoint_of(*, world_size: int = 1, param_dtype: str = "bf16", **changes: Any) -> Checkpoint:
     return Checkpoint(
-        root=Path("checkpoints"),
+        directory=Path("checkpoints"),
         tag="global_step4",
         nonce="",
         sequence=1,
