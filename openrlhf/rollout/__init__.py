@@ -1,1 +1,1 @@
-"""Prompts to rewarded trajectories: engines, routing, and the generator."""
+"""From prompts to rewarded trajectories: engines, routing, and the generator."""

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: asynchronous generation for a loop that is not asynchronous."""
+"""An event loop in its own thread: asynchronous generation for a loop that is not asynchronous."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-CLOSE_S = 60.0  # for what is given up to end
+CLOSE_S = 60.0  # for cancelled samples to end
 END = object()
 
 
@@ -18,7 +18,7 @@ class RolloutError(RuntimeError):
 
 
 class BackgroundLoop:
-    """Runs coroutines for synchronous code; whatever they share (engines, agents, clients) has one event loop."""
+    """Runs coroutines for synchronous code. Engines, agents and clients all use this one event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -32,15 +32,15 @@ class BackgroundLoop:
             return future.result()
         except TimeoutError as error:
             raise RolloutError(
-                f"no group of samples was generated and rewarded within {timeout_s:g} s. If the responses are merely long, "
-                "raise --train.step_timeout, or lower --rollout.max_new_tokens or --rollout.batch_size."
+                f"no group of samples was generated and rewarded within {timeout_s:g} s. If the responses are merely "
+                "long, raise --train.step_timeout, or lower --rollout.max_new_tokens or --rollout.batch_size."
             ) from error
         except BaseException:  # Ctrl-C: nobody waits any more
             future.cancel()
             raise
 
     def iterate(self, stream: AsyncIterator[T], timeout_s: float) -> Iterator[T]:
-        """The items of `stream`, each waited for at most `timeout_s` seconds; the stream is closed at the end.
+        """The items of `stream`, each waited for at most `timeout_s` seconds. The stream is closed at the end.
 
         Raises RolloutError if an item takes longer.
         """

@@ -35,13 +35,13 @@ class EngineError(RuntimeError):
 
 
 class RequestRefused(EngineError):
-    """The engine is well, and does not serve this request."""
+    """The engine works, but does not serve this request."""
 
 
 def _plain_errors(
     method: Callable[Concatenate[RolloutEngine, P], Awaitable[R]],
 ) -> Callable[Concatenate[RolloutEngine, P], Awaitable[R]]:
-    """Raise our own classes only: to read one of vLLM's, the caller would have to import vLLM."""
+    """Raise our own classes only: a caller would have to import vLLM to read an exception of vLLM's."""
 
     @functools.wraps(method)
     async def guarded(self: RolloutEngine, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -62,12 +62,12 @@ def _plain_errors(
 class RolloutEngine:
     """One vLLM engine. Methods may be called concurrently, and raise EngineError.
 
-    Weights: version 0 is the model folder's. `receive` leaves the engine paused; `resume` lets it
-    serve, unless what it received last has not been verified.
+    Weights: version 0 is the model folder's. `receive` leaves the engine paused. `resume` lets the engine serve, unless
+    the last version it received is unverified.
     """
 
     def __init__(self, settings: EngineSettings, index: int, log_path: str | None = None) -> None:
-        """`log_path`: file for what vLLM prints; without one it goes where the process prints."""
+        """`log_path`: file for the output of vLLM; without one, vLLM prints to the output of the process."""
         if log_path:
             redirect_output(log_path)
         self.settings = settings
@@ -105,18 +105,18 @@ class RolloutEngine:
 
     @_plain_errors
     async def stop(self) -> None:
-        """End vLLM's processes and wait for that: the device's memory is free then."""
+        """End vLLM's processes and wait for their end, after which the device's memory is free."""
         self._llm.shutdown()
         self._started = None
 
     @_plain_errors
     async def generate(self, prompt_tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
-        """One sample of the prompt for each of `params`, in their order. Waits out a pause."""
+        """One sample of the prompt for each of `params`, in their order. Waits during a pause."""
         samples = [asyncio.create_task(self._sample(prompt_tokens, each)) for each in params]
         try:
             return await asyncio.gather(*samples)
         finally:
-            for sample in samples:  # if one failed or the caller gave up: end the others
+            for sample in samples:  # end the others if one failed or the caller cancelled
                 sample.cancel()
 
     async def _sample(self, prompt_tokens: list[int], params: SamplingParams) -> Generation:
@@ -158,19 +158,19 @@ class RolloutEngine:
 
     @_plain_errors
     async def join(self, group: WeightGroup, rank_offset: int) -> None:
-        """Leave the previous weight group and join another; the ranks of this engine's workers start at `rank_offset`.
+        """Leave the previous weight group and join another. `rank_offset`: the rank of this engine's first worker.
 
-        The engine stands still until all members have joined (see `WeightGroup`). Raises EngineError when they do not in time.
+        The engine stands still until all members have joined. Raises EngineError if a member does not join in time.
         """
         await self._llm.collective_rpc("publication_join", args=(pickle.dumps(group), rank_offset))
 
     @_plain_errors
     async def receive(self, manifest: WeightManifest) -> Receipt:
-        """Pause, take in the version that the group's sender is sending, and verify what came.
+        """Pause, receive the version that the group's sender sends, and verify it.
 
-        Samples under way are frozen, and go on with the new weights and a recomputed KV cache after
-        `resume`. Raises PublicationError when the version did not arrive whole; the engine then
-        stays paused until a publication succeeds.
+        Samples under way are frozen. After `resume` they continue with the new weights and a recomputed KV cache.
+        Raises PublicationError if the version did not arrive completely. The engine then stays paused until a
+        publication succeeds.
         """
         if not self._paused:
             await self.pause()
@@ -181,7 +181,7 @@ class RolloutEngine:
             if not self.alive:
                 raise
             raise PublicationError(
-                f"engine {self.index} could not take in version {manifest.version} and stays paused: {error}"
+                f"engine {self.index} could not load version {manifest.version} and stays paused: {error}"
             ) from None
         workers = tuple(map(pickle.loads, answers))
         receipt = Receipt(engine=self.index, version=manifest.version, workers=workers)
@@ -196,7 +196,7 @@ class RolloutEngine:
 
     @_plain_errors
     async def pause(self) -> None:
-        """Freeze the samples under way, and drop the KV cache, which the present weights filled."""
+        """Freeze the samples under way, and drop the KV cache, which was computed with the present weights."""
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         self._paused = True
 

@@ -1,6 +1,7 @@
 """Asks vLLM whether `--vllm.engine_args` are arguments of its engine: names, and the types of their values.
 
-In a process of its own, which takes 5 s: importing vLLM changes the environment, and what starts later would inherit it.
+The check runs in its own process, which takes 5 s. Importing vLLM changes the environment, which later processes would
+inherit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from openrlhf.rollout.engine_settings import Device, engine_environment
 
 
 def check_engine_args(extra: Mapping[str, Any], device: Device) -> None:
-    """Raise ConfigError where vLLM does not know an argument or its value has another type; no device is touched."""
+    """Raise ConfigError for an unknown argument of vLLM, or a value of another type. No device is touched."""
     if not extra:
         return
     answer = subprocess.run(
@@ -37,7 +38,7 @@ def check_engine_args(extra: Mapping[str, Any], device: Device) -> None:
 
 
 def mistakes_in(extra: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each argument that vLLM would not take. Imports vLLM."""
+    """A sentence for each argument that vLLM would refuse. Imports vLLM."""
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -1,9 +1,8 @@
 """vLLM's engine core in a thread of the engine actor, for engines on a CPU.
 
-vLLM runs the core in a process of its own, which imports everything a second time. In a thread, the
-same `AsyncLLM` starts in about 2 s instead of 7 to 18 s and takes 0.7 GiB instead of 1.1. Built
-from hooks that vLLM has for cores it did not start itself: `AsyncLLM(client_addresses=…)` as its
-API servers use it, and a core whose handshake does nothing, as its Ray actors do.
+vLLM runs the core in its own process, which imports everything a second time. In a thread, the same `AsyncLLM` starts
+in about 2 s instead of 7 to 18 s and takes 0.7 GiB instead of 1.1. Two hooks of vLLM make this possible:
+`AsyncLLM(client_addresses=…)`, which its API servers use, and a core without a handshake, as in its Ray actors.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 
 def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """An engine whose core lives as long as the process. Raises what the core raised."""
+    """An engine whose core lives as long as the process. Raises every exception of the core's start."""
     register_architectures(arguments.model)
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     head_size, known = (config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes())
-    if head_size not in known:  # vLLM would die at the first sample, without a reason
+    if head_size not in known:  # vLLM would die at the first sample without a message
         raise ValueError(
-            f"vLLM's CPU attention has kernels for heads of {known} entries; the heads of {arguments.model} have {head_size} "
-            "entries. Use a model with one of these sizes (hidden size ÷ attention heads)."
+            f"vLLM's CPU attention has kernels for heads of {known} entries, but the heads of {arguments.model} have "
+            f"{head_size} entries. Use a model with one of these sizes (hidden size ÷ attention heads)."
         )
     if config.speculative_config:
         mend_rejection_sampler()
@@ -55,7 +54,7 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 
 def register_architectures(model: str) -> None:
-    """Hand vLLM the model's class; one known by name it inspects in a subprocess: 11 s, once."""
+    """Give vLLM the model's class. vLLM inspects a class known only by name in a subprocess, which takes 11 s once."""
     config = Path(model) / "config.json"
     names = json.loads(config.read_text()).get("architectures", []) if config.is_file() else []
     for name in names:
@@ -64,10 +63,10 @@ def register_architectures(model: str) -> None:
 
 
 def mend_rejection_sampler() -> None:
-    """Let drafts be judged at their sample's temperature, top-k and top-p.
+    """Make vLLM judge drafts at the temperature, top-k and top-p of their sample.
 
-    On a CPU without Triton, vLLM writes these into a copy that it drops, and divides by what is in memory there: log-probabilities
-    are NaN and seeds mean nothing. And top-k fails in a step without drafts.
+    On a CPU without Triton, vLLM writes these values into a copy that it drops, and divides by uninitialised memory.
+    The log-probabilities are NaN and seeds have no effect. Also, top-k fails in a step without drafts.
     """
     constrain = rejection_sampler.apply_sampling_constraints
 
@@ -83,7 +82,7 @@ def mend_rejection_sampler() -> None:
 
 
 class _Core(EngineCoreProc):
-    """A core that knows its addresses, so that there is nobody to shake hands with."""
+    """A core that knows its addresses, so that no handshake is needed."""
 
     def __init__(self, config: VllmConfig, addresses: EngineZmqAddresses) -> None:
         self._known_addresses = addresses
@@ -95,10 +94,7 @@ class _Core(EngineCoreProc):
 
 
 class _CoreThread(threading.Thread):
-    """Runs a core until it fails.
-
-    The `AsyncLLM` hears of a failure; its calls then raise vLLM's EngineDeadError.
-    """
+    """Runs a core until it fails. The `AsyncLLM` notices a failure; its calls then raise vLLM's EngineDeadError."""
 
     def __init__(self, config: VllmConfig, addresses: EngineZmqAddresses) -> None:
         super().__init__(name="vllm-engine-core", daemon=True)

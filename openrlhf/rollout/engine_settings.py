@@ -1,4 +1,4 @@
-"""The settings of a rollout engine, and the arguments and environment that follow for vLLM. Imports nothing heavy."""
+"""The settings of a rollout engine, and vLLM's arguments and environment for them. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,32 +13,29 @@ CPU_KV_CACHE_BYTES = 2**30  # vLLM's own default is most of the machine's memory
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The same for all engines of a run."""
+    """The settings that all engines of a run have in common."""
 
     model: str  # folder or hub name
     dtype: Literal["float32", "bfloat16"]
     max_model_len: int  # prompt and response, tokens
-    seed: int = 0  # plus the engine's index; only matters to samples without a seed of their own
+    seed: int = 0  # of samples without a seed; the engine's index is added
     device: Device = "cpu"
     tensor_parallel_size: int = 1
     enable_prefix_caching: bool = False
     enforce_eager: bool = True
-    quantization: str | None = None  # made of the weights as they come, at every publication
+    quantization: str | None = None  # computed from the weights at every publication
     gpu_memory_utilization: float = 0.9  # fraction of the device
-    kv_cache_bytes: int | None = None  # None: what gpu_memory_utilization leaves; on a CPU 1 GiB
+    kv_cache_bytes: int | None = None  # None: the rest of gpu_memory_utilization; on a CPU 1 GiB
     seeded: bool = True  # samples may carry seeds
     stop_strings: bool = False  # samples may carry stop strings: loads the tokenizer
     end_token_ids: tuple[int, ...] = ()  # the tokenizer's; generation_config.json's are known
     trust_remote_code: bool = False
-    extra: Mapping[str, Any] = field(
-        default_factory=dict[str, Any]
-    )  # arguments of vLLM; they win over the arguments made from the other settings
+    # arguments of vLLM, which win over the arguments made from the other settings
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def engine_environment(device: Device) -> dict[str, str]:
-    """Environment variables of an engine's process; they must be set before torch and vLLM are
-    imported.
-    """
+    """Environment variables of an engine's process, to be set before torch and vLLM are imported."""
     common = {
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
@@ -81,8 +78,8 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
         arguments["block_size"] = 32  # tokens; with the default of 128 a cached prefix is rare
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
         if settings.seeded:
-            # where vLLM splits the prompt of a seeded sample, it rewinds the sample's generator:
-            # CPU generators cannot, and the engine dies
+            # if vLLM splits the prompt of a seeded sample, it rewinds the sample's generator. CPU generators cannot
+            # be rewound, and the engine dies
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
     return arguments | dict(settings.extra)

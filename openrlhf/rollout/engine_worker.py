@@ -1,7 +1,7 @@
-"""The engine's half of a publication, in vLLM's workers: receive, load, and say what was loaded.
+"""The engine's half of a publication, in vLLM's workers: receive, load, and report what was loaded.
 
-vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls the methods through
-`collective_rpc`. This is not one of vLLM's weight-transfer backends: they return nothing to verify.
+vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls the methods through `collective_rpc`. This
+is not one of vLLM's weight-transfer backends, because they return nothing to verify.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from vllm.platforms import current_platform
 from openrlhf.distributed.buckets import WeightManifest, WorkerReceipt, bucket_hash, bucket_nbytes, unpack
 from openrlhf.distributed.weight_sync import Channel, join_group
 
-# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX), which Linux refuses to a process that has not
-# asked for them. vLLM does not ask. Unless oneDNN happened to ask before, the engine's first sample ends it with SIGILL.
+# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux refuses them to a process that has not
+# asked for them, and vLLM does not ask. Unless oneDNN happened to ask before, the first sample ends the engine with
+# SIGILL.
 if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
 
 
 class WorkerExtension:
-    """What vLLM's worker class gains. Our classes travel as pickled bytes: vLLM carries plain values only."""
+    """Methods added to vLLM's worker class. Our classes travel as pickled bytes: vLLM sends plain values only."""
 
     vllm_config: VllmConfig
     device: torch.device
@@ -39,22 +40,25 @@ class WorkerExtension:
     publication_channel: Channel | None = None
 
     def publication_join(self, group: bytes, rank_offset: int) -> None:
-        """Leave the previous weight group; join `group` (a `WeightGroup`) behind `rank_offset`."""
+        """Leave the previous weight group and join `group`, a pickled `WeightGroup`.
+
+        `rank_offset`: the rank of the engine's first worker.
+        """
         self.publication_leave()
         self.publication_rank = rank_offset + self.vllm_config.parallel_config.rank
         self.publication_channel = join_group(pickle.loads(group), self.publication_rank)
 
     def publication_leave(self) -> None:
-        """Leave the weight group, if in one."""
+        """Leave the weight group, if there is one."""
         if self.publication_channel is not None:
             self.publication_channel.close()
             self.publication_channel = None
 
     def publication_receive(self, message: bytes) -> bytes:
-        """Take in the weights that `message` (a `WeightManifest`) announces; a `WorkerReceipt`.
+        """Receive the weights of `message`, a pickled `WeightManifest`. Returns a pickled `WorkerReceipt`.
 
-        No step may run meanwhile: the engine is paused and its scheduler waits for this call. When
-        it raises, the model is part old, part new, part missing, until a later call succeeds.
+        No step may run meanwhile: the engine is paused and its scheduler waits for this call. If the call raises, the
+        model has old, new and missing weights until a later call succeeds.
         """
         manifest: WeightManifest = pickle.loads(message)
         if self.publication_channel is None:
@@ -88,7 +92,7 @@ class WorkerExtension:
 
 
 class Intake:
-    """Receives a publication while the model's loader consumes it, and counts what it consumes."""
+    """Receives a publication while the model's loader consumes the tensors, and counts the consumed tensors."""
 
     def __init__(self, manifest: WeightManifest, channel: Channel, device: torch.device) -> None:
         self.manifest = manifest
@@ -100,13 +104,13 @@ class Intake:
         self._stream = self._receive()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of everything announced, counted as the loader asks for it."""
+        """Name and tensor of every announced weight, counted when the loader asks for it."""
         for name, tensor in self._stream:
             self.loads[name] += 1
             yield name, tensor
 
     def finish(self) -> None:
-        """Receive what the loader left unread, which the sender sends all the same, and its hashes."""
+        """Receive the tensors that the loader did not read, and then the sender's hashes."""
         for _ in self._stream:
             pass
         theirs = torch.empty(8 * len(self.hashes), dtype=torch.uint8, device=self.device)
@@ -115,7 +119,7 @@ class Intake:
 
     def _receive(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.manifest.buckets():
-            # a fresh buffer each: vLLM keeps views of it until the last tensor of a layer has come
+            # a new buffer for each bucket: vLLM keeps views of it until the last tensor of a layer has come
             buffer = torch.empty(bucket_nbytes(bucket), dtype=torch.uint8, device=self.device)
             self.channel.receive(buffer)
             self.hashes.append(bucket_hash(buffer))
@@ -123,11 +127,11 @@ class Intake:
 
 
 def begin_reload(model: nn.Module) -> None:
-    """Start vLLM's layerwise reload: layers fill up tensor by tensor, and are processed once full."""
+    """Start vLLM's layerwise reload: layers fill up tensor by tensor, and are processed when they are full."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
-        # left by an update that broke off in the middle of the layer: vLLM would count these
-        # tensors a second time, take the layer for full too early, and drop the rest of it
+        # clear the counts of an update that failed in the middle of the layer: vLLM would count these tensors twice,
+        # treat the layer as full too early, and drop the remaining tensors
         info.loaded_weights.clear()
         info.load_numel = 0
         if (method := packed_experts(layer)) is not None:
@@ -136,11 +140,11 @@ def begin_reload(model: nn.Module) -> None:
 
 
 def unwritten_layers(model: nn.Module) -> list[str]:
-    """Layers that the update has not filled, with counts; asked before the reload is finalised.
+    """Layers that the update has not filled, with counts. Must be called before the reload is finalised.
 
-    vLLM logs a warning for a layer that got nothing, and silently completes one that got a part.
-    Not expected are: padding of the vocabulary, buffers, what vLLM does not count, and a layer that
-    shares its parameters with a filled one (a tied head).
+    vLLM only logs a warning for a layer without new values, and silently completes a partly filled layer. Some elements
+    need no new value: padding of the vocabulary, buffers, elements that vLLM does not count, and a layer that shares
+    its parameters with a filled layer (a tied head).
     """
     filled: set[int] = set()
     missing: dict[str, tuple[set[int], str]] = {}
@@ -160,7 +164,7 @@ def unwritten_layers(model: nn.Module) -> list[str]:
 
 
 def vocabulary_padding(layer: nn.Module) -> int:
-    """Elements of an embedding or head that stand for no token: vLLM rounds vocabularies up."""
+    """Number of elements of an embedding or head that belong to no token, because vLLM rounds vocabularies up."""
     if not isinstance(layer, VocabParallelEmbedding):
         return 0
     rows = layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements
@@ -168,7 +172,7 @@ def vocabulary_padding(layer: nn.Module) -> int:
 
 
 def packed_handles(model: nn.Module) -> dict[str, Any]:
-    """Layers of a CPU engine that keep packed weights, and the object that packing made anew."""
+    """Layers of a CPU engine with packed weights. The value is the object that the last packing made."""
     handles = {
         name: getattr(layer, "cpu_linear", getattr(packed_experts(layer), "moe_kernel", None))
         for name, layer in model.named_modules()
@@ -178,13 +182,13 @@ def packed_handles(model: nn.Module) -> dict[str, Any]:
 
 
 def packed_experts(layer: nn.Module) -> Any:
-    """What packs the weights of a mixture of experts on a CPU, and None for any other layer."""
+    """The object that packs a mixture of experts on a CPU; None for any other layer."""
     method = getattr(layer, "quant_method", None)
     return method if current_platform.is_cpu() and hasattr(method, "moe_kernel") else None
 
 
 def repack_linears(model: nn.Module) -> None:
-    """Pack anew what packing did not use up: vLLM leaves a tied head with its old packed copy."""
+    """Pack all packed layers again, because vLLM leaves a tied head with its old packed copy."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if hasattr(layer, "cpu_linear") and isinstance(weight, Tensor) and weight.numel() > 0:

@@ -1,12 +1,12 @@
-"""Episodes on disk, as they were generated and rewarded: what --rollout.dump_dir writes and --rollout.replay_dir reads.
+"""Episodes on disk, as they were generated and rewarded: --rollout.dump_dir writes, --rollout.replay_dir reads.
 
     step-000007.jsonl.gz    the episodes of step 7, in prompt order
-    eval-000006.jsonl.gz    those of the evaluation of the weights after step 6
-    earlier/<n>/            what an earlier run left in the folder
+    eval-000006.jsonl.gz    the episodes of the evaluation of the weights after step 6
+    earlier/<n>/            files that an earlier run left in the folder
 
-The first line of a file tells about it: {"format": 1, "kind": "step", "step": 7, "episodes": 64, "run": {…}}. Each of the
-others is a `Trajectory`, its fields under their names. Numbers come back to the last digit; so does a label that JSON can
-express, any other (bytes, dates, images) is written as its text.
+The first line of a file is a header: {"format": 1, "kind": "step", "step": 7, "episodes": 64, "run": {…}}. Each of the
+other lines is a `Trajectory` with its fields by name. Numbers are stored exactly. A label that JSON can express is
+stored exactly too; any other label (bytes, dates, images) is stored as its text.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ Kind = Literal["step", "eval"]
 
 
 class EpisodeFolder:
-    """The files of a run. A file is written whole or not at all. Reading raises DataError, naming file and line."""
+    """The files of a run, each written completely or not at all. Reading raises DataError with file and line."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser().absolute()
 
     def file(self, kind: Kind, step: int) -> Path:
-        """Where the episodes of a step, or of an evaluation, are."""
+        """The file of the episodes of a step or of an evaluation."""
         return self.path / f"{kind}-{step:06}.jsonl.gz"
 
     def steps(self) -> list[int]:
-        """The training steps that are there, in order."""
+        """The training steps with a file, in order."""
         return sorted(step for kind, step in self._found().values() if kind == "step")
 
     @property
     def last_step(self) -> int:
-        """The last of them; 0 where there is none."""
+        """The last training step with a file; 0 if there is none."""
         return max(self.steps(), default=0)
 
     def _found(self) -> dict[str, tuple[str, int]]:
@@ -57,19 +57,22 @@ class EpisodeFolder:
         return {name: (match[1], int(match[2])) for name in names if (match := FILE.fullmatch(name))}
 
     def begin(self, *, after: int) -> None:
-        """Make the folder ready for a run that stands after step `after` (-1: nothing has been done): later files are set aside."""
+        """Prepare the folder for a run that continues after step `after` (-1: a new run).
+
+        Files of later steps are set aside.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         set_aside(self.path, [name for name, (_, step) in self._found().items() if step > after])
 
     def write(self, kind: Kind, step: int, episodes: Sequence[Trajectory], *, run: Mapping[str, Any]) -> None:
-        """Replace a file. `run`: what has to be the same in a run that replays it."""
+        """Write or replace a file. `run`: the identity that a run must have to replay the file."""
         header = {"format": FORMAT, "kind": kind, "step": step, "episodes": len(episodes), "run": run}
         rows = [EPISODE.dump_python(episode) for episode in episodes]
         text = b"".join(map(_line, [header, *rows]))
         write_atomically(self.file(kind, step), gzip.compress(text, compresslevel=1, mtime=0))
 
     def header(self, kind: Kind, step: int) -> dict[str, Any]:
-        """Of the first line of a file: the number of `episodes`, and `run`, what `write` was given."""
+        """`episodes` (their number) and `run` (the argument of `write`) from the first line of a file."""
         path = self.file(kind, step)
         try:
             with gzip.open(path) as file:
@@ -95,14 +98,14 @@ class EpisodeFolder:
 
 def _known(header: dict[str, Any]) -> dict[str, Any]:
     if header["format"] != FORMAT:
-        raise ValueError(f"its format is {header['format']}, this version of the program knows {FORMAT}")
+        raise ValueError(f"the file has format {header['format']}, but this version of the program reads {FORMAT}")
     return {name: header[name] for name in ("episodes", "run")}
 
 
 def _damaged(path: Path, line: int, error: Exception) -> DataError:
     return DataError(
-        f"{path}, line {line}, cannot be read: {type(error).__name__}: {error}. Copy the file again from where it was "
-        "written, or have a run write it anew with --rollout.dump_dir."
+        f"{path}, line {line}, cannot be read: {type(error).__name__}: {error}. Copy the original file again, or write it "
+        "again with a run and --rollout.dump_dir."
     )
 
 

@@ -1,4 +1,4 @@
-"""What episodes look like in numbers: those of a training step, and those of an evaluation by data source."""
+"""Metrics of episodes: of a training step, and of an evaluation by data source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, Metric]:
-    """What the rollout itself looked like, and the means of the user's extra numbers over the samples that gave them."""
+    """Metrics of a step's rollout, and the means of the user's extra numbers over the samples that have them."""
     rewards = [t.reward for t in kept if t.reward is not None]
     count = len(rewards)
     mean = sum(rewards) / count if count else 0.0
@@ -36,7 +36,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajector
 
 
 def _logged_as(name: str) -> str:
-    """The metric of a number beside a reward. The user's own `kl` is not ours."""
+    """The metric name of a user's extra number. A name of one of our metrics gets the prefix `user_`."""
     ours = find_spec(f"train/{name}") is not None and not name.startswith("reward_")
     return f"train/user_{name}" if ours else f"train/{name}"
 
@@ -44,8 +44,8 @@ def _logged_as(name: str) -> str:
 def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
     """pass@1 and pass@k per data source, rewards, response lengths and truncation, under the logged names.
 
-    pass@1 is the mean over prompts of the mean score of their samples (`score_stderr` is its standard error), pass@k of
-    the best one. Failed samples are left out and counted.
+    pass@1 is the mean over prompts of the mean score of their samples; `score_stderr` is its standard error. pass@k is
+    the mean over prompts of the best score. Failed samples are left out and counted.
     """
     finished = [t for t in trajectories if not t.failed]
     metrics = {
@@ -61,7 +61,7 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[st
 
 
 def of_sources(items: Iterable[T], episode: Callable[[T], Trajectory]) -> dict[str, list[T]]:
-    """The items of each data source, which is that of their episode."""
+    """The items of each data source; the source of an item is the source of its episode."""
     sources: dict[str, list[T]] = {}
     for item in items:
         sources.setdefault(episode(item).prompt.datasource, []).append(item)
@@ -69,7 +69,7 @@ def of_sources(items: Iterable[T], episode: Callable[[T], Trajectory]) -> dict[s
 
 
 def source_columns(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
-    """What a table shows of the episodes of a data source."""
+    """The columns of a table about the episodes of one data source."""
     finished = [t for t in trajectories if not t.failed]
     numbers = _source_metrics("", finished, k=k)
     return {

@@ -1,4 +1,4 @@
-"""The fleet: all engines of a model, their processes and devices, which engine is asked, and the weight version it serves."""
+"""The fleet: all engines of a model, with their processes, devices and logs, and the choice of an engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from openrlhf.rollout.sampling import Generation, SamplingParams
 
 
 class Fleet:
-    """Owns the engines. Generator, weight sync and launcher ask the fleet; nobody else holds a list of engines.
+    """Owns the engines. Generator, weight sync and launcher ask the fleet; nothing else has a list of engines.
 
-    The engines start side by side when the fleet is made; `wait` returns once all of them serve. `generate` belongs to one
-    event loop.
+    The engines start in parallel when the fleet is made; `wait` returns when all of them serve. Call `generate` from
+    one event loop only.
     """
 
     def __init__(self, group: HostGroup, settings: EngineSettings, *, log_dir: str, timeout_s: float) -> None:
@@ -60,12 +60,15 @@ class Fleet:
         gather(self._starting, timeout_s=self.timeout_s, doing="start the engines")
 
     async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
-        """One sample of the prompt for each of `params`, all from one engine. Samples with the same `key` share a prefix."""
+        """One sample of the prompt for each of `params`, all from one engine.
+
+        Samples with the same `key` share a prefix.
+        """
         number = self._router.pick(key, len(params))
         answer = self._engines[number].generate.remote(tokens, params)
         try:
             return [checked(generation, number) for generation in await answer]
-        except asyncio.CancelledError:  # the engine is to give the samples up too
+        except asyncio.CancelledError:  # cancel the samples in the engine too
             give_up(answer)
             raise
         finally:
@@ -76,7 +79,7 @@ class Fleet:
         return self.call_each(method, [kwargs] * self.size, *args)
 
     def call_each(self, method: Callable[..., Any], per_engine: Sequence[dict[str, Any]], *args: Any) -> list[Call]:
-        """The same with keyword arguments of their own for each engine."""
+        """Call a method of `RolloutEngine` on every engine, with different keyword arguments for each engine."""
         return [
             Call((getattr(engine, method.__name__).remote(*args, **kwargs),), (log,))
             for engine, log, kwargs in zip(self._engines, self.logs, per_engine, strict=True)
@@ -91,11 +94,11 @@ class Fleet:
             raise RolloutError(f"an engine failed: {error}. Logs: {', '.join(self.logs)}") from error
 
     def stop(self) -> None:
-        """Free the devices' memory, for others that come now."""
+        """Free the memory of the devices for other processes."""
         gather(self.call(RolloutEngine.stop), timeout_s=self.timeout_s, doing="end the engines")
 
     def close(self) -> None:
-        """End the processes and give their slots back."""
+        """End the processes and release their slots."""
         for engine in self._engines:
             ray.kill(engine)
         ray.util.remove_placement_group(self._reserved)
@@ -103,7 +106,7 @@ class Fleet:
 
 
 def checked(generation: Generation, engine: int) -> Generation:
-    """The sample, if its log-probabilities are finite; else one that failed: a NaN would make a whole step's weights NaN."""
+    """The sample, marked as failed if a log-probability is not finite: a NaN would make all weights NaN."""
     if math.isfinite(sum(generation.logprobs)):
         return generation
     place = next(place for place, logprob in enumerate(generation.logprobs) if not math.isfinite(logprob))

@@ -1,4 +1,4 @@
-"""Prompts in, finished groups out: samples of every prompt from the engines, rewarded as they finish, one stream."""
+"""Prompts in, finished groups out: samples of every prompt from the engines, rewarded as they finish."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Group = list[Trajectory]  # all samples of one prompt, failed ones among them
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
-    """How the samples of a prompt are drawn. One for training and one for evaluation per run."""
+    """How the samples of a prompt are drawn. A run has one for training and one for evaluation."""
 
     purpose: str  # "train" or "eval": part of every seed
     n_samples: int
     temperature: float
     top_p: float
     top_k: int
-    max_new_tokens: int | None  # None: what `max_len` leaves
+    max_new_tokens: int | None  # None: the rest of `max_len`
     max_len: int  # prompt and response, tokens
     seed: int | None  # None: unseeded sampling
-    stop: tuple[str, ...] = ()  # texts that end a response; they stay in it, as tokens that were sampled
+    stop: tuple[str, ...] = ()  # texts that end a response and stay in it, as sampled tokens
     stop_token_ids: tuple[int, ...] = ()
 
     def params_for(self, prompt: Prompt, prompt_length: int) -> list[SamplingParams]:
@@ -45,7 +45,7 @@ class SamplingSpec:
         ]
 
     def agent_params_for(self, prompt: Prompt) -> list[SamplingParams]:
-        """What the agent of each sample is given: `max_tokens` is of a turn, and log-probabilities are asked for."""
+        """Sampling parameters for the agent of each sample, with log-probabilities. `max_tokens` limits a turn."""
         return [
             replace(self._params(prompt, sample, self.max_new_tokens), logprobs=1) for sample in range(self.n_samples)
         ]
@@ -66,19 +66,19 @@ class SamplingSpec:
         return None if self.seed is None else sample_seed(self.seed, self.purpose, prompt.index, sample, turn)
 
     def clip_prompt(self, tokens: list[int]) -> list[int]:
-        """The last tokens of a prompt that leave room for a response."""
+        """The last tokens of a prompt, so many that there is room for a response."""
         room = self.max_len - (self.max_new_tokens or 1)
         return tokens[-room:]
 
 
 def sample_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0) -> int:
-    """The seed of one sampled turn: a function of what is sampled, not of when or where. 32 bits."""
+    """The seed of one sampled turn, 32 bits. It depends on what is sampled, not on when or where."""
     name = f"{seed}/{purpose}/{prompt}/{sample}/{turn}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
 def in_prompt_order(groups: Iterable[Group]) -> list[Trajectory]:
-    """The samples of groups that came as they finished."""
+    """The samples of all groups, in the order of their prompts."""
     return [t for group in sorted(groups, key=lambda group: group[0].prompt.index) for t in group]
 
 
@@ -86,21 +86,21 @@ Annotate = Callable[[Group], Awaitable[Group]]
 
 
 async def as_sampled(group: Group) -> Group:
-    """The group as it is: nothing is added before the filter looks at it."""
+    """The unchanged group: nothing is added before the filter reads it."""
     return group
 
 
 def keeps_all(group: Group) -> bool:
-    """No group is rejected."""
+    """False: no group is rejected."""
     return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a stream of groups is generated for. It travels with the prompts, so nothing is read back from the trainer.
+    """How a stream of groups is generated. It travels with the prompts, so nothing is read back from the trainer.
 
-    `annotated` adds what `rejects` looks at besides the reward function's scores (those of reward models).
-    A rejected prompt is replaced by the next one, so that the stream has as many groups that are not rejected as were asked for.
+    `annotated` adds scores that `rejects` reads besides the reward function's, such as scores of reward models. A
+    rejected prompt is replaced by the next prompt, so that the stream has as many accepted groups as were asked for.
     """
 
     spec: SamplingSpec
@@ -115,19 +115,19 @@ class Generator(Protocol):
     def stream(
         self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
     ) -> AsyncIterator[Group]:
-        """Finished groups as they finish, until `groups` of them are not rejected or the prompts are used up.
+        """Groups in the order in which they finish, until `groups` are accepted or the prompts are used up.
 
-        At most `at_once` prompts (by default `groups`) are being sampled at a time.
+        At most `at_once` prompts (by default `groups`) are sampled at a time.
         """
         ...
 
     def metrics(self) -> dict[str, Metric]:
-        """What the training samples since the last call cost."""
+        """The cost of the training samples since the last call."""
         ...
 
 
 class Engines(Protocol):
-    """What samples tokens. Samples with the same `key` share a prefix."""
+    """Samples tokens. Samples with the same `key` share a prefix."""
 
     async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]: ...
 
@@ -136,7 +136,7 @@ Generate = Callable[[Prompt, SamplingSpec, list[int], list[SamplingParams]], Awa
 
 
 class Agents(Protocol):
-    """Plays episodes in place of single samples, with an engine to `generate` with."""
+    """Plays episodes in place of single samples, with `generate` as the engine."""
 
     async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group: ...
 
@@ -144,9 +144,9 @@ class Agents(Protocol):
 class RolloutGenerator:
     """Draws samples from the engines and has them rewarded. Lives in the controller; user code runs in other processes.
 
-    Without `agents` an episode is one sample of the prompt, and `reward` scores the episode; with agents an episode is what
-    the agent makes of the prompt. Without a reward, reward models score the finished episodes later. An episode whose reward
-    failed keeps the reward `fallback` (--reward.on_error); without a fallback the episode has failed.
+    Without `agents` an episode is one sample of the prompt, and `reward` scores the episode. With agents an agent plays
+    the episode. Without a reward, reward models score the finished episodes later. An episode whose reward failed gets
+    the reward `fallback` (--reward.on_error); without a fallback the episode has failed.
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class RolloutGenerator:
     async def stream(
         self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
     ) -> AsyncIterator[Group]:
-        """See `Generator`. Closing the stream gives up the samples under way. Raises what an engine raised if one fails."""
+        """See `Generator`. Closing the stream cancels the samples under way. Raises the error of a failed engine."""
         waiting = iter(prompts)
-        missing = groups  # prompts still to start, if none of those under way is rejected
+        missing = groups  # prompts to start, if no group under way is rejected
         under_way: set[asyncio.Task[Group]] = set()
 
         def start(count: int) -> int:
@@ -223,7 +223,7 @@ class RolloutGenerator:
         return generations
 
     def metrics(self) -> dict[str, Metric]:
-        """What the training samples drawn since the last call cost."""
+        """The cost of the training samples drawn since the last call."""
         costs, self._costs = self._costs, []
         return generation_metrics(costs)
 
@@ -250,7 +250,7 @@ class RolloutGenerator:
             failure=result.failure,
         )
         if finished.failed:
-            return finished.failing(f"the engine ended it: {generation.finish_reason}", Failure.ENGINE)
+            return finished.failing(f"the engine ended the sample: {generation.finish_reason}", Failure.ENGINE)
         if result.error is None:
             return finished
         if self.fallback is None:

@@ -1,4 +1,4 @@
-"""What generation cost: prompts prefilled once or again, and engines that waited for a few long samples."""
+"""The cost of generation: prompt tokens found in the cache, and time in which only a few long samples ran."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from openrlhf.observability.metrics import Mean, Metric
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCost:
-    """One sample as an engine answered it."""
+    """The cost of one sample, as the engine reported it."""
 
     asked: float  # seconds, on the controller's clock
-    seconds: float  # from then to its last token, waiting included
+    seconds: float  # from the request to the last token, waiting included
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, in the engine's cache already
+    cached_tokens: int  # tokens of the prompt that the engine had in its cache
 
 
 def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
@@ -29,9 +29,9 @@ def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
 
 
 def tail_seconds(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds in which less than a tenth as many samples ran as at the peak, and seconds in which any ran.
+    """Seconds with less than a tenth as many running samples as at the peak, and seconds with any running sample.
 
-    Example: 20 samples from 0 to 1, one of which goes on until 4: (3, 4).
+    Example: 20 samples run from 0 to 1, and one of them until 4: (3, 4).
     """
     changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
     running = list(accumulate(change for _, change in changes))

@@ -1,4 +1,4 @@
-"""Generators that write episodes down, and that give those written earlier. Either stands where `RolloutGenerator` does."""
+"""Generators that write episodes to disk, and that read episodes from disk. Each can replace `RolloutGenerator`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from openrlhf.trajectory import Prompt, Trajectory
 
 
 class DumpingGenerator:
-    """Writes down every group that another generator gives, before reward models and filters look at the group.
+    """Writes every group of another generator to disk, before reward models and filters read the group.
 
-    `run`: what a run that replays the files has to have in common with this run.
+    `run`: the identity that a run must have to replay the files.
     """
 
     def __init__(self, generator: Generator, folder: EpisodeFolder, *, run: Mapping[str, Any]) -> None:
@@ -28,7 +28,7 @@ class DumpingGenerator:
     async def stream(
         self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
     ) -> AsyncIterator[Group]:
-        """As the other generator. A step, or an evaluation, may take several streams: its file grows with each."""
+        """The stream of the other generator. The file of a step, or of an evaluation, grows with each stream."""
         file: tuple[Kind, int] = (("eval" if request.spec.purpose == "eval" else "step"), request.step)
         if file != self._file:
             self._file, self._episodes = file, []
@@ -48,19 +48,19 @@ class DumpingGenerator:
                 self.folder.write(*file, self._episodes, run=self.run)
 
     def metrics(self) -> dict[str, Metric]:
-        """Those of the other generator."""
+        """The metrics of the other generator."""
         return self.generator.metrics()
 
 
 class ReplayGenerator:
-    """Gives the prompts of a step the samples that an earlier run wrote down for them; nothing after the folder's last step.
+    """Gives the prompts of a step the samples that an earlier run wrote. After the folder's last step there are none.
 
-    Raises DataError if the files are damaged, or are of other prompts.
+    Raises DataError if the files are damaged, or have other prompts.
     """
 
     def __init__(self, folder: EpisodeFolder) -> None:
         self.folder = folder
-        self._read = 0  # the step whose samples are here
+        self._read = 0  # the step of `_samples`
         self._samples: dict[int, Group] = {}  # by prompt
 
     async def stream(
@@ -81,7 +81,7 @@ class ReplayGenerator:
                 return
 
     def metrics(self) -> dict[str, Metric]:
-        """None: nothing was generated."""
+        """No metrics, because nothing was generated."""
         return {}
 
     def _samples_of(self, prompt: Prompt) -> Group:
@@ -89,18 +89,18 @@ class ReplayGenerator:
         samples = self._samples.get(prompt.index)
         if not samples:
             raise DataError(
-                f"{file} has no sample of prompt {prompt.index}, which this run draws for step {self._read}. A replay takes "
-                "the prompts of the run that wrote it: --rollout.batch_size, --data.prompt_dataset, --train.seed and, with "
-                "dynamic filtering, its range and the reward models have to be the same."
+                f"{file} has no sample of prompt {prompt.index}, which this run draws for step {self._read}. A replay must "
+                "draw the prompts of the run that wrote the file: with the same --rollout.batch_size, "
+                "--data.prompt_dataset, --train.seed and, with dynamic filtering, the same range and reward models."
             )
         written = samples[0].prompt
         if (written.text, written.tokens) != (prompt.text, prompt.tokens):
             differing = (
-                f"is {written.text!r:.100} there and {prompt.text!r:.100} in this run: use the same --data.prompt_dataset, "
-                "columns and template"
+                f"is {written.text!r:.100} there and {prompt.text!r:.100} in this run: use the same "
+                "--data.prompt_dataset, columns and template"
                 if written.text != prompt.text
                 else f"has other tokens there than in this run ({written.tokens[:8]}… and {prompt.tokens[:8]}…): use the "
-                "tokenizer that it was written with"
+                "tokenizer of the run that wrote the file"
             )
             raise DataError(f"{file}: prompt {prompt.index} {differing}.")
         return [replace(t, prompt=prompt) for t in samples]  # with label and images, which JSON may not express

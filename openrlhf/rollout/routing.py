@@ -1,4 +1,4 @@
-"""Which engine is asked: the one that has the prefix, unless it is far busier than another."""
+"""The choice of an engine: the engine that has the prefix in its cache, unless it is far busier than another."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections import Counter
 from collections.abc import Hashable
 
 SLACK = 8  # samples: engines this close to each other are equally busy
-MOST_KEYS = 100_000  # remembered; a prefix that old has left the engine's cache
+MOST_KEYS = 100_000  # keys to remember; the prefix of an older key has left the engine's cache
 
 
 class Router:
-    """Spreads samples over engines by how many each has in flight; not thread-safe.
+    """Spreads samples over engines by the number of samples in flight. Not thread-safe.
 
-    What shares a prefix shares a key (the samples of a prompt, the turns of an episode), and goes to the engine that was
-    picked for the key last: that one need not prefill the prefix again. It goes to the least busy engine instead where
-    the key's engine has more than `SLACK` and more than half again as many samples of *other* keys in flight.
+    Samples with the same prefix have the same key (the samples of a prompt, the turns of an episode). They go to the
+    engine that the key had last, which need not prefill the prefix again. If that engine has many samples of *other*
+    keys in flight, they go to the least busy engine: more than `SLACK` samples more than the least busy engine, and
+    more than 1.5 times as many.
     """
 
     def __init__(self, engines: int) -> None:
         self.in_flight = [0] * engines
-        self._homes: dict[Hashable, int] = {}  # the key asked for longest ago first
+        self._homes: dict[Hashable, int] = {}  # the last engine of each key, the least recent key first
         self._of_key: Counter[tuple[Hashable, int]] = Counter()
 
     def pick(self, key: Hashable, samples: int = 1) -> int:
-        """The engine for `samples` more samples of `key`, which are in flight until `done`."""
+        """The engine for `samples` more samples of `key`. They are in flight until `done` is called."""
         idlest = min(range(len(self.in_flight)), key=self.in_flight.__getitem__)
         least = self.in_flight[idlest]
         home = self._homes.pop(key, idlest)
@@ -37,7 +38,7 @@ class Router:
         return engine
 
     def done(self, key: Hashable, engine: int, samples: int = 1) -> None:
-        """These samples, for which `engine` was picked, are answered or given up."""
+        """Note that samples for which `engine` was picked are finished or cancelled."""
         self.in_flight[engine] -= samples
         self._of_key[key, engine] -= samples
         if not self._of_key[key, engine]:

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers. Plain data: user processes import it at once."""
+"""The request to an engine and its answer. Plain data, so that user processes import the module quickly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How a sample is drawn, in vLLM's attribute names. Assignable: agents change it between turns."""
+    """How a sample is drawn, with vLLM's attribute names. Assignable, because agents change values between turns."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -16,7 +16,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    max_tokens: int | None = None  # None: what the context leaves
+    max_tokens: int | None = None  # None: the rest of the context
     min_tokens: int = 0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -24,22 +24,22 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     skip_special_tokens: bool = False
-    logprobs: int | None = None  # for agents; an engine always returns the sampled tokens'
+    logprobs: int | None = None  # for agents; an engine always returns those of the sampled tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One sample. The lists have one entry per sampled token, an end or stop token included.
+    """One sample. The lists have one entry per sampled token, including an end or stop token.
 
-    `logprobs` are those of the distribution sampled from: after temperature, top-k, top-p, min-p.
-    `stop_reason` is the stop token or stop string of the parameters that ended it, if one did.
+    `logprobs` are of the distribution that was sampled from, after temperature, top-k, top-p and min-p. `stop_reason`
+    is the stop token or stop string of the parameters that ended the sample, or None.
     """
 
     tokens: list[int]
     logprobs: list[float]  # nats
     finish_reason: str  # "stop", "length" or "abort"
     stop_reason: int | str | None
-    weight_versions: tuple[int, ...]  # those that sampled its tokens, oldest first
-    text: str | None = None  # only where stop strings were asked for
-    cached_tokens: int = 0  # of the prompt: found in the engine's prefix cache, and not computed
+    weight_versions: tuple[int, ...]  # the versions that sampled the tokens, oldest first
+    text: str | None = None  # only if the parameters have stop strings
+    cached_tokens: int = 0  # tokens of the prompt that were in the engine's prefix cache
     seconds: float = 0.0  # from the request to the last token, waiting included

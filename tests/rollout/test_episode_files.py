@@ -164,7 +164,7 @@ def edited(folder: EpisodeFolder, *lines: Any) -> EpisodeFolder:
     [
         ([0, 1], ["line 3", "ends after 1 of 2 episodes"]),
         ([0, 1, 2, 2], ["line 5", "ends after 3 of 2 episodes"]),
-        ([{"format": 2}, 1, 2], ["line 1", "its format is 2", "knows 1"]),
+        ([{"format": 2}, 1, 2], ["line 1", "has format 2", "reads 1"]),
         ([{"hello": "world"}], ["line 1"]),
         ([[1, 2, 3]], ["line 1"]),
         ([], ["line 1"]),
