@@ -1,1 +1,1 @@
-"""From flags to a running system: what is read, placed, started, connected and, at the end, stopped."""
+"""From the flags to a running system, and to its end."""

@@ -1,4 +1,4 @@
-"""The user's agents, from the flags."""
+"""The user's agents, made from the flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_agents(
     needs_reward: bool = True,
     log_dir: Path | None = None,
 ) -> AgentEpisodes | None:
-    """The agents of --train.agent_func_path, if it is given; their processes start with their first episodes."""
+    """The agents of --train.agent_func_path, or None. Their processes start with their first episodes."""
     if not config.train.agent_func_path:
         return None
     return AgentEpisodes(
@@ -34,7 +34,7 @@ def make_agents(
 
 
 def check_agents(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Load the agent's file, before any device is touched. Raises ConfigError."""
+    """Load the agent's file before any device is touched. Raises ConfigError."""
     if agents := make_agents(config, tokenizer):
         with closing(agents):
             asyncio.run(agents.check())

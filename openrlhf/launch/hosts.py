@@ -11,7 +11,7 @@ from openrlhf.launch.settings import Sampling
 
 
 def start_hosts(config: Sampling, group: HostGroup, *, on_gpus: bool, log_dir: str) -> HostHandles:
-    """The processes of `group`, connected with each other, without a model yet."""
+    """The connected processes of `group`, without models."""
     return HostHandles(
         group,
         on_gpus=on_gpus,

@@ -1,6 +1,6 @@
-"""What makes two runs the same run: compared when a checkpoint is continued and when recorded episodes are replayed.
+"""The identity of a run, compared when a checkpoint is continued and when recorded episodes are replayed.
 
-An identity maps flags, or what they name, to values that survive JSON. A hash stands for what is long.
+An identity maps flags, or the things that flags name, to values that survive JSON. Long values are replaced by a hash.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rl_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrained
 
 
 def episode_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
-    """What decides which prompts the steps of an RL run take, and how their samples are drawn."""
+    """The identity of an RL run's episodes: everything that decides its prompts and how their samples are drawn."""
     return _of_prompts(config, SAMPLING, prompts, tokenizer)
 
 
@@ -81,13 +81,13 @@ def _of_prompts(
 
 
 def of_rows(count: int, contents: Callable[[int], Any]) -> str:
-    """The number of rows, and a hash of the contents of some of them."""
+    """The number of rows, and a hash of the contents of some rows."""
     numbers = {number * (count - 1) // (COMPARED_ROWS - 1) for number in range(COMPARED_ROWS)}
     return f"{count}, {_hash([contents(number) for number in sorted(numbers)])}"
 
 
 def of_model(path: str, *, trust_remote_code: bool = False) -> str:
-    """The architecture of a model, and a hash of its weights; of a model on the hub, its name."""
+    """The architecture of a model and a hash of its weights; for a model on the hub, its name instead of the hash."""
     stored = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
     architecture = {
         name: value for name, value in stored.items() if name not in ("transformers_version", "_name_or_path")

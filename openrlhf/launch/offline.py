@@ -27,14 +27,14 @@ from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.supervised import Schedule, SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
 
-# What a user can mend: printed without a traceback.
+# Errors that a user can correct: printed without a traceback.
 USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError, NonFiniteError)
 
 
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     """Train a task as its flags say: rows, schedule, engine, resume, loop. Runs in every process of the launcher.
 
-    Raises DataError for too few rows, and CheckpointError where --ckpt.load_enable finds a checkpoint of another run.
+    Raises DataError for too few rows, and CheckpointError if --ckpt.load_enable finds a checkpoint of another run.
     """
     config = task.config
     task.check_model()
@@ -92,7 +92,10 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
 
 
 def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total_steps: int) -> TrainEngine:
-    """The trained model, with its optimizer, and the frozen models of the task, which get them here. Raises ModelError."""
+    """The trained model with its optimizer. The frozen models of the task are stored in `task.frozen`.
+
+    Raises ModelError if a model fails the proof of its layout.
+    """
     engine = strategy.trained(task.load_model, task.config, total_steps=total_steps)
     task.frozen = {name: strategy.frozen(load) for name, load in task.frozen_models().items()}
     for model in (engine.module, *task.frozen.values()):
@@ -101,7 +104,7 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
 
 
 def load_rows(task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, Rows | None]:
-    """The training and the evaluation rows, tokenized; --data.max_samples is about training only. Raises DataError."""
+    """The tokenized training and evaluation rows. --data.max_samples limits training rows only. Raises DataError."""
     data, evaluation, seed = task.config.data, task.config.eval, task.config.train.seed
     most, split, probs, text = data.max_samples, data.dataset_split, data.dataset_probs, key_columns(data)
     read = load_datasets(data.dataset, split=split, probs=probs, max_samples=most, seed=seed, text=text)
@@ -117,7 +120,7 @@ def load_rows(task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokeni
 def first_look_at(
     task: OfflineTask[Config, Row, Micro], texts: Sequence[str], rows: Rows, tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """What looks wrong about the first rows. Records in the tokenizer how they look. Raises DataError if text is lost."""
+    """Notices about the first rows. Records the format of prompts in the tokenizer. Raises DataError for lost text."""
     found = first_look.round_trip(tokenizer, texts)
     first = [task.collate([rows[number]]) for number in range(min(first_look.LOOKED_AT, len(rows)))]
     ending = first_look.ending_of([row.tokens.tolist() for row in first], tokenizer)
@@ -131,25 +134,25 @@ def first_look_at(
 
 
 def make_schedule(config: SupervisedConfig, rows: Rows) -> Schedule:
-    """The steps of a run. Raises DataError where the rows do not fill one optimizer step."""
+    """The steps of a run. Raises DataError if the rows do not fill one optimizer step."""
     train = config.train
     schedule = Schedule(rows=len(rows), batch_size=train.batch_size, max_epochs=train.max_epochs)
     if schedule.steps_per_epoch == 0:
         raise DataError(
-            f"--data.dataset {config.data.dataset} has {len(rows)} usable rows, fewer than one "
-            f"--train.batch_size of {train.batch_size}: lower it. {rows.summary}"
+            f"--data.dataset {config.data.dataset} has {len(rows)} usable rows, fewer than one batch: lower "
+            f"--train.batch_size {train.batch_size}. {rows.summary}"
         )
     return schedule
 
 
 def open_checkpoints(ckpt: CheckpointConfig) -> CheckpointManager:
-    """The checkpoints at --ckpt.path; with --ckpt.disable_ds they are exports only."""
+    """The checkpoints at --ckpt.path. With --ckpt.disable_ds they are exports only."""
     parts = [] if ckpt.disable_ds else [""]
     return CheckpointManager(ckpt.path, parts=parts, max_num=ckpt.max_num, max_mem_gib=ckpt.max_mem)
 
 
 def follow_best(config: SupervisedConfig) -> BestMetric:
-    """What the best checkpoint is of: the metric that is named, or with --eval.patience the first that ends in `loss`."""
+    """The metric of the best checkpoint: the named metric, or with --eval.patience the first that ends in `loss`."""
     patience = config.eval.patience
     return BestMetric(config.ckpt.best_metric_key or ("" if patience else "none"), ending="loss", patience=patience)
 

@@ -1,4 +1,4 @@
-"""What an RL run reads from disk before any process starts: tokenizer, prompts, evaluation prompts, pretraining text."""
+"""The data that an RL run reads before any process starts: tokenizer, prompts, pretraining text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from openrlhf.trainers.pretraining_mix import PretrainingMix
 
 @dataclass(frozen=True, kw_only=True)
 class PromptData:
-    """What is read from disk before any process starts."""
+    """Tokenizer, prompts and pretraining text of a run."""
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
@@ -32,7 +32,7 @@ class PromptData:
 
 
 def load_prompts(config: PPOConfig) -> PromptData:
-    """Tokenizer, training prompts and evaluation prompts. Raises DataError."""
+    """Tokenizer, training prompts, evaluation prompts and pretraining text. Raises DataError or ModelError."""
     data = config.data
     tokenizer = policy_tokenizer(config, config.actor.model_name_or_path, flag="--actor.model_name_or_path")
     if config.local_teacher:
@@ -54,7 +54,7 @@ def load_prompts(config: PPOConfig) -> PromptData:
 
 
 def policy_tokenizer(config: settings.Sampling, path: str, *, flag: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model that is to answer prompts. Raises DataError, and ModelError where the model cannot."""
+    """The tokenizer of a model that answers prompts. Raises DataError, or ModelError for an unsuitable model."""
     tokenizer = get_tokenizer(
         path,
         padding_side="left",
@@ -83,7 +83,7 @@ def read_prompts(
     probs: str | None = None,
     image_key: str = "images",
 ) -> PromptDataset:
-    """The prompts of a dataset, as the columns and templates of --data.* say. Raises DataError."""
+    """The prompts of a dataset, with the columns and templates of --data.*. Raises DataError."""
     data, seed = config.data, config.train.seed
     return PromptDataset(
         load_datasets(spec, split=split, probs=probs, max_samples=max_samples, seed=seed, text=key_columns(data)),
@@ -96,7 +96,10 @@ def read_prompts(
 def look_at_prompts(
     config: settings.Sampling, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, policy: str, flag: str
 ) -> None:
-    """Print what looks wrong about the first prompts, and first_look.record in the tokenizer how they look. Raises DataError if text is lost."""
+    """Print notices about the first prompts, and record their format in the tokenizer.
+
+    Raises DataError if text is lost.
+    """
     texts = [prompts[number].text for number in range(min(first_look.LOOKED_AT, len(prompts)))]
     used, trained = first_look.TextFormat.of(config.data, tokenizer), first_look.recorded(tokenizer)
     found = first_look.round_trip(tokenizer, texts) + first_look.compare_formats(
@@ -118,7 +121,7 @@ def look_at_prompts(
 
 
 def ends_of_generation(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, policy: str) -> set[str]:
-    """The texts at which the engine stops: of the tokenizer, the model's generation_config.json and the flags."""
+    """The texts at which the engine stops, from the tokenizer, the model's generation_config.json and the flags."""
     try:
         ids = GenerationConfig.from_pretrained(policy).eos_token_id
     except OSError:
@@ -128,7 +131,7 @@ def ends_of_generation(config: settings.Sampling, tokenizer: PreTrainedTokenizer
 
 
 def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:
-    """The rows of --algo.ptx.dataset, every token of them a target. Raises DataError."""
+    """The rows of --algo.ptx.dataset; every token of them is a target. Raises DataError."""
     ptx, data = config.algo.ptx, config.data
     assert ptx.dataset
     rows = load_datasets(
@@ -139,7 +142,7 @@ def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def check_reward_models(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, *, policy: str) -> None:
-    """Raise ModelError or DataError where one of them is none, or reads other tokens than the policy writes."""
+    """Raise ModelError if one is no reward model, and DataError if one has another vocabulary than the policy."""
     for path in config.reward.models:
         check_is_scalar(settings.load_spec(config, path))
         check_vocabulary(config, path, tokenizer, flag="--reward.model_name_or_path", policy=policy)
@@ -148,7 +151,7 @@ def check_reward_models(config: settings.Sampling, tokenizer: PreTrainedTokenize
 def check_vocabulary(
     config: settings.Sampling, path: str, tokenizer: PreTrainedTokenizerBase, *, flag: str, policy: str
 ) -> None:
-    """Raise DataError where a model means other tokens by the policy's numbers: it is given those, not a text.
+    """Raise DataError if a model has another vocabulary than the policy, whose tokens it is given instead of text.
 
     `policy` is the flag that names the policy, with its value.
     """
@@ -156,7 +159,7 @@ def check_vocabulary(
     ours = tokenizer.get_vocab()
     if differing := [token for token, number in ours.items() if theirs.get(token) != number]:
         raise DataError(
-            f"{flag} {path} has another vocabulary than {policy}: {len(differing)} of {len(ours)} tokens have another number or none there, "
-            f"among them {differing[0]!r}. Use a model with the policy's tokenizer"
+            f"{flag} {path} has another vocabulary than {policy}: {len(differing)} of {len(ours)} tokens have another "
+            f"number or none there, among them {differing[0]!r}. Use a model with the policy's tokenizer"
             + (", or serve this one and name its URL with --reward.remote_url." if "reward" in flag else ".")
         )

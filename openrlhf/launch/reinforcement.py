@@ -1,4 +1,4 @@
-"""From the flags of RL to a finished run: what is checked before any device is touched, who goes where, then `Run`."""
+"""From the flags of RL to a finished run: checks before any device is touched, placement, then `Run`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
 
 PREVIEWED = 4  # rows whose labels are scored before the run
-# What a user can mend: printed without a traceback.
+# Errors that a user can correct: printed without a traceback.
 USER_ERRORS = (
     ConfigError,
     DataError,
@@ -46,7 +46,7 @@ USER_ERRORS = (
 
 
 def run_ppo(config: PPOConfig) -> None:
-    """Train as the flags say, from a Ray that is there or one of our own."""
+    """Train as the flags say, on a running Ray or on a new one."""
     kind: Device = "cuda" if count_gpus() else "cpu"
     generates = not config.rollout.replay_dir
     if generates or config.remote_teacher:
@@ -85,7 +85,7 @@ def run_ppo(config: PPOConfig) -> None:
 
 
 def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
-    """Which roles there are, and which of them share devices."""
+    """The host groups of a run: its roles, and which of them have devices in common."""
     roles: dict[str, ActorConfig | RefConfig | CriticConfig | RewardConfig] = {}
     roles["actor"] = config.actor
     if config.algo.kl.init_coef > 0:
@@ -111,7 +111,7 @@ def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
 
 
 def show_plan(config: PPOConfig, data: PromptData, plan: placement.Placement) -> None:
-    """What --dry_run prints: who goes where, and the first prompts."""
+    """Print the host groups, the number of steps and the first prompts, for --dry_run."""
     print(plan.describe())
     steps = -(-len(data.train) // config.rollout.batch_size) * config.train.num_episodes
     most = "at most " if config.algo.dynamic_filtering_enable else ""
@@ -120,7 +120,7 @@ def show_plan(config: PPOConfig, data: PromptData, plan: placement.Placement) ->
 
 
 def show_prompts(prompts: PromptDataset) -> None:
-    """Print the first ones."""
+    """Print the first prompts."""
     for row in (prompts[i] for i in range(min(3, len(prompts)))):
         print(f"prompt {row.text!r} ({len(row.tokens)} tokens), label {row.label!r}")
 

@@ -1,4 +1,4 @@
-"""Whether the episodes in a folder are those that this run needs; checked before any process starts."""
+"""Checks, before any process starts, that a folder has the episodes that this run needs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from openrlhf.trajectory import Prompt
 
 
 def replay_folder(config: PPOConfig, data: PromptData, *, done: int, consumed: int) -> EpisodeFolder | None:
-    """The folder of --rollout.replay_dir, if this run is a replay. `done` steps and `consumed` prompts lie behind the run.
+    """The folder of --rollout.replay_dir, or None. The run has done `done` steps and used `consumed` prompts.
 
-    Raises DataError if the folder has no episodes, misses a step, or was written by a run with other prompts or samples.
-    Only the first line of each file and the file of the next step are read.
+    Raises DataError if the folder has no episodes, misses a step, or was written by a run with other prompts or
+    samples. Only the first line of each file and the file of the next step are read.
     """
     if not config.rollout.replay_dir:
         return None
@@ -33,18 +33,18 @@ def replay_folder(config: PPOConfig, data: PromptData, *, done: int, consumed: i
         raise DataError(f"{flag} has no episodes (step-000001.jsonl.gz, …): write some with --rollout.dump_dir.")
     if missing := sorted(set(range(done + 1, steps[-1])) - set(steps)):
         raise DataError(
-            f"{flag} has steps up to {steps[-1]}, but not step {missing[0]}: copy {folder.file('step', missing[0]).name} "
-            "from where it was written."
+            f"{flag} has steps up to {steps[-1]}, but not step {missing[0]}: copy "
+            f"{folder.file('step', missing[0]).name} from the original folder."
         )
     now = episode_identity(config, data.train, data.tokenizer)
     for step in (step for step in steps if step > done):
         if different := differences(folder.header("step", step)["run"], now):
             raise DataError(
-                f"{folder.file('step', step)} is of a run with other prompts or samples than this one. Replay it with what "
-                "it was written with:" + "".join(f"\n  {difference}" for difference in different)
+                f"{folder.file('step', step)} was written by a run with other prompts or samples. Replay it with the "
+                "settings of that run:" + "".join(f"\n  {difference}" for difference in different)
             )
-    rest_of_pass = ResumableSampler(len(data.train), seed=config.train.seed, consumed=consumed, drop_last=False)
-    rows = islice(rest_of_pass, config.rollout.batch_size)
+    rest_of_epoch = ResumableSampler(len(data.train), seed=config.train.seed, consumed=consumed, drop_last=False)
+    rows = islice(rest_of_epoch, config.rollout.batch_size)
     prompts = [replace(data.train[row], index=place) for place, row in enumerate(rows, consumed)]
     check_samples(ReplayGenerator(folder), prompts, Request(spec=settings.train_sampling(config), step=done + 1))
     return folder

@@ -1,4 +1,4 @@
-"""A running PPO trainer: its engines, workers, processes of user code; and the end of all of them."""
+"""A running PPO trainer with its engines, workers and processes of user code, and the end of all of them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Run:
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.hosts: list[HostHandles] = []
         self.loop = BackgroundLoop()
-        self.ends = ExitStack()  # what has to end with the run; the last that was made ends first
+        self.ends = ExitStack()  # everything that ends with the run, the newest first
         self.checkpoints, self.checkpoint, self.replay = checkpoints, checkpoint, replay
         self.fleet: Fleet | None = None
         self.reward: Reward | None = None
@@ -99,11 +99,11 @@ class Run:
         self.ends.close()
 
     def naming_logs(self) -> AbstractContextManager[None]:
-        """Within it, an engine's failure is a RolloutError that names the logs."""
+        """Within it, an engine's failure becomes a RolloutError that names the logs."""
         return self.fleet.naming_logs() if self.fleet else nullcontext()
 
     def _start_workers(self) -> dict[str, WorkerGroup]:
-        """Processes for every host group, and the models of all roles in them; by role."""
+        """Start the processes of every host group, and load the models of all roles. Returns the groups by role."""
         for group in self.plan.groups:
             if group.name != "vllm":
                 hosts = start_hosts(self.config, group, on_gpus=self.plan.on_gpus, log_dir=self.log_dir)
@@ -176,7 +176,7 @@ class Run:
         )
 
     def _make_generator(self) -> Generator:
-        """The engines and the reward; with --rollout.dump_dir, what they give is written down, with --rollout.replay_dir read."""
+        """Engines and reward; with --rollout.dump_dir also written to disk, with --rollout.replay_dir read instead."""
         config = self.config
         if self.replay:
             return ReplayGenerator(self.replay)
@@ -221,7 +221,8 @@ class Run:
         )
         if self.replay and self.replay.last_step < source.total_steps:
             self.recorder.display.note(
-                f"--rollout.replay_dir ends with step {self.replay.last_step}, of {source.total_steps} that the prompts may make."
+                f"--rollout.replay_dir ends with step {self.replay.last_step} of the {source.total_steps} steps that the "
+                "prompts allow."
             )
         return source
 
@@ -246,7 +247,7 @@ class Run:
 
 
 def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[Stage]:
-    """The columns that something needs, and the workers that compute them."""
+    """The columns that the update needs, and the workers that compute them."""
     stages: list[Stage] = []
     if "actor" in groups and settings.needs_old_logprobs(config):
         stages.append(Stage(writes="old_logprobs", by=groups["actor"], method=PolicyWorker.logprobs))
@@ -266,5 +267,5 @@ def make_kl(config: PPOConfig) -> KLController:
 
 
 def make_remote_teacher(config: PPOConfig) -> RemoteTeacher | None:
-    """The teacher behind a server, where --algo.distill.teacher names one."""
+    """The teacher behind a server, if --algo.distill.teacher names one."""
     return RemoteTeacher(config.remote_teacher) if config.remote_teacher else None

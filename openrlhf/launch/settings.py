@@ -1,4 +1,4 @@
-"""Who gets which piece of the configuration: from the flags to the settings of workers, engines, maker and loop."""
+"""From the flags to the settings of workers, engines, experience maker and loop."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ TORCH_NAMES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "f
 
 
 def needs_old_logprobs(config: PPOConfig) -> bool:
-    """Whether π_old is recomputed: not if the update is strictly on-policy and nothing else looks at it.
+    """Whether π_old is recomputed: not if the update is strictly on-policy and nothing else reads π_old.
 
-    With one optimizer step per batch, one pass, no KL in the reward, no correction, no teacher and no dropout, the ratio is
-    1 by construction.
+    With one optimizer step and one epoch per batch, no KL in the reward, no correction, no teacher and no dropout, the
+    ratio is 1 by construction.
     """
     one_step = config.train.max_epochs == 1 and config.train.batch_size >= config.samples
     compared = config.algo.kl.in_reward or config.algo.correction.level or config.algo.distill.teacher
@@ -43,7 +43,7 @@ def needs_old_logprobs(config: PPOConfig) -> bool:
 
 
 def has_dropout(config: PPOConfig) -> bool:
-    """Whether the model's forward draws random numbers while it trains."""
+    """Whether the model's forward draws random numbers in training."""
     architecture = AutoConfig.from_pretrained(
         config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code
     )
@@ -51,7 +51,7 @@ def has_dropout(config: PPOConfig) -> bool:
 
 
 def _draws(entries: dict[str, Any]) -> bool:
-    """Whether an entry of a configuration, or of one nested in it, is the rate of a dropout or a jitter."""
+    """Whether an entry of a configuration, or of a nested one, is a dropout or jitter rate above 0."""
     return any(
         _draws(value)
         if isinstance(value, dict)
@@ -61,7 +61,10 @@ def _draws(entries: dict[str, Any]) -> bool:
 
 
 def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
-    """Length of a learning-rate schedule: the optimizer steps after the first `after` batches, if no episode fails or is filtered."""
+    """Length of a learning-rate schedule: the optimizer steps after the first `after` batches.
+
+    The number is exact if no episode fails or is filtered.
+    """
     size = config.rollout.batch_size
     episode = [size] * (prompts // size) + [prompts % size] * (prompts % size > 0)
     batches = (episode * config.train.num_episodes)[after:]
@@ -69,18 +72,18 @@ def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
 
 
 def updates_of(config: PPOConfig, prompts: int) -> int:
-    """Optimizer steps that a batch of so many prompts makes."""
+    """Number of optimizer steps for a batch of `prompts` prompts."""
     samples = prompts * config.rollout.n_samples_per_prompt
     return config.train.max_epochs * math.ceil(samples / config.train.batch_size)
 
 
 def freezing_steps(config: PPOConfig) -> int:
-    """Steps that train the critic alone; 0 if the estimator has no critic, or if the flag is unset (−1)."""
+    """Steps that train the critic alone; 0 if the estimator has no critic or the flag is unset (−1)."""
     return max(0, config.critic.freezing_steps) if config.estimator.needs_critic else 0
 
 
 def load_spec(config: Sampling, path: str) -> LoadSpec:
-    """How weights are loaded. The policy's attention, precision and packing are everybody's."""
+    """The settings for loading a model. Attention, precision and packing are the same for all models."""
     return LoadSpec(
         path=located(path),
         param_dtype=config.ds.param_dtype,
@@ -92,7 +95,7 @@ def load_spec(config: Sampling, path: str) -> LoadSpec:
 
 
 def trained_spec(config: PPOConfig, path: str) -> LoadSpec:
-    """The same for a model that is trained."""
+    """The settings for loading a model that is trained."""
     return replace(
         load_spec(config, path),
         gradient_checkpointing=config.actor.gradient_checkpointing_enable,
@@ -101,7 +104,7 @@ def trained_spec(config: PPOConfig, path: str) -> LoadSpec:
 
 
 def located(path: str) -> str:
-    """A folder as every process finds it, whatever its working directory; a hub name as it is."""
+    """The absolute path of a folder, valid in every working directory; a hub name unchanged."""
     return os.path.abspath(path) if os.path.exists(path) else path
 
 
@@ -119,7 +122,7 @@ def train_limits(config: PPOConfig) -> MicroBatchLimits:
 
 
 def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySettings:
-    """What the policy workers need to know."""
+    """The settings of the policy workers."""
     return PolicySettings(
         load=trained_spec(config, config.actor.model_name_or_path),
         optimizer=config.actor,
@@ -138,7 +141,7 @@ def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySet
 
 
 def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSettings:
-    """What the critic workers need to know."""
+    """The settings of the critic workers."""
     path = config.critic.model_name_or_path
     assert path is not None  # derived where the estimator has a critic
     return CriticSettings(
@@ -158,7 +161,7 @@ def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSet
 
 
 def reward_settings(config: Sampling) -> RewardModelSettings:
-    """What the reward workers need to know."""
+    """The settings of the reward workers."""
     return RewardModelSettings(
         models=tuple(load_spec(config, path) for path in config.reward.models),
         forward=forward_limits(config),
@@ -168,14 +171,14 @@ def reward_settings(config: Sampling) -> RewardModelSettings:
 
 
 def reference_settings(config: PPOConfig, path: str) -> ReferenceSettings:
-    """What the workers of the reference, or of the teacher, need to know."""
+    """The settings of the workers of the reference or of the teacher."""
     return ReferenceSettings(
         load=load_spec(config, path), forward=forward_limits(config), temperature=config.rollout.temperature
     )
 
 
 def engine_settings(config: Sampling, path: str, kind: Device, tokenizer: PreTrainedTokenizerBase) -> EngineSettings:
-    """What the engines of a model are made of."""
+    """The settings of the engines of a model."""
     return EngineSettings(
         model=located(path),
         dtype=TORCH_NAMES[config.vllm.dtype],
@@ -196,7 +199,7 @@ def engine_settings(config: Sampling, path: str, kind: Device, tokenizer: PreTra
 
 
 def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | None:
-    """What the engines are asked before the first step, to compare them with the trainer; not if they round its weights."""
+    """The comparison of engines and trainer before the first step; None if the engines quantize the weights."""
     if config.vllm.quantization:
         return None
     room = max(1, config.data.max_len - PROBED_TOKENS)
@@ -229,7 +232,7 @@ def train_sampling(config: Sampling) -> SamplingSpec:
 
 
 def eval_sampling(config: Sampling) -> SamplingSpec:
-    """How evaluation samples are drawn: as in training but for temperature and number."""
+    """How evaluation samples are drawn: as in training, except for temperature and number."""
     return replace(
         train_sampling(config),
         purpose="eval",
@@ -239,7 +242,7 @@ def eval_sampling(config: Sampling) -> SamplingSpec:
 
 
 def loop_settings(config: PPOConfig, run_dir: str, identity: Mapping[str, Any]) -> LoopSettings:
-    """What the loop itself needs to know."""
+    """The settings of the loop itself."""
     return LoopSettings(
         train=config.train,
         eval=config.eval,
@@ -255,7 +258,7 @@ def loop_settings(config: PPOConfig, run_dir: str, identity: Mapping[str, Any]) 
 
 
 def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
-    """How the state of each trained model is cut into files."""
+    """The layout of the files of each trained model's state."""
     roles = {"_actor": config.actor} | ({"_critic": config.critic} if config.estimator.needs_critic else {})
     return {
         part: EngineLayout(

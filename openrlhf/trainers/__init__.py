@@ -1,1 +1,1 @@
-"""The loops: supervised stages and reinforcement learning."""
+"""The training loops: supervised stages and reinforcement learning."""

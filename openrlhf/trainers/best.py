@@ -1,4 +1,4 @@
-"""The best evaluation of a run: which checkpoint is kept for it, and when --eval.patience ends the run."""
+"""The best evaluation of a run: its checkpoint is kept, and --eval.patience may end the run after it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class BestMetric:
-    """The best value of one evaluation metric so far, and how many evaluations in a row were not better.
+    """The best value of one evaluation metric so far, and the number of evaluations since then.
 
-    `key` empty locks on to the first metric by name that ends in `ending`; `none` disables.
+    An empty `key` follows the first metric, by name, that ends in `ending`. The key `none` follows no metric.
     """
 
     def __init__(self, key: str, *, ending: str, patience: int | None = None) -> None:
@@ -26,10 +26,10 @@ class BestMetric:
         self.step: int | None = None  # of the best
         self.waited = 0  # evaluations since then
         self.evaluated_at = -1  # the step of the last evaluation
-        self.last: float | None = None  # what it had
+        self.last: float | None = None  # the value of the last evaluation
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Note an evaluation of the weights after `step`. True if its value is strictly better than every earlier one.
+        """Note an evaluation of the weights after `step`. True if its value is better than every earlier value.
 
         An evaluation without the metric is ignored. A value that is not finite is never the best.
         """
@@ -40,7 +40,7 @@ class BestMetric:
         self.key = self.key or min((name for name in plain if name.endswith(self.ending)), default="")
         self.last = value = plain.get(self.key)
         if value is None:
-            if os.environ.get("RANK", "0") == "0":  # offline, every process of the launcher notes evaluations
+            if os.environ.get("RANK", "0") == "0":  # offline, this runs in every process of the launcher
                 wanted = self.key or f"*{self.ending}"
                 logger.warning(
                     "--ckpt.best_metric_key %s is no metric of the evaluation: %s.", wanted, ", ".join(plain)
@@ -58,7 +58,7 @@ class BestMetric:
         return value < self.value if is_minimised(self.key) else value > self.value
 
     def value_of(self, step: int) -> float | None:
-        """The value of the weights after `step`, if the last evaluation measured them."""
+        """The value of the weights after `step`, if the last evaluation measured these weights."""
         return self.last if self.evaluated_at == step else None
 
     @property
@@ -68,11 +68,11 @@ class BestMetric:
 
     @property
     def followed(self) -> str | None:
-        """The name of the metric, or None if it is not known yet or disabled."""
+        """The name of the metric; None if the name is not known yet, or no metric is followed."""
         return None if self.key in ("", "none") else self.key
 
     def state(self) -> dict[str, Any]:
-        """The fields of `RunState` that a checkpoint keeps."""
+        """The fields of `RunState` for a checkpoint."""
         return {
             "best_metric_key": self.followed,
             "best_metric_value": self.value,
@@ -81,13 +81,13 @@ class BestMetric:
         }
 
     def restore(self, state: RunState) -> None:
-        """Continue with a checkpoint's best, if it is of the same metric."""
+        """Continue with the best value of a checkpoint, if it has the same metric."""
         if state.best_metric_key and self.key in ("", state.best_metric_key):
             self.key, self.value = state.best_metric_key, state.best_metric_value
             self.step, self.waited = state.best_step, state.evaluations_since_best
 
     def to_export(self, step: int, checkpoints: CheckpointManager, say: Callable[[str], None]) -> Checkpoint | None:
-        """With --eval.patience, the checkpoint of the best evaluation, to be loaded and exported; None to export the weights after `step`.
+        """With --eval.patience, the checkpoint of the best evaluation; None to export the weights after `step`.
 
         `say` gets a sentence: which weights are exported, why, and whether the patience ended the run.
         """
@@ -103,6 +103,7 @@ class BestMetric:
             say(f"{ended}The export has {best}.")
         else:
             say(
-                f"{ended}The export has the last weights: --ckpt.path {checkpoints.root} has no complete checkpoint of {best}."
+                f"{ended}The export has the last weights: --ckpt.path {checkpoints.root} has no complete checkpoint of "
+                f"{best}."
             )
         return found

@@ -1,4 +1,4 @@
-"""From finished episodes to a batch that can be learned from: remote forwards first, then pure functions."""
+"""From finished episodes to a batch to learn from: forwards of the workers first, then pure functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from openrlhf.workers.policy import kl_metrics
 
 @dataclass(frozen=True, kw_only=True)
 class Annotated:
-    """A batch with what the workers computed. `trajectories` are all episodes with their rewards; `kept` are the rows of `experience`."""
+    """A batch with the columns that the workers computed.
+
+    `trajectories` are all episodes with their rewards; `kept` are the rows of `experience`.
+    """
 
     experience: Experience
     trajectories: list[Trajectory]
@@ -40,9 +43,9 @@ class Annotated:
 
 
 def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list[int]:
-    """The places of the episodes to train on: not failed, not filtered, with sampled tokens.
+    """The indices of the episodes to train on: not failed, not filtered, with sampled tokens.
 
-    If samples of a prompt are compared (`needs_groups`), lone samples are left out too.
+    If samples of a prompt are compared (`needs_groups`), single samples are left out too.
     """
     finished = [i for i, t in enumerate(trajectories) if not t.failed and not t.filtered and t.num_actions]
     peers = Counter(trajectories[i].prompt.index for i in finished)
@@ -50,10 +53,10 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
 
 
 class ExperienceMaker:
-    """Annotates a batch with what the workers compute, and credits its tokens.
+    """Annotates a batch with the columns of the workers, and assigns credit to its tokens.
 
-    `stages` are the columns that something needs. `reward_models` are None if nothing is left for them to score: there
-    are none, or dynamic filtering had to see their scores before.
+    `stages` are the columns that the update needs. `reward_models` are None if there are none, or if the scores are
+    there already because dynamic filtering needed them.
     """
 
     def __init__(
@@ -76,9 +79,9 @@ class ExperienceMaker:
         self.needs_groups, self.timeout_s = needs_groups, timeout_s
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> Annotated:
-        """R, log π_old, log π_ref, log π_teacher and V, as far as something needs them: launched side by side, gathered.
+        """R, log π_old, log π_ref, log π_teacher and V, if something needs them; the workers compute them in parallel.
 
-        The metrics have the seconds that each took, from the common start; a stage that nothing needs has none.
+        The metrics are the seconds of each column from the common start. A column that nothing needs has no metric.
         """
         start, timing = time.perf_counter(), dict[str, Metric]()
 
@@ -151,16 +154,16 @@ class ExperienceMaker:
         return credited, metrics | self._metrics(credited, kl)
 
     def _teacher_kl(self, experience: Experience) -> Tensor:
-        """log π_old − log π_teacher of every sampled token: its share of KL(π ‖ teacher), which distillation lowers.
+        """log π_old − log π_teacher of every sampled token: its part of KL(π ‖ teacher), which distillation lowers.
 
-        It is credited to the token itself and to none before it.  Lu et al. 2025, On-Policy Distillation,
+        Only the token itself is credited, no token before it. Lu et al. 2025, On-Policy Distillation,
         thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2024, arXiv:2306.13649
         """
         assert experience.old_logprobs is not None and experience.teacher_logprobs is not None
         return kl_estimate(experience.old_logprobs, experience.teacher_logprobs, "k1") * experience.action_mask
 
     def _penalised(self, experience: Experience) -> Tensor:
-        """Rewards after the length penalties; what the log calls reward."""
+        """Rewards after the length penalties, logged as `train/reward`."""
         flags, rewards = self.reward, experience.rewards
         if flags.overlong_buffer_len is not None:
             prompts = experience.lengths - experience.num_actions
@@ -175,7 +178,7 @@ class ExperienceMaker:
         return rewards
 
     def _reward_kl(self, experience: Experience) -> Tensor | None:
-        """KL per token from the rollout, where it enters the reward: log π_old against log π_ref."""
+        """KL per token from the rollout, log π_old against log π_ref; None if the KL is not in the reward."""
         if not self.algo.kl.in_reward or experience.ref_logprobs is None:
             return None
         assert experience.old_logprobs is not None
@@ -201,7 +204,7 @@ class ExperienceMaker:
 
 
 def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:
-    """How the rewards of a prompt's samples differ, as means over the prompts with two samples or more."""
+    """Spread of the rewards of a prompt's samples, as means over the prompts with two samples or more."""
     stats = group_statistics(rewards, groups)
     share_of_group = (stats.size > 1) / stats.size  # the samples of a group count as one
     number = float(share_of_group.sum())

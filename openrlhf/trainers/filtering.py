@@ -1,4 +1,4 @@
-"""Dynamic filtering: prompts that teach nothing are replaced before the step.     Yu et al. 2025, section 3.2, arXiv:2503.14476"""
+"""Dynamic filtering: prompts that teach nothing are replaced before the step.  DAPO, section 3.2, arXiv:2503.14476"""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from openrlhf.trajectory import Trajectory
 class DynamicFilter:
     """Keeps a prompt if low < mean score of its finished samples < high.
 
-    Every prompt of a step beyond the first ones is drawn in place of a rejected prompt. So the prompts drawn are the fewest
-    with enough kept among them, whichever finishes first; and without over-sampling, no prompt is waiting when a step is
-    complete. A resumed run needs to know how many prompts were drawn, and nothing else.
+    A step begins with as many prompts as it needs, and each rejected prompt is replaced by the next one. So a step
+    draws the fewest prompts that give enough kept ones, whichever finishes first. Without over-sampling, no prompt
+    waits when a step is complete, so a resumed run needs only the number of prompts drawn.
     """
 
     low: float
@@ -29,16 +29,16 @@ class DynamicFilter:
         return not (scores and self.low < fmean(scores) < self.high)
 
     def marked(self, group: Group) -> Group:
-        """The group, its samples marked if it is rejected: their text and numbers are shown, their tokens are let go."""
+        """The group. Samples of a rejected group are marked as filtered: they are logged, but lose their tokens."""
         return [thrown_away(t) for t in group] if self.rejects(group) else group
 
 
 def thrown_away(trajectory: Trajectory) -> Trajectory:
-    """An episode of a rejected prompt."""
+    """An episode of a rejected prompt, marked as filtered and without its tokens."""
     return replace(trajectory, filtered=True, tokens=[], action_mask=[], rollout_logprobs=[])
 
 
 def pass_rate(trajectories: Sequence[Trajectory]) -> Mean:
-    """Prompts kept of those sampled, percent."""
+    """The percentage of the sampled prompts that were kept."""
     kept = {t.prompt.index: not t.filtered for t in trajectories}
     return Mean(100.0 * sum(kept.values()), len(kept))

@@ -1,4 +1,4 @@
-"""The on-policy loop. PPO, REINFORCE++, RLOO, GRPO and their kin are choices inside `credit` and the policy's objective."""
+"""The on-policy loop. PPO, REINFORCE++, RLOO and GRPO are choices inside `credit` and the policy loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Evaluate = Callable[[int], list[Trajectory]]  # of the weights after that step
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """What the loop itself needs to know. Built from the flags."""
+    """The settings of the loop itself. Built from the flags."""
 
     train: RLTrainConfig
     eval: RLEvalConfig
@@ -56,7 +56,7 @@ class LoopSettings:
 
 
 class PPOTrainer:
-    """Holds the loop, and what hangs on each of its steps."""
+    """The training loop, and everything that happens after each step."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class PPOTrainer:
         self.timing: dict[str, Metric] = {}
 
     def fit(self) -> None:
-        """Train until the prompts, or the patience, are used up, then export."""
+        """Train until the prompts or the patience are used up, then export."""
         self.recorder.display.begin(self.source.total_steps, done=self.step)
         self.weights.publish(self.step)  # π_old ← π, also after a resume
         if self.settings.eval.at_start and self.step == 0 and self.best.step is None:
@@ -96,7 +96,7 @@ class PPOTrainer:
             with self.clock("make_experience"):
                 batch = self.maker.annotate(trajectories)  # R, log π_old, log π_ref, V
             self.record(batch)
-            if all(t.filtered for t in trajectories):  # what is left of an epoch teaches nothing
+            if all(t.filtered for t in trajectories):  # the rest of an epoch teaches nothing
                 continue
             metrics = [step_metrics(self.source, batch)]
             if batch.kept:
@@ -109,7 +109,7 @@ class PPOTrainer:
             self.after_step(merge_all(metrics))
             if self.stopped:
                 break
-        if self.settings.eval.steps > 0 and self.best.evaluated_at < self.step:  # nothing came of the last prompts
+        if self.settings.eval.steps > 0 and self.best.evaluated_at < self.step:  # the last prompts gave no step
             self.run_evaluation()
         if self.source.exhausted and self.step < self.source.total_steps:
             self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.")
@@ -117,24 +117,24 @@ class PPOTrainer:
         self.export_final(Path(self.ckpt.output_dir).expanduser().absolute())
 
     def record(self, batch: Annotated) -> None:
-        """Show samples of the batch. Raises RewardErrors if too many of its episodes have failed."""
+        """Log samples of the batch. Raises RewardErrors if too many of its episodes have failed."""
         self.recorder.samples(self.step + 1, batch.trajectories)
         self.errors.check(batch.trajectories)
 
     def publish(self) -> None:
-        """Bring the weights of the step under way to the engines, unless they are the weights that the engines have."""
+        """Publish the weights of the current step to the engines, unless the engines have them already."""
         if not self.policy_is_frozen:
             self.weights.publish(self.step + 1)
 
     @property
     def policy_is_frozen(self) -> bool:
-        """Whether the step under way trains the critic alone (--critic.freezing_steps)."""
+        """Whether the current step trains the critic alone (--critic.freezing_steps)."""
         return self.step < self.settings.freezing_steps
 
     def improve(self, experience: Experience) -> dict[str, Metric]:
-        """Update critic and policy on a credited batch: both at once where they do not share devices.
+        """Update critic and policy on a credited batch, in parallel if they have different devices.
 
-        While the critic warms up (--critic.freezing_steps), the policy stays as it is.
+        While the critic warms up (--critic.freezing_steps), the policy is not updated.
         """
         lengths = experience.lengths.tolist()
         launched: list[Call] = []
@@ -159,7 +159,7 @@ class PPOTrainer:
         return merge_all(self._gather(launched, "update the models"))
 
     def _plans(self, lengths: list[int], ranks: int) -> list[RankUpdate]:
-        """Each rank's rows of every optimizer step; all roles take the same steps in the same order."""
+        """Each rank's rows of every optimizer step. All roles take the same steps in the same order."""
         return plan_update(
             lengths,
             ranks=ranks,
@@ -169,7 +169,7 @@ class PPOTrainer:
         )
 
     def _pretraining_text(self, steps: int) -> list[list[TokenRows]]:
-        """Each rank's plain text for the next `steps` optimizer steps; none where none is mixed in."""
+        """Each rank's pretraining text for the next `steps` optimizer steps; empty without --algo.ptx.dataset."""
         if not self.pretraining:
             return [[] for _ in range(self.policy.slices)]
         first = self.step * self.settings.updates_per_step
@@ -197,7 +197,7 @@ class PPOTrainer:
             self.save()
 
     def _is_too_far(self, metrics: Mapping[str, Metric]) -> bool:
-        """Whether the policy has moved further from the reference than --algo.kl.stop_run allows; the user is told."""
+        """Whether the KL to the reference exceeds --algo.kl.stop_run. If it does, the user is told."""
         kl, limit = metrics.get("train/kl", Last(0.0)).value, self.settings.stop_run
         if limit is None or not kl > limit:
             return False
@@ -210,12 +210,12 @@ class PPOTrainer:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether the weights of this step are evaluated, before a checkpoint of them is written."""
+        """Whether the weights of this step are evaluated, before their checkpoint is written."""
         every = self.settings.eval.steps
         return every > 0 and (self.step % every == 0 or self.source.exhausted or self.stopped)
 
     def run_evaluation(self) -> None:
-        """pass@k of the published weights; a new best is kept."""
+        """Measure pass@k of the published weights. A new best is saved."""
         if self.evaluate is None:
             return
         with self.clock("evaluation"):
@@ -227,7 +227,7 @@ class PPOTrainer:
             self.save(best=True)
 
     def save(self, *, best: bool = False) -> None:
-        """Write a checkpoint of the run as it stands."""
+        """Write a checkpoint of the current state."""
         if self.ckpt.disable_ds and not self.ckpt.save_hf:
             return
         with self.clock("checkpoint"):
@@ -255,7 +255,7 @@ class PPOTrainer:
         )
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Continue where a checkpoint stands."""
+        """Continue from a checkpoint."""
         state = checkpoint.state
         self._load(checkpoint)
         self.step = state.step
@@ -276,23 +276,23 @@ class PPOTrainer:
             self._gather(loaded, "load the checkpoint")
 
     def parts(self) -> dict[str, WorkerGroup]:
-        """The trained models, by their place in a checkpoint."""
+        """The trained models by their name in a checkpoint."""
         return {"_actor": self.policy} | ({"_critic": self.critic} if self.critic else {})
 
     def export_final(self, folder: Path) -> None:
-        """Write the policy to `folder`, and the critic beside it where that is asked for."""
+        """Write the policy to `folder`, and the critic beside it if the flags ask for the critic."""
         self.export(str(folder))
         if self.critic and self.settings.save_critic:
             exported = self.critic.broadcast(TrainedWorker.export, self.tokenizer, f"{folder}_critic")
             self._gather(exported, "export the critic")
 
     def export(self, path: str) -> None:
-        """Write the policy as Transformers and a stock vLLM server load it."""
+        """Write the policy in the format that Transformers and vLLM load."""
         exported = self.policy.broadcast(TrainedWorker.export, self.tokenizer, path)
         self._gather(exported, "export the policy")
 
     def timed(self, name: str, iterable: Iterable[Any]) -> Iterator[Any]:
-        """The items, with the seconds each took to come counted under `timing/<name>`; as long as the patience lasts."""
+        """The items, until the patience is used up. The seconds of waiting for each item count as `timing/<name>`."""
         iterator = iter(iterable)
         while not self.best.exhausted:
             with self.clock(name):
@@ -313,6 +313,6 @@ class PPOTrainer:
 
 
 def step_metrics(source: SyncSource, batch: Annotated) -> dict[str, Metric]:
-    """What a step's rollout looked like, what it cost, and what dynamic filtering left of it."""
+    """Metrics of a step's rollout, of its cost, and of dynamic filtering."""
     metrics = rollout_metrics(batch.trajectories, batch.kept) | source.metrics() | batch.timing
     return metrics | ({"train/dynamic_filtering_pass_rate": pass_rate(batch.trajectories)} if source.keep else {})

@@ -1,4 +1,4 @@
-"""PPO-ptx: plain text that the policy learns beside its rewards."""
+"""PPO-ptx: plain text that the policy learns together with its rewards."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from openrlhf.trainers.update_plan import share
 
 
 class PretrainingMix:
-    """Draws `batch_size` rows of text for each optimizer step, epoch after epoch, each in an order of its own.
+    """Draws `batch_size` rows of text for each optimizer step. Every epoch has its own order.
 
-    The rows depend only on the seed and on the number of the optimizer step, so a resumed run needs no state.
+    The rows depend only on the seed and the number of the optimizer step, so a resumed run needs no state.
     """
 
     def __init__(self, rows: SFTDataset, *, batch_size: int, seed: int) -> None:
@@ -29,7 +29,7 @@ class PretrainingMix:
         return drawn
 
     def for_ranks(self, steps: Sequence[int], ranks: int) -> list[list[TokenRows]]:
-        """For each rank, its rows of each optimizer step. A rank without rows gets one whose loss mask is empty."""
+        """For each rank, its rows of each optimizer step. A rank without rows gets one row with an empty loss mask."""
         per_rank: list[list[TokenRows]] = [[] for _ in range(ranks)]
         for step in steps:
             texts = [self.rows[row] for row in self.draw(step)]

@@ -1,4 +1,4 @@
-"""Brings a weight version to the engines: agree, send, verify, serve."""
+"""Publishes weight versions to the engines: agree, send, verify, serve."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from openrlhf.workers.policy import PolicyWorker
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Prompts that every engine answers with the first weights it gets, so that trainer and engine can be compared.
+    """Prompts that every engine answers with its first published weights, to compare engine and trainer.
 
-    `params`: a few tokens, at the policy's temperature, without top-k or top-p. `tolerance`: the mean difference of
-    log-probabilities that rounding may explain, in nats.
+    `params`: a few tokens, at the policy's temperature, without top-k or top-p. `tolerance`: the mean difference, in
+    nats, of log-probabilities that rounding may explain.
     """
 
     prompts: Sequence[list[int]]
@@ -33,9 +33,10 @@ class Probe:
 
 
 class WeightPublisher:
-    """Policy ranks and all engine workers in one group. An engine serves a version once each of its workers' receipts is verified.
+    """Publishes the policy's weights to all engine workers. An engine serves a version after all receipts are verified.
 
-    Without engines, as in a replay, there is nothing to publish. The first publication ends with the `probe`, if there is one.
+    Senders and engine workers form one group. Without engines, as in a replay, nothing is published. The first
+    publication ends with the `probe`, if there is one.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class WeightPublisher:
         self.connected = False
 
     def connect(self, fleet: Fleet) -> None:
-        """Form the weight group, anew when an engine was replaced."""
+        """Form the weight group, or a new one if an engine was replaced."""
         asked = self.policy.broadcast(PolicyWorker.weight_address)[:1]
         [(host, port)] = self._gather(asked, "tell where to send weights from")
         self.groups_made += 1
@@ -76,7 +77,7 @@ class WeightPublisher:
         self.connected = True
 
     def publish(self, version: int) -> None:
-        """Send the policy's weights as `version`. Raises PublicationError, naming what differs."""
+        """Send the policy's weights as `version`. Raises PublicationError, naming the differences."""
         if (fleet := self.fleet) is None:
             return
         if not self.connected:
@@ -85,7 +86,7 @@ class WeightPublisher:
         [manifest] = self._gather(listed, "list its weights")
         receiving = fleet.call(RolloutEngine.receive, manifest)
         sending = self.policy.broadcast(PolicyWorker.send_weights, manifest)
-        self.connected = False  # until it worked: a failed publication leaves no group behind
+        self.connected = False  # a failed publication leaves no group behind
         results = self._gather([*receiving, *sending], f"publish weight version {version}")
         self.connected = True
         sent: SentWeights = results[len(receiving)]
@@ -100,10 +101,10 @@ class WeightPublisher:
         self._gather(fleet.call(RolloutEngine.resume), "serve the new weights")
 
     def check_engines(self, fleet: Fleet, probe: Probe) -> None:
-        """Let every engine answer the probe with the weights it serves, and score the answers with the policy.
+        """Let every engine answer the probe with its present weights, and score the answers with the policy.
 
-        Raises PublicationError if log-probabilities differ by more than rounding explains: engine and trainer then compute
-        different functions of the same weights. The engines' caches are empty afterwards.
+        Raises PublicationError if the log-probabilities differ by more than rounding explains: engine and trainer then
+        compute different functions of the same weights. The engines' caches are empty afterwards.
         """
         asked = [
             call for prompt in probe.prompts for call in fleet.call(RolloutEngine.generate, prompt, [probe.params])
@@ -125,10 +126,10 @@ class WeightPublisher:
             gap = torch.cat(gaps[engine :: fleet.size])
             if not float(gap.mean()) <= probe.tolerance:
                 raise PublicationError(
-                    f"engine {engine} gives the same tokens other log-probabilities than the trainer, with the same weights: mean "
-                    f"difference {gap.mean():.3g} nats, largest {gap.max():.3g}; rounding explains a mean of {probe.tolerance:g}. One of "
-                    "them computes this architecture in another way: use another architecture, or change --vllm.engine_args, "
-                    "--vllm.quantization or --ds.attn_implementation."
+                    f"engine {engine} gives the same tokens other log-probabilities than the trainer, with the same "
+                    f"weights: mean difference {gap.mean():.3g} nats, largest {gap.max():.3g}; rounding explains a mean "
+                    f"of {probe.tolerance:g}. Engine and trainer compute this architecture differently: use another "
+                    "architecture, or change --vllm.engine_args, --vllm.quantization or --ds.attn_implementation."
                 )
 
     def _gather(self, calls: Sequence[Call], doing: str) -> list[Any]:

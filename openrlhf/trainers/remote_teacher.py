@@ -1,4 +1,4 @@
-"""A teacher behind a vLLM server, which says how likely it finds each token that the policy sampled."""
+"""A teacher behind a vLLM server, which returns the log-probability of each token that the policy sampled."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ UNREADABLE = "\ufffd"  # part of a character
 
 
 class RemoteTeacher:
-    """The remote engine of that name. It needs vLLM's `prompt_logprobs`, which are taken at temperature 1."""
+    """The teacher in the remote engine `name`, a vLLM server with `prompt_logprobs`. The temperature is 1."""
 
     def __init__(self, name: str) -> None:
         self.flag, self.engine = f"--algo.distill.teacher {name}", remote_engine(name)
 
     def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The episodes, those to be trained on with log π_teacher; one whose teacher does not answer has failed."""
+        """The episodes, with log π_teacher if they are trained on. An episode without an answer has failed."""
 
         async def all_annotated() -> list[Trajectory]:
             return await asyncio.gather(*map(self._annotated, trajectories))
@@ -49,20 +49,21 @@ class RemoteTeacher:
         judged = await self._judged(tokens)
         logprobs = [self.engine.read(entry, "logprob", kind=float) for entry in judged]
         if not all(map(math.isfinite, logprobs)):
-            raise ServerError(f"log-probabilities that are not finite: {logprobs}")
+            raise ServerError(f"some log-probabilities are not finite: {logprobs}")
         return [0.0, *logprobs]
 
     async def _judged(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """What the server says of every token but the first."""
+        """The server's entry for every token but the first."""
         wanted = {"prompt": list(tokens), "prompt_logprobs": 0, "max_tokens": 1}
         answered = await self.engine.ask("/completions", wanted)
         listed = self.engine.read(answered, "choices", 0, "prompt_logprobs", kind=list)
         return [self.engine.read(listed, t, str(tokens[t]), kind=dict) for t in range(1, len(tokens))]
 
     def check(self, tokenizer: PreTrainedTokenizerBase, *, max_len: int) -> None:
-        """Raise ConfigError where it cannot judge episodes of `max_len` tokens, DataError where it reads other tokens.
+        """Raise ConfigError if the teacher cannot score episodes of `max_len` tokens, DataError for another vocabulary.
 
-        A server tells of its vocabulary only the texts of the tokens it is sent: some are compared, not all.
+        A server returns only the texts of the tokens it is sent, so some tokens of the vocabulary are compared, not
+        all.
         """
         try:
             room = in_background(self.engine.room()).result()
@@ -71,21 +72,22 @@ class RemoteTeacher:
             judged = in_background(self._judged(probe)).result()
         except ServerError as error:
             raise ConfigError(
-                f"{self.flag} cannot teach; it has to be a vLLM server with the policy's vocabulary: {error}"
+                f"{self.flag} cannot teach: it must be a vLLM server with the policy's vocabulary. {error}"
             ) from error
         if room is not None and room <= max_len:
             raise ConfigError(
-                f"{self.flag} takes {room} tokens, one of them its own, fewer than --data.max_len {max_len}: start it with more."
+                f"{self.flag} takes {room} tokens, one of them generated, fewer than --data.max_len {max_len}: start the "
+                "server with a larger --max-model-len."
             )
         for token, entry in zip(probe[1:], judged, strict=True):
             ours, theirs = tokenizer.decode([token]), entry.get("decoded_token")
             if theirs is None:
                 logger.warning(
-                    "%s does not tell its tokens' texts: make sure that its vocabulary is the policy's.", self.flag
+                    "%s does not return the texts of tokens: make sure that its vocabulary is the policy's.", self.flag
                 )
                 return
             if theirs not in (ours, tokenizer.convert_ids_to_tokens(token)) and UNREADABLE not in ours + theirs:
                 raise DataError(
-                    f"{self.flag} has another vocabulary than the policy: token {token} is {theirs!r} there and {ours!r} "
-                    "here. Serve a model with the policy's tokenizer."
+                    f"{self.flag} has another vocabulary than the policy: token {token} is {theirs!r} there and "
+                    f"{ours!r} here. Serve a model with the policy's tokenizer."
                 )

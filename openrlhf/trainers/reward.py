@@ -1,4 +1,4 @@
-"""Reward models: the chosen answer of a pair is to score above the rejected one."""
+"""Reward models: the chosen answer of a pair should score above the rejected answer."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ MEASURED = 0.01  # of the training rows, whose rewards are measured if there is 
 
 @offline_task("rm")
 class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
-    """ℓ = −log σ(r_chosen − r_rejected − margin) per pair; the window divides by the number of pairs over all ranks."""
+    """ℓ = −log σ(r_chosen − r_rejected − margin) per pair, mean over the window's pairs of all ranks."""
 
     root: ClassVar = RMConfig
     padding_side: ClassVar = "left"
     objective: ClassVar = ("model.loss_type", "model.margin_loss_enable", "model.aux_loss_coef")
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
-        """Chosen and rejected answers."""
+        """Pairs of a chosen and a rejected answer."""
         return PreferenceDataset(dataset, tokenizer, self.config.data)
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Unknown if the prompt is inside the texts, unless these are chat messages."""
+        """Unknown if the prompt is inside the texts, unless the texts are chat messages."""
         data = self.config.data
         return super().text_format(tokenizer, ending) if data.prompt_key or data.apply_chat_template else None
 
     def measured_rows(self, train_rows: Any) -> Subset[PairRow]:
-        """The first rows: the mean and the deviation of the rewards are wanted in any case."""
+        """The first rows, because mean and deviation of the rewards are always needed."""
         return Subset(train_rows, range(max(1, int(len(train_rows) * MEASURED))))
 
     def load_model(self) -> ScalarModel:
@@ -65,16 +65,16 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
         )
 
     def micro_batches(self, batch: Pairs, limits: MicroBatchLimits) -> list[Pairs]:
-        """Pairs stay together; a limit of rows counts pairs."""
+        """The batch in parts that keep pairs together. A limit of rows counts pairs."""
         cut = limits.cut(batch.lengths.view(-1, 2).sum(1))
         return batch.split([[2 * pair + side for pair in part for side in (0, 1)] for part in cut])
 
     def counts(self, micro: Pairs) -> dict[str, float]:
-        """Pairs."""
+        """The number of pairs, which is the denominator."""
         return {"pairs": micro.num_samples / 2}
 
     def loss(self, model: Any, micro: Pairs, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
-        """This micro-batch's share of the mean over the window's pairs."""
+        """This micro-batch's part of the mean over the window's pairs, and its metrics."""
         outputs = model(micro.tokens, micro.offsets)
         scores = last_token_scores(outputs.values, micro.offsets)
         chosen, rejected = scores[0::2], scores[1::2]
@@ -86,7 +86,7 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
         metrics: dict[str, Metric] = {
             "train/loss": loss,
             "train/acc": accuracy,
-            "train/loss_mean": loss,  # the same, under the names of old dashboards
+            "train/loss_mean": loss,  # the same under the names of old dashboards
             "train/acc_mean": accuracy,
             "train/chosen_reward": Mean(float(chosen.detach().sum()), pairs),
             "train/reject_reward": Mean(float(rejected.detach().sum()), pairs),
@@ -96,7 +96,7 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
         return (summed + balance) / totals["pairs"], metrics | balance_metrics
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Loss, accuracy, and mean and unbiased standard deviation of all rewards, chosen and rejected."""
+        """Loss, accuracy, and the mean and unbiased standard deviation of all rewards, chosen and rejected."""
         rewards = metrics["rewards"]
         assert isinstance(rewards, Deviation)
         return {
@@ -107,6 +107,6 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
         }
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
-        """Keep mean and deviation with the model: --reward.normalize_enable of RL reads them from its configuration."""
+        """Store mean and deviation in the model's configuration, where --reward.normalize_enable of RL reads them."""
         assert isinstance(model, ScalarModel)
         model.set_scale(numbers["eval/reward_mean"], numbers["eval/reward_std"])

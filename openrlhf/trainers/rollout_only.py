@@ -1,4 +1,4 @@
-"""--rollout.only: the steps of a run without their training."""
+"""--rollout.only: the steps of a run without training."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from openrlhf.trainers.sources import SyncSource
 
 
 class RolloutOnly:
-    """Has every step generated and rewarded, and measures it. The maker has no stages but the rewards."""
+    """Generates, rewards and measures every step. The maker has no stages but the rewards."""
 
     def __init__(self, source: SyncSource, maker: ExperienceMaker, recorder: Recorder, errors: ErrorBudget) -> None:
         self.source, self.maker, self.recorder, self.errors = source, maker, recorder, errors
         self.step = 0
 
     def fit(self) -> None:
-        """Go through the prompts. Raises RewardErrors if too many episodes of a step have failed."""
+        """Process all prompts. Raises RewardErrors if too many episodes of a step have failed."""
         self.recorder.display.begin(self.source.total_steps)
         began = time.perf_counter()
         for trajectories in self.source:
             batch = self.maker.annotate(trajectories)
             self.recorder.samples(self.step + 1, batch.trajectories)
             self.errors.check(batch.trajectories)
-            if all(t.filtered for t in trajectories):  # what is left of an epoch makes no step
+            if all(t.filtered for t in trajectories):  # the rest of an epoch gives no step
                 continue
             metrics, seconds = step_metrics(self.source, batch), time.perf_counter() - began
             metrics |= {name: Last(seconds) for name in ("timing/generation", "timing/step_total")}

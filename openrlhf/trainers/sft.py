@@ -23,19 +23,19 @@ from openrlhf.workers.base import balancing_term
 
 @offline_task("sft")
 class SFTTask(OfflineTask[SFTConfig, SFTRow, TokenRows]):
-    """ℓ_t = −log π(token_t) for target tokens; the window divides by their number over all ranks."""
+    """ℓ_t = −log π(token_t) for target tokens, mean over the window's target tokens of all ranks."""
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
-        """Prompts and responses, conversations or plain texts, as the flags say."""
+        """Prompts and responses, conversations or plain texts, depending on the flags."""
         config = self.config
         return SFTDataset(dataset, tokenizer, config.data, pretrain=config.model.pretrain_mode_enable)
 
     def check_model(self) -> None:
-        """Raise ModelError unless the configuration is of a language model that can be trained here."""
+        """Raise ModelError unless the stored configuration is of a language model that can be trained here."""
         check_is_causal(load_spec(self.config))
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Plain text has no prompts."""
+        """The format of prompts; None for plain text, which has no prompts."""
         return None if self.config.model.pretrain_mode_enable else super().text_format(tokenizer, ending)
 
     def load_model(self) -> PolicyModel:
@@ -52,19 +52,19 @@ class SFTTask(OfflineTask[SFTConfig, SFTRow, TokenRows]):
         return TokenRows.from_lists([row.tokens for row in rows], [row.loss_mask for row in rows])
 
     def counts(self, micro: TokenRows) -> dict[str, float]:
-        """Target tokens."""
+        """The number of target tokens, which is the denominator."""
         return {"tokens": float(micro.loss_mask.sum())}
 
     def loss(self, model: Any, micro: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
-        """This micro-batch's share of the mean over the window's target tokens."""
+        """This micro-batch's part of the mean over the window's target tokens, and its metrics."""
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
-        summed = (token_nll(scores.logprobs, micro.loss_mask)).sum()
+        summed = token_nll(scores.logprobs, micro.loss_mask).sum()
         seen = float(micro.loss_mask.sum())
         mean = Mean(float(summed.detach()), seen)
-        metrics: dict[str, Metric] = {"train/gpt_loss": mean, "train/loss_mean": mean}  # of old dashboards
+        metrics: dict[str, Metric] = {"train/gpt_loss": mean, "train/loss_mean": mean}  # names of old dashboards
         balance, balance_metrics = balancing_term(scores.aux_loss, self.config.model.aux_loss_coef, seen)
         return (summed + balance) / totals["tokens"], metrics | balance_metrics
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """The reference's name has a space in it; dashboards know it."""
+        """The evaluation loss. Its name with a space is the reference's, which dashboards use."""
         return {"eval/eval gpt_loss": metrics["train/gpt_loss"]} if metrics else {}

@@ -1,4 +1,4 @@
-"""Where the trajectories of a step come from. The loop is the same for all of them."""
+"""The source of the trajectories of each step."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 class SyncSource:
-    """Generates a step when the step is asked for, with the weights of the last publication.
+    """Generates a step when the loop asks for it, with the weights of the last publication.
 
-    `batch_size`: prompts per step, rejected prompts not counted. `at_once`: prompts generated together, at least as many as
-    a step has. If there are more, the groups left over wait, and their steps train weights newer than the weights that
-    sampled them. `epochs`: passes over the prompts; the last batch of an epoch may be short. `annotated` adds the scores of
-    reward models before the filter `keep` looks at a group. `last_step`: the generator gives nothing after that step.
-    `consumed`: prompts that steps have had, over all epochs; a resumed run starts there, and draws the waiting prompts again.
+    `batch_size`: prompts per step, without rejected prompts. `at_once`: prompts generated together, at least one step.
+    If there are more, the remaining groups wait, and their steps train weights newer than the weights that sampled
+    them. `epochs`: passes over the prompts; the last batch of an epoch may be short. `annotated` adds the scores of
+    reward models before the filter `keep` reads a group. `last_step`: the generator gives nothing after that step.
+    `consumed`: prompts that steps have had, over all epochs. A resumed run starts there, and draws the waiting prompts
+    again.
     """
 
     def __init__(
@@ -74,21 +75,21 @@ class SyncSource:
 
     @property
     def total_steps(self) -> int:
-        """Batches of the whole run; at most so many where prompts are filtered."""
+        """Number of steps of the whole run; an upper limit if prompts are filtered."""
         return self.steps_per_epoch * self.epochs
 
     @property
     def epoch(self) -> int:
-        """Complete passes over the prompts."""
+        """Number of complete passes over the prompts."""
         return self.consumed // len(self.prompts)
 
     @property
     def exhausted(self) -> bool:
-        """Whether steps have had every prompt of every epoch, or the generator gives nothing more."""
+        """Whether all epochs have ended, or the generator gives nothing more."""
         return self.epoch >= self.epochs or (self.last_step is not None and self.step >= self.last_step)
 
     def _rest_of_epoch(self) -> Iterator[Prompt]:
-        """Prompts one by one; `_drawn` counts those handed out, not those that the loader has read ahead."""
+        """Prompts one by one. `_drawn` counts prompts handed out, not prompts that the loader has read ahead."""
         self._drawn = self.consumed
         for row in chain.from_iterable(self._loader()):
             self._drawn += 1
@@ -101,11 +102,11 @@ class SyncSource:
         )
 
     def resume(self, *, step: int, consumed: int) -> None:
-        """Continue after `step`, which left the source at `consumed` prompts."""
+        """Continue after `step`, when `consumed` prompts had been used."""
         self.step, self.consumed = step, consumed
 
     def metrics(self) -> dict[str, Metric]:
-        """What generation has cost since the last call."""
+        """The cost of generation since the last call."""
         return self.generator.metrics()
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
@@ -114,7 +115,7 @@ class SyncSource:
             self.consumed = self._drawn
 
     def _steps_of_epoch(self, prompts: Iterator[Prompt]) -> Iterator[list[Trajectory]]:
-        """The samples of each step. Samples of a rejected prompt belong to the step of the kept group before them."""
+        """The samples of each step. Samples of a rejected prompt belong to the step of the preceding kept group."""
         waiting: list[Group] = []  # the groups of later steps
         while not self.exhausted:
             if len(_kept(waiting)) < self.batch_size:
@@ -130,8 +131,9 @@ class SyncSource:
     def _generate(self, prompts: Iterator[Prompt]) -> list[Group]:
         """The groups of the next prompts, in prompt order; none if the epoch is over.
 
-        A batch that is lost ends early, for the loop to report the errors: if too many samples have failed whatever becomes
-        of the others. Not a batch of several steps: the prompts given up would be missing in the epoch.
+        If so many samples have failed that the errors exceed their budget in any case, the batch ends early and the
+        loop reports the errors. A batch of several steps never ends early, because its cancelled prompts would be
+        missing in the epoch.
         """
         rejects = self.keep.rejects if self.keep else keeps_all
         request = Request(spec=self.spec, step=self.step + 1, annotated=self.annotated, rejects=rejects)
@@ -160,7 +162,7 @@ class SyncSource:
 
 
 def _kept(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
-    """The places of the groups that are trained on."""
+    """The indices of the groups that are trained on."""
     return [place for place, group in enumerate(groups) if not group[0].filtered]
 
 
@@ -174,7 +176,7 @@ def evaluate(
     at_once: int,
     timeout_s: float,
 ) -> list[Trajectory]:
-    """Episodes of every evaluation prompt, at most `at_once` prompts under way, for the weights after `step`."""
+    """Episodes of every evaluation prompt for the weights after `step`, at most `at_once` prompts at a time."""
     every_prompt = map(prompts.__getitem__, range(len(prompts)))
     stream = generator.stream(every_prompt, Request(spec=spec, step=step), groups=len(prompts), at_once=at_once)
     return in_prompt_order(loop.iterate(stream, timeout_s))

@@ -1,4 +1,4 @@
-"""Columns that workers compute: who computes a column from what, and the rows on their way there and back."""
+"""Columns that workers compute: the workers and inputs of each column, and the transport of its rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from openrlhf.workers.frozen import RewardWorker
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A per-token column of `Experience`: `writes` is its name, `reads` gives what the workers are sent, and nothing else."""
+    """A per-token column of `Experience`. `writes` is its name; `reads` gives the only columns that the workers get."""
 
     writes: str
     by: WorkerGroup
@@ -28,16 +28,16 @@ class Stage:
     reads: Callable[[Experience], Ragged] = Experience.targets
 
     def launch(self, experience: Experience) -> Pending:
-        """Scatter the rows over the ranks."""
+        """Send the rows to the ranks. The result is on its way."""
         return Pending(self.reads(experience), self.by, self.method)
 
 
 class RewardModels:
-    """The reward workers, whose numbers are added to the reward function's with `weights`."""
+    """The reward workers. Their rewards are added to the reward function's with `weights`."""
 
     def __init__(self, workers: WorkerGroup, weights: Sequence[float], *, timeout_s: float) -> None:
         self.workers, self.weights, self.timeout_s = workers, weights, timeout_s
-        self._launching = threading.Lock()  # every rank gets the calls in the same order: some forwards are collective
+        self._launching = threading.Lock()  # every rank must get calls in the same order: some forwards are collective
 
     def launch(self, experience: Experience) -> Pending:
         """The rewards of every model for every row, (B, K), on their way."""
@@ -45,11 +45,11 @@ class RewardModels:
             return Pending(experience.texts(), self.workers, RewardWorker.rewards, per_sample=True)
 
     def summed(self, trajectories: Sequence[Trajectory], rewards: Tensor) -> list[Trajectory]:
-        """The episodes with the weighted sum of the reward models' numbers (B, K) and their own reward."""
+        """The episodes with the weighted sum of the reward models' rewards (B, K) and their own reward."""
         return [combined(t, row, self.weights) for t, row in zip(trajectories, rewards.tolist(), strict=True)]
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The episodes; the finished episodes with the sum of all their rewards."""
+        """The episodes; each finished episode has the sum of all its rewards."""
         finished = [t for t in trajectories if not t.failed]
         if not finished:
             return list(trajectories)
@@ -58,19 +58,19 @@ class RewardModels:
         return [t if t.failed else next(scored) for t in trajectories]
 
     async def score_group(self, group: list[Trajectory]) -> list[Trajectory]:
-        """The same for the samples of a prompt, while other prompts are still being sampled."""
+        """The same for the samples of one prompt, while other prompts are still being sampled."""
         return await asyncio.to_thread(self.score, group)
 
 
 class Pending:
-    """A column (or several, as a matrix) on its way: rows cut into data slices, results gathered back into place."""
+    """A column, or a matrix of several, on its way: rows cut into data slices, results put back in place."""
 
     def __init__(
         self, batch: Ragged, group: WorkerGroup, method: Callable[..., Tensor], *, per_sample: bool = False
     ) -> None:
         self.batch, self.group, self.per_sample = batch, group, per_sample
         lengths = batch.lengths.tolist()
-        # A slice without rows repeats the first row: some forwards are collective. Its result is the same number twice.
+        # A slice without rows repeats the first row, because some forwards are collective. The result is the same.
         self.parts = [rows or [0] for rows in share(lengths, range(len(lengths)), group.slices)]
         self.calls = group.launch(method, batch.split(self.parts))
 

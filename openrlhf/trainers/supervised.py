@@ -1,4 +1,4 @@
-"""The offline loop: windows of rows, one optimizer step each. A task supplies rows, models, counts and loss."""
+"""The offline loop: windows of rows, one optimizer step each. A task defines rows, models, counts and loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from openrlhf.workers.base import MicroBatchLimits
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Steps of a run. Derived from the size of the data; `steps_per_epoch` ≥ 1."""
+    """The steps of a run. Derived from the size of the data; `steps_per_epoch` ≥ 1."""
 
     rows: int
     batch_size: int
@@ -33,7 +33,7 @@ class Schedule:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps per pass over the data; an incomplete last batch is left out."""
+        """Optimizer steps per epoch. An incomplete last batch is left out."""
         return self.rows // self.batch_size
 
     @property
@@ -76,7 +76,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.step = self.resumed_at = 0
 
     def fit(self) -> None:
-        """Train to the end, or until the patience is used up, then export to --ckpt.output_dir."""
+        """Train until the steps or the patience are used up, then export to --ckpt.output_dir."""
         if self.recorder:
             self.recorder.display.begin(self.schedule.total_steps, done=self.step)
         for window in self.windows():
@@ -96,11 +96,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.after_step(result.metrics | numbers)
         returned = self.return_to_best()
         if self.eval_rows is not None and (returned or self.step == self.resumed_at):
-            self.measure()  # what `evaluated` keeps with the model is in no checkpoint
+            self.measure()  # no checkpoint has the numbers that `evaluated` stores in the model
         self.export(self.ckpt.output_dir)
 
     def windows(self) -> Iterator[list[Micro]]:
-        """This rank's micro-batches of each optimizer step, from where the run stands."""
+        """This rank's micro-batches of each remaining optimizer step."""
         while self.step < self.schedule.total_steps and not self.best.exhausted:
             sampler = ResumableSampler(
                 self.schedule.rows,
@@ -123,7 +123,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             sampler=sampler,
             collate_fn=list,
             num_workers=self.num_workers,
-            generator=torch.Generator(),  # by default an iterator draws a seed from the state that dropout draws from
+            generator=torch.Generator(),  # by default an iterator draws its seed from the generator of dropout
         )
 
     def after_step(self, metrics: Mapping[str, Metric]) -> None:
@@ -139,7 +139,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.save()
 
     def evaluate(self) -> None:
-        """Measure and log; a new best is kept."""
+        """Measure and log. A new best is saved."""
         numbers = self.measure()
         if self.recorder:
             self.recorder.evaluation(self.step, numbers)
@@ -147,7 +147,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.save(best=True)
 
     def measure(self) -> dict[str, float]:
-        """The task's metrics over all evaluation rows, each counted once. Collective over the ranks."""
+        """The task's metrics over all evaluation rows, each row counted once. Collective over the ranks."""
         model = self.engine.module.eval()
         parts: list[dict[str, Metric]] = []
         with torch.no_grad():
@@ -180,7 +180,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             yield from [(rows, False)] * (math.ceil(most / size) - math.ceil(len(sampler) / size))
 
     def save(self, *, best: bool = False) -> None:
-        """Write a checkpoint of the run as it stands. Collective over the ranks."""
+        """Write a checkpoint of the current state. Collective over the ranks."""
         if self.ckpt.disable_ds and not self.ckpt.save_hf:
             return
         begun = self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf) if self.strategy.is_main else None
@@ -208,13 +208,16 @@ class SupervisedTrainer(Generic[Row, Micro]):
         )
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Continue where a checkpoint stands. Collective over the ranks."""
+        """Continue from a checkpoint. Collective over the ranks."""
         self.engine.load(checkpoint.engine_dir(), checkpoint.tag)
         self.step = self.resumed_at = checkpoint.state.step
         self.best.restore(checkpoint.state)
 
     def return_to_best(self) -> bool:
-        """With --eval.patience, load the weights of the best evaluation; whether they differ from the last. Collective over the ranks."""
+        """With --eval.patience, load the weights of the best evaluation. True if the weights were loaded.
+
+        Collective over the ranks.
+        """
         found = self.best.to_export(self.step, self.checkpoints, self.recorder.display.note) if self.recorder else None
         checkpoint: Checkpoint | None = self.strategy.broadcast(found)
         if checkpoint:
@@ -222,7 +225,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         return checkpoint is not None
 
     def export(self, path: str) -> None:
-        """Write the model as Transformers loads it. Collective over the ranks."""
+        """Write the model in the format of Transformers. Collective over the ranks."""
         export_hf(
             self.engine.full_parameters(1 << 30), self.engine.hf, self.tokenizer, path, writes=self.strategy.is_main
         )
@@ -230,6 +233,6 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
 
 def layout_of(strategy: Strategy) -> EngineLayout:
-    """How this run's engine cuts its state into files."""
+    """The layout of the files in which this run's engine stores its state."""
     config = strategy.config
     return EngineLayout(world_size=strategy.dp_size, zero_stage=config.zero_stage, param_dtype=config.param_dtype)

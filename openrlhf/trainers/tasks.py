@@ -25,7 +25,7 @@ Kind = TypeVar("Kind", bound="type[OfflineTask[Any, Any, Any]]")
 
 
 class Rows(Protocol):
-    """A dataset of tokenized rows; `summary` says in a sentence what the dataset holds."""
+    """A dataset of tokenized rows; `summary` describes the dataset in a sentence."""
 
     @property
     def summary(self) -> str: ...
@@ -36,7 +36,7 @@ class Rows(Protocol):
 
 
 class OfflineTask(ABC, Generic[Config, Row, Micro]):
-    """One offline stage: its flags, rows and models, the loss that is minimised, and what is logged."""
+    """One offline stage: its flags, rows, models, loss and metrics."""
 
     name: ClassVar[str] = ""  # the verb, set by `offline_task`
     root: ClassVar[type[SupervisedConfig]] = SFTConfig  # the flags
@@ -52,15 +52,15 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         """The rows of a dataset, tokenized."""
 
     def check_model(self) -> None:
-        """Raise ModelError for a model that the stored configuration shows to be the wrong one. Reads no weights."""
+        """Raise ModelError if the stored configuration is of the wrong kind of model. Reads no weights."""
         configuration(load_spec(self.config))
 
     @abstractmethod
     def load_model(self) -> nn.Module:
-        """The model to train; its submodule `hf` is exported."""
+        """The model to train. Its submodule `hf` is exported."""
 
     def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
-        """How to load each model that is needed besides the trained one, by its name in `self.frozen`."""
+        """Functions that load the models needed besides the trained model, by their names in `self.frozen`."""
         return {}
 
     @abstractmethod
@@ -68,21 +68,21 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         """Rows of the dataset as one ragged batch."""
 
     def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
-        """The batch in parts. By default any row may go with any other."""
+        """The batch in parts. By default any rows may be in one part."""
         return batch.split(limits.cut(batch.lengths))
 
     def before(self, model: Any, micro: Micro) -> tuple[Micro, Mapping[str, float]]:
-        """A first pass over every micro-batch of an optimizer step, without gradient, before the loss of any of them.
+        """A first pass over every micro-batch of an optimizer step, without gradient, before the first loss.
 
-        Returns the micro-batch, perhaps with more columns (log-probabilities of a frozen model), and numbers. `loss` finds
-        the sums of these numbers over the whole window and all ranks among its totals. Every micro-batch has to make the
-        same forwards: they are collective under ZeRO 3.
+        Returns the micro-batch, perhaps with more columns (log-probabilities of a frozen model), and numbers. The sums
+        of these numbers over the whole window and all ranks are among the totals of `loss`. Every micro-batch must run
+        the same forwards, because forwards are collective under ZeRO 3.
         """
         return micro, {}
 
     @abstractmethod
     def counts(self, micro: Micro) -> Mapping[str, float]:
-        """The denominators of a micro-batch. `loss` finds their sums over the whole window and all ranks in its totals."""
+        """The denominators of a micro-batch. `loss` gets their sums over the window and all ranks in `totals`."""
 
     @abstractmethod
     def loss(self, model: Any, micro: Micro, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
@@ -90,18 +90,18 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
     @abstractmethod
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """What an evaluation logs, from the metrics of all its rows."""
+        """The logged metrics of an evaluation, from the metrics of all its rows."""
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """How prompts look in training, to be recorded with the model; None if the flags do not say."""
+        """The format of prompts in training, to be stored with the model; None if the flags do not define it."""
         return TextFormat.of(self.config.data, tokenizer, ending=ending)
 
     def measured_rows(self, train_rows: Rows) -> Any:
-        """The rows to evaluate if there is no --eval.dataset. By default there is no evaluation then."""
+        """The rows to evaluate without --eval.dataset. By default there are none, and no evaluation."""
         return None
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
-        """Called after each evaluation, in every process with the same numbers: the model may keep some of them."""
+        """Called after each evaluation, in every process with the same numbers: a task may store some in the model."""
 
 
 OFFLINE_TASKS: Registry[type[OfflineTask[Any, Any, Any]]] = Registry("offline task")
@@ -119,7 +119,7 @@ def offline_task(name: str) -> Callable[[Kind], Kind]:
 
 
 def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
-    """How the flags ask for a model: the one to train, or another one at `path`."""
+    """The settings for loading the model to train, or another model at `path`."""
     return LoadSpec(
         path=path or config.model.model_name_or_path,
         param_dtype=config.ds.param_dtype,

@@ -1,6 +1,6 @@
-"""Which rows each rank trains on in each optimizer step: decided once, for all ranks, before anything is sent.
+"""The rows that each rank trains on in each optimizer step, decided once for all ranks before anything is sent.
 
-The set of rows of an optimizer step does not depend on the number of ranks; only who computes them does.
+The set of rows of an optimizer step does not depend on the number of ranks; only their assignment to ranks does.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from openrlhf.data.batching import balanced_partition
 
 @dataclass(frozen=True, kw_only=True)
 class RankUpdate:
-    """One rank's part of an update: its rows, and which of them (by position in `rows`) each optimizer step trains on."""
+    """One rank's rows of an update. `steps` has the indices into `rows` of each optimizer step."""
 
     rows: list[int]
     steps: list[list[int]]
-    filler: bool = False  # the last of `rows` is a copy that must not count, for steps in which the rank has none
+    filler: bool = False  # the last row is a copy that must not count, for steps in which the rank has no row
 
 
 def plan_update(lengths: Sequence[int], *, ranks: int, batch_size: int, epochs: int, seed: int) -> list[RankUpdate]:
-    """Cut rows of `lengths` tokens into optimizer steps of `batch_size` rows, shuffled per epoch, balanced over the ranks.
+    """Cut rows of `lengths` tokens into optimizer steps of `batch_size` rows, balanced over the ranks.
 
-    Rows left over by `batch_size` make a last, smaller step: they were paid for. Deterministic in `seed`.
+    Each epoch has its own order. The remaining rows make a last, smaller step, because they were generated at full
+    cost. The plan depends only on the arguments.
     """
     generator = torch.Generator().manual_seed(seed)
     per_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
@@ -39,7 +40,7 @@ def plan_update(lengths: Sequence[int], *, ranks: int, batch_size: int, epochs: 
 
 
 def share(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[int]]:
-    """Divide `rows` over the ranks so that their token counts are close. A rank may get none when there are few."""
+    """Divide `rows` over the ranks so that their token counts are close. A rank may get none if there are few."""
     if len(rows) < ranks:
         return [[row] for row in rows] + [[] for _ in range(ranks - len(rows))]
     parts = balanced_partition([lengths[row] for row in rows], ranks)
@@ -56,7 +57,7 @@ def _with_local_rows(steps: list[list[int]]) -> RankUpdate:
 
 
 def rows_of_rank(experience: Experience, update: RankUpdate) -> Experience:
-    """The rows a rank needs. The filler keeps its tokens, so that the rank runs the same model calls, and learns nothing."""
+    """The rows that a rank needs. The filler row has tokens, so that the rank runs the same forwards, and no actions."""
     part = experience.select(update.rows)
     if not update.filler:
         return part

@@ -91,8 +91,8 @@ def test_a_server_that_does_not_tell_its_tokens_is_pointed_out(
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({"id": "loud", "max_model_len": 64}, "takes 64 tokens, one of them its own, fewer than --data.max_len 64"),
-        ({"id": "unknown"}, "it has to be a vLLM server with the policy's vocabulary: .*no such model"),
+        ({"id": "loud", "max_model_len": 64}, "takes 64 tokens, one of them generated, fewer than --data.max_len 64"),
+        ({"id": "unknown"}, "it must be a vLLM server with the policy's vocabulary. .*no such model"),
         ({"id": "wrong_json"}, r"sent no list at choices\.0\.prompt_logprobs"),
     ],
 )
