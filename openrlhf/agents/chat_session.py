@@ -53,7 +53,10 @@ class ChatSession:
             asked = [_with_parsed_arguments(_with_plain_text(message)) for message in to_messages(messages)]
         except ValueError as error:
             raise ChatMistake(f"messages {error}") from error
-        prompt = self._first(asked, tools) if self._reply is None else [*self.tokens, *self._new(asked, tools)]
+        if self._reply is None:
+            prompt = self._encode(self._render(asked, tools))
+        else:
+            prompt = [*self.tokens, *self._new(asked, tools)]
         if len(prompt) >= self.max_length:
             self.truncated = True
             raise ContextFull(
@@ -61,9 +64,6 @@ class ChatSession:
             )
         self._asked = asked
         return prompt
-
-    def _first(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:
-        return self._encode(self._render(messages, tools))
 
     def _new(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """What has been said since the last reply, as tokens that follow it."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from openrlhf.config.rollout import RuleConfig
 from openrlhf.processes.loading import awaited, load_function, plain
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards
 from openrlhf.rewards.rule import HTTPReward
@@ -221,11 +222,11 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
     """One sample of the prompt. `remote_rm_url`: a file with `reward_func`, or servers; without it there is no reward yet."""
 
     def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:
-        given = remote_rm_url.split(",") if isinstance(remote_rm_url, str) else remote_rm_url or []
-        self._sources = [source.strip() for source in given]
-        if remote_rm_url is not None and not any(self._sources):
+        sources = remote_rm_url if isinstance(remote_rm_url, str) else ",".join(remote_rm_url or [])
+        self._rule = RuleConfig(remote_url=sources)
+        if remote_rm_url is not None and not self._rule.sources:
             raise TypeError("remote_rm_url is empty: name a .py file or servers, or leave it out")
-        self._servers = HTTPReward(self._sources, timeout=180, retries=5)
+        self._servers = HTTPReward(self._rule)
 
     async def execute(
         self,
@@ -241,7 +242,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         episode = _Episode(prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
         await episode.act(sampling_params)
         result = {"prompt": prompt, "label": label, **episode.result()}
-        if not self._sources:
+        if not self._rule.sources:
             return result
         query = str(hf_tokenizer.decode(episode.tokens, skip_special_tokens=False))
         reward = await self._reward(RewardRequest(query=query, prompt=prompt, label=label))
@@ -249,8 +250,8 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
 
     async def _reward(self, request: RewardRequest) -> RewardResult:
         """What the file's `reward_func` says, called in a thread of this process, or one of the servers. Raises ContractMistake."""
-        if self._sources[0].endswith(".py"):
-            function = load_function(f"{Path(self._sources[0]).resolve()}:reward_func")
+        if file := self._rule.function_path:
+            function = load_function(f"{Path(file).resolve()}:reward_func")
             returned = await asyncio.to_thread(function, [request.query], [request.prompt], [request.label])
             return read_rewards(plain(await awaited(returned)), 1)[0]
         [result] = await self._servers.score([request])

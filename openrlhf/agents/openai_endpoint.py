@@ -170,7 +170,10 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         @app.post("/tokenize")
         @app.post("/sessions/{_}/tokenize")
         async def tokenize(request: TokenizeRequest, _: str = "") -> Any:
-            tokens = self._tokens_of(request)
+            if request.messages is None:
+                tokens = list(self._tokenizer(request.prompt or "", add_special_tokens=False)["input_ids"])
+            else:
+                tokens = ChatSession(self._tokenizer, 1 << 40).prompt_for(request.messages, request.tools)
             return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_length}
 
         @app.post("/v1/chat/completions")
@@ -193,11 +196,6 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             return StreamingResponse(_streamed(answer), media_type="text/event-stream") if request.stream else answer
 
         return app
-
-    def _tokens_of(self, request: TokenizeRequest) -> list[int]:
-        if request.messages is None:
-            return list(self._tokenizer(request.prompt or "", add_special_tokens=False)["input_ids"])
-        return ChatSession(self._tokenizer, 1 << 40).prompt_for(request.messages, request.tools)
 
     async def _answer(self, session: _Open, request: ChatRequest) -> dict[str, Any]:
         """Sample a reply, as the API puts it; a client that repeats a request gets the answer that it missed."""

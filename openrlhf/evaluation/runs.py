@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -104,7 +103,7 @@ def run_win_rate(config: EvaluationConfig) -> None:
         written = read_answers(config, model.tokenizer, config.against.answer_key)
     else:
         other = read_candidate(config, "against")
-    judge = make_judge(config)
+    judge = Judge(config.judge, config.reward) if config.judge.url else None
     if judge:
         asyncio.run(judge.servers.check())
     if config.dry_run:
@@ -163,21 +162,6 @@ def read_answers(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, c
     texts = [text_of(row, column) for row in rows if isinstance(row, dict)]
     end = cast(int, tokenizer.eos_token_id)
     return [[*tokens, end] for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-
-
-def make_judge(config: EvaluationConfig) -> Judge | None:
-    """The judge that the flags name."""
-    judge, reward = config.judge, config.reward
-    if not judge.url or not judge.model:
-        return None
-    return Judge(
-        judge.url,
-        judge.model,
-        max_tokens=judge.max_tokens,
-        timeout=reward.timeout,
-        retries=reward.retries,
-        key=os.environ.get("OPENAI_API_KEY"),
-    )
 
 
 class Evaluation:

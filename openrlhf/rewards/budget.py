@@ -25,10 +25,6 @@ class ErrorBudget:
         """The budget that the flags give: with --reward.on_error drop, failed episodes do not count."""
         return cls(max_error_rate=reward.max_error_rate, counts=reward.on_error != "drop")
 
-    def exceeded(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Whether too many have failed."""
-        return self.exceeded_by(sum(trajectory.failed for trajectory in trajectories), of=len(trajectories))
-
     def exceeded_by(self, failed: int, *, of: int) -> bool:
         """Whether this number of failures is too large."""
         return self.counts and failed > self.max_error_rate * of

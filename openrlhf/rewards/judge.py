@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 
+from openrlhf.config.evaluation import JudgeConfig
+from openrlhf.config.rollout import RuleConfig
 from openrlhf.rewards.remote_engines import RemoteEngine
 from openrlhf.rewards.servers import HTTPServers
 from openrlhf.trajectory import Failure
@@ -37,13 +40,19 @@ class NoVerdict(ValueError):
 class Judge:
     """Asks for each pair in both orders: a judge that prefers a place rather than an answer calls the pair a tie."""
 
-    def __init__(
-        self, url: str, model: str, *, max_tokens: int, timeout: float, retries: int, key: str | None = None
-    ) -> None:
-        """`url` is the server's base, such as http://host:8000/v1; `key` goes with every request."""
-        base = url.rstrip("/").removesuffix("/chat/completions")
-        self.servers = HTTPServers([base], timeout=timeout, retries=retries, kind="judge", flag="--judge.url", key=key)
-        self.engine, self.max_tokens = RemoteEngine(self.servers, model), max_tokens
+    def __init__(self, judge: JudgeConfig, reward: RuleConfig) -> None:
+        """The server's key is the environment variable OPENAI_API_KEY."""
+        assert judge.url
+        base = judge.url.rstrip("/").removesuffix("/chat/completions")
+        self.servers = HTTPServers(
+            [base],
+            timeout=reward.timeout,
+            retries=reward.retries,
+            kind="judge",
+            flag="--judge.url",
+            key=os.environ.get("OPENAI_API_KEY"),
+        )
+        self.engine, self.max_tokens = RemoteEngine(self.servers, judge.model), judge.max_tokens
 
     async def compare(self, message: str, first: str, second: str) -> float:
         """1.0 if the first answer to a message is better, 0.0 if the second is, else 0.5. Raises ServerError or NoVerdict."""

@@ -31,23 +31,16 @@ def answered(tokenizer: PreTrainedTokenizerBase | None, prompt: str, label: Any,
     return request_of(tokenizer, prompt, label, tokens, sampled)
 
 
-def wrong_answers(labels: Sequence[Any]) -> list[Any]:
-    """For each label the next one that differs; None if all labels are the same."""
-    rolled = [[*labels[place + 1 :], *labels[:place]] for place in range(len(labels))]
-    return [
-        next((other for other in others if other != label), None) for label, others in zip(labels, rolled, strict=True)
-    ]
-
-
 def wrong_requests(requests: Sequence[RewardRequest], tokenizer: PreTrainedTokenizerBase | None) -> list[RewardRequest]:
-    """The requests whose label is text once more, each with another one's label as its answer."""
+    """The requests whose label is text, each with the next label that differs as its answer; none if all labels are the same."""
     labelled = [request for request in requests if isinstance(request.label, str) and request.label]
-    others = wrong_answers([request.label for request in labelled])
-    return [
-        answered(tokenizer, request.prompt, request.label, other)
-        for request, other in zip(labelled, others, strict=True)
-        if other
-    ]
+    wrong: list[RewardRequest] = []
+    for place, request in enumerate(labelled):
+        following = [*labelled[place + 1 :], *labelled[:place]]
+        other = next((each.label for each in following if each.label != request.label), None)
+        if other:
+            wrong.append(answered(tokenizer, request.prompt, request.label, other))
+    return wrong
 
 
 async def reward_preview(reward: Reward, rows: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> str | None:

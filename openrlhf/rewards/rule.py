@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def reward_of(
 ) -> Iterator[Reward | None]:
     """The function, servers or verifier of these flags, with processes for the code that runs here; None without any."""
     if reward.urls:
-        yield HTTPReward(reward.urls, timeout=reward.timeout, retries=reward.retries, batch=reward.batch)
+        yield HTTPReward(reward)
     elif reward.function_path or reward.verifier:
         with ProcessPool(workers or reward.workers, memory_gib=reward.memory_gib, log_dir=log_dir) as pool:
             if reward.verifier:
@@ -52,11 +52,11 @@ class HTTPReward(Reward):
 
     source = "reward server:"
 
-    def __init__(self, urls: Sequence[str], *, timeout: float, retries: int, batch: bool = False) -> None:
+    def __init__(self, rule: RuleConfig) -> None:
         self.servers = HTTPServers(
-            urls, timeout=timeout, retries=retries, kind="reward server", flag="--reward.remote_url"
+            rule.urls, timeout=rule.timeout, retries=rule.retries, kind="reward server", flag="--reward.remote_url"
         )
-        self.batch = batch
+        self.batch = rule.batch
 
     async def check(self) -> None:
         """Wait for the servers. Raises ConfigError naming the servers that do not answer."""

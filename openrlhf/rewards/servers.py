@@ -82,15 +82,13 @@ class HTTPServers:
         Raises ServerError after the last, ValueError or TypeError for no JSON.
         """
         tried: list[str] = []
-        for _ in range(self.retries):
+        while True:
             try:
                 return await self._attempt(body, path, tried)
-            except ServerError:
-                await asyncio.sleep(self._shortest_rest())
-        try:
-            return await self._attempt(body, path, tried)
-        except ServerError as error:
-            raise ServerError(f"{error} (attempt {self.retries + 1} of {self.retries + 1})") from error
+            except ServerError as error:
+                if len(tried) > self.retries:
+                    raise ServerError(f"{error} (attempt {len(tried)} of {len(tried)})") from error
+            await asyncio.sleep(min(map(self._rest, self.servers)))
 
     async def _attempt(self, body: Mapping[str, Any] | None, path: str, tried: list[str]) -> Any:
         """The answer of one server, if possible one not yet `tried`. Raises ServerError, or ValueError if asking again is no use."""
@@ -130,9 +128,6 @@ class HTTPServers:
     def _rest(self, server: _Server) -> float:
         """Seconds that a server is still left alone."""
         return max(0.0, server.rests_until - asyncio.get_running_loop().time())
-
-    def _shortest_rest(self) -> float:
-        return min(map(self._rest, self.servers))
 
 
 async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:

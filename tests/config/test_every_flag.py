@@ -79,7 +79,7 @@ READERS = {
     "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers data.prompts data.first_look "
     "workers.policy workers.critic",
     "serve_rm": "serving.server serving.scorer",
-    "eval": "evaluation.runs trainers.reward launch.prompt_data launch.hosts launch.agents agents.play rewards.rule "
+    "eval": "evaluation.runs trainers.reward launch.prompt_data launch.hosts launch.agents agents.play rewards.rule rewards.judge "
     "observability.recorder observability.trackers data.prompts data.feedback",
     "reward_test": "evaluation.reward_test rewards.rule",
 }

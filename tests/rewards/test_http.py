@@ -7,10 +7,12 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from openrlhf.config.options import ConfigError
+from openrlhf.config.rollout import RuleConfig
 from openrlhf.distributed.devices import free_port
 from openrlhf.rewards import servers as http_servers
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
@@ -36,7 +38,11 @@ def request(response: str, label: object = "") -> RewardRequest:
 def score(
     urls: list[str], *requests: RewardRequest, timeout: float = 20, retries: int = 2, batch: bool = False
 ) -> list[RewardResult]:
-    return asyncio.run(HTTPReward(urls, timeout=timeout, retries=retries, batch=batch).score(requests))
+    return asyncio.run(served_by(urls, timeout=timeout, retries=retries, batch=batch).score(requests))
+
+
+def served_by(urls: list[str], **flags: Any) -> HTTPReward:
+    return HTTPReward(RuleConfig(remote_url=",".join(urls), **flags))
 
 
 def test_a_request_holds_one_sample_in_lists_of_length_one(server: RewardServer):
@@ -110,13 +116,13 @@ def test_the_load_is_shared_and_servers_that_fail_are_left_alone(
 def test_a_server_that_is_not_there_is_named_before_the_run(server: RewardServer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_servers, "START_S", 2)
     dead = f"http://127.0.0.1:{free_port()}/get_reward"
-    asyncio.run(HTTPReward([server.url], timeout=1, retries=0).check())
+    asyncio.run(served_by([server.url], timeout=1, retries=0).check())
     with pytest.raises(ConfigError, match=f"{dead} does not answer.*Start the reward server"):
-        asyncio.run(HTTPReward([server.url, dead], timeout=1, retries=0).check())
+        asyncio.run(served_by([server.url, dead], timeout=1, retries=0).check())
 
 
 def test_a_server_that_fails_thousands_of_times_is_only_a_server_that_fails(server: RewardServer):
-    reward = HTTPReward([f"http://127.0.0.1:{free_port()}"], timeout=1, retries=0)
+    reward = served_by([f"http://127.0.0.1:{free_port()}"], timeout=1, retries=0)
     reward.servers.servers[0].failures = 5000
     (result,) = asyncio.run(reward.score([request("e")]))
     assert "attempt 1 of 1" in str(result.error)

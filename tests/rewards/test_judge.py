@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from openrlhf.config.evaluation import JudgeConfig
 from openrlhf.config.options import ConfigError
+from openrlhf.config.rollout import RuleConfig
 from openrlhf.distributed.devices import free_port
 from openrlhf.rewards import servers as http_servers
 from openrlhf.rewards.judge import Judge, NoVerdict, read_verdict
@@ -27,8 +29,8 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_servers, "LONGEST_PAUSE_S", 0.1)
 
 
-def compare(server: JudgeServer, model: str, first: str, second: str, *, key: str | None = None) -> float:
-    judge = Judge(server.url, model, max_tokens=7, timeout=20, retries=2, key=key)
+def compare(server: JudgeServer, model: str, first: str, second: str) -> float:
+    judge = Judge(JudgeConfig(url=server.url, model=model, max_tokens=7), RuleConfig(timeout=20, retries=2))
     return asyncio.run(judge.compare("say e", first, second))
 
 
@@ -44,8 +46,11 @@ def test_both_orders_are_asked_so_that_a_judge_of_places_says_nothing(server: Ju
     assert all("<message>\nsay e\n</message>" in text for text in asked)
 
 
-def test_a_request_is_an_openai_chat_completion_with_the_key(server: JudgeServer) -> None:
-    compare(server, "letters", "e", "x", key="secret")
+def test_a_request_is_an_openai_chat_completion_with_the_key(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    compare(server, "letters", "e", "x")
     assert {k: v for k, v in server.bodies[0].items() if k != "messages"} == {
         "model": "letters",
         "temperature": 0,
@@ -102,7 +107,7 @@ def test_a_judge_that_is_not_there_is_named_before_anything_is_sampled(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_servers, "START_S", 1)
-    asyncio.run(Judge(server.url, "letters", max_tokens=1, timeout=1, retries=0).servers.check())
-    gone = Judge(f"http://127.0.0.1:{free_port()}/v1", "m", max_tokens=1, timeout=1, retries=0)
+    asyncio.run(Judge(JudgeConfig(url=server.url, model="letters"), RuleConfig()).servers.check())
+    gone = Judge(JudgeConfig(url=f"http://127.0.0.1:{free_port()}/v1", model="m"), RuleConfig())
     with pytest.raises(ConfigError, match=r"--judge\.url: .* does not answer.*Start the judge"):
         asyncio.run(gone.servers.check())

@@ -10,7 +10,7 @@ import pytest
 
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
-from openrlhf.rewards.preview import answered, reward_preview, wrong_answers
+from openrlhf.rewards.preview import answered, reward_preview, wrong_requests
 from openrlhf.trajectory import Prompt
 from tests.tiny import character_tokenizer
 
@@ -58,5 +58,9 @@ def test_labels_that_are_all_alike_or_absent_say_nothing(pool: ProcessPool, tmp_
 
 
 def test_a_wrong_answer_is_the_next_label_that_differs() -> None:
-    assert wrong_answers(["a", "a", "b"]) == ["b", "b", "a"]
-    assert wrong_answers(["a", "a"]) == [None, None]
+    def wrong(*labels: str) -> list[str]:
+        requests = [answered(None, "1+1=", label, label) for label in labels]
+        return [request.query for request in wrong_requests(requests, None)]
+
+    assert wrong("a", "a", "b") == ["1+1=b", "1+1=b", "1+1=a"]
+    assert wrong("a", "a") == []
