@@ -22,8 +22,9 @@ C = TypeVar("C", bound=Command)
 
 
 def flags_or_exit(root: type[C], argv: Sequence[str] | None, *, command: str) -> C:
-    """The resolved configuration, whose folders can be written. A user's mistake is printed once per machine and ends the process with
-    status 2.
+    """The resolved configuration, whose folders can be written.
+
+    A user's mistake is printed once per machine and ends the process with status 2.
     """
     prepare_process()
     try:
@@ -38,7 +39,7 @@ def flags_or_exit(root: type[C], argv: Sequence[str] | None, *, command: str) ->
 
 
 def prepare_process() -> None:
-    """Set the environment that torch reads at import. Idle OpenMP threads sleep, because spinning threads take others' cores."""
+    """Set what torch reads from the environment. Idle OpenMP threads sleep: spinning threads take others' cores."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if not count_gpus():
@@ -54,7 +55,7 @@ def fail(error: object) -> NoReturn:
 
 @contextmanager
 def plain_ends(*mistakes: type[Exception]) -> Iterator[None]:
-    """A user's mistakes end the process with their message and status 2, Ctrl-C with status 130; anything else with a traceback."""
+    """A user's mistake ends the process with its message and status 2, Ctrl-C with 130, anything else with a traceback."""
     try:
         yield
     except mistakes as error:
@@ -86,7 +87,7 @@ SUPPORTED = {"vllm": ("0.32", "0.33"), "torch": ("2.11", "2.14")}  # from, below
 
 
 def check_folders(config: Command) -> None:
-    """End the process with status 2 if a folder that the run writes to at its end cannot be written: weeks may lie between."""
+    """End with status 2 if a folder that the run writes to at its end, perhaps weeks later, cannot be written."""
     relative: list[str] = []
     for flag, value in flags_in(config):
         if flag.path not in WRITTEN or not value:

@@ -1,4 +1,4 @@
-"""`python -m openrlhf.cli.eval`: a checkpoint by itself: pass@k, a reward model's accuracy, or the win rate against another."""
+"""`python -m openrlhf.cli.eval`: pass@k of a checkpoint, accuracy of a reward model, or win rate against another."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ PLANNED = ("dpo", "kto", "prm", "kd", "ppo", "lora_combiner", "batch_inference",
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a verb's command (`sft`, or `train_sft`) with the remaining arguments. Without one, or with --help, list the verbs."""
+    """Run the command of a verb (`sft` or `train_sft`) with the remaining arguments. Without a verb, list the verbs."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and arguments[0].startswith("--local_rank="):  # deepspeed puts it in front
         arguments.append(arguments.pop(0))

@@ -36,5 +36,6 @@ ESTIMATORS = {
 POLICY_LOSSES = {"ppo": LossTraits(), "gspo": LossTraits(aggregation="sequence"), "cispo": LossTraits(clip=(1.0, 0.28))}
 # Presets of the correction of train/rollout mismatch: level and mode of `algo.correction`.
 CORRECTIONS = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("geometric", "mask")}
-# Where an estimator of KL(π‖π_ref) belongs. Reward: it is unbiased as a number. Loss: its expected gradient leads to the reference.
+# Where an estimator of KL(π‖π_ref) belongs. Reward: it is unbiased as a number. Loss: its expected gradient leads to
+# the reference.
 KL_ESTIMATORS: dict[str, tuple[str, ...]] = {"k1": ("reward",), "k2": ("loss",), "k3": ("loss",)}

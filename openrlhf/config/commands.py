@@ -134,7 +134,7 @@ class Root(RecordedCommand):
         ]
 
     def mistakes(self) -> Sentences:
-        """There are evaluations to wait for, a metric to judge them by, and a checkpoint that keeps the best weights."""
+        """Patience has evaluations to wait for, a metric to judge by, and a checkpoint that keeps the best weights."""
         patience, ckpt = self.eval.patience, self.ckpt
         return [
             *super().mistakes(),

@@ -55,13 +55,13 @@ def engine_args_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, longest: int)
          f"--vllm.engine_args speculative_config has the method {drafts.get('method')!r}: the weights of a draft model "
          f"would be neither trained nor published. Look drafts up: {' or '.join(LOOKED_UP)}."),
         (drafts.get("rejection_sample_method") == "synthetic",
-         "--vllm.engine_args speculative_config: with rejection_sample_method synthetic samples would be drawn from another "
-         "distribution than their log-probabilities say. Leave it out."),
+         "--vllm.engine_args speculative_config: with rejection_sample_method synthetic samples would be drawn from "
+         "another distribution than their log-probabilities say. Leave it out."),
         (seeded and drafts.get("num_speculative_tokens_per_batch_size"),
          "--vllm.engine_args speculative_config: with num_speculative_tokens_per_batch_size a sample depends on what else "
          "is in the batch, and not only on its seed. Use num_speculative_tokens, or --rollout.seeded off."),
         (rewinds and (extra.get("enable_chunked_prefill") or (isinstance(budget, int) and budget < longest)),
-         "--vllm.engine_args: if vLLM prefills a seeded sample in parts it rewinds the sample's random generator, which a CPU's "
-         "cannot, and the engine dies. Leave out enable_chunked_prefill, give max_num_batched_tokens at least the tokens of "
-         "<data.max_len>, or use --rollout.seeded off."),
+         "--vllm.engine_args: if vLLM prefills a seeded sample in parts, it rewinds the sample's random generator. The "
+         "generator of a CPU cannot be rewound, and the engine dies. Leave out enable_chunked_prefill, give "
+         "max_num_batched_tokens at least the tokens of <data.max_len>, or use --rollout.seeded off."),
     ]

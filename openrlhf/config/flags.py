@@ -96,7 +96,7 @@ class Section:
 
 
 def option(default: T, help: str, *, needs: str = "", **info: Any) -> T:
-    """A field that is a flag. `needs`: its conditions, with & between them; `info`: fields of `Flag` that have a default."""
+    """A field that is a flag. `needs`: its conditions, joined by &; `info`: fields of `Flag` that have a default."""
     conditions = tuple(needs.split(" & ")) if needs else ()
     return field(default_factory=lambda: copy(default), metadata={"help": help, "needs": conditions, **info})
 
@@ -147,6 +147,11 @@ def amend(config: T, values: Mapping[str, Any]) -> T:
         name, _, rest = path.partition(".")
         changed[name] = amend(changed.get(name, getattr(config, name)), {rest: value}) if rest else value
     return replace(cast(Any, config), **changed)
+
+
+def items(text: str | None) -> list[str]:
+    """The parts of a comma list, without blanks."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def spelled_out(config: Any, rows: Iterable[tuple[object, str]]) -> list[str]:

@@ -32,10 +32,10 @@ def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: s
     Prints notices to stderr, in rank 0 only. `--help` prints and exits. Raises ConfigError.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    asked = next((place for place, word in enumerate(words) if word in ("-h", "--help")), None)
-    if asked is not None:
-        print(help_text(root, command, topic="".join(words[asked + 1 : asked + 2])))
-        raise SystemExit(0)
+    for place, word in enumerate(words):
+        if word in ("-h", "--help"):
+            print(help_text(root, command, topic="".join(words[place + 1 : place + 2])))
+            raise SystemExit(0)
     reader = Reader(root, command).read(words)
     config, notices = amend(root(), {**reader.given, "given": reader.given}).resolve(command=command)
     # What follows from a mistake would only mislead.

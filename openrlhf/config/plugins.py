@@ -17,10 +17,11 @@ from openrlhf.config.flags import ConfigError
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Import the files, and what installed packages name as `openrlhf.plugins`: what they register becomes a choice of its flag.
+    """Import the files, and what installed packages name as `openrlhf.plugins`. Names that they register become choices.
 
-    A plug-in may say more of a name in the tables of `choices`, such as the clip range of a policy loss. A file that this process
-    has imported already is not imported again. Raises ConfigError, with the error of the plug-in, if it cannot be imported.
+    A plug-in may say more of a name in the tables of `choices`, such as the clip range of a policy loss. A file that
+    this process has imported already is not imported again. Raises ConfigError, with the error of the plug-in, if a
+    plug-in cannot be imported.
     """
     _load_installed()
     for path in paths:
@@ -75,6 +76,6 @@ def _adopt_registrations() -> None:
 
 
 def _entries(module: str, registry: str) -> list[tuple[str, Any]]:
-    """The entries of a registry, which is looked up and not imported: a registry that no plug-in imported has nothing new."""
+    """The entries of a registry. It is looked up, not imported: if no plug-in imported it, nothing in it is new."""
     table: Any = getattr(sys.modules.get(f"openrlhf.algorithms.{module}"), registry, {})
     return [(name, table[name]) for name in table]

@@ -29,8 +29,7 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
     actor, train, reward = config.actor, config.train, config.reward
     gamma, loss = config.algo.advantage.gamma, choices.POLICY_LOSSES[actor.policy_loss_type]
     clip = None if "actor.eps_clip" in config.given else loss.clip
-    models = [config.critic.model_name_or_path, *rules.items(reward.model_name_or_path)]
-    critic = next(filter(None, models), actor.model_name_or_path)
+    critic = config.critic.model_name_or_path or next(iter(reward.models), actor.model_name_or_path)
     advantage, preset = config.algo.advantage, ppo_rules.correction_preset(config)
     unless_given = {
         "actor.eps_clip_low_high": clip or (actor.eps_clip, actor.eps_clip),
@@ -96,7 +95,8 @@ class PPOConfig(RLFlags):
         ahead = rollout.vllm_generate_batch_size > rollout.batch_size
         return [
             *rules.single_process_notices(self),
-            (dynamic and not given.get("ds.packing_samples"), "--train.dynamic_batch_enable turns --ds.packing_samples on."),
+            (dynamic and not given.get("ds.packing_samples"),
+             "--train.dynamic_batch_enable turns --ds.packing_samples on."),
             (given.get("vllm.enable_prefix_caching") and self.vllm.disable_prefix_caching,
              "--vllm.disable_prefix_caching wins over --vllm.enable_prefix_caching."),
             (trains and ahead, f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size} generates for more "

@@ -56,7 +56,8 @@ def algorithm_mistakes(config: RLFlags) -> Sentences:
         (config.eval.patience and config.eval.dataset and config.eval.steps < 1,
          "<eval.patience> waits for a better evaluation: set --eval.steps."),
         *((value_at(algo.kl, flag) and not algo.kl.init_coef,
-           f"<algo.kl.{flag}> is about the KL to the reference, which --algo.kl.init_coef 0 does not load: start above 0.")
+           f"<algo.kl.{flag}> is about the KL to the reference, which --algo.kl.init_coef 0 does not load: "
+           "start above 0.")
           for flag in ("target", "stop_run")),
     ]
 
@@ -129,8 +130,8 @@ def device_mistakes(config: RLFlags) -> Sentences:
          "--train.colocate_actor_ref needs equal sizes, but they are <actor.num_nodes> <actor.num_gpus_per_node> and "
          "<ref.num_nodes> <ref.num_gpus_per_node>."),
         (train.colocate_critic_reward and config.estimator.needs_critic and critic != reward,
-         "--train.colocate_critic_reward needs equal sizes, but they are <critic.num_nodes> <critic.num_gpus_per_node> and "
-         "<reward.num_nodes> <reward.num_gpus_per_node>."),
+         "--train.colocate_critic_reward needs equal sizes, but they are <critic.num_nodes> <critic.num_gpus_per_node> "
+         "and <reward.num_nodes> <reward.num_gpus_per_node>."),
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from openrlhf.config import shared
-from openrlhf.config.flags import Section, derived, option, required
+from openrlhf.config.flags import Section, derived, items, option, required
 
 # Conditions: see `effects`.
 AGENT = "train.agent_func_path"
@@ -92,7 +92,7 @@ class RuleConfig(Section):
     @property
     def sources(self) -> list[str]:
         """The parts of `remote_url`."""
-        return [part.strip() for part in (self.remote_url or "").split(",") if part.strip()]
+        return items(self.remote_url)
 
     @property
     def function_path(self) -> str | None:
@@ -132,7 +132,7 @@ class RewardConfig(RuleConfig):
     @property
     def models(self) -> list[str]:
         """The reward models."""
-        return [part.strip() for part in (self.model_name_or_path or "").split(",") if part.strip()]
+        return items(self.model_name_or_path)
 
 class ProcessConfig(shared.SeedConfig):
     """Seed, agents, timeouts."""

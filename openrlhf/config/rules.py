@@ -1,7 +1,7 @@
 """Rules and notices that commands share, about sections of flags.
 
-A notice or a rule is a row: whether it holds, and a sentence in which `<train.seed>` stands for the flag as it is typed:
---train.seed 42.
+A notice or a rule is a row: whether it holds, and a sentence. In the sentence `<train.seed>` stands for the flag as it
+is typed: --train.seed 42.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from openrlhf.config import machine
 from openrlhf.config.effects import Given, Sentences, unmet
-from openrlhf.config.flags import flags_in, flags_of, value_at
+from openrlhf.config.flags import flags_in, flags_of, items, value_at
 from openrlhf.config.rollout import RemoteEnginesConfig, RewardConfig, RuleConfig
 from openrlhf.config.shared import LoadingConfig
 
@@ -61,7 +61,8 @@ def single_process_notices(config: Any) -> Sentences:
 
 
 def _sizes_not_given(config: Any) -> list[str]:
-    return [path for path in flags_of(config.__class__) if path.endswith(".num_gpus_per_node") and path not in config.given]
+    sizes = [path for path in flags_of(config.__class__) if path.endswith(".num_gpus_per_node")]
+    return [path for path in sizes if path not in config.given]
 
 
 def balance_reaches_routers(section: str, model: Any) -> Sentences:
@@ -69,11 +70,6 @@ def balance_reaches_routers(section: str, model: Any) -> Sentences:
     reentrant = model.gradient_checkpointing_enable and model.gradient_checkpointing_reentrant
     return [(reentrant and model.aux_loss_coef > 0, f"<{section}.aux_loss_coef> would not reach the routers: they run "
              f"without a graph under --{section}.gradient_checkpointing_reentrant. Leave that out.")]
-
-
-def items(text: str | None) -> list[str]:
-    """The parts of a comma list, without blanks."""
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def sources_exist(config: Any) -> Sentences:
@@ -101,8 +97,7 @@ def rule_mistakes(reward: RuleConfig, label_key: str | None) -> Sentences:
          "<reward.remote_url> together with <reward.verifier> is not available yet: leave out one of them."),
         (wrong, f"--reward.remote_url {','.join(wrong)} is neither an http(s) URL nor a .py file."),
         (file and len(reward.sources) > 1, "<reward.remote_url> mixes a .py file with others: give one."),
-        (file and not is_file(file),
-         f"--reward.remote_url {file} does not exist on this machine."),
+        (file and not is_file(file), f"--reward.remote_url {file} does not exist on this machine."),
         (verifier not in (None, "format") and not label_key,
          "<reward.verifier> checks responses against labels: name their column with --data.label_key."),
     ]

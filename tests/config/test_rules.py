@@ -110,7 +110,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--vllm.quantization awq", "--vllm.quantization awq cannot be made of the weights that a run publishes"),
     (RL, "--vllm.quantization fp8_per_channel --vllm.dtype fp32", "rounds weights of 16 bits, and --vllm.dtype fp32 is"),
     (RL, "--vllm.quantization fp8", "or not on this machine: use fp8_per_channel."),
-    (RL, '--vllm.engine_args {"enable_chunked_prefill":true}', "which a CPU's cannot, and the engine dies"),
+    (RL, '--vllm.engine_args {"enable_chunked_prefill":true}', "The generator of a CPU cannot be rewound, and the engine dies"),
     (RL, '--vllm.engine_args {"max_num_batched_tokens":512}',
      "give max_num_batched_tokens at least the tokens of --data.max_len 2048"),
     (RL, "--train.colocate_actor_ref --ref.num_gpus_per_node 2",
