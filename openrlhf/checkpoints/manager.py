@@ -27,20 +27,12 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from openrlhf.checkpoints.manifest import (
-    Checkpoint,
-    CheckpointError,
-    RunState,
-    StagedCheckpoint,
-    manifest_text,
-    read_manifest,
-)
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
 from openrlhf.files import fingerprint, move, sync, sync_tree, write_atomically
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 FULL = 2**20  # bytes: with less than this free a disk counts as full
 MANIFEST = ".manifest.json"
 
@@ -103,7 +95,7 @@ class CheckpointManager:
         found: list[Checkpoint] = []
         for path in sorted(self.root.glob(f"*{MANIFEST}")):
             try:
-                found.append(read_manifest(path, root=self.root))
+                found.append(Checkpoint.read(path, root=self.root))
             except ValueError as error:
                 logger.warning("%s is damaged: renamed to *.damaged; %s.", path, error)
                 os.rename(path, f"{path}.damaged")
@@ -202,7 +194,7 @@ class CheckpointManager:
             metric_value=metric_value,
             state=state,
         )
-        write_atomically(staged.directory / (staged.tag + MANIFEST), manifest_text(checkpoint))
+        write_atomically(staged.directory / (staged.tag + MANIFEST), checkpoint.manifest())
         return checkpoint
 
     def _install(self, staged: StagedCheckpoint, checkpoint: Checkpoint) -> None:
@@ -228,8 +220,8 @@ class CheckpointManager:
         self._settle()
         size = sum(checkpoint.size for checkpoint in self.checkpoints())
         if size > self.max_bytes:
-            text = "The checkpoints that must stay in %s take %s, more than --ckpt.max_mem %g GiB."
-            logger.warning(text, self.root, _size(size), self.max_bytes / GIB)
+            text = "The checkpoints that must stay in %s take %.4g GiB, more than --ckpt.max_mem %g GiB."
+            logger.warning(text, self.root, size / GIB, self.max_bytes / GIB)
 
     def _settle(self) -> None:
         """Take back saves and removals that were not committed, and delete what the others left.
@@ -241,7 +233,7 @@ class CheckpointManager:
         for aside in asides:
             for draft in aside.glob(f"*{MANIFEST}"):
                 with suppress(ValueError):  # damaged: nothing can be told from it
-                    for place in read_manifest(draft, root=self.root).places:
+                    for place in Checkpoint.read(draft, root=self.root).places:
                         if not (aside / place).exists() and (self.root / place).exists():
                             move(self.root / place, aside / place)
                 draft.unlink()
@@ -258,8 +250,9 @@ class CheckpointManager:
         needed = sum(checkpoint.size for checkpoint in self.checkpoints()[-1:])
         free = shutil.disk_usage(self.root).free
         if free < needed:
-            lacking = f"{_size(free)} free, {_size(needed - free)} less than the last checkpoint took"
-            raise OSError(errno.ENOSPC, lacking)
+            raise OSError(
+                errno.ENOSPC, f"the last checkpoint took {needed / GIB:.4g} GiB, and {free / GIB:.4g} GiB are free"
+            )
 
 
 def evictions(
@@ -291,12 +284,6 @@ def _tag(step: int, *, best: bool = False) -> str:
 
 def _aside_name(tag: str, nonce: str) -> str:
     return f".tmp-{tag}-{nonce}"
-
-
-def _size(count: float) -> str:
-    """Bytes for people: `12.3 MiB`."""
-    unit = max((unit for unit in UNITS if UNITS[unit] <= count), key=UNITS.__getitem__, default="bytes")
-    return f"{count / UNITS[unit]:.3g} {unit}"
 
 
 def _remove(directory: Path) -> None:

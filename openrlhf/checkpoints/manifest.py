@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from openrlhf.files import fingerprint
 
@@ -39,7 +39,8 @@ class EngineLayout:
     param_dtype: str = "bf16"
 
     def __str__(self) -> str:
-        return f"{self.world_size} process(es) with ZeRO stage {self.zero_stage} in {self.param_dtype}"
+        size = f", tensor parallel size {self.tensor_parallel_size}"
+        return f"{self.world_size} process(es) with ZeRO stage {self.zero_stage} in {self.param_dtype}{size}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,21 +124,43 @@ class Checkpoint(StagedCheckpoint):
 
         `layout`: the flags that set the layout of the engines, in words.
         """
-        reasons = []
-        if dict(self.state.engines) != dict(engines):
-            there, here = (
-                ", ".join(f"{part} {of}".strip() for part, of in e.items()) for e in (self.state.engines, engines)
-            )
-            reasons.append(f"was written by {there}, and this run is {here}: use {layout}")
-        if different := differences(self.state.identity, identity):
-            reasons.append(
-                "is of another run. Continue it with what it was written with, or choose another --ckpt.path:"
-                + "".join(f"\n  {difference}" for difference in different)
-            )
-        if reasons:
+        then = {**self.state.identity, layout: _in_words(self.state.engines)}
+        now = {**identity, layout: _in_words(engines)}
+        if different := differences(then, now):
             raise CheckpointError(
-                "\n".join(f"{self.tag} in --ckpt.path {self.directory} {reason}." for reason in reasons)
+                f"{self.tag} in --ckpt.path {self.directory} is of another run. Continue it with what it was written with, or "
+                "choose another --ckpt.path:" + "".join(f"\n  {difference}" for difference in different)
             )
+
+    def manifest(self) -> str:
+        """The text of its manifest: its fields but the directory, a format number and a SHA-256."""
+        values = asdict(self)
+        del values["directory"]
+        return json.dumps({"format": FORMAT, "sha256": _json_hash(values), "checkpoint": values}, indent=1)
+
+    @classmethod
+    def read(cls, path: Path, *, root: Path) -> Self:
+        """The checkpoint under `root` that a manifest describes.
+
+        Raises ValueError if the manifest is damaged, CheckpointError if it has another format.
+        """
+        manifest = json.loads(path.read_bytes())
+        if not isinstance(manifest, dict) or not {"format", "sha256", "checkpoint"} <= set(manifest):
+            raise ValueError("it is no manifest")
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {manifest['format']}, but this version of the program knows"
+                f" {FORMAT}. Use the version that wrote it, or another --ckpt.path."
+            )
+        values = manifest["checkpoint"]
+        if manifest["sha256"] != _json_hash(values):
+            raise ValueError("its contents do not match its hash")
+        engines = {part: EngineLayout(**layout) for part, layout in values["state"]["engines"].items()}
+        state = {name: value for name, value in values["state"].items() if name not in GONE}
+        values["state"] = RunState(**{**state, "engines": engines})
+        values["places"] = tuple(values["places"])
+        values["files"] = {name: (size, digest) for name, (size, digest) in values["files"].items()}
+        return cls(directory=root, **values)
 
     def damage(self) -> str | None:
         """What is wrong with the first damaged file, in words; None if the checkpoint is complete.
@@ -155,40 +178,13 @@ class Checkpoint(StagedCheckpoint):
         return None
 
 
+def _in_words(engines: Mapping[str, EngineLayout]) -> str:
+    return ", ".join(f"{part} {layout}".strip() for part, layout in engines.items())
+
+
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Each value that is not the same in two runs, with both values; a name that only one of them knows is left out."""
     return [f"{name}: {then[name]} there, {now[name]} here" for name in now if name in then and then[name] != now[name]]
-
-
-def manifest_text(checkpoint: Checkpoint) -> str:
-    """The manifest of `checkpoint`: its fields but the directory, a format number and a SHA-256."""
-    values = asdict(checkpoint)
-    del values["directory"]
-    return json.dumps({"format": FORMAT, "sha256": _json_hash(values), "checkpoint": values}, indent=1)
-
-
-def read_manifest(path: Path, *, root: Path) -> Checkpoint:
-    """The checkpoint that a manifest describes.
-
-    Raises ValueError if the manifest is damaged, CheckpointError if it has another format.
-    """
-    manifest = json.loads(path.read_bytes())
-    if not isinstance(manifest, dict) or not {"format", "sha256", "checkpoint"} <= set(manifest):
-        raise ValueError("it is no manifest")
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest['format']}, but this version of the program knows"
-            f" {FORMAT}. Use the version that wrote it, or another --ckpt.path."
-        )
-    values = manifest["checkpoint"]
-    if manifest["sha256"] != _json_hash(values):
-        raise ValueError("its contents do not match its hash")
-    engines = {part: EngineLayout(**layout) for part, layout in values["state"]["engines"].items()}
-    state = {name: value for name, value in values["state"].items() if name not in GONE}
-    values["state"] = RunState(**{**state, "engines": engines})
-    values["places"] = tuple(values["places"])
-    values["files"] = {name: (size, digest) for name, (size, digest) in values["files"].items()}
-    return Checkpoint(directory=root, **values)
 
 
 def _json_hash(values: Any) -> str:

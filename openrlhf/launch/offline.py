@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import TokenRows
-from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
+from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError
 from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import SupervisedConfig
@@ -160,7 +161,5 @@ def follow_best(config: SupervisedConfig) -> BestMetric:
 def check_resumable(checkpoint: Checkpoint, strategy: Strategy, identity: Identity) -> None:
     """Raise CheckpointError, naming every difference, if the checkpoint is of another run."""
     checkpoint.check_continued_by(
-        {"": layout_of(strategy)},
-        layout="as many processes and the same --ds.zero_stage and --ds.param_dtype",
-        identity=identity,
+        {"": layout_of(strategy)}, layout="number of processes, --ds.zero_stage and --ds.param_dtype", identity=identity
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager
+from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError
 from openrlhf.config.learning import ActorConfig, CriticConfig, RefConfig
 from openrlhf.config.machine import count_gpus
 from openrlhf.config.options import ConfigError
@@ -129,6 +130,6 @@ def check_resumable(checkpoint: Checkpoint, config: PPOConfig, identity: Identit
     """Raise CheckpointError, naming every difference, if the checkpoint is of another run."""
     checkpoint.check_continued_by(
         settings.engine_layouts(config),
-        layout="the same estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role",
+        layout="estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role",
         identity=identity,
     )

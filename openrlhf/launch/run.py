@@ -11,7 +11,8 @@ from typing import Any
 
 from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience
-from openrlhf.checkpoints import Checkpoint, CheckpointManager
+from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manifest import Checkpoint
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed import placement
 from openrlhf.distributed.worker_group import HostHandles, WorkerGroup, gather

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from openrlhf.checkpoints import EngineLayout
+from openrlhf.checkpoints.manifest import EngineLayout
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import LoadSpec

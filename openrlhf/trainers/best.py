@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from openrlhf.checkpoints import Checkpoint, CheckpointManager, RunState
-from openrlhf.checkpoints.manifest import is_minimised
+from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manifest import Checkpoint, RunState, is_minimised
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.checkpoints import Checkpoint, CheckpointManager, EngineLayout, RunState, StagedCheckpoint
 from openrlhf.checkpoints.export import export_hf
+from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState, StagedCheckpoint
 from openrlhf.config.shared import CheckpointConfig, TrainConfig
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.distributed.strategy import Strategy, TrainEngine

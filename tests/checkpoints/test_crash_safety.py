@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 import openrlhf
-from openrlhf.checkpoints import CheckpointError, CheckpointManager, RunState
-from openrlhf.checkpoints.manager import MANIFEST
+from openrlhf.checkpoints.manager import MANIFEST, CheckpointManager
+from openrlhf.checkpoints.manifest import CheckpointError, RunState
 
 RL = ("_actor", "_critic")
 KEPT = 2

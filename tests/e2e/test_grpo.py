@@ -16,7 +16,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.checkpoints import CheckpointError
+from openrlhf.checkpoints.manifest import CheckpointError
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.checkpoints import CheckpointManager, RunState
+from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manifest import RunState
 from openrlhf.trainers.best import BestMetric
 
 

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 from openrlhf.batches import Experience
-from openrlhf.checkpoints import CheckpointManager
+from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig, TrainConfig
 from openrlhf.distributed.strategy import StepResult

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.batches import TokenRows
-from openrlhf.checkpoints import Checkpoint, CheckpointError, CheckpointManager, EngineLayout, RunState
+from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
 from openrlhf.launch.offline import check_resumable
@@ -213,7 +214,7 @@ def test_what_a_checkpoint_does_not_know_is_no_difference() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"world_size": 2}, ["2 process(es)", "1 process(es)", "as many processes"]),
+        ({"world_size": 2}, ["2 process(es)", "1 process(es)", "number of processes"]),
         ({"param_dtype": "fp32"}, ["stage 2 in fp32", "stage 2 in bf16", "--ds.param_dtype"]),
         ({"--train.batch_size": 8}, ["--train.batch_size: 8 there, 4 here"]),
         ({"rows of --data.dataset": "13, 770f"}, ["rows of --data.dataset: 13, 770f there, 13, 5ac3 here"]),
@@ -227,4 +228,4 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_values(changes: dict[s
 
 def test_all_reasons_are_given_at_once() -> None:
     message = complaints(checkpoint_of(world_size=2, task="rm"))
-    assert "as many processes" in message and "task: rm there" in message
+    assert "number of processes" in message and "task: rm there" in message
