@@ -111,7 +111,7 @@ async def score_all(reward: Reward, requests: list[RewardRequest], *, at_once: i
             seconds = time.monotonic() - began
         return [
             ScoredRow(
-                response=request.response_text,
+                response=request.response,
                 label=str(request.label),
                 reward=result.reward,
                 seconds=seconds,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def answered(tokenizer: PreTrainedTokenizerBase | None, prompt: str, label: Any, response: str) -> RewardRequest:
     """The request for a response that the policy has ended itself, as in a run; without a tokenizer, for the text as it stands."""
     if tokenizer is None:
-        return RewardRequest(query=prompt + response, prompt=prompt, label=label, response=response)
+        return RewardRequest(query=prompt + response, prompt=prompt, label=label, response=response, answer=response)
     tokens: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
     sampled: list[int] = tokenizer(response, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
     if (end := int(tokenizer.eos_token_id)) != (sampled or [None])[-1]:  # type: ignore[arg-type]

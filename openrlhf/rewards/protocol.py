@@ -28,15 +28,8 @@ class RewardRequest:
     query: str
     prompt: str
     label: Any = ""
-    response: str | None = None  # the sampled text alone; without it, what follows the prompt in the query
-    answer: str | None = None  # the same without special tokens, for verifiers
-
-    @property
-    def response_text(self) -> str:
-        """The response; if only the query was given, what follows the prompt there."""
-        if self.response is not None:
-            return self.response
-        return self.query.rpartition(self.prompt)[2] if self.prompt else self.query
+    response: str = ""  # the sampled text alone
+    answer: str = ""  # the response without special tokens, for verifiers
 
 
 def request_of(

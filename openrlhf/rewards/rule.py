@@ -89,7 +89,6 @@ class VerifierReward(Reward):
     async def ask(self, requests: list[RewardRequest]) -> Any:
         """What the verifier says of one response."""
         [request] = requests
-        answer = request.response_text if request.answer is None else request.answer
         label = request.label if isinstance(request.label, str) else json.dumps(request.label)
         limits = [self.timeout] if self.sandboxed else []
-        return await self.pool.call(self.source, answer, label, *limits, timeout=self.timeout)
+        return await self.pool.call(self.source, request.answer, label, *limits, timeout=self.timeout)

@@ -206,7 +206,7 @@ class RolloutGenerator:
         ]
         results = await self.reward.score(requests) if self.reward else [RewardResult()] * len(requests)
         return [
-            self._trajectory(prompt, sample, tokens, generation, request.response_text, result)
+            self._trajectory(prompt, sample, tokens, generation, request.response, result)
             for sample, (generation, request, result) in enumerate(zip(generations, requests, results, strict=True))
         ]
 

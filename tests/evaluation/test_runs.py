@@ -36,7 +36,7 @@ class Length(Reward):
     async def ask(self, requests: list[RewardRequest]) -> None: ...
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        texts = [request.response_text for request in requests]
+        texts = [request.response for request in requests]
         return [RewardResult(error="an x") if "x" in text else RewardResult(reward=len(text)) for text in texts]
 
 

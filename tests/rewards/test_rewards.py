@@ -34,7 +34,7 @@ def function(pool: ProcessPool, file: str, name: str = "reward_func", **kwargs: 
 
 
 def request(response: str, label: Any = "", prompt: str = "2+2=") -> RewardRequest:
-    return RewardRequest(query=prompt + response, prompt=prompt, label=label)
+    return RewardRequest(query=prompt + response, prompt=prompt, label=label, response=response, answer=response)
 
 
 def score(reward: FunctionReward | VerifierReward, *requests: RewardRequest) -> list[RewardResult]:
@@ -182,12 +182,6 @@ def test_a_long_answer_is_quoted_in_part():
     with pytest.raises(ValueError) as caught:
         read_rewards(list(range(10_000)), 1)
     assert "10000 rewards for 1 samples" in str(caught.value) and len(str(caught.value)) < 300
-
-
-def test_the_response_is_what_follows_the_prompt_unless_given():
-    assert RewardRequest(query="<s>2+2=4", prompt="2+2=").response_text == "4"
-    assert RewardRequest(query="cut+2=4", prompt="2+2=").response_text == "cut+2=4"
-    assert RewardRequest(query="2+2=4", prompt="2+2=", response="four").response_text == "four"
 
 
 def test_the_math_verifier_grades_responses_not_prompts(pool: ProcessPool):
