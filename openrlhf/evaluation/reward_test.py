@@ -25,7 +25,8 @@ from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.observability.tables import ScoredRow, print_scores
 from openrlhf.rewards.preview import answered, wrong_requests
 from openrlhf.rewards.protocol import Reward, RewardRequest
-from openrlhf.rewards.rule import offer_remote_engines, reward_of
+from openrlhf.rewards.remote_engines import offer_engines
+from openrlhf.rewards.rule import reward_of
 from openrlhf.rewards.servers import IN_FLIGHT
 
 USER_ERRORS = (ConfigError, DataError)
@@ -39,7 +40,7 @@ def try_reward(config: RewardTestConfig) -> int:
     tokenizer = get_tokenizer(path, flag="--actor.model_name_or_path") if path else None
     requests = list(read_requests(config.data, tokenizer))
     wrong = [] if config.data.output_key else wrong_requests(requests[:WRONG], tokenizer)
-    offer_remote_engines(config.rollout, config.reward)
+    offer_engines(config.rollout, config.reward)
     logs = Path(f"runs/reward_test-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}/logs")
     with reward_of(config.reward, log_dir=logs) as reward:
         assert reward is not None

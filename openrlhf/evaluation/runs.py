@@ -37,7 +37,8 @@ from openrlhf.observability.tables import print_sources
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.judge import Judge, NoVerdict
 from openrlhf.rewards.preview import check_reward
-from openrlhf.rewards.rule import offer_remote_engines, reward_of
+from openrlhf.rewards.remote_engines import offer_engines
+from openrlhf.rewards.rule import reward_of
 from openrlhf.rewards.servers import ServerError
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
@@ -58,7 +59,7 @@ def run_evaluation(config: EvaluationConfig) -> None:
     """Evaluate as the flags say, from a Ray that is there or one of our own. Raises RewardErrors where too much failed."""
     check_engine_args(config.vllm.engine_args, "cuda" if count_gpus() else "cpu")
     if config.samples_answers:
-        offer_remote_engines(config.rollout, config.reward)
+        offer_engines(config.rollout, config.reward)
         check_reward(config.reward)
     {"pass_k": run_pass_k, "rm_accuracy": run_rm_accuracy, "win_rate": run_win_rate}[config.task](config)
 

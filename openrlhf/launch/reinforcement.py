@@ -25,7 +25,7 @@ from openrlhf.launch.run import Run, make_remote_teacher
 from openrlhf.models.loading import ModelError
 from openrlhf.rewards.budget import RewardErrors
 from openrlhf.rewards.preview import check_reward
-from openrlhf.rewards.rule import offer_remote_engines
+from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
@@ -51,7 +51,7 @@ def run_ppo(config: PPOConfig) -> None:
     kind: Device = "cuda" if count_gpus() else "cpu"
     generates = not config.rollout.replay_dir
     if generates or config.remote_teacher:
-        offer_remote_engines(config.rollout, config.reward)
+        offer_engines(config.rollout, config.reward)
     if generates:
         check_engine_args(config.vllm.engine_args, kind)
     checkpoints = CheckpointManager(

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Any, TypeVar
 
+from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.rewards.servers import HTTPServers, ServerError
 
 FLAG = "--rollout.remote_engines"
@@ -22,11 +23,11 @@ T = TypeVar("T")
 MODELS: dict[HTTPServers, str] = {}  # the first in a server's list, until it refuses something
 
 
-def offer_engines(urls: Mapping[str, str], *, timeout: float, retries: int) -> None:
-    """Have user processes that start from now on know these engines, once all of them answer. Raises ConfigError."""
-    servers = HTTPServers(list(urls.values()), timeout=timeout, retries=retries, kind="remote engine", flag=FLAG)
-    asyncio.run(servers.check())
-    os.environ[VARIABLE] = json.dumps({"urls": dict(urls), "timeout": timeout, "retries": retries})
+def offer_engines(rollout: RemoteEnginesConfig, reward: RuleConfig) -> None:
+    """Tell user processes that start from now on the names of the remote engines, once all engines answer. Raises ConfigError."""
+    urls, limits = dict(rollout.named_engines), {"timeout": reward.timeout, "retries": reward.retries}
+    asyncio.run(HTTPServers(list(urls.values()), kind="remote engine", flag=FLAG, **limits).check())
+    os.environ[VARIABLE] = json.dumps({"urls": urls, **limits})
 
 
 class RemoteEngine:

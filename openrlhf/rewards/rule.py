@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
+from openrlhf.config.rollout import RuleConfig
 from openrlhf.observability.once import warn_once
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.protocol import Reward, RewardRequest
-from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rewards.servers import HTTPServers
 
 VERIFIERS = {  # called with a response and its label; code with a limit of seconds, too
@@ -22,11 +21,6 @@ VERIFIERS = {  # called with a response and its label; code with a limit of seco
     "format": "openrlhf.rewards.checks:grade_format",
     "length": "openrlhf.rewards.checks:grade_length",
 }
-
-
-def offer_remote_engines(rollout: RemoteEnginesConfig, reward: RuleConfig) -> None:
-    """Let agents and reward functions know the servers they may ask by name, once these answer. Raises ConfigError."""
-    offer_engines(dict(rollout.named_engines), timeout=reward.timeout, retries=reward.retries)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from examples.agents.calculator_task import calculator_tokenizer
 from openrlhf.agents import play
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.options import ConfigError
-from openrlhf.config.rollout import RolloutConfig, RuleConfig
+from openrlhf.config.rollout import RemoteEnginesConfig, RolloutConfig, RuleConfig
 from openrlhf.rewards import remote_engines
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine import EngineError, RequestRefused
@@ -400,7 +400,9 @@ def test_an_agent_asks_a_remote_engine_and_its_failures_are_the_servers(
 ) -> None:
     monkeypatch.setenv(remote_engines.VARIABLE, "")
     with openai_server() as server:
-        remote_engines.offer_engines({"helper": server.url}, timeout=2, retries=1)
+        remote_engines.offer_engines(
+            RemoteEnginesConfig(remote_engines=(f"helper={server.url}",)), RuleConfig(timeout=2, retries=1)
+        )
         stand = Stand("asks.py", logs / "asks")
         models = ["loud", "broken", "slow", "wrong_json"]
         episodes = stand.rollout(*(prompt(label=model, index=i) for i, model in enumerate(models)), n_samples=1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from openrlhf.config.options import ConfigError
+from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.distributed.devices import free_port
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards import remote_engines as engines
@@ -31,7 +32,7 @@ def served() -> Iterator[OpenAIServer]:
     with openai_server() as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "")
         patch.setattr(http_servers, "LONGEST_PAUSE_S", 0.1)
-        offer_engines({"helper": server.url + "/"}, timeout=2, retries=1)
+        offer_engines(RemoteEnginesConfig(remote_engines=(f"helper={server.url}/",)), RuleConfig(timeout=2, retries=1))
         yield server
 
 
@@ -140,7 +141,10 @@ def test_an_engine_that_is_not_there_is_found_before_anything_starts(monkeypatch
     with pytest.raises(
         ConfigError, match=r"--rollout\.remote_engines: http.* does not answer.*Start the remote engine"
     ):
-        offer_engines({"judge": f"http://127.0.0.1:{free_port()}/v1"}, timeout=1, retries=0)
+        offer_engines(
+            RemoteEnginesConfig(remote_engines=(f"judge=http://127.0.0.1:{free_port()}/v1",)),
+            RuleConfig(timeout=1, retries=0),
+        )
 
 
 @pytest.mark.parametrize("function", ["plain", "waits"])

@@ -8,6 +8,7 @@ import pytest
 
 from openrlhf.batches import Experience
 from openrlhf.config.options import ConfigError
+from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.data.errors import DataError
 from openrlhf.rewards.remote_engines import VARIABLE, offer_engines
 from openrlhf.trainers.remote_teacher import RemoteTeacher
@@ -28,7 +29,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAIServer]:
     monkeypatch.setenv(VARIABLE, "")
     with openai_server() as server:
         server.texts = text_of
-        offer_engines({"wise": server.url}, timeout=5, retries=0)
+        offer_engines(RemoteEnginesConfig(remote_engines=(f"wise={server.url}",)), RuleConfig(timeout=5, retries=0))
         yield server
 
 

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.config.options import ConfigError
+from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.distributed.devices import free_port
 from openrlhf.rewards.remote_engines import VARIABLE, offer_engines, remote_engine
 from openrlhf.trainers.remote_teacher import RemoteTeacher
@@ -99,7 +100,7 @@ def test_a_remote_teacher_behind_a_stock_server_says_what_transformers_say(
     hf: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     monkeypatch.setenv(VARIABLE, "")
     with vllm_server(tmp_path / "model", tmp_path / "server.log") as url:
-        offer_engines({"wise": f"{url}/v1"}, timeout=120, retries=0)
+        offer_engines(RemoteEnginesConfig(remote_engines=(f"wise={url}/v1",)), RuleConfig(timeout=120, retries=0))
         teacher = RemoteTeacher("wise")
         teacher.check(tokenizer, max_len=63)
         with pytest.raises(ConfigError, match="takes 64 tokens"):
