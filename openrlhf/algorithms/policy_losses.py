@@ -50,7 +50,6 @@ PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Clip], PolicyLoss
 class PolicyLossChoice:
     """A registered policy loss and the aggregation that its paper uses."""
 
-    name: str
     function: PolicyLossFunction
     aggregation: str
 
@@ -62,7 +61,7 @@ def policy_loss(name: str, *, aggregation: str = "token") -> Callable[[PolicyLos
     """Register a policy loss; `aggregation` is the one that its paper uses."""
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
-        POLICY_LOSSES.add(name, PolicyLossChoice(name=name, function=function, aggregation=aggregation))
+        POLICY_LOSSES.add(name, PolicyLossChoice(function=function, aggregation=aggregation))
         return function
 
     return register

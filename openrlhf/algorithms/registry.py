@@ -40,8 +40,5 @@ class Registry(Generic[Choice]):
         """Names, in the order of registration."""
         return iter(self._choices)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._choices
-
     def _known(self) -> str:
         return ", ".join(self._choices)

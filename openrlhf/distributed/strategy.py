@@ -45,6 +45,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distri
 # Compiling the shared-memory collectives takes 25 s on a fresh machine and gains nothing for our message sizes.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
 
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
 Totals = Mapping[str, float]
 Metrics = dict[str, Metric]
 M = TypeVar("M")  # a micro-batch
@@ -68,9 +69,7 @@ class StepResult:
 class Strategy:
     """This process among its peers: device, ranks, reductions, and how models become engines."""
 
-    def __init__(
-        self, engine: DeepSpeedConfig, *, seed: int, full_determinism: bool = False, timeout_s: float = 3600
-    ) -> None:
+    def __init__(self, engine: DeepSpeedConfig, *, seed: int, full_determinism: bool = False) -> None:
         self.config = engine
         self.kind = devices.device_kind()
         self.local_rank = int(os.environ["LOCAL_RANK"])
@@ -79,7 +78,7 @@ class Strategy:
         self.device = torch.device("cuda", self.local_rank) if self.kind == "cuda" else torch.device("cpu")
         if not dist.is_initialized():
             backend = "nccl" if self.kind == "cuda" else "gloo"
-            deepspeed.init_distributed(backend, timeout=timedelta(seconds=timeout_s), verbose=False)
+            deepspeed.init_distributed(backend, timeout=COLLECTIVE_TIMEOUT, verbose=False)
         self.rank, self.layout = dist.get_rank(), RankLayout(dp=dist.get_world_size())
         self.dp_rank, self.dp_size = self.layout.place(self.rank).dp, self.layout.dp
         seed = self.layout.noise_seed(seed, self.rank)

@@ -205,9 +205,3 @@ def gather(
         raise WorkerError(
             f"a process died while the run was about to {doing}: {error}. Its log: {log_of[done[0]]}"
         ) from error
-
-
-def give_up(answer: Any) -> None:
-    """Cancel a call whose answer is no longer needed."""
-    if isinstance(answer, ray.ObjectRef):
-        ray.cancel(answer)

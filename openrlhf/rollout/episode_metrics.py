@@ -17,12 +17,9 @@ T = TypeVar("T")
 def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, Metric]:
     """Metrics of a step's rollout, and the means of the user's extra numbers over the samples that have them."""
     rewards = [t.reward for t in kept if t.reward is not None]
-    count = len(rewards)
-    mean = sum(rewards) / count if count else 0.0
-    variance = sum((r - mean) ** 2 for r in rewards) / (count - 1) if count > 1 else 0.0
     metrics: dict[str, Metric] = {
-        "rollout/reward_mean": Mean(sum(rewards), count),
-        "rollout/reward_std": Last(variance**0.5),
+        "rollout/reward_mean": Mean(sum(rewards), len(rewards)),
+        "rollout/reward_std": Last(stdev(rewards) if len(rewards) > 1 else 0.0),
         "rollout/response_length_mean": Mean(sum(t.num_actions for t in kept), len(kept)),
         "rollout/truncated_rate": Mean(sum(t.truncated for t in kept), len(kept)),
         "rollout/num_samples": Last(float(len(kept))),

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from openrlhf.distributed.placement import HostGroup, actor_options, reserve
-from openrlhf.distributed.worker_group import Call, gather, give_up
+from openrlhf.distributed.worker_group import Call, gather
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
@@ -69,7 +69,7 @@ class Fleet:
         try:
             return [checked(generation, number) for generation in await answer]
         except asyncio.CancelledError:  # cancel the samples in the engine too
-            give_up(answer)
+            ray.cancel(answer)
             raise
         finally:
             self._router.done(key, number, len(params))

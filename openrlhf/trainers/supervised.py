@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState, StagedCheckpoint
-from openrlhf.config.shared import CheckpointConfig, TrainConfig
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.distributed.strategy import Strategy, TrainEngine
 from openrlhf.observability.metrics import Last, Max, Metric, merge_all, values
@@ -56,23 +55,18 @@ class SupervisedTrainer(Generic[Row, Micro]):
         train_rows: Rows,
         eval_rows: Any,  # rows without a summary, or None
         schedule: Schedule,
-        train: TrainConfig,
-        ckpt: CheckpointConfig,
         checkpoints: CheckpointManager,
         best: BestMetric,
-        eval_steps: int,
-        num_workers: int,
         recorder: Recorder | None,
         run_dir: str,
         identity: Mapping[str, Any],
     ) -> None:
         self.task, self.engine, self.strategy, self.tokenizer = task, engine, strategy, tokenizer
         self.train_rows, self.eval_rows = train_rows, eval_rows
-        self.schedule, self.train, self.ckpt = schedule, train, ckpt
-        self.eval_steps = eval_steps if eval_steps > 0 else schedule.steps_per_epoch
-        self.num_workers, self.recorder = num_workers, recorder
-        self.run_dir, self.identity = run_dir, identity
-        self.limits = MicroBatchLimits(size=train.micro_batch_size)
+        self.schedule, self.train, self.ckpt = schedule, task.config.train, task.config.ckpt
+        self.eval_steps = task.config.eval.steps if task.config.eval.steps > 0 else schedule.steps_per_epoch
+        self.recorder, self.run_dir, self.identity = recorder, run_dir, identity
+        self.limits = MicroBatchLimits(size=self.train.micro_batch_size)
         self.checkpoints, self.best = checkpoints, best
         self.step = self.resumed_at = 0
 
@@ -123,7 +117,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             batch_size=batch_size,
             sampler=sampler,
             collate_fn=list,
-            num_workers=self.num_workers,
+            num_workers=self.task.config.data.dataloader_num_workers,
             generator=torch.Generator(),  # by default an iterator draws its seed from the generator of dropout
         )
 

@@ -57,7 +57,7 @@ def _with_local_rows(steps: list[list[int]]) -> RankUpdate:
 
 
 def rows_of_rank(experience: Experience, update: RankUpdate) -> Experience:
-    """The rows that a rank needs. The filler row has tokens, so that the rank runs the same forwards, and no actions."""
+    """The rows that a rank needs. The filler row has tokens, so that the rank runs the same forwards, but no action."""
     part = experience.select(update.rows)
     if not update.filler:
         return part

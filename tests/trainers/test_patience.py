@@ -16,7 +16,8 @@ from torch import nn
 from openrlhf.batches import Experience
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
-from openrlhf.config.shared import CheckpointConfig, TrainConfig
+from openrlhf.config.shared import CheckpointConfig, EvalConfig, TrainConfig
+from openrlhf.config.supervised import RMConfig
 from openrlhf.distributed.strategy import StepResult
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.trainers.best import BestMetric
@@ -101,20 +102,22 @@ class Alone(OneOfMany):
 class Supervised(SupervisedTrainer[int, Any]):
     def __init__(self, folder: Path, losses: Sequence[float], patience: int | None, save_steps: int = -1) -> None:
         self.weights, self.log = Weights(), Log()
+        task = Written(losses, self.weights)
+        task.config = RMConfig(
+            train=TrainConfig(batch_size=1, micro_batch_size=1),
+            ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
+            eval=EvalConfig(steps=1),
+        )
         super().__init__(
-            Written(losses, self.weights),
+            task,
             self.weights,  # pyright: ignore[reportArgumentType]
             Alone(0, 1, 2),  # pyright: ignore[reportArgumentType]
             tokenizer=character_tokenizer(),
             train_rows=Numbers(STEPS),
             eval_rows=Numbers(1),
             schedule=Schedule(rows=STEPS, batch_size=1, max_epochs=1),
-            train=TrainConfig(batch_size=1, micro_batch_size=1),
-            ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
             checkpoints=CheckpointManager(folder),
             best=BestMetric("", ending="loss", patience=patience),
-            eval_steps=1,
-            num_workers=0,
             recorder=self.log,  # pyright: ignore[reportArgumentType]
             run_dir=str(folder),
             identity={},

@@ -88,7 +88,8 @@ class NoEngine:
 def trainer(
     folder: Path, task: CountingTask, *, rows: int = 13, rank: int = 0, ranks: int = 1, stage: int = 2
 ) -> SupervisedTrainer[int, TokenRows]:
-    ckpt = CheckpointConfig(path=str(folder))
+    train = TrainConfig(batch_size=4, micro_batch_size=2, max_epochs=3, seed=5)
+    task.config = RMConfig(train=train, ckpt=CheckpointConfig(path=str(folder)))
     return SupervisedTrainer(
         task,
         NoEngine(),  # pyright: ignore[reportArgumentType]
@@ -97,12 +98,8 @@ def trainer(
         train_rows=Numbers(rows),
         eval_rows=Numbers(rows),
         schedule=Schedule(rows=rows, batch_size=4, max_epochs=3),
-        train=TrainConfig(batch_size=4, micro_batch_size=2, max_epochs=3, seed=5),
-        ckpt=ckpt,
         checkpoints=CheckpointManager(folder),
         best=BestMetric("none", ending="loss"),
-        eval_steps=-1,
-        num_workers=0,
         recorder=None,
         run_dir=str(folder),
         identity={},
