@@ -60,7 +60,7 @@ class Trajectory:
     """
 
     tokens: list[int]
-    action_mask: list[bool]  # True where the policy sampled the token
+    action_mask: list[bool]  # True if the policy sampled the token
     rollout_logprobs: list[float]  # 0.0 where action_mask is False; nats
     prompt: Prompt
     sample_index: int  # which of the prompt's samples

@@ -107,7 +107,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         advice = "Look at --data.chosen_key, --data.rejected_key and --data.max_len."
         super().__init__(PairRow, dataset, used, encoder, FEATURES, what="pair", advice=advice)
         if cut_pairs := sum(self.rows["cut"]):
-            self.summary += f" {cut_pairs} of those kept were cut to {data.max_len} tokens (--data.max_len)."
+            self.summary += f" {cut_pairs} of the kept pairs were cut to {data.max_len} tokens (--data.max_len)."
 
 
 @dataclass(frozen=True, kw_only=True)

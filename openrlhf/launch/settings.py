@@ -143,7 +143,7 @@ def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySet
 def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSettings:
     """The settings of the critic workers."""
     path = config.critic.model_name_or_path
-    assert path is not None  # derived where the estimator has a critic
+    assert path is not None  # derived if the estimator has a critic
     return CriticSettings(
         load=trained_spec(config, path),
         optimizer=config.critic,

@@ -125,7 +125,7 @@ class SyncSource:
             end = next(iter(_kept(waiting)[self.batch_size :]), len(waiting))
             step, waiting = waiting[:end], waiting[end:]
             self.consumed = waiting[0][0].prompt.index if waiting else self._drawn
-            self.step += bool(_kept(step))  # what is left of an epoch may teach nothing: no step
+            self.step += bool(_kept(step))  # no step if the rest of an epoch teaches nothing
             yield list(chain.from_iterable(step))
 
     def _generate(self, prompts: Iterator[Prompt]) -> list[Group]:

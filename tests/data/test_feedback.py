@@ -91,7 +91,7 @@ def test_a_long_text_loses_its_end_still_ends_with_end_of_text_and_is_counted() 
     data = pairs(rows, max_len=6)
     assert (text(data[0].chosen), text(data[0].rejected)) == ("abcde<eos>", "xy <eos>")
     assert text(data[1].chosen) == "abcd <eos>"
-    assert data.summary == "2 of 2 pairs kept. 1 of those kept were cut to 6 tokens (--data.max_len)."
+    assert data.summary == "2 of 2 pairs kept. 1 of the kept pairs were cut to 6 tokens (--data.max_len)."
 
 
 def test_columns_may_have_other_names() -> None:
