@@ -13,9 +13,9 @@ class Router:
     """Spreads samples over engines by the number of samples in flight. Not thread-safe.
 
     Samples with the same prefix have the same key (the samples of a prompt, the turns of an episode). They go to the
-    engine that the key had last, which need not prefill the prefix again. If that engine has many samples of *other*
-    keys in flight, they go to the least busy engine: more than `SLACK` samples more than the least busy engine, and
-    more than 1.5 times as many.
+    engine that the key had last, because that engine need not prefill the prefix again. The exception is a busy engine:
+    if its samples of *other* keys are more than `SLACK` above, and more than 1.5 times, the samples of the least busy
+    engine, the least busy engine is picked.
     """
 
     def __init__(self, engines: int) -> None:
@@ -38,7 +38,7 @@ class Router:
         return engine
 
     def done(self, key: Hashable, engine: int, samples: int = 1) -> None:
-        """Note that samples for which `engine` was picked are finished or cancelled."""
+        """Note that these samples of `engine` are finished or cancelled."""
         self.in_flight[engine] -= samples
         self._of_key[key, engine] -= samples
         if not self._of_key[key, engine]:

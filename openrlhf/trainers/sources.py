@@ -177,6 +177,6 @@ def evaluate(
     timeout_s: float,
 ) -> list[Trajectory]:
     """Episodes of every evaluation prompt for the weights after `step`, at most `at_once` prompts at a time."""
-    every_prompt = map(prompts.__getitem__, range(len(prompts)))
+    every_prompt = (prompts[row] for row in range(len(prompts)))
     stream = generator.stream(every_prompt, Request(spec=spec, step=step), groups=len(prompts), at_once=at_once)
     return in_prompt_order(loop.iterate(stream, timeout_s))
