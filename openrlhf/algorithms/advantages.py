@@ -23,7 +23,7 @@ from openrlhf.algorithms.tensors import GroupIds, PerSample, PerToken, TokenMask
 GROUP_STD_EPSILON = 1e-9
 
 RewardShaping = Callable[[Tensor, Tensor], Tensor]  # (rewards (R,), group (R,)) -> (R,)
-# token rewards, values and mask, with gamma= and lam= -> (advantages, returns), all (B, T); values are 0 without a critic
+# Token rewards, values and mask, with gamma= and lam= -> (advantages, returns) (B, T). Values are 0 without a critic.
 CreditAssignment = Callable[..., tuple[Tensor, Tensor]]
 
 

@@ -17,7 +17,7 @@ from openrlhf.models.scalar import ScalarModel
 
 Proven = PolicyModel | ScalarModel
 LENGTHS = (11, 17)  # tokens of the two sequences
-# Differences that rounding explains: mean difference of the numbers in standard deviations; relative gradient difference.
+# Differences that rounding explains: of the numbers, mean in standard deviations; of the gradient, relative.
 TOLERANCES = {torch.float32: (1e-3, 0.01), torch.float16: (0.05, 0.1), torch.bfloat16: (0.2, 0.5)}
 LEAK = 1e-5  # gradient by the tokens of another sequence, relative to the gradient by the sequence's own; correct is 0
 
