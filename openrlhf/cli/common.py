@@ -89,18 +89,19 @@ SUPPORTED = {"vllm": ("0.32", "0.33"), "torch": ("2.11", "2.14")}  # from, below
 def check_folders(config: Command) -> None:
     """End with status 2 if a folder that the run writes to at its end, perhaps weeks later, cannot be written."""
     relative: list[str] = []
-    for flag, value in flags_in(config):
-        if flag.path not in WRITTEN or not value:
+    values = {flag.path: value for flag, value in flags_in(config)}
+    for path in WRITTEN:
+        if not values.get(path):
             continue
-        folder = Path(value).expanduser()
-        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        named, folder = f"--{path} {values[path]}", Path(values[path]).expanduser()
+        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
         try:
             with TemporaryFile(dir=there):
                 pass
         except OSError as error:
-            fail(f"{flag.typed(value)} cannot be written to: {error}.")
+            fail(f"{named} cannot be written to: {error}.")
         if not folder.is_absolute():
-            relative.append(flag.typed(value))
+            relative.append(named)
     if relative and "working_dir_files" in Path.cwd().parts:  # where Ray keeps the working directories of jobs
         print(
             f"[notice] {', '.join(relative)}: relative to {Path.cwd()}, the copy of the working directory that Ray made "
