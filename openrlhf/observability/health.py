@@ -56,9 +56,7 @@ class Health:
         """The new notices, given rows of metrics.jsonl."""
         notices: list[str] = []
         for row in rows:
-            notices += self.see(
-                row["step"], {name: value for name, value in row.items() if name not in ("step", "time")}
-            )
+            notices += self.see(row["step"], row)
         return notices
 
     def end(self) -> list[str]:

@@ -77,22 +77,20 @@ class Samples:
     error_count: int
 
 
-def report_run(folder: Path | str) -> Path:
+def report_run(folder: Path) -> Path:
     """Write `folder`/report.html about the run in `folder`. Returns its path."""
-    folder = Path(folder)
     name = folder.resolve().name
     return write_report(folder / REPORT, [Stage(name=name, folder=folder)], title=name)
 
 
 def write_report(
-    path: Path | str, stages: Sequence[Stage], *, title: str, summary_rows: Sequence[Sequence[object]] = ()
+    path: Path, stages: Sequence[Stage], *, title: str, summary_rows: Sequence[Sequence[object]] = ()
 ) -> Path:
     """Write the page about `stages`, in their order. Returns `path`.
 
     `summary_rows`: a table for the top of the page, its column heads first, e.g.
     [["", "before", "after"], ["pass@1", 0.41, 0.62]].
     """
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     page = _ENVIRONMENT.get_template("report.html.jinja").render(
         title=title,

@@ -58,7 +58,6 @@ class Trackers:
 
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())
-        self._trackers.clear()
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self._trackers):
@@ -146,7 +145,9 @@ def make_trackers(
     installed; any other problem at the start is a warning.
     """
     wandb = config.wandb
-    if wandb.key and not _wandb_is_installed():
+    # W&B leaves a folder ./wandb behind. Python takes the folder for an empty package, which has no origin.
+    package = importlib.util.find_spec("wandb")
+    if wandb.key and (package is None or package.origin is None):
         raise ConfigError(
             "--logger.wandb.key is set, but the package wandb is not installed. "
             "Install it (pip install wandb) or leave the flag out."
@@ -164,9 +165,3 @@ def make_trackers(
         except Exception as error:
             logger.warning("%s could not start, and the run continues without it: %r", name, error)
     return Trackers(started)
-
-
-def _wandb_is_installed() -> bool:
-    # W&B leaves a folder ./wandb behind. Python takes that for an empty package, which has no origin.
-    spec = importlib.util.find_spec("wandb")
-    return spec is not None and spec.origin is not None
