@@ -104,8 +104,8 @@ class CheckpointManager:
     def begin(self, step: int, *, best: bool = False, hf: bool = False) -> StagedCheckpoint:
         """Make the directories of a save; `hf` announces an export.
 
-        Gives up an earlier save that was not committed. Raises CheckpointError where the disk has
-        less room than the last checkpoint took.
+        Gives up an earlier save that was not committed. Raises CheckpointError if the disk has less room than the last
+        checkpoint took, or cannot be written.
         """
         tag, nonce = _tag(step, best=best), os.urandom(4).hex()
         places = [str(Path(part, tag)) for part in self.parts] + [f"{tag}_hf"] * hf

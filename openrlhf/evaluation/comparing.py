@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from openrlhf.observability.run_folder import sample_row
+from openrlhf.rewards.judge import Judge, NoVerdict
+from openrlhf.rewards.servers import ServerError
 from openrlhf.rollout.episode_metrics import of_sources
-from openrlhf.trajectory import Failure, Trajectory
+from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
 Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]  # the numbers of a table's row; counts are integers
 LOGGED = {  # the logged name of a column
@@ -24,7 +29,7 @@ LOGGED = {  # the logged name of a column
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two answers to one prompt. `win`: 1.0 ours is better, 0.0 theirs, 0.5 neither; None: nobody can tell, and why."""
+    """Two answers to one prompt. `win`: 1.0 if ours is better, 0.0 if theirs is, 0.5 if neither is; None, with an error, if nobody can tell."""
 
     ours: Trajectory
     theirs: Trajectory
@@ -34,13 +39,13 @@ class Comparison:
 
     @property
     def margin(self) -> float:
-        """By how much our reward is the larger; NaN where one is missing."""
+        """Our reward minus theirs; NaN if one is missing."""
         ours, theirs = self.ours.reward, self.theirs.reward
         return math.nan if ours is None or theirs is None else ours - theirs
 
 
 def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
-    """Each of our answers with their answer of the same number to the same prompt; one answer meets all of ours."""
+    """Pair each of our answers with their answer to the same prompt that has the same number; a single one is paired with all of ours."""
     answers: dict[int, list[Trajectory]] = {}
     for answer in theirs:
         answers.setdefault(answer.prompt.index, []).append(answer)
@@ -55,14 +60,52 @@ def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Co
 
 
 def by_reward(pair: Comparison) -> float | None:
-    """Who has the larger reward."""
+    """1.0 if our reward is larger, 0.0 if theirs is, 0.5 if they are equal; None if one is missing."""
     return None if math.isnan(pair.margin) else (1.0 if pair.margin > 0 else 0.5 if pair.margin == 0 else 0.0)
 
 
-def win_rate(pairs: Sequence[Comparison]) -> tuple[float, float]:
-    """The mean over prompts of the mean win of their pairs, ties one half; and its standard error, prompts being independent.
+def given_text(tokenizer: PreTrainedTokenizerBase, number: int, source: str, tokens: list[int]) -> Trajectory:
+    """A whole text of pair `number` as an episode that a reward model can score."""
+    prompt = Prompt(index=number, text="", tokens=[], datasource=source)
+    text = str(tokenizer.decode(tokens))
+    return TrajectoryBuilder(tokens).finish(
+        prompt=prompt, sample_index=0, stop_reason=StopReason.STOP, response_text=text
+    )
 
-    Failed pairs are left out. NaN where there is nothing to average, the error where there are fewer than two prompts.
+
+async def judged(
+    judge: Judge, pairs: Sequence[Comparison], readers: Sequence[PreTrainedTokenizerBase]
+) -> list[Comparison]:
+    """The pairs with the judge's verdicts; a pair with a failed answer stays as it is. `readers` decode our tokens and theirs."""
+
+    async def verdict(pair: Comparison) -> Comparison:
+        if pair.error:
+            return pair
+        ours, theirs = readers
+        message = readable(ours, pair.ours.prompt.tokens)
+        answers = readable(ours, sampled(pair.ours)), readable(theirs, sampled(pair.theirs))
+        try:
+            return replace(pair, win=await judge.compare(message, *answers))
+        except (ServerError, NoVerdict) as error:
+            return replace(pair, error=str(error), failure=error.failure)
+
+    return list(await asyncio.gather(*map(verdict, pairs)))
+
+
+def readable(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Text as a person reads it, without special tokens."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def sampled(answer: Trajectory) -> list[int]:
+    """The tokens of the answer alone."""
+    return [token for token, acted in zip(answer.tokens, answer.action_mask, strict=True) if acted]
+
+
+def win_rate(pairs: Sequence[Comparison]) -> tuple[float, float]:
+    """The mean over prompts of the mean win of their pairs (a tie counts one half), and its standard error over prompts.
+
+    Failed pairs are left out. Without pairs the rate is NaN; with fewer than two prompts the error is NaN.
     """
     prompts: dict[int, list[float]] = {}
     for pair in pairs:

@@ -35,7 +35,7 @@ PRINTED = 2000  # characters of what the reward prints that are shown
 
 
 def try_reward(config: RewardTestConfig) -> int:
-    """Score the rows, print what came of it, and return the command's exit status: 1 above --reward.max_error_rate."""
+    """Score the rows, print the scores, and return the command's exit status: 1 above --reward.max_error_rate."""
     path = config.actor.model_name_or_path
     tokenizer = get_tokenizer(path, flag="--actor.model_name_or_path") if path else None
     requests = list(read_requests(config.data, tokenizer))
@@ -63,7 +63,7 @@ def try_reward(config: RewardTestConfig) -> int:
 
 
 def show_printed(logs: Path) -> None:
-    """Show the end of what the reward printed, and where the rest is; a folder without a word is removed."""
+    """Show the end of what the reward printed, and where the rest is; a folder with nothing in its logs is removed."""
     written = [log for log in sorted(logs.glob("*")) if log.stat().st_size]
     if written:
         printed = "".join(log.read_text(errors="replace") for log in written)

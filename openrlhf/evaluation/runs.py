@@ -35,11 +35,10 @@ from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.observability.tables import print_sources
 from openrlhf.rewards.budget import ErrorBudget
-from openrlhf.rewards.judge import Judge, NoVerdict
+from openrlhf.rewards.judge import Judge
 from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rewards.rule import reward_of
-from openrlhf.rewards.servers import ServerError
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
@@ -49,14 +48,14 @@ from openrlhf.rollout.generator import Engines, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trainers.sources import evaluate
 from openrlhf.trainers.stages import RewardModels
-from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
+from openrlhf.trajectory import Trajectory
 from openrlhf.workers.frozen import RewardWorker
 
 T = TypeVar("T")
 
 
 def run_evaluation(config: EvaluationConfig) -> None:
-    """Evaluate as the flags say, from a Ray that is there or one of our own. Raises RewardErrors where too much failed."""
+    """Evaluate as the flags say, on a running Ray cluster or a new one. Raises RewardErrors if too much failed."""
     check_engine_args(config.vllm.engine_args, "cuda" if count_gpus() else "cpu")
     if config.samples_answers:
         offer_engines(config.rollout, config.reward)
@@ -77,7 +76,7 @@ def run_pass_k(config: EvaluationConfig) -> None:
 
 
 def run_rm_accuracy(config: EvaluationConfig) -> None:
-    """Reward both texts of every pair, and report how often the chosen one gets more."""
+    """Reward both texts of every pair, and report how often the chosen text has the larger reward."""
     tokenizer = get_tokenizer(
         config.reward.models[0],
         use_fast=not config.data.disable_fast_tokenizer,
@@ -90,8 +89,8 @@ def run_rm_accuracy(config: EvaluationConfig) -> None:
         return print(f"{rows.summary}\nfirst chosen text: {tokenizer.decode(rows[0].chosen)!r}")
     with started(config) as evaluation:
         evaluation.recorder.display.note(rows.summary)
-        chosen = [given_text(tokenizer, n, rows[n].datasource, rows[n].chosen) for n in range(len(rows))]
-        rejected = [given_text(tokenizer, n, rows[n].datasource, rows[n].rejected) for n in range(len(rows))]
+        chosen = [comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].chosen) for n in range(len(rows))]
+        rejected = [comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].rejected) for n in range(len(rows))]
         pairs = evaluation.compared(chosen, rejected)
         evaluation.report_pairs(pairs, comparing.accuracy_columns, comparing.reward_metrics(pairs))
 
@@ -114,7 +113,7 @@ def run_win_rate(config: EvaluationConfig) -> None:
         theirs = evaluation.answers(other, "against") if written is None else evaluation.written(model, written)
         if judge:
             pairs = comparing.pair_up(ours, theirs)
-            pairs = asyncio.run(judged(judge, pairs, (model.tokenizer, other.tokenizer)))
+            pairs = asyncio.run(comparing.judged(judge, pairs, (model.tokenizer, other.tokenizer)))
         else:
             pairs = evaluation.compared(ours, theirs)
         evaluation.report_pairs(pairs, comparing.win_columns)
@@ -175,7 +174,7 @@ class Evaluation:
         self.errors = ErrorBudget.of(config.reward)
 
     def answers(self, model: Candidate, name: str) -> list[Trajectory]:
-        """Every prompt's samples, rewarded by the rule where there is one. Starts engines for it, and ends them."""
+        """Samples of every prompt, rewarded by the reward function, server or verifier if there is one. Engines run only meanwhile."""
         config = self.config
         spec = settings.eval_sampling(config)
         self.recorder.display.note(f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each.")
@@ -191,7 +190,7 @@ class Evaluation:
         return answers
 
     def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:
-        """Answers that are there already, one to each prompt, rewarded like sampled ones."""
+        """Written answers, one to each prompt, rewarded like sampled answers."""
         return self._sample(model, WrittenAnswers(answers), replace(settings.eval_sampling(self.config), n_samples=1))
 
     def _sample(
@@ -208,7 +207,7 @@ class Evaluation:
             return evaluate(model.prompts, generator, loop, spec, step=0, at_once=at_once, timeout_s=timeout_s)
 
     def rewarded(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
-        """The answers with the rewards of the reward models added. Starts these for it, and ends them."""
+        """The answers with the rewards of the reward models added. The reward models run only meanwhile."""
         config = self.config
         if not config.reward.models:
             return list(answers)
@@ -221,7 +220,7 @@ class Evaluation:
             return RewardModels(models, weights, timeout_s=config.train.step_timeout).score(answers)
 
     def compared(self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
-        """The pairs, the answer with the larger reward the better one."""
+        """The pairs; the answer with the larger reward is the better one."""
         scored = self.rewarded([*ours, *theirs])
         pairs = comparing.pair_up(scored[: len(ours)], scored[len(ours) :])
         return [replace(pair, win=comparing.by_reward(pair)) for pair in pairs]
@@ -263,7 +262,7 @@ def rows_of(
 
 
 def largest_phase(config: EvaluationConfig, *, on_gpus: bool) -> Placement:
-    """The processes that are there at a time: engines, or reward models."""
+    """The processes that run at one time: engines, or reward models."""
     engines = HostGroup(name="vllm", roles=("vllm",), nodes=1, slots_per_node=config.vllm.num_engines)
     phases = [engines] * config.samples_answers + [reward_hosts(config)] * bool(config.reward.models)
     return Placement(groups=(max(phases, key=lambda group: group.slots),), on_gpus=on_gpus)
@@ -286,41 +285,3 @@ class WrittenAnswers:
         _, row = cast(tuple[str, int], key)
         answer = self._answers[row]
         return [Generation(tokens=answer, logprobs=[0.0] * len(answer), finish_reason="stop", stop_reason=None, weight_versions=())]  # fmt: skip
-
-
-def given_text(tokenizer: PreTrainedTokenizerBase, number: int, source: str, tokens: list[int]) -> Trajectory:
-    """A whole text of pair `number` as an episode, for a reward model to judge."""
-    prompt = Prompt(index=number, text="", tokens=[], datasource=source)
-    text = str(tokenizer.decode(tokens))
-    return TrajectoryBuilder(tokens).finish(
-        prompt=prompt, sample_index=0, stop_reason=StopReason.STOP, response_text=text
-    )
-
-
-async def judged(
-    judge: Judge, pairs: Sequence[Comparison], readers: Sequence[PreTrainedTokenizerBase]
-) -> list[Comparison]:
-    """The pairs with the judge's verdicts, where both answers are there. `readers` decode our tokens and theirs."""
-
-    async def verdict(pair: Comparison) -> Comparison:
-        if pair.error:
-            return pair
-        ours, theirs = readers
-        message = readable(ours, pair.ours.prompt.tokens)
-        answers = readable(ours, sampled(pair.ours)), readable(theirs, sampled(pair.theirs))
-        try:
-            return replace(pair, win=await judge.compare(message, *answers))
-        except (ServerError, NoVerdict) as error:
-            return replace(pair, error=str(error), failure=error.failure)
-
-    return list(await asyncio.gather(*map(verdict, pairs)))
-
-
-def readable(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """Text as a person reads it, without special tokens."""
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-def sampled(answer: Trajectory) -> list[int]:
-    """The tokens of the answer alone."""
-    return [token for token, acted in zip(answer.tokens, answer.action_mask, strict=True) if acted]

@@ -15,7 +15,8 @@ from openrlhf.config.learning import RLDataConfig
 from openrlhf.config.options import parse_config
 from openrlhf.data.errors import DataError
 from openrlhf.data.prompts import PromptDataset
-from openrlhf.evaluation.runs import WrittenAnswers, given_text, read_answers, readable, run_evaluation, sampled
+from openrlhf.evaluation.comparing import given_text, readable, sampled
+from openrlhf.evaluation.runs import WrittenAnswers, read_answers, run_evaluation
 from openrlhf.models.loading import ModelError
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop
