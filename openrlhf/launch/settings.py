@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -14,7 +14,7 @@ from openrlhf.checkpoints.manifest import EngineLayout
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import LoadSpec
-from openrlhf.rollout.engine_settings import Device, EngineSettings
+from openrlhf.rollout.engine_settings import TORCH_NAMES, Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trainers.ppo import LoopSettings
@@ -28,7 +28,6 @@ BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 Sampling = PPOConfig | EvaluationConfig  # commands with engines and reward models
 PROBED_TOKENS = 8  # that engines sample per prompt, to be compared with the trainer
 ROUNDING = {"fp32": 0.01, "bf16": 0.2}  # mean difference of log-probabilities that rounding may explain, nats
-TORCH_NAMES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def needs_old_logprobs(config: PPOConfig) -> bool:
@@ -181,20 +180,14 @@ def engine_settings(config: Sampling, path: str, kind: Device, tokenizer: PreTra
     """The settings of the engines of a model."""
     return EngineSettings(
         model=located(path),
-        dtype=TORCH_NAMES[config.vllm.dtype],
+        vllm=config.vllm,
         max_model_len=config.data.max_len,
         seed=config.train.seed,
         device=kind,
-        tensor_parallel_size=config.vllm.tensor_parallel_size,
-        enable_prefix_caching=config.vllm.enable_prefix_caching,
-        enforce_eager=config.vllm.enforce_eager or kind == "cpu",
-        quantization=config.vllm.quantization,
-        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
         seeded=config.rollout.seeded == "on",
         stop_strings=bool(config.rollout.stop or config.train.agent_func_path),
         end_token_ids=(cast(int, tokenizer.eos_token_id),),
         trust_remote_code=config.model.trust_remote_code,
-        extra=config.vllm.engine_args,
     )
 
 

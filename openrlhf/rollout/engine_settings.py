@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from openrlhf.config.rollout import VLLMConfig
+
 Device = Literal["cpu", "cuda"]
+TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 CPU_KV_CACHE_BYTES = 2**30  # vLLM's own default is most of the machine's memory, filled with zeros
 
 
@@ -16,22 +18,14 @@ class EngineSettings:
     """The settings that all engines of a run have in common."""
 
     model: str  # folder or hub name
-    dtype: Literal["float32", "bfloat16"]
+    vllm: VLLMConfig  # its `engine_args` win over the arguments made from the other settings
     max_model_len: int  # prompt and response, tokens
     seed: int = 0  # of samples without a seed; the engine's index is added
     device: Device = "cpu"
-    tensor_parallel_size: int = 1
-    enable_prefix_caching: bool = False
-    enforce_eager: bool = True
-    quantization: str | None = None  # computed from the weights at every publication
-    gpu_memory_utilization: float = 0.9  # fraction of the device
-    kv_cache_bytes: int | None = None  # None: the rest of gpu_memory_utilization; on a CPU 1 GiB
     seeded: bool = True  # samples may carry seeds
     stop_strings: bool = False  # samples may carry stop strings: loads the tokenizer
     end_token_ids: tuple[int, ...] = ()  # the tokenizer's; generation_config.json's are known
     trust_remote_code: bool = False
-    # arguments of vLLM, which win over the arguments made from the other settings
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def engine_environment(device: Device) -> dict[str, str]:
@@ -55,18 +49,18 @@ def engine_environment(device: Device) -> dict[str, str]:
 
 def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs` for engine number `index`."""
+    vllm, on_cpu = settings.vllm, settings.device == "cpu"
     arguments: dict[str, Any] = {
         "model": settings.model,
-        "dtype": settings.dtype,
+        "dtype": TORCH_NAMES[vllm.dtype],
         "max_model_len": settings.max_model_len,
         "seed": settings.seed + index,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
-        "enable_prefix_caching": settings.enable_prefix_caching,
-        "enforce_eager": settings.enforce_eager,
-        "quantization": settings.quantization,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "tensor_parallel_size": vllm.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if vllm.tensor_parallel_size == 1 else "mp",
+        "enable_prefix_caching": vllm.enable_prefix_caching,
+        "enforce_eager": vllm.enforce_eager or on_cpu,
+        "quantization": vllm.quantization,
+        "gpu_memory_utilization": vllm.gpu_memory_utilization,
         "trust_remote_code": settings.trust_remote_code,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "skip_tokenizer_init": not settings.stop_strings,
@@ -74,12 +68,12 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
-    if settings.device == "cpu":
+    if on_cpu:
         arguments["block_size"] = 32  # tokens; with the default of 128 a cached prefix is rare
-        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         if settings.seeded:
             # if vLLM splits the prompt of a seeded sample, it rewinds the sample's generator. CPU generators cannot
             # be rewound, and the engine dies
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
-    return arguments | dict(settings.extra)
+    return arguments | dict(vllm.engine_args)

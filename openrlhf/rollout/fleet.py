@@ -34,7 +34,7 @@ class Fleet:
         on_gpus = settings.device == "cuda"
         self.timeout_s = timeout_s
         self.logs = [f"{log_dir}/{group.name}-{index}.log" for index in range(group.slots)]
-        self.workers_per_engine = settings.tensor_parallel_size
+        self.workers_per_engine = settings.vllm.tensor_parallel_size
         self._reserved = reserve(group, on_gpus=on_gpus, timeout_s=timeout_s)
         self._scratch = tempfile.mkdtemp(prefix="openrlhf-")  # for sockets and files that vLLM never removes
         environment = engine_environment(settings.device) | {"TMPDIR": self._scratch}

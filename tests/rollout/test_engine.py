@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -31,6 +32,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from openrlhf.config.rollout import VLLMConfig
 from openrlhf.distributed.buckets import PublicationError, Receipt, TensorSpec, WeightManifest, verify_receipt
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
@@ -232,13 +234,14 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{END_TOKEN}").save_pretrained(folder)
 
 
-def launch(model: PreTrainedModel, folder: Path, index: int = 0, **settings) -> Stand:
+def launch(model: PreTrainedModel, folder: Path, index: int = 0, *, stop_strings: bool = False, **flags: Any) -> Stand:
     """An engine for the model, which is saved for it to load. The engine is not started yet."""
     model.save_pretrained(folder)
     environment = {"env_vars": engine_environment("cpu") | {"HF_HUB_OFFLINE": "1"}}
     actor = ray.remote(FaultyEngine).options(num_cpus=0, runtime_env=environment)
-    common = {"model": str(folder), "dtype": "float32", "max_model_len": MAX_LEN, "enable_prefix_caching": True}
-    made_of = EngineSettings(**common | {"kv_cache_bytes": 2**25} | settings)
+    common = {"dtype": "fp32", "enable_prefix_caching": True, "engine_args": {"kv_cache_memory_bytes": 2**25}}
+    vllm = VLLMConfig(**common | flags)
+    made_of = EngineSettings(model=str(folder), vllm=vllm, max_model_len=MAX_LEN, stop_strings=stop_strings)
     return Stand(engine=actor.remote(made_of, index), model=model, sender=WeightSender())
 
 
@@ -426,7 +429,7 @@ class TestPublication:
     def test_rounded_weights_are_rounded_anew_at_every_publication(self, ray_session, tmp_path):
         first = build_model(tied=False)
         second = noisy_copy(first, [name for name, _ in first.named_parameters()], 0.05)
-        stand = launch(first, tmp_path, dtype="bfloat16", quantization="fp8_per_channel")
+        stand = launch(first, tmp_path, dtype="bf16", quantization="fp8_per_channel")
         stand.call("start")
         stand.join()
         loaded = stand.sample()

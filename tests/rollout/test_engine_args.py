@@ -7,6 +7,7 @@ import pytest
 from openrlhf.config.engine_args import FLAGS, REASONS
 from openrlhf.config.flags import flags_in
 from openrlhf.config.options import ConfigError
+from openrlhf.config.rollout import VLLMConfig
 from openrlhf.launch.reinforcement import run_ppo
 from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments
 from tests.config.commands import ppo
@@ -24,12 +25,13 @@ LEFT_TO_THE_USER = {
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_an_engine_is_made_of_belongs_to_a_flag_or_to_the_user(device) -> None:
-    settings = EngineSettings(model="m", dtype="float32", max_model_len=64, device=device)
+    settings = EngineSettings(model="m", vllm=VLLMConfig(dtype="fp32"), max_model_len=64, device=device)
     assert set(engine_arguments(settings, 0)) - FLAGS.keys() - REASONS.keys() <= LEFT_TO_THE_USER
 
 
 def test_what_the_user_gives_wins() -> None:
-    settings = EngineSettings(model="m", dtype="float32", max_model_len=64, extra={"block_size": 64, "max_num_seqs": 3})
+    vllm = VLLMConfig(dtype="fp32", engine_args={"block_size": 64, "max_num_seqs": 3})
+    settings = EngineSettings(model="m", vllm=vllm, max_model_len=64)
     arguments = engine_arguments(settings, 0)
     assert (arguments["block_size"], arguments["max_num_seqs"]) == (64, 3)
 

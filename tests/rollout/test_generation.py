@@ -16,6 +16,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from openrlhf.config.rollout import VLLMConfig
 from openrlhf.observability.metrics import values
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.engine import EngineSettings, RequestRefused, RolloutEngine, SamplingParams, engine_environment
@@ -32,8 +33,8 @@ LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "twin": {},
-    "speculating": {"enable_prefix_caching": False, "extra": {"speculative_config": LOOKUP}},
-    "in parts": {"seeded": False, "extra": {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}},
+    "speculating": {"enable_prefix_caching": False, "engine_args": {"speculative_config": LOOKUP}},
+    "in parts": {"engine_args": {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}},
 }
 SPEC = SamplingSpec(
     purpose="train", n_samples=8, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16, max_len=MAX_LEN, seed=3
@@ -44,6 +45,13 @@ PROMPTS = [Prompt(index=i, text="", tokens=[4 + (j * (i + 3) + j // 7) % 44 for 
 REFRAINS = [Prompt(index=i, text="", tokens=[4 + i, 9, 14 + i, 20] * 12) for i in range(4)]
 
 
+def settings_of(folder: str, kind: str) -> EngineSettings:
+    """The settings of an engine of a kind. Samples that are prefilled in parts cannot have seeds on a CPU."""
+    flags: dict[str, Any] = {"dtype": "fp32", "enable_prefix_caching": True} | KINDS[kind]
+    flags["engine_args"] = {"kv_cache_memory_bytes": 2**25} | flags.get("engine_args", {})
+    return EngineSettings(model=folder, vllm=VLLMConfig(**flags), max_model_len=MAX_LEN, seeded=kind != "in parts")
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory) -> Iterator[dict[str, Any]]:
     threads = torch.get_num_threads()
@@ -52,12 +60,8 @@ def engines(tmp_path_factory) -> Iterator[dict[str, Any]]:
     folder = save_tiny_model(
         tmp_path_factory.mktemp("model"), "qwen2-untied", hidden_size=128, intermediate_size=160, initializer_range=0.08
     )
-    common = {"model": folder, "dtype": "float32", "max_model_len": MAX_LEN, "kv_cache_bytes": 2**25}
     actor = ray.remote(RolloutEngine).options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
-    handles = {
-        kind: actor.remote(EngineSettings(**common | {"enable_prefix_caching": True} | changes), index)
-        for index, (kind, changes) in enumerate(KINDS.items())
-    }
+    handles = {kind: actor.remote(settings_of(folder, kind), index) for index, kind in enumerate(KINDS)}
     ray.get([handle.start.remote() for handle in handles.values()], timeout=150)
     yield handles | {"model": AutoModelForCausalLM.from_pretrained(folder).eval()}
     ray.shutdown()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from openrlhf.config.rollout import VLLMConfig
 from openrlhf.distributed.buckets import TensorSpec, WeightManifest, bucket_hash, bucket_nbytes, verify_receipt
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.weight_sync import Transport, WeightGroup, WeightSender, join_group
@@ -107,7 +108,7 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(tmp_path: Path)
     model = Qwen2ForCausalLM(config).to("cuda", torch.bfloat16).eval()
     model.save_pretrained(tmp_path)
     settings = EngineSettings(
-        model=str(tmp_path), dtype="bfloat16", max_model_len=256, device="cuda", gpu_memory_utilization=0.2
+        model=str(tmp_path), vllm=VLLMConfig(dtype="bf16", gpu_memory_utilization=0.2), max_model_len=256, device="cuda"
     )
     ray.init(address="local", num_gpus=1, include_dashboard=False)
     try:

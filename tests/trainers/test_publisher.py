@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 
+from openrlhf.config.rollout import VLLMConfig
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.distributed.buckets import PublicationError
 from openrlhf.distributed.placement import HostGroup
@@ -55,7 +56,9 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
     )
     engines = HostGroup(name="vllm", roles=("vllm",), nodes=1, slots_per_node=1)
     settings = EngineSettings(
-        model=str(folder / "engine"), dtype="float32", max_model_len=20, tensor_parallel_size=2, kv_cache_bytes=2**25
+        model=str(folder / "engine"),
+        vllm=VLLMConfig(dtype="fp32", tensor_parallel_size=2, engine_args={"kv_cache_memory_bytes": 2**25}),
+        max_model_len=20,
     )
     fleet = Fleet(engines, settings, log_dir=str(folder), timeout_s=200)
     fleet.wait()
