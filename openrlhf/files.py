@@ -1,7 +1,5 @@
 """Files that survive a crash: atomic writes, hashes, and syncs to disk. Standard library only."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

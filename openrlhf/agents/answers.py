@@ -1,7 +1,5 @@
 """What the engine answers to an agent, in vLLM's attribute names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

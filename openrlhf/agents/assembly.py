@@ -1,7 +1,5 @@
 """What an agent returned, made into an episode that can be trained on, by comparing token ids with the engine's samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A chat with the policy as tokens: every reply stays as it was sampled, and only new messages are rendered and tokenised."""
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

@@ -1,7 +1,5 @@
 """Agents of releases 0.8.0 to 0.8.6: a function `step`, wrapped into today's contract."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Agents instead of single samples: every sample of a prompt is an episode that the user's agent plays in a user process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

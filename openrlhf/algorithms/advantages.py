@@ -5,8 +5,6 @@ baseline), and how token rewards become advantages. The caller takes the same st
 `shape_rewards` → `rewards.clip_rewards` → `rewards.token_rewards` → `assign_credit` → `normalize_advantages`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ A correction has three parts: the *level* at which ω is taken, the *mode* in wh
 bounds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

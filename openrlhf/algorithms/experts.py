@@ -1,7 +1,5 @@
 """Mixtures of experts: how evenly the routers use them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

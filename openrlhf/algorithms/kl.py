@@ -1,7 +1,5 @@
 """How far the policy is from its reference: estimators per token, and the coefficient β."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ over the micro-batches and ranks of an optimizer step: the loss cannot depend on
 gives a zero that can be differentiated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Choices by name: the values of a flag, and the function or class behind each value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 

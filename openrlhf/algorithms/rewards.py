@@ -4,8 +4,6 @@ The steps of a batch, in order: length penalties, the estimator's shaping (`adva
 token rewards.
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor

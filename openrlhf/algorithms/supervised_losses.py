@@ -1,7 +1,5 @@
 """Losses of the offline stages."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Masked statistics over tokens; log-probabilities and entropies without holding all logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 

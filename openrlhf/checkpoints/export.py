@@ -1,7 +1,5 @@
 """Hugging Face exports: a folder that `from_pretrained` and a stock vLLM server load."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterable

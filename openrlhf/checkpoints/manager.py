@@ -15,8 +15,6 @@ Standard library only. One process (rank 0, the controller) owns the manager and
 on one file system that all processes see.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """What every command does first: read the flags; and last: tell a user's mistake from ours. Standard library only."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

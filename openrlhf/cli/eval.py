@@ -1,7 +1,5 @@
 """`python -m openrlhf.cli.eval`: pass@k of a checkpoint, accuracy of a reward model, or win rate against another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from openrlhf.cli.common import check_versions, flags_or_exit, plain_ends

@@ -1,7 +1,5 @@
 """`openrlhf VERB …`: the same programs as `python -m openrlhf.cli.…`, under shorter names."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib import import_module

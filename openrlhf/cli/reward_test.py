@@ -1,7 +1,5 @@
 """`openrlhf reward test`: a reward function, server or verifier on a dataset, before any training."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """`python -m openrlhf.cli.serve_rm`: a trained reward model as an HTTP server, for `--reward.remote_url` and others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from openrlhf.cli.common import flags_or_exit, plain_ends

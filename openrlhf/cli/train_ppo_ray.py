@@ -1,7 +1,5 @@
 """`python -m openrlhf.cli.train_ppo_ray`: reinforcement learning; alone (starts Ray itself), or as a Ray job."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from openrlhf.cli.common import check_versions, flags_or_exit, plain_ends

@@ -1,7 +1,5 @@
 """`python -m openrlhf.cli.train_rm`: a reward model from pairs; alone, or under `deepspeed --module` or `torchrun -m`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from openrlhf.cli.common import flags_or_exit, train_offline

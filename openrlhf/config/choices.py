@@ -3,8 +3,6 @@
 The tables are live: what a plug-in adds is a choice of its flag from then on.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -5,8 +5,6 @@ not. `optim=adam,muon`: it has one of these values. `a|b`: either holds. Names a
 first, then in the sections around it. A name that the command does not have asks for nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

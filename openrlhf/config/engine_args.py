@@ -3,8 +3,6 @@
 Whether vLLM knows the others, and their types, is asked of vLLM itself: `rollout/engine_check.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from typing import Any, cast

@@ -4,8 +4,6 @@ A field's path from the root is its flag: `config.ds.lora.rank` is `--ds.lora.ra
 default and help are written once; parser, help, files and error messages come from there.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import operator

@@ -1,7 +1,5 @@
 """What `--help` prints: what is required and which sections there are; `--help all` or `--help WORD` lists flags."""
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Collection

@@ -3,8 +3,6 @@
 The tables are in `legacy.toml`. They serve all commands: a command takes those of the flags that it has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """What defaults need to know of this machine, without torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -4,8 +4,6 @@
 prints that to stderr and exits with status 2.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence

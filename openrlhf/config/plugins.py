@@ -1,7 +1,5 @@
 """Registrations of users, imported once per process: files (`--plugin`), and installed packages by their entry points."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Generator, Sequence

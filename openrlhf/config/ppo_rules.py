@@ -1,7 +1,5 @@
 """What may be wrong with a configuration of RL; `rules` says what a row of sentences is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ A notice or a rule is a row: whether it holds, and a sentence. In the sentence `
 is typed: --train.seed 42.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

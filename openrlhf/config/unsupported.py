@@ -1,7 +1,5 @@
 """Flags whose feature is not available yet, refused by name: those in `unsupported.toml`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which rows go together and in which order: budgets, even partitions, epochs. Lengths are in tokens."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Errors and notices about a user's data: the place, the value seen, the change to make. Needs no heavy library."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

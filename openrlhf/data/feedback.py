@@ -1,7 +1,5 @@
 """Rows of human feedback: pairs of a preferred and a rejected text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

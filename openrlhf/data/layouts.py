@@ -1,7 +1,5 @@
 """Public preference datasets, recognised by their columns and read as pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Dataset specs to one blended dataset: files, folders, hub names, splits, probabilities."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Collection

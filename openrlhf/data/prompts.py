@@ -1,7 +1,5 @@
 """Rows of reinforcement learning: a rendered prompt, and the data that the reward needs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

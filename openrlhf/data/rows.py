@@ -1,7 +1,5 @@
 """Rows of a dataset: their origin, and how they become rows of tokens."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence

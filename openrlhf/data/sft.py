@@ -1,7 +1,5 @@
 """Rows of supervised fine-tuning: the text, its tokens, and the tokens that are learned."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Loads a tokenizer for any stage: padding token, padding side, chat template."""
 
-from __future__ import annotations
-
 import os
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase

@@ -1,7 +1,5 @@
 """An exponential moving average of the weights of a trained model, kept on the CPU."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Torch only: the trainer's half (`distributed.weight_sync`) and the engine's half
 this module.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

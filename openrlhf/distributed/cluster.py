@@ -1,7 +1,5 @@
 """The Ray cluster of a run: a running cluster that the run joins, or a new one for the run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

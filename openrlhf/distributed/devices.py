@@ -1,7 +1,5 @@
 """The device kind of this process, and the environment variables to set before torch and DeepSpeed are imported."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

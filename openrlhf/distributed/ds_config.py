@@ -1,7 +1,5 @@
 """From our configuration to DeepSpeed's dictionaries. Pure functions: no process group, no device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from openrlhf.config.shared import DeepSpeedConfig

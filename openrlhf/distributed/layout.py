@@ -1,7 +1,5 @@
 """Which rank has which part of the data, of a sequence and of a weight. Pure: no process group, no device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Optimizers by name, and the learning-rate schedules of Transformers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -4,8 +4,6 @@ A *device slot* is a GPU on a machine with GPUs, and a process on a machine with
 slots: each slot is one process that hosts all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ on its own GPU. Only gloo has been run so far. NCCL and CUDA IPC are written fro
 marker `gpu` and need a machine with GPUs.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ group.launch(PolicyWorker.update, [first_slice, second_slice])  ->  calls, one f
 gather(calls, timeout_s=…, doing="update the policy")           ->  results, or an error that names the culprit
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

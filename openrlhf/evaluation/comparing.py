@@ -1,7 +1,5 @@
 """Pairs of answers, which one is better, and what that says of a model."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence

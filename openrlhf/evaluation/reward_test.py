@@ -1,7 +1,5 @@
 """`openrlhf reward test`: the reward of a run, called as a run calls it, on rows that have a response already."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`openrlhf eval`: a checkpoint by itself. pass@k per data source, the accuracy of reward models, the win rate against others."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The user's agents, made from the flags."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The processes that host the models of a command."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 An identity maps flags, or the things that flags name, to values that survive JSON. Long values are replaced by a hash.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

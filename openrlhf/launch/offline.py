@@ -1,7 +1,5 @@
 """From the flags to a finished offline run: rows, schedule, engine, resume, loop."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import closing, nullcontext

@@ -1,7 +1,5 @@
 """The data that an RL run reads before any process starts: tokenizer, prompts, pretraining text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """From the flags of RL to a finished run: checks before any device is touched, placement, then `Run`."""
 
-from __future__ import annotations
-
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError
 from openrlhf.config.learning import ActorConfig, CriticConfig, RefConfig

@@ -1,7 +1,5 @@
 """Checks, before any process starts, that a folder has the episodes that this run needs."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from itertools import islice

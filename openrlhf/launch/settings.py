@@ -1,7 +1,5 @@
 """From the flags to the settings of workers, engines, experience maker and loop."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The decoder under a head, run over flat tokens: as one packed row, or as a right-padded block."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple

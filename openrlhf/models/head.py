@@ -1,7 +1,5 @@
 """The output layer of a model: hidden states in; log-probabilities, entropies, logits or values out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Loads Transformers models as the flags say: dtype, attention, gradient checkpointing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

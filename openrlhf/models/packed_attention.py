@@ -5,8 +5,6 @@ built. The lengths of the documents travel through the keyword arguments of `mod
 costs of the documents, not the cost of the whole row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A causal language model as a function from tokens to the log-probabilities of the tokens."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """A proof at the start of a run that the layout of a model's batches changes no number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

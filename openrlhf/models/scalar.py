@@ -4,8 +4,6 @@ They are stored as Transformers' sequence classification models with one label, 
 `AutoModelForSequenceClassification` loads them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

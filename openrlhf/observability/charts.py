@@ -3,8 +3,6 @@
 The page's template turns a `Chart` into SVG, and its script shows the values under the pointer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ On an interactive terminal the lines scroll above a live progress bar. Elsewhere
 are plain. With --run.json each line is one JSON object. Only the process with rank 0 has a display.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ The declarations are in `glossary.toml`, and docs/metrics.md shows them as table
 agent adds are logged as `train/<name>`, as means, and need no declaration.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ The terminal and report.html give the same notices, because both read what metri
 sickness is reported once per run.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

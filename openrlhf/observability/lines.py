@@ -3,8 +3,6 @@
 Numbers have fixed widths, so that the lines of a run read as columns.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

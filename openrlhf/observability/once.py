@@ -1,7 +1,5 @@
 """A warning that a process gives once."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 

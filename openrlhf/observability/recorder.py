@@ -1,7 +1,5 @@
 """Sends the numbers and samples of a run to the run folder, the trackers and the terminal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -14,8 +14,6 @@ lines of a step. JSON has no NaN or infinity: such numbers become null. A line i
 logged, so a killed process loses at most the line that it was writing.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Tables on the terminal: an evaluation by data source, and what a reward gave to the rows of a dataset."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ without it; the run folder has every number in any case. The only error is a tra
 package is not installed; it is raised before anything has started.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging

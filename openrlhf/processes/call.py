@@ -1,7 +1,5 @@
 """A call of user code: what runs, what bounds it, and how it can fail."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

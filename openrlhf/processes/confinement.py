@@ -4,8 +4,6 @@ Standard library only. Each function changes the calling process for good, and w
 inherits that. Where the kernel lacks a call, the function raises OSError or says so.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -4,8 +4,6 @@ The parent of such a process calls `confinement.adopt_orphans` before the start 
 leaves its session or loses its parent becomes our child, and is found. Standard library only.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

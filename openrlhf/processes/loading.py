@@ -1,7 +1,5 @@
 """The user's files and functions: importing them, describing them, and turning what they return into built-in data."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -7,8 +7,6 @@ If a process had several calls, only the one at fault fails. Calls that waited f
 Calls whose own code was running run again too, each alone in a process: the call at fault ends that process as well.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -14,8 +14,6 @@ A function runs in the main thread while no event loop runs, so that it may star
 that of `async def`, it is awaited in one event loop, together with the other calls under way.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import errno

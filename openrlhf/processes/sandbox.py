@@ -5,8 +5,6 @@ are gone when `run_program` returns, or at the program's deadline if the caller 
 program. Standard library only.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -5,8 +5,6 @@
 process: math-verify stops itself by a signal, which only a main thread gets, and functions run in the main thread there.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

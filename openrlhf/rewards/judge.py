@@ -1,7 +1,5 @@
 """A language model that says which of two answers is better, behind an OpenAI-compatible server."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -3,8 +3,6 @@
 The process that starts user processes leaves names and URLs in its environment, which they inherit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

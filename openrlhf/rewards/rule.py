@@ -1,7 +1,5 @@
 """The reward that the flags name, if code or a server gives it: a function, a verifier, HTTP servers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """HTTP servers that this run did not start: routing, retries, rests after failures, error messages."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -1,7 +1,5 @@
 """An event loop in its own thread: asynchronous generation for a loop that is not asynchronous."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator

@@ -4,8 +4,6 @@ The check runs in its own process, which takes 5 s. Importing vLLM changes the e
 inherit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

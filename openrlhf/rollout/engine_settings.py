@@ -1,7 +1,5 @@
 """The settings of a rollout engine, and vLLM's arguments and environment for them. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any, Literal

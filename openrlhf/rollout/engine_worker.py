@@ -4,8 +4,6 @@ vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls th
 is not one of vLLM's weight-transfer backends, because they return nothing to verify.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ other lines is a `Trajectory` with its fields by name. Numbers are stored exactl
 stored exactly too; any other label (bytes, dates, images) is stored as its text.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """Metrics of episodes: of a training step, and of an evaluation by data source."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from statistics import stdev

@@ -1,7 +1,5 @@
 """The fleet: all engines of a model, with their processes, devices and logs, and the choice of an engine."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import shutil

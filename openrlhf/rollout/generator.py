@@ -1,7 +1,5 @@
 """Prompts in, finished groups out: samples of every prompt from the engines, rewarded as they finish."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time

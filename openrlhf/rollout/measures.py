@@ -1,7 +1,5 @@
 """The cost of generation: prompt tokens found in the cache, and time in which only a few long samples ran."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Generators that write episodes to disk, and that read episodes from disk. Each can replace `RolloutGenerator`."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The choice of an engine: the engine that has the prefix in its cache, unless it is far busier than another."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable
 

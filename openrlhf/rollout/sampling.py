@@ -1,7 +1,5 @@
 """The request to an engine and its answer. Plain data, so that user processes import the module quickly."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Merges concurrent requests into batches and gives each request its own scores. Knows neither HTTP nor models."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable

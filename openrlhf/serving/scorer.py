@@ -1,7 +1,5 @@
 """A trained reward model as a function from texts to scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

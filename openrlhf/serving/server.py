@@ -1,7 +1,5 @@
 """POST /get_reward and GET /health: requests, responses and refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

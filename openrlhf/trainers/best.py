@@ -1,7 +1,5 @@
 """The best evaluation of a run: its checkpoint is kept, and --eval.patience may end the run after it."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """From finished episodes to a batch to learn from: forwards of the workers first, then pure functions."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Sequence

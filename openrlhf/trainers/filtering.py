@@ -1,7 +1,5 @@
 """Dynamic filtering: prompts that teach nothing are replaced before the step.  DAPO, section 3.2, arXiv:2503.14476"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean

@@ -1,7 +1,5 @@
 """The on-policy loop. PPO, REINFORCE++, RLOO and GRPO are choices inside `credit` and the policy loss."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

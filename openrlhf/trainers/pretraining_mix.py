@@ -1,7 +1,5 @@
 """PPO-ptx: plain text that the policy learns together with its rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """Publishes weight versions to the engines: agree, send, verify, serve."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

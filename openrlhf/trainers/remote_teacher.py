@@ -1,7 +1,5 @@
 """A teacher behind a vLLM server, which returns the log-probability of each token that the policy sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

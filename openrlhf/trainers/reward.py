@@ -1,7 +1,5 @@
 """Reward models: the chosen answer of a pair should score above the rejected answer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """--rollout.only: the steps of a run without training."""
 
-from __future__ import annotations
-
 import time
 
 from openrlhf.observability.metrics import Last, values

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: −log π of the response tokens, one mean over all tokens of the optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The source of the trajectories of each step."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

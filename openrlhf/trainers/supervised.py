@@ -1,7 +1,5 @@
 """The offline loop: windows of rows, one optimizer step each. A task defines rows, models, counts and loss."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

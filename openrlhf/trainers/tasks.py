@@ -1,7 +1,5 @@
 """Offline tasks by name. `openrlhf sft` trains the task "sft"; the name of a plug-in's task is a verb too."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar

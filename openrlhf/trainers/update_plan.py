@@ -3,8 +3,6 @@
 The set of rows of an optimizer step does not depend on the number of ranks; only their assignment to ranks does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

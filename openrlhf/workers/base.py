@@ -1,7 +1,5 @@
 """The base of all roles: micro-batches, forwards without gradient, and training."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

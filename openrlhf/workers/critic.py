@@ -1,7 +1,5 @@
 """The critic: values of states, and their regression to the returns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

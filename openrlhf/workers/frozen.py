@@ -1,7 +1,5 @@
 """Models that only run forward: the reference policy, the teacher and reward models."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

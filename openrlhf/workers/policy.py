@@ -1,7 +1,5 @@
 """The trained policy: log-probabilities, the policy update, and the publication of its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
