@@ -9,25 +9,20 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import TokenRows
 from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError
-from openrlhf.config.options import ConfigError
+from openrlhf.checkpoints.manifest import Checkpoint
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data import first_look
 from openrlhf.data.errors import DataError, notice
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.strategy import NonFiniteError, Strategy, TrainEngine
+from openrlhf.distributed.strategy import Strategy, TrainEngine
 from openrlhf.launch.identity import Identity, offline_identity
-from openrlhf.models.loading import ModelError
 from openrlhf.models.proof import prove_layout
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.supervised import Schedule, SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
-
-# Errors that a user can correct: printed without a traceback.
-USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError, NonFiniteError)
 
 
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
@@ -94,7 +89,7 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
     engine = strategy.trained(task.load_model, task.config, total_steps=total_steps)
     task.frozen = {name: strategy.frozen(load) for name, load in task.frozen_models().items()}
     for model in (engine.module, *task.frozen.values()):
-        prove_layout(getattr(model, "module", model))
+        prove_layout(model)
     return engine
 
 

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.algorithms.experts import load_balancing_loss
 from openrlhf.batches import Layout
 from openrlhf.models import packed_attention
+from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import ModelError
 
 
@@ -85,3 +86,28 @@ def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
         return {"document_lengths": lengths.tolist()}
     cumulative, longest = offsets.int(), int(lengths.max())
     return {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, "max_length_q": longest, "max_length_k": longest}
+
+
+class HeadedModel(nn.Module):
+    """A Transformers model whose decoder runs on flat batches, under an output head. Exports read the submodule `hf`.
+
+    `packing`: run all sequences as one row without padding; otherwise as a right-padded block. `balancing`: compute the
+    load-balancing loss of a mixture of experts in training. Raises ModelError if `balancing` is set for another model.
+    """
+
+    def __init__(self, hf: PreTrainedModel, head: OutputHead, *, packing: bool, balancing: bool) -> None:
+        super().__init__()
+        if balancing:
+            require_balanced_experts(hf)
+        self.hf, self.head = hf, head
+        self.packing, self.balancing = packing, balancing
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The Transformers configuration, which DeepSpeed and the exports read."""
+        return self.hf.config
+
+    def decode(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> tuple[Tensor, Tensor | None]:
+        """Hidden states (N, H), and the load-balancing loss, if it is computed."""
+        balancing = self.balancing and self.training
+        return decode(self.hf.get_decoder(), tokens, offsets, packing=self.packing, balancing=balancing)

@@ -14,10 +14,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from openrlhf.config.flags import UserError
 from openrlhf.models import packed_attention
 
 
-class ModelError(ValueError):
+class ModelError(UserError, ValueError):
     """A model cannot be loaded. The message says what to do."""
 
 

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from openrlhf.models.backbone import decode, require_balanced_experts
+from openrlhf.models.backbone import HeadedModel
 from openrlhf.models.head import OutputHead, preceding
 from openrlhf.models.loading import reject_transformed_logits
 
@@ -23,26 +23,15 @@ class TokenScores(NamedTuple):
     aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
 
 
-class PolicyModel(nn.Module):
+class PolicyModel(HeadedModel):
     """log π(token_t | tokens before it) for flat batches. The numbers are the same for packing and for padding.
 
-    `packing`: run all sequences as one row without padding; otherwise as a right-padded block. `balancing`: compute the
-    load-balancing loss of a mixture of experts in training. Raises ModelError if `balancing` is set for another model.
+    Raises ModelError for a model that changes logits after the output layer.
     """
 
     def __init__(self, hf: PreTrainedModel, *, packing: bool, balancing: bool = False) -> None:
-        super().__init__()
         reject_transformed_logits(hf.config)
-        if balancing:
-            require_balanced_experts(hf)
-        self.hf = hf
-        self.head = OutputHead(hf.get_output_embeddings())
-        self.packing, self.balancing = packing, balancing
-
-    @property
-    def config(self) -> PretrainedConfig:
-        """The Transformers configuration, which DeepSpeed and the exports read."""
-        return self.hf.config
+        super().__init__(hf, OutputHead(hf.get_output_embeddings()), packing=packing, balancing=balancing)
 
     def forward(
         self,
@@ -56,8 +45,7 @@ class PolicyModel(nn.Module):
 
         Logits are made for wanted tokens only, one chunk at a time.
         """
-        balancing = self.balancing and self.training
-        hidden, aux_loss = decode(self.hf.get_decoder(), tokens, offsets, packing=self.packing, balancing=balancing)
+        hidden, aux_loss = self.decode(tokens, offsets)
         scored = wanted.clone()
         scored[offsets[:-1]] = False
         places = scored.nonzero()[:, 0]

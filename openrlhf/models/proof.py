@@ -25,9 +25,10 @@ def prove_layout(model: nn.Module) -> None:
 
     The log-probabilities or values and one gradient must agree, and no token may depend on another sequence. Raises
     ModelError, naming the layer types, if they do not agree. Weights, gradients, random state and mode stay unchanged.
-    Collective under ZeRO 3. A model that is neither a PolicyModel nor a ScalarModel is not checked, because it lays out
-    its batches itself.
+    Collective under ZeRO 3, where a DeepSpeed engine may wrap the model. A model that is neither a PolicyModel nor a
+    ScalarModel is not checked, because it lays out its batches itself.
     """
+    model = getattr(model, "module", model)
     if not isinstance(model, Proven):
         return
     weights, training = next(model.parameters()), model.training

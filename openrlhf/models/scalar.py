@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from openrlhf.models.backbone import decode, require_balanced_experts
+from openrlhf.models.backbone import HeadedModel
 from openrlhf.models.head import OutputHead, preceding
 from openrlhf.models.loading import (
     LoadSpec,
@@ -37,28 +37,20 @@ class TokenValues(NamedTuple):
     aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
 
 
-class ScalarModel(nn.Module):
+class ScalarModel(HeadedModel):
     """One number for every prefix of every sequence: a reward model reads the last number, a critic all of them.
 
-    `packing` and `balancing`: as in `PolicyModel`. `normalize`: return (value − mean) / std, with the statistics that
+    `normalize`: return (value − mean) / std, with the statistics that
     the training of the reward model stored in its configuration. The training of a reward model itself does not
     normalise.
     """
 
     def __init__(self, hf: PreTrainedModel, *, packing: bool, normalize: bool = False, balancing: bool = False) -> None:
-        super().__init__()
-        if balancing:
-            require_balanced_experts(hf)
         stored = hf.config.to_dict()
-        self.hf = hf
-        self.head = OutputHead(hf.get_submodule(stored.get("value_head_prefix") or NATIVE_HEAD), precise=True)
-        self.packing, self.normalize, self.balancing = packing, normalize, balancing
+        head = OutputHead(hf.get_submodule(stored.get("value_head_prefix") or NATIVE_HEAD), precise=True)
+        super().__init__(hf, head, packing=packing, balancing=balancing)
+        self.normalize = normalize
         self.mean, self.std = _scale(stored.get("mean", 0.0), stored.get("std", 1.0))
-
-    @property
-    def config(self) -> PretrainedConfig:
-        """The Transformers configuration, which DeepSpeed and the exports read."""
-        return self.hf.config
 
     def set_scale(self, mean: float, std: float) -> None:
         """Set the mean and standard deviation of `normalize`; exports store them.
@@ -70,8 +62,7 @@ class ScalarModel(nn.Module):
 
     def forward(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> TokenValues:
         """The value of every prefix of every sequence."""
-        balancing = self.balancing and self.training
-        hidden, aux_loss = decode(self.hf.get_decoder(), tokens, offsets, packing=self.packing, balancing=balancing)
+        hidden, aux_loss = self.decode(tokens, offsets)
         values = self.head(hidden)[0][:, 0]
         return TokenValues((values - self.mean) / self.std if self.normalize else values, aux_loss)
 

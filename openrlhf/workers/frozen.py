@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from openrlhf.batches import Ragged, TokenRows
 from openrlhf.distributed.strategy import Strategy
@@ -14,12 +14,6 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.proof import prove_layout
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.workers.base import MicroBatchLimits, column_of
-
-
-def proven(model: nn.Module) -> nn.Module:
-    """A frozen model after it has proven the layout of its batches. Under ZeRO 3 a DeepSpeed engine wraps the model."""
-    prove_layout(getattr(model, "module", model))
-    return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +31,9 @@ class ReferenceWorker:
     def __init__(self, strategy: Strategy, settings: ReferenceSettings) -> None:
         self.strategy = strategy
         self.settings = settings
-        self.model = proven(
-            strategy.frozen(lambda: PolicyModel(load_causal_lm(settings.load), packing=settings.load.packing))
-        )
+        load = settings.load
+        self.model = strategy.frozen(lambda: PolicyModel(load_causal_lm(load), packing=load.packing))
+        prove_layout(self.model)
 
     def logprobs(self, rows: TokenRows) -> Tensor:
         """Log-probability of every target of this rank's rows, (N,)."""
@@ -65,7 +59,9 @@ class RewardWorker:
     def __init__(self, strategy: Strategy, settings: RewardModelSettings) -> None:
         self.strategy = strategy
         self.settings = settings
-        self.models = [proven(strategy.frozen(partial(self._load, spec))) for spec in settings.models]
+        self.models = [strategy.frozen(partial(self._load, spec)) for spec in settings.models]
+        for model in self.models:
+            prove_layout(model)
 
     def _load(self, spec: LoadSpec) -> ScalarModel:
         settings = self.settings
