@@ -72,32 +72,3 @@ def _at_level(log_omega: Tensor, mask: Tensor, level: Level) -> Tensor:
         return log_omega
     total = log_omega.sum(1, keepdim=True)
     return total if level == "sequence" else total / mask.sum(1, keepdim=True).clamp(min=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mismatch:
-    """How far engine and trainer disagree: sums over tokens of Δ = log π_rollout − log π_old."""
-
-    tokens: int
-    kl_sum: float  # Δ, nats: an estimate of KL(π_rollout ‖ π_old)
-    gap_sum: float  # |Δ|
-    gap_max: float
-    ratio_sum: float  # ω = exp(−Δ)
-    outside: int  # tokens whose ω was out of the correction's bounds
-
-
-@torch.no_grad()
-def mismatch(
-    old_logprobs: PerToken, rollout_logprobs: PerToken, mask: TokenMask, outside: TokenMask | None = None
-) -> Mismatch:
-    """The disagreement of a block. `outside`: the second result of `correction_weights`, if there is one."""
-    delta = log_ratio(rollout_logprobs, old_logprobs, mask)[mask]
-    gap = delta.abs()
-    return Mismatch(
-        tokens=delta.numel(),
-        kl_sum=delta.sum().item(),
-        gap_sum=gap.sum().item(),
-        gap_max=gap.max().item() if gap.numel() else 0.0,
-        ratio_sum=bounded_exp(-delta).sum().item(),
-        outside=0 if outside is None else int(outside.sum()),
-    )

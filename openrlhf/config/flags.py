@@ -31,7 +31,11 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 }  # fmt: skip
 
 
-class ConfigError(ValueError):
+class UserError(Exception):
+    """A mistake of the user, or trouble that the user can do something about. Commands print the message alone."""
+
+
+class ConfigError(UserError, ValueError):
     """A mistake of the user in the flags: all `violations`, a line of the message each."""
 
     def __init__(self, violations: str | Sequence[str]) -> None:

@@ -189,7 +189,9 @@ class Evaluation:
 
     def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:
         """Written answers, one to each prompt, rewarded like sampled answers."""
-        return self._sample(model, WrittenAnswers(answers), replace(settings.eval_sampling(self.config), n_samples=1))
+        spec = settings.eval_sampling(self.config)
+        one_each = replace(spec, rollout=replace(spec.rollout, n_samples_per_prompt=1))
+        return self._sample(model, WrittenAnswers(answers), one_each)
 
     def _sample(
         self, model: Candidate, engines: Engines, spec: SamplingSpec, agents: AgentEpisodes | None = None

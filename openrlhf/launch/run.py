@@ -1,13 +1,11 @@
 """A running PPO trainer with its engines, workers and processes of user code, and the end of all of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience
@@ -72,7 +70,7 @@ class Run:
         self.reward: Reward | None = None
         self.trainer: PPOTrainer | RolloutOnly
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Self:
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
             self.ends.callback(self.loop.close)
@@ -209,12 +207,8 @@ class Run:
             generator,
             self.loop,
             settings.train_sampling(config),
-            batch_size=config.rollout.batch_size,
-            epochs=config.train.num_episodes,
-            seed=config.train.seed,
+            config.train,
             errors=errors,
-            timeout_s=config.train.step_timeout,
-            at_once=config.rollout.vllm_generate_batch_size,
             keep=keep,
             annotated=models.score_group if keep and models else as_sampled,
             last_step=self.replay.last_step if self.replay else None,

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from openrlhf.checkpoints.manifest import EngineLayout
 from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.learning import ActorConfig, CriticConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import LoadSpec
 from openrlhf.rollout.engine_settings import TORCH_NAMES, Device, EngineSettings
@@ -17,7 +18,7 @@ from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trainers.ppo import LoopSettings
 from openrlhf.trainers.publisher import Probe
-from openrlhf.workers.base import MicroBatchLimits
+from openrlhf.workers.base import MicroBatchLimits, TrainedSettings
 from openrlhf.workers.critic import CriticSettings
 from openrlhf.workers.frozen import ReferenceSettings, RewardModelSettings
 from openrlhf.workers.policy import PolicySettings
@@ -91,15 +92,6 @@ def load_spec(config: Sampling, path: str) -> LoadSpec:
     )
 
 
-def trained_spec(config: PPOConfig, path: str) -> LoadSpec:
-    """The settings for loading a model that is trained."""
-    return replace(
-        load_spec(config, path),
-        gradient_checkpointing=config.actor.gradient_checkpointing_enable,
-        reentrant=config.actor.gradient_checkpointing_reentrant,
-    )
-
-
 def located(path: str) -> str:
     """The absolute path of a folder, valid in every working directory; a hub name unchanged."""
     return os.path.abspath(path) if os.path.exists(path) else path
@@ -112,46 +104,49 @@ def forward_limits(config: Sampling) -> MicroBatchLimits:
     return MicroBatchLimits(size=config.rollout.micro_batch_size, max_tokens=tokens)
 
 
-def train_limits(config: PPOConfig) -> MicroBatchLimits:
-    """Micro-batches of training."""
-    tokens = config.train.max_tokens_per_gpu if config.train.dynamic_batch_enable else None
-    return MicroBatchLimits(size=config.train.micro_batch_size, max_tokens=tokens)
+def trained_settings(config: PPOConfig, model: ActorConfig | CriticConfig, kind: str, steps: int) -> TrainedSettings:
+    """How the policy or the critic is loaded and trained."""
+    actor, train = config.actor, config.train
+    path = model.model_name_or_path
+    assert path is not None  # derived if the estimator has a critic
+    load = replace(
+        load_spec(config, path),
+        gradient_checkpointing=actor.gradient_checkpointing_enable,
+        reentrant=actor.gradient_checkpointing_reentrant,
+    )
+    tokens = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
+    return TrainedSettings(
+        load=load,
+        optimizer=model,
+        forward=forward_limits(config),
+        train=MicroBatchLimits(size=train.micro_batch_size, max_tokens=tokens),
+        total_steps=steps,
+        max_nonfinite=train.max_nonfinite,
+        aux_loss_coef=actor.aux_loss_coef,
+        bucket_bytes=BUCKET_BYTES[kind],
+        ema_beta=train.ema_beta if train.enable_ema and model is actor else None,
+    )
 
 
 def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySettings:
     """The settings of the policy workers."""
     return PolicySettings(
-        load=trained_spec(config, config.actor.model_name_or_path),
-        optimizer=config.actor,
+        trained=trained_settings(config, config.actor, kind, total_steps),
+        actor=config.actor,
         algo=config.algo,
         max_response_tokens=config.rollout.max_new_tokens or config.data.max_len,
-        forward=forward_limits(config),
-        train=train_limits(config),
         temperature=config.rollout.temperature,
-        total_steps=total_steps,
-        max_nonfinite=config.train.max_nonfinite,
-        aux_loss_coef=config.actor.aux_loss_coef,
-        bucket_bytes=BUCKET_BYTES[kind],
         wire_dtype=TORCH_NAMES[config.vllm.dtype],
-        ema_beta=config.train.ema_beta if config.train.enable_ema else None,
     )
 
 
 def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSettings:
     """The settings of the critic workers."""
-    path = config.critic.model_name_or_path
-    assert path is not None  # derived if the estimator has a critic
     return CriticSettings(
-        load=trained_spec(config, path),
-        optimizer=config.critic,
-        forward=forward_limits(config),
-        train=train_limits(config),
-        total_steps=total_steps,
-        max_nonfinite=config.train.max_nonfinite,
-        aux_loss_coef=config.actor.aux_loss_coef,
-        bucket_bytes=BUCKET_BYTES[kind],
+        trained=trained_settings(config, config.critic, kind, total_steps),
+        value_clip=config.critic.value_clip,
         head_prefix=config.ds.value_head_prefix,
-        fresh_head=path == config.actor.model_name_or_path,
+        fresh_head=config.critic.model_name_or_path == config.actor.model_name_or_path,
         normalize=config.reward.normalize_enable,
         seed=config.train.seed,
     )
@@ -208,28 +203,15 @@ def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | Non
 
 def train_sampling(config: Sampling) -> SamplingSpec:
     """How training samples are drawn."""
-    return SamplingSpec(
-        purpose="train",
-        n_samples=config.rollout.n_samples_per_prompt,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        max_new_tokens=config.rollout.max_new_tokens,
-        max_len=config.data.max_len,
-        seed=config.train.seed if config.rollout.seeded == "on" else None,
-        stop=config.rollout.stop,
-        stop_token_ids=config.rollout.stop_token_ids,
-    )
+    seed = config.train.seed if config.rollout.seeded == "on" else None
+    return SamplingSpec(purpose="train", rollout=config.rollout, max_len=config.data.max_len, seed=seed)
 
 
 def eval_sampling(config: Sampling) -> SamplingSpec:
     """How evaluation samples are drawn: as in training, except for temperature and number."""
-    return replace(
-        train_sampling(config),
-        purpose="eval",
-        n_samples=config.eval.n_samples_per_prompt,
-        temperature=config.eval.temperature,
-    )
+    eval_ = config.eval
+    rollout = replace(config.rollout, n_samples_per_prompt=eval_.n_samples_per_prompt, temperature=eval_.temperature)
+    return replace(train_sampling(config), purpose="eval", rollout=rollout)
 
 
 def loop_settings(config: PPOConfig, run_dir: str, identity: Mapping[str, Any]) -> LoopSettings:

@@ -6,12 +6,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from openrlhf.config.flags import UserError
+
 T = TypeVar("T")
 CLOSE_S = 60.0  # for cancelled samples to end
 END = object()
 
 
-class RolloutError(RuntimeError):
+class RolloutError(UserError, RuntimeError):
     """Generation failed or did not finish in time."""
 
 

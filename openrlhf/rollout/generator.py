@@ -10,6 +10,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.rollout import RolloutConfig
 from openrlhf.observability.metrics import Metric
 from openrlhf.observability.once import warn_once
 from openrlhf.rewards.protocol import Reward, RewardResult, request_of
@@ -25,39 +26,34 @@ class SamplingSpec:
     """How the samples of a prompt are drawn. A run has one for training and one for evaluation."""
 
     purpose: str  # "train" or "eval": part of every seed
-    n_samples: int
-    temperature: float
-    top_p: float
-    top_k: int
-    max_new_tokens: int | None  # None: the rest of `max_len`
+    rollout: RolloutConfig  # how many samples, at which temperature, and when they end
     max_len: int  # prompt and response, tokens
     seed: int | None  # None: unseeded sampling
-    stop: tuple[str, ...] = ()  # texts that end a response and stay in it, as sampled tokens
-    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def n_samples(self) -> int:
+        """Samples of each prompt."""
+        return self.rollout.n_samples_per_prompt
 
     def params_for(self, prompt: Prompt, prompt_length: int) -> list[SamplingParams]:
         """Sampling parameters of each sample of a prompt."""
         budget = self.max_len - prompt_length
-        return [
-            self._params(prompt, sample, min(budget, self.max_new_tokens or budget)) for sample in range(self.n_samples)
-        ]
+        return self._params(prompt, min(budget, self.rollout.max_new_tokens or budget))
 
     def agent_params_for(self, prompt: Prompt) -> list[SamplingParams]:
         """Sampling parameters for the agent of each sample, with log-probabilities. `max_tokens` limits a turn."""
-        return [
-            replace(self._params(prompt, sample, self.max_new_tokens), logprobs=1) for sample in range(self.n_samples)
-        ]
+        return [replace(params, logprobs=1) for params in self._params(prompt, self.rollout.max_new_tokens)]
 
-    def _params(self, prompt: Prompt, sample: int, max_tokens: int | None) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
+    def _params(self, prompt: Prompt, max_tokens: int | None) -> list[SamplingParams]:
+        common = SamplingParams(
+            temperature=self.rollout.temperature,
+            top_p=self.rollout.top_p,
+            top_k=self.rollout.top_k,
             max_tokens=max_tokens,
-            stop=list(self.stop) or None,
-            stop_token_ids=list(self.stop_token_ids) or None,
-            seed=self.seed_of(prompt, sample),
+            stop=list(self.rollout.stop) or None,
+            stop_token_ids=list(self.rollout.stop_token_ids) or None,
         )
+        return [replace(common, seed=self.seed_of(prompt, sample)) for sample in range(self.n_samples)]
 
     def seed_of(self, prompt: Prompt, sample: int, turn: int = 0) -> int | None:
         """The seed of one sampled turn."""
@@ -65,7 +61,7 @@ class SamplingSpec:
 
     def clip_prompt(self, tokens: list[int]) -> list[int]:
         """The last tokens of a prompt, so many that there is room for a response."""
-        room = self.max_len - (self.max_new_tokens or 1)
+        room = self.max_len - (self.rollout.max_new_tokens or 1)
         return tokens[-room:]
 
 

@@ -26,7 +26,7 @@ from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker
 from openrlhf.trainers.filtering import pass_rate
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.publisher import WeightPublisher
-from openrlhf.trainers.sources import SyncSource
+from openrlhf.trainers.sources import Source
 from openrlhf.trainers.update_plan import RankUpdate, plan_update, rows_of_rank
 from openrlhf.trajectory import Trajectory
 from openrlhf.workers.base import TrainedWorker, Update
@@ -58,7 +58,7 @@ class PPOTrainer:
 
     def __init__(
         self,
-        source: SyncSource,
+        source: Source,
         maker: ExperienceMaker,
         policy: WorkerGroup,
         critic: WorkerGroup | None,
@@ -310,7 +310,7 @@ class PPOTrainer:
         self.timing[f"timing/{name}"] = Last(before + time.perf_counter() - start)
 
 
-def step_metrics(source: SyncSource, batch: Annotated) -> dict[str, Metric]:
+def step_metrics(source: Source, batch: Annotated) -> dict[str, Metric]:
     """Metrics of a step's rollout, of its cost, and of dynamic filtering."""
     metrics = rollout_metrics(batch.trajectories, batch.kept) | source.metrics() | batch.timing
     return metrics | ({"train/dynamic_filtering_pass_rate": pass_rate(batch.trajectories)} if source.keep else {})

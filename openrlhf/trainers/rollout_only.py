@@ -7,13 +7,13 @@ from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.ppo import step_metrics
-from openrlhf.trainers.sources import SyncSource
+from openrlhf.trainers.sources import Source
 
 
 class RolloutOnly:
     """Generates, rewards and measures every step. The maker has no stages but the rewards."""
 
-    def __init__(self, source: SyncSource, maker: ExperienceMaker, recorder: Recorder, errors: ErrorBudget) -> None:
+    def __init__(self, source: Source, maker: ExperienceMaker, recorder: Recorder, errors: ErrorBudget) -> None:
         self.source, self.maker, self.recorder, self.errors = source, maker, recorder, errors
         self.step = 0
 

@@ -4,9 +4,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Protocol
 
 from torch.utils.data import DataLoader
 
+from openrlhf.config.learning import RLTrainConfig
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.observability.metrics import Metric
@@ -28,12 +30,37 @@ from openrlhf.trajectory import Prompt, Trajectory
 logger = logging.getLogger(__name__)
 
 
+class Source(Protocol):
+    """The loop's only view of generation: batches of finished groups, and how far the prompts are used up.
+
+    `consumed` is kept in checkpoints. The metrics are the cost of generation since the last call.
+    """
+
+    keep: DynamicFilter | None
+    consumed: int
+
+    @property
+    def total_steps(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def exhausted(self) -> bool: ...
+
+    def resume(self, *, step: int, consumed: int) -> None: ...
+
+    def metrics(self) -> dict[str, Metric]: ...
+
+    def __iter__(self) -> Iterator[list[Trajectory]]: ...
+
+
 class SyncSource:
     """Generates a step when the loop asks for it, with the weights of the last publication.
 
-    `batch_size`: prompts per step, without rejected prompts. `at_once`: prompts generated together, at least one step.
-    If there are more, the remaining groups wait, and their steps train weights newer than the weights that sampled
-    them. `epochs`: passes over the prompts; the last batch of an epoch may be short. `annotated` adds the scores of
+    `batch_size`: prompts per step, without rejected prompts; the last batch of an epoch may be short. `at_once`: prompts
+    generated together, at least one step. If there are more, the remaining groups wait, and their steps train weights
+    newer than the weights that sampled them. `annotated` adds the scores of
     reward models before the filter `keep` reads a group. `last_step`: the generator gives nothing after that step.
     `consumed`: prompts that steps have had, over all epochs. A resumed run starts there, and draws the waiting prompts
     again.
@@ -45,22 +72,18 @@ class SyncSource:
         generator: Generator,
         loop: BackgroundLoop,
         spec: SamplingSpec,
+        train: RLTrainConfig,
         *,
-        batch_size: int,
-        epochs: int,
-        seed: int,
         errors: ErrorBudget,
-        timeout_s: float,
-        at_once: int | None = None,
         keep: DynamicFilter | None = None,
         annotated: Annotate = as_sampled,
         last_step: int | None = None,
         num_workers: int = 0,
     ) -> None:
         self.prompts, self.generator, self.loop, self.spec = prompts, generator, loop, spec
-        self.batch_size, self.epochs, self.seed = batch_size, epochs, seed
-        self.errors, self.timeout_s = errors, timeout_s
-        self.at_once = at_once or batch_size
+        self.batch_size = spec.rollout.batch_size
+        self.at_once = spec.rollout.vllm_generate_batch_size or self.batch_size
+        self.train, self.errors = train, errors
         self.keep, self.annotated = keep, annotated
         self.last_step, self.num_workers = last_step, num_workers
         self.step = self.consumed = 0  # steps handed out; prompts they have had
@@ -74,7 +97,7 @@ class SyncSource:
     @property
     def total_steps(self) -> int:
         """Number of steps of the whole run; an upper limit if prompts are filtered."""
-        return self.steps_per_epoch * self.epochs
+        return self.steps_per_epoch * self.train.num_episodes
 
     @property
     def epoch(self) -> int:
@@ -84,7 +107,7 @@ class SyncSource:
     @property
     def exhausted(self) -> bool:
         """Whether all epochs have ended, or the generator gives nothing more."""
-        return self.epoch >= self.epochs or (self.last_step is not None and self.step >= self.last_step)
+        return self.epoch >= self.train.num_episodes or (self.last_step is not None and self.step >= self.last_step)
 
     def _rest_of_epoch(self) -> Iterator[Prompt]:
         """Prompts one by one. `_drawn` counts prompts handed out, not prompts that the loader has read ahead."""
@@ -94,7 +117,7 @@ class SyncSource:
             yield replace(row, index=self._drawn - 1)
 
     def _loader(self) -> DataLoader[Prompt]:
-        sampler = ResumableSampler(len(self.prompts), seed=self.seed, consumed=self.consumed, drop_last=False)
+        sampler = ResumableSampler(len(self.prompts), seed=self.train.seed, consumed=self.consumed, drop_last=False)
         return DataLoader(
             self.prompts, batch_size=self.batch_size, sampler=sampler, collate_fn=list, num_workers=self.num_workers
         )
@@ -140,7 +163,7 @@ class SyncSource:
         failed = samples = 0
         lost = False
         stream = self.generator.stream(prompts, request, groups=self.at_once)
-        for group in self.loop.iterate(stream, self.timeout_s):
+        for group in self.loop.iterate(stream, self.train.step_timeout):
             groups.append(group)
             failed, samples = failed + sum(t.failed for t in group), samples + len(group)
             planned = max(samples, self.at_once * self.spec.n_samples)

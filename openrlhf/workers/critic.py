@@ -8,7 +8,6 @@ from torch import Tensor
 from openrlhf.algorithms.policy_losses import value_loss
 from openrlhf.algorithms.tensors import masked_sum
 from openrlhf.batches import Experience, Ragged
-from openrlhf.config.learning import CriticConfig
 from openrlhf.distributed.strategy import Metrics, Strategy
 from openrlhf.models.backbone import has_balanced_experts
 from openrlhf.models.scalar import ScalarModel, load_scalar, state_values
@@ -17,10 +16,11 @@ from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balanc
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticSettings(TrainedSettings):
+class CriticSettings:
     """The settings of a critic worker."""
 
-    optimizer: CriticConfig
+    trained: TrainedSettings
+    value_clip: float
     head_prefix: str
     fresh_head: bool  # the model is the policy's: make a new head even if one is stored
     normalize: bool
@@ -38,22 +38,22 @@ class CriticWorker(TrainedWorker[Update]):
 
         def load() -> ScalarModel:
             model = load_scalar(
-                settings.load,
+                settings.trained.load,
                 head_prefix=settings.head_prefix,
                 reinit_head=settings.fresh_head,
                 normalize=settings.normalize,
                 seed=settings.seed,
             )
             # --actor.aux_loss_coef is for the policy; the critic may have no experts.
-            model.balancing = settings.aux_loss_coef > 0 and has_balanced_experts(model.hf)
+            model.balancing = settings.trained.aux_loss_coef > 0 and has_balanced_experts(model.hf)
             return model
 
-        super().__init__(strategy, settings, load)
+        super().__init__(strategy, settings.trained, load)
 
     def values(self, texts: Ragged) -> Tensor:
         """V of the state before each token of this rank's rows, (N,)."""
         with self.engine.evaluating():
-            return column_of(texts, self._score, self.settings.forward, self.strategy)
+            return column_of(texts, self._score, self.trained.forward, self.strategy)
 
     def _score(self, micro: Ragged) -> Tensor:
         return state_values(self.engine.module(micro.tokens, micro.offsets).values, micro.offsets)
@@ -70,15 +70,11 @@ class CriticWorker(TrainedWorker[Update]):
         values = layout.gather(state_values(outputs.values, micro.offsets))
         mask = layout.gather(micro.action_mask)
         per_token = value_loss(
-            values,
-            layout.gather(micro.values),
-            layout.gather(micro.returns),
-            mask,
-            clip=self.settings.optimizer.value_clip,
+            values, layout.gather(micro.values), layout.gather(micro.returns), mask, clip=self.settings.value_clip
         )
         summed, tokens = per_token.sum(), float(mask.sum())
         balance, balance_metrics = balancing_term(
-            outputs.aux_loss, self.settings.aux_loss_coef, tokens, "train/critic_aux_loss"
+            outputs.aux_loss, self.trained.aux_loss_coef, tokens, "train/critic_aux_loss"
         )
         metrics: Metrics = {
             "train/critic_loss": Mean(float(summed.detach()), tokens),

@@ -7,11 +7,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.corrections import Correction, Level, Mismatch, Mode, correction_weights, mismatch
+from openrlhf.algorithms.corrections import Correction, Level, Mode, correction_weights
 from openrlhf.algorithms.kl import kl_clamped, kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, Clip, aggregation_weights
 from openrlhf.algorithms.supervised_losses import token_nll
-from openrlhf.algorithms.tensors import log_ratio, masked_sum
+from openrlhf.algorithms.tensors import bounded_exp, log_ratio, masked_sum
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.config.learning import ActorConfig, AlgoConfig
 from openrlhf.distributed.buckets import SentWeights, TensorSpec, WeightManifest
@@ -25,10 +25,11 @@ from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balanc
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicySettings(TrainedSettings):
-    """The settings of a policy worker. `optimizer` and `algo` define the loss."""
+class PolicySettings:
+    """The settings of a policy worker. `actor` and `algo` define the loss."""
 
-    optimizer: ActorConfig
+    trained: TrainedSettings
+    actor: ActorConfig
     algo: AlgoConfig
     max_response_tokens: int  # L of constant aggregation
     temperature: float
@@ -58,19 +59,21 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     reads = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")  # columns of an update
 
     def __init__(self, strategy: Strategy, settings: PolicySettings) -> None:
-        self.settings, self.actor, self.algo = settings, settings.optimizer, settings.algo
+        self.settings, self.actor, self.algo = settings, settings.actor, settings.algo
         low, high = self.actor.eps_clip_low_high
         self.clip, self.correction = Clip(low=low, high=high, dual=self.actor.dual_clip), correction_of(self.algo)
-        load, balancing = settings.load, settings.aux_loss_coef > 0
+        load, balancing = settings.trained.load, settings.trained.aux_loss_coef > 0
         super().__init__(
-            strategy, settings, lambda: PolicyModel(load_causal_lm(load), packing=load.packing, balancing=balancing)
+            strategy,
+            settings.trained,
+            lambda: PolicyModel(load_causal_lm(load), packing=load.packing, balancing=balancing),
         )
         self.sender = WeightSender()
 
     def logprobs(self, rows: TokenRows) -> Tensor:
         """log π_θ of every target of this rank's rows, (N,), with the current weights: π_old of the coming update."""
         with self.engine.evaluating():
-            return column_of(rows, self._score, self.settings.forward, self.strategy)
+            return column_of(rows, self._score, self.trained.forward, self.strategy)
 
     def _score(self, micro: TokenRows) -> Tensor:
         return self.engine.module(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs
@@ -82,7 +85,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """Micro-batches of episodes, and of pretraining text if there is any. One optimizer step learns from both."""
         window: list[Experience | TokenRows] = [*super().window(job, number)]
         for text in job.pretraining[number : number + 1]:
-            window += text.split(self.settings.train.cut(text.lengths))
+            window += text.split(self.trained.train.cut(text.lengths))
         return window
 
     def counts(self, micro: Experience | TokenRows) -> Mapping[str, float]:
@@ -106,7 +109,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         old = logprobs.detach() if micro.old_logprobs is None else layout.gather(micro.old_logprobs)
         loss, metrics = self._policy_loss(micro, logprobs, old, mask, totals)
         tokens = float(mask.sum())
-        balance, balance_metrics = balancing_term(scores.aux_loss, self.settings.aux_loss_coef, tokens)
+        balance, balance_metrics = balancing_term(scores.aux_loss, self.trained.aux_loss_coef, tokens)
         loss, metrics = loss + balance / totals["tokens"], metrics | balance_metrics
         if self.algo.kl.use_loss and micro.ref_logprobs is not None:
             reference = layout.gather(micro.ref_logprobs)
@@ -140,7 +143,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             "train/ppo_kl": Mean(float(surrogate.approx_kl.sum()), tokens),
             "train/update_kl": Mean(float(masked_sum(kl_estimate(old, logprobs.detach(), "k3"), mask)), tokens),
         }
-        return summed / totals["policy"], metrics | mismatch_metrics(mismatch(old, rollout, mask, outside))
+        return summed / totals["policy"], metrics | mismatch_metrics(old, rollout, mask, outside)
 
     def _pretraining_loss(self, text: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, Metrics]:
         """c_ptx · NLL of plain text, at temperature 1.  InstructGPT, eq. 2, arXiv:2203.02155"""
@@ -168,7 +171,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             for name, shape in self.engine.full_shapes().items()
             for stored, tensor in stored_tensors(self.engine.hf, name, torch.empty(shape, device="meta"))
         )
-        return WeightManifest(version=version, specs=tuple(specs), bucket_bytes=self.settings.bucket_bytes)
+        return WeightManifest(version=version, specs=tuple(specs), bucket_bytes=self.trained.bucket_bytes)
 
     def weight_address(self) -> tuple[str, int]:
         """The address and port at which rank 0 will wait for the engines."""
@@ -195,14 +198,20 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return None
 
 
-def mismatch_metrics(gap: Mismatch) -> Metrics:
-    """The train/rollout mismatch under the logged names."""
+@torch.no_grad()
+def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor, outside: Tensor) -> Metrics:
+    """How far engine and trainer disagree about the sampled tokens, from Δ = log π_rollout − log π_old, in the logged names.
+
+    `outside`: tokens whose ω = exp(−Δ) is out of the correction's bounds.
+    """
+    delta = log_ratio(rollout, old, mask)[mask]
+    gap, tokens = delta.abs(), delta.numel()
     return {
-        "train/vllm_kl": Mean(gap.kl_sum, gap.tokens),
-        "train/logprob_gap_mean": Mean(gap.gap_sum, gap.tokens),
-        "train/logprob_gap_max": Max(gap.gap_max),
-        "train/rollout_ratio": Mean(gap.ratio_sum, gap.tokens),
-        "train/rollout_ratio_outside": Mean(float(gap.outside), gap.tokens),
+        "train/vllm_kl": Mean(float(delta.sum()), tokens),  # an estimate of KL(π_rollout ‖ π_old)
+        "train/logprob_gap_mean": Mean(float(gap.sum()), tokens),
+        "train/logprob_gap_max": Max(float(gap.max()) if tokens else 0.0),
+        "train/rollout_ratio": Mean(float(bounded_exp(-delta).sum()), tokens),
+        "train/rollout_ratio_outside": Mean(float(outside.sum()), tokens),
     }
 
 

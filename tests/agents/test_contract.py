@@ -56,9 +56,9 @@ def answer(prompt: list[int], params: SamplingParams) -> Generation:
     return Generation(tokens=tokens, logprobs=logprobs, finish_reason=finish, stop_reason=None, weight_versions=(3,))
 
 
-def spec(**changes: Any) -> SamplingSpec:
-    settings = {"purpose": "train", "n_samples": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1}
-    return SamplingSpec(**{**settings, "max_new_tokens": 6, "max_len": MAX_LEN, "seed": 5, **changes})
+def spec(*, max_len: int = MAX_LEN, seed: int | None = 5, **flags: Any) -> SamplingSpec:
+    rollout = RolloutConfig(**{"n_samples_per_prompt": 2, "max_new_tokens": 6} | flags)
+    return SamplingSpec(purpose="train", rollout=rollout, max_len=max_len, seed=seed)
 
 
 def prompt(text: str = "1+3=", label: Any = "4", index: int = 0) -> Prompt:
@@ -151,7 +151,7 @@ def test_masks_and_logprobs_are_exactly_what_the_engine_sampled(turns: Stand) ->
 
 
 def test_turns_that_fill_the_context_end_the_episode_as_truncated(turns: Stand) -> None:
-    for trajectory in turns.rollout(prompt("1+" * 27 + "3="), n_samples=4):
+    for trajectory in turns.rollout(prompt("1+" * 27 + "3="), n_samples_per_prompt=4):
         assert trajectory.truncated
         assert len(trajectory.tokens) <= MAX_LEN
 
@@ -173,7 +173,7 @@ def own_loop(logs: Path) -> Iterator[Stand]:
 
 def test_an_executor_may_have_a_loop_of_its_own(own_loop: Stand) -> None:
     own_loop.engine.asked.clear()
-    [trajectory] = own_loop.rollout(prompt(label="own"), n_samples=1)
+    [trajectory] = own_loop.rollout(prompt(label="own"), n_samples_per_prompt=1)
     [(tokens, params)] = own_loop.engine.asked
     assert (tokens, params.max_tokens, params.seed) == (trajectory.prompt.tokens, 1, 77)
     assert trajectory.truncated and trajectory.reward == 1.0
@@ -181,11 +181,11 @@ def test_an_executor_may_have_a_loop_of_its_own(own_loop: Stand) -> None:
 
 
 def test_an_environment_gets_its_arguments_and_is_closed_and_turns_have_rewards_of_their_own(own_loop: Stand) -> None:
-    [trajectory] = own_loop.rollout(prompt(label="shop"), n_samples=1)
+    [trajectory] = own_loop.rollout(prompt(label="shop"), n_samples_per_prompt=1)
     first, second = (end - 1 for end in ends_of_actions(trajectory))
     assert trajectory.turn_rewards == ((first, 0.25), (second, 4.0))
     assert trajectory.reward == trajectory.score == 4.25
-    [told] = own_loop.rollout(prompt(label="closed?"), n_samples=1)
+    [told] = own_loop.rollout(prompt(label="closed?"), n_samples_per_prompt=1)
     assert told.reward == 1.0
 
 
@@ -249,7 +249,7 @@ def test_a_file_that_is_no_agent_is_refused_with_what_to_do(logs: Path, file: st
 def test_an_agent_that_goes_wrong_fails_its_own_episode(
     trouble: Stand, label: str, failure: Failure, words: str
 ) -> None:
-    good, bad = trouble.rollout(prompt(index=1, label="fine"), prompt(index=2, label=label), n_samples=1)
+    good, bad = trouble.rollout(prompt(index=1, label="fine"), prompt(index=2, label=label), n_samples_per_prompt=1)
     assert (good.reward, good.error) == (1.0, None)
     assert bad.failed and bad.reward is None
     assert bad.failure is failure, bad.error
@@ -261,13 +261,13 @@ def test_an_agent_that_goes_wrong_fails_its_own_episode(
 def test_a_sample_with_parameters_of_the_agents_own_has_a_seed_too(trouble: Stand) -> None:
     trouble.engine.asked.clear()
     asked = prompt(label="own parameters")
-    trouble.rollout(asked, n_samples=1)
+    trouble.rollout(asked, n_samples_per_prompt=1)
     assert [params.seed for _, params in trouble.engine.asked] == [spec().seed_of(asked, 0, turn) for turn in (0, 1)]
 
 
 def test_a_sample_that_the_engine_ended_fails_its_episode(trouble: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "answer", lambda *asked: replace(answer_well(*asked), finish_reason="error"))
-    [trajectory] = trouble.rollout(prompt(label="fine"), n_samples=1)
+    [trajectory] = trouble.rollout(prompt(label="fine"), n_samples_per_prompt=1)
     assert trajectory.failure is Failure.ENGINE and trajectory.error == "the engine ended a sample: error"
 
 
@@ -277,8 +277,8 @@ answer_well = answer
 def test_episodes_in_the_same_process_survive_the_one_that_ends_it(trouble: Stand) -> None:
     labels = ["pause", "crash", "pause", "fine"]
     prompts = [prompt(index=i, label=label) for i, label in enumerate(labels)]
-    finished = trouble.rollout(*prompts, n_samples=1, seed=9)
-    again = trouble.rollout(*(p for p in prompts if p.label != "crash"), n_samples=1, seed=9)
+    finished = trouble.rollout(*prompts, n_samples_per_prompt=1, seed=9)
+    again = trouble.rollout(*(p for p in prompts if p.label != "crash"), n_samples_per_prompt=1, seed=9)
     assert [t.failure for t in finished] == [None, Failure.EXIT, None, None]
     assert [t.tokens for t in finished if not t.failed] == [t.tokens for t in again]
 
@@ -334,7 +334,7 @@ def test_requests_that_a_client_gave_up_end_with_the_episode(clients: Stand) -> 
     clients.generator.engines = StuckEngine()
     try:
         for index in range(2):
-            [trajectory] = clients.rollout(prompt("1+3", "give_up", index=index), n_samples=1)
+            [trajectory] = clients.rollout(prompt("1+3", "give_up", index=index), n_samples_per_prompt=1)
             assert trajectory.reward == 0, trajectory.error  # requests of earlier episodes that are still under way
     finally:
         clients.generator.engines = engines
@@ -345,7 +345,7 @@ def test_an_agent_may_put_a_server_of_its_own_in_a_thread_before_the_first_engin
     stand = Stand("own_server.py", logs / "server")
     for round in range(2):  # the engine of the first episode still answers when that episode is over
         stand.engine.asked.clear()
-        episodes = stand.rollout(*(prompt(f"{i}+3=", index=4 * round + i) for i in range(4)), n_samples=2)
+        episodes = stand.rollout(*(prompt(f"{i}+3=", index=4 * round + i) for i in range(4)), n_samples_per_prompt=2)
         asked = [(tokens, answer(tokens, params)) for tokens, params in stand.engine.asked]
         assert len(asked) == 16 and len({params.seed for _, params in stand.engine.asked}) == 16
         for episode in episodes:
@@ -358,7 +358,7 @@ def test_an_agent_may_put_a_server_of_its_own_in_a_thread_before_the_first_engin
 
 
 def test_an_agent_that_never_asks_the_policy_has_failed(clients: Stand) -> None:
-    [trajectory] = clients.rollout(prompt("1+3=", "silent"), n_samples=1)
+    [trajectory] = clients.rollout(prompt("1+3=", "silent"), n_samples_per_prompt=1)
     assert trajectory.failed and "made no request to its session" in str(trajectory.error)
 
 
@@ -377,20 +377,20 @@ def test_a_request_that_the_engine_refuses_is_the_agents_affair_and_a_dead_engin
     engines = trouble.generator.engines
     try:
         trouble.generator.engines = FailingEngine(RequestRefused("no such token"))
-        [refused] = trouble.rollout(prompt(label="fine"), n_samples=1)
+        [refused] = trouble.rollout(prompt(label="fine"), n_samples_per_prompt=1)
         assert refused.failure is Failure.EXCEPTION and "no such token" in str(refused.error)
         trouble.generator.engines = FailingEngine(EngineError("it is dead"))
         with pytest.raises(EngineError, match="it is dead"):
-            trouble.rollout(prompt(label="fine"), n_samples=1)
+            trouble.rollout(prompt(label="fine"), n_samples_per_prompt=1)
     finally:
         trouble.generator.engines = engines
-    [again] = trouble.rollout(prompt(label="fine"), n_samples=1)
+    [again] = trouble.rollout(prompt(label="fine"), n_samples_per_prompt=1)
     assert again.reward == 1.0
 
 
 def test_refusals_can_be_caught_and_numbers_of_other_libraries_are_numbers(own_loop: Stand) -> None:
     own_loop.engine.asked.clear()
-    [trajectory] = own_loop.rollout(prompt(label="own"), n_samples=1)
+    [trajectory] = own_loop.rollout(prompt(label="own"), n_samples_per_prompt=1)
     [(_, params)] = own_loop.engine.asked
     assert (type(params.temperature), params.temperature, trajectory.reward) == (float, 0.5, 1.0)
 
@@ -405,7 +405,9 @@ def test_an_agent_asks_a_remote_engine_and_its_failures_are_the_servers(
         )
         stand = Stand("asks.py", logs / "asks")
         models = ["loud", "broken", "slow", "wrong_json"]
-        episodes = stand.rollout(*(prompt(label=model, index=i) for i, model in enumerate(models)), n_samples=1)
+        episodes = stand.rollout(
+            *(prompt(label=model, index=i) for i, model in enumerate(models)), n_samples_per_prompt=1
+        )
         stand.close()
     assert [episode.reward for episode in episodes] == [1.0, None, None, None]
     assert [episode.failure for episode in episodes] == [None, *[Failure.SERVER] * 3]
@@ -436,14 +438,14 @@ def mistakes(logs: Path) -> Iterator[Stand]:
 def test_what_an_environment_must_not_return_is_told_without_our_frames(
     mistakes: Stand, label: str, words: str
 ) -> None:
-    [failed] = mistakes.rollout(prompt(label=label), n_samples=1)
+    [failed] = mistakes.rollout(prompt(label=label), n_samples_per_prompt=1)
     assert failed.failure is Failure.RESULT
     assert words in str(failed.error) and "agent_files/mistakes.py" in str(failed.error)
     assert "Traceback" not in str(failed.error)
 
 
 def test_methods_of_an_environment_need_not_be_coroutines(mistakes: Stand) -> None:
-    [trajectory] = mistakes.rollout(prompt(label="well"), n_samples=1)
+    [trajectory] = mistakes.rollout(prompt(label="well"), n_samples_per_prompt=1)
     assert trajectory.reward == 1.0
 
 
@@ -455,5 +457,5 @@ def test_methods_of_an_environment_need_not_be_coroutines(mistakes: Stand) -> No
     ],
 )
 def test_sampling_parameters_that_are_no_numbers_are_named(mistakes: Stand, label: str, words: str) -> None:
-    [failed] = mistakes.rollout(prompt(label=label), n_samples=1)
+    [failed] = mistakes.rollout(prompt(label=label), n_samples_per_prompt=1)
     assert words in str(failed.error)

@@ -20,9 +20,7 @@ from openrlhf.trajectory import Failure, Prompt
 from tests.tiny import character_tokenizer
 
 FILE = Path(__file__).parent / "agent_files/stubborn.py"
-SPEC = SamplingSpec(
-    purpose="train", n_samples=1, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=None, max_len=64, seed=None
-)
+SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(), max_len=64, seed=None)
 
 
 def after(seconds: float) -> Generate:

@@ -1,6 +1,5 @@
 """Correction of the mismatch between the engine that samples and the trainer that learns."""
 
-import math
 from itertools import product
 from typing import get_args
 
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf.algorithms.corrections import PRESETS, Correction, Level, Mode, correction_weights, mismatch
+from openrlhf.algorithms.corrections import PRESETS, Correction, Level, Mode, correction_weights
 from tests.reference import policy
 
 COMBINATIONS = list(product(get_args(Level), get_args(Mode)))
@@ -153,31 +152,3 @@ def test_tokens_beyond_the_band_are_pointed_out_by_row_where_the_row_is_judged()
 def test_an_impossible_band_is_refused(low: float, high: float) -> None:
     with pytest.raises(ValueError, match=rf"--algo\.correction\.band {low} {high}"):
         Correction(level="token", mode="clip", low=low, high=high)
-
-
-def test_the_mismatch_by_hand() -> None:
-    """Δ = log π_rollout − log π_old = 0.2, −0.4; the third token is not an action."""
-    rollout, old = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.2, -1.6, -9.0]])
-    mask = torch.tensor([[True, True, False]])
-    gap = mismatch(old, rollout, mask, torch.tensor([[False, True, False]]))
-    assert gap.tokens == 2
-    assert gap.kl_sum == pytest.approx(-0.2)
-    assert gap.gap_sum == pytest.approx(0.6)
-    assert gap.gap_max == pytest.approx(0.4)
-    assert gap.ratio_sum == pytest.approx(math.exp(-0.2) + math.exp(0.4))
-    assert gap.outside == 1
-
-
-@given(block=st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=12))
-def test_the_mismatch_agrees_with_the_reference(block: list[tuple[float, float, bool]]) -> None:
-    old, rollout, mask = ([list(column)] for column in zip(*block, strict=True))
-    exact = (torch.tensor([column], dtype=torch.float64) for column in (*old, *rollout))
-    gap = mismatch(*exact, torch.tensor(mask))
-    measured = (gap.tokens, gap.kl_sum, gap.gap_sum, gap.gap_max, gap.ratio_sum)
-    assert measured == pytest.approx(policy.mismatch(old, rollout, mask))
-
-
-def test_the_mismatch_of_nothing_is_nothing() -> None:
-    empty = torch.zeros(2, 3)
-    gap = mismatch(empty, empty, torch.zeros(2, 3, dtype=torch.bool))
-    assert (gap.tokens, gap.gap_sum, gap.gap_max, gap.outside) == (0, 0.0, 0.0, 0)

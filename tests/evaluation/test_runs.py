@@ -13,6 +13,7 @@ from datasets import Dataset
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.config.options import parse_config
+from openrlhf.config.rollout import RolloutConfig
 from openrlhf.data.errors import DataError
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.evaluation.comparing import given_text, readable, sampled
@@ -24,9 +25,7 @@ from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.trainers.sources import evaluate
 from tests.tiny import character_tokenizer, save_tiny_model
 
-SPEC = SamplingSpec(
-    purpose="eval", n_samples=1, temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=8, seed=0
-)
+SPEC = SamplingSpec(purpose="eval", rollout=RolloutConfig(temperature=0.0, max_new_tokens=4), max_len=8, seed=0)
 
 
 class Length(Reward):

@@ -16,7 +16,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from openrlhf.config.rollout import VLLMConfig
+from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 from openrlhf.observability.metrics import values
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.engine import EngineSettings, RequestRefused, RolloutEngine, SamplingParams, engine_environment
@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "in parts": {"engine_args": {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}},
 }
 SPEC = SamplingSpec(
-    purpose="train", n_samples=8, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16, max_len=MAX_LEN, seed=3
+    purpose="train", rollout=RolloutConfig(n_samples_per_prompt=8, max_new_tokens=16), max_len=MAX_LEN, seed=3
 )
 # Six blocks and a bit, all different.
 PROMPTS = [Prompt(index=i, text="", tokens=[4 + (j * (i + 3) + j // 7) % 44 for j in range(200)]) for i in range(4)]
@@ -172,14 +172,14 @@ def test_a_seed_gives_the_same_samples_on_any_engine_on_several_and_in_any_order
 
 @pytest.mark.parametrize("kind", ["plain", "speculating"])
 def test_with_top_k_log_probabilities_are_those_of_the_tokens_kept(rollout, engines, kind) -> None:
-    samples, _ = rollout(kind, REFRAINS, replace(SPEC, top_k=5))
+    samples, _ = rollout(kind, REFRAINS, replace(SPEC, rollout=replace(SPEC.rollout, top_k=5)))
     off = differences(engines["model"], samples, keep=5)
     assert off.max() < 1e-4 and off.mean() < 1e-5
     assert differences(engines["model"], samples).mean() > 0.1  # of all tokens they are others
 
 
 def test_drafts_from_n_grams_leave_the_log_probabilities_as_they_are(rollout, engines) -> None:
-    spec = replace(SPEC, max_new_tokens=64)
+    spec = replace(SPEC, rollout=replace(SPEC.rollout, max_new_tokens=64))
     samples, _ = rollout("speculating", REFRAINS, spec)
     off = differences(engines["model"], samples)
     assert off.max() < 1e-4 and off.mean() < 1e-5
@@ -193,7 +193,7 @@ def test_drafts_from_n_grams_leave_a_seed_its_samples(rollout) -> None:
 
 
 def test_greedy_samples_are_the_same_with_and_without_drafts(rollout) -> None:
-    greedy = replace(SPEC, purpose="eval", temperature=0.0, n_samples=1, max_new_tokens=64)
+    greedy = replace(SPEC, purpose="eval", rollout=RolloutConfig(temperature=0.0, max_new_tokens=64))
     assert tokens(rollout("speculating", REFRAINS, greedy)[0]) == tokens(rollout("plain", REFRAINS, greedy)[0])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from openrlhf.config.rollout import RolloutConfig
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
@@ -23,7 +24,7 @@ from openrlhf.trajectory import Failure, Prompt
 from tests.streams import rollout
 
 SPEC = SamplingSpec(
-    purpose="train", n_samples=4, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=64, seed=0
+    purpose="train", rollout=RolloutConfig(n_samples_per_prompt=4, max_new_tokens=4), max_len=64, seed=0
 )
 PROMPTS = [Prompt(index=index, text=f"prompt {index}", tokens=[index] * 40) for index in range(6)]
 

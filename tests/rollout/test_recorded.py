@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.config.learning import RLTrainConfig
+from openrlhf.config.rollout import RolloutConfig
 from openrlhf.data.errors import DataError
 from openrlhf.observability.metrics import Metric
 from openrlhf.rewards.budget import ErrorBudget
@@ -25,9 +28,7 @@ from tests.rollout.test_episode_files import IN_ONE_FOLDER
 from tests.streams import rollout
 from tests.trainers.episodes import episode
 
-SPEC = SamplingSpec(
-    purpose="train", n_samples=2, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=8, seed=0
-)
+SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(n_samples_per_prompt=2, max_new_tokens=4), max_len=8, seed=0)
 EVALUATION = SamplingSpec(**{**vars(SPEC), "purpose": "eval"})
 FILTER = DynamicFilter(low=0.0, high=1.0)
 LOOP = BackgroundLoop()
@@ -81,10 +82,17 @@ def run(
     last_step: int | None = None,
 ) -> list[tuple[int, int, list[Any]]]:
     """Step, prompts consumed and episodes, each time the source gives some."""
+    rollout = replace(SPEC.rollout, batch_size=batch_size, vllm_generate_batch_size=batch_size)
     source = SyncSource(
-        prompts, generator, LOOP, SPEC, batch_size=batch_size, epochs=2, seed=0, errors=ErrorBudget(max_error_rate=1.0),
-        timeout_s=60, keep=FILTER if filtered else None, last_step=last_step,
-    )  # fmt: skip  # pyright: ignore
+        prompts,  # pyright: ignore[reportArgumentType]
+        generator,
+        LOOP,
+        replace(SPEC, rollout=rollout),
+        RLTrainConfig(num_episodes=2, seed=0, step_timeout=60.0),
+        errors=ErrorBudget(max_error_rate=1.0),
+        keep=FILTER if filtered else None,
+        last_step=last_step,
+    )
     source.resume(step=done, consumed=consumed)
     seen = []
     for trajectories in source:

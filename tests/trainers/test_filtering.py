@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
+from openrlhf.config.learning import RLTrainConfig
+from openrlhf.config.rollout import RolloutConfig
 from openrlhf.observability.metrics import values
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.rewards.budget import ErrorBudget
@@ -25,9 +27,7 @@ from openrlhf.trainers.sources import SyncSource
 from openrlhf.trajectory import Prompt, Trajectory
 from tests.trainers.episodes import episode, failed
 
-SPEC = SamplingSpec(
-    purpose="train", n_samples=2, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=8, seed=0
-)
+SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(n_samples_per_prompt=2, max_new_tokens=4), max_len=8, seed=0)
 # What the two samples of a prompt get; None: its reward fails.
 GOOD, EASY, HARD, BROKEN, HALF_BROKEN = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (None, None), (None, 0.5)
 Scores = tuple[float | None, float | None]
@@ -146,6 +146,7 @@ def steps_of(
 ) -> Iterator[tuple[list[Trajectory], int]]:
     """The samples of each step, and how many prompts were drawn by then."""
     table = Table(rows)
+    rollout = replace(SPEC.rollout, batch_size=batch_size, vllm_generate_batch_size=at_once or batch_size)
     generator = RolloutGenerator(
         Engines(delays),
         Decoder(),  # pyright: ignore[reportArgumentType]
@@ -155,13 +156,9 @@ def steps_of(
         Prompts(len(rows)),  # pyright: ignore[reportArgumentType]
         generator,
         LOOP,
-        SPEC,
-        batch_size=batch_size,
-        at_once=at_once,
-        epochs=epochs,
-        seed=0,
+        replace(SPEC, rollout=rollout),
+        RLTrainConfig(num_episodes=epochs, seed=0, step_timeout=60.0),
         errors=errors,
-        timeout_s=60,
         keep=between_zero_and_one(),
         annotated=table.scored if by_model else as_sampled,
     )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import pytest
 from torch.utils.data import Dataset
 
+from openrlhf.config.learning import RLTrainConfig
+from openrlhf.config.rollout import RolloutConfig
 from openrlhf.observability.metrics import Metric
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.background import BackgroundLoop
@@ -21,9 +24,7 @@ from openrlhf.trajectory import Prompt, StopReason, Trajectory
 from tests.trainers.episodes import episode, failed
 
 Make = Callable[..., SyncSource]
-SPEC = SamplingSpec(
-    purpose="train", n_samples=1, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, max_len=8, seed=0
-)
+SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(max_new_tokens=4), max_len=8, seed=0)
 
 
 class Prompts(Dataset[Prompt]):
@@ -77,10 +78,23 @@ LENIENT = ErrorBudget(max_error_rate=1.0)
 
 @pytest.fixture
 def source(loop: BackgroundLoop) -> Callable[..., SyncSource]:
-    def make(prompts: int = 10, *, consumed: int = 0, generator: Any = None, **changes: Any) -> SyncSource:
-        fields = {"batch_size": 4, "epochs": 2, "seed": 0, "errors": LENIENT, "timeout_s": 60.0} | changes
+    def make(
+        prompts: int = 10,
+        *,
+        consumed: int = 0,
+        generator: Any = None,
+        batch_size: int = 4,
+        at_once: int | None = None,
+        epochs: int = 2,
+        seed: int = 0,
+        errors: ErrorBudget = LENIENT,
+        **changes: Any,
+    ) -> SyncSource:
+        rollout = RolloutConfig(max_new_tokens=4, batch_size=batch_size, vllm_generate_batch_size=at_once or batch_size)
+        train = RLTrainConfig(num_episodes=epochs, seed=seed, step_timeout=60.0)
         rows: Any = Prompts(prompts)
-        made = SyncSource(rows, generator or EchoGenerator(), loop, SPEC, **fields)
+        spec = replace(SPEC, rollout=rollout)
+        made = SyncSource(rows, generator or EchoGenerator(), loop, spec, train, errors=errors, **changes)
         made.resume(step=0, consumed=consumed)
         return made
 

@@ -29,7 +29,8 @@ def run(stage: int, dtype: str, model: str, out: str) -> list[dict[str, Any]]:
     """The weights at the start and after each step; exports in `out`: of the whole run, and of the resumed one."""
     strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype=dtype), seed=0)
     load = LoadSpec(path=model, param_dtype=dtype, attention="sdpa", packing=True)
-    settings = replace(policy_settings(load, MicroBatchLimits(size=2)), ema_beta=BETA)
+    settings = policy_settings(load, MicroBatchLimits(size=2))
+    settings = replace(settings, trained=replace(settings.trained, ema_beta=BETA))
     plan = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[strategy.rank]
     rows = rows_of_rank(batch(), plan)
     assert rows.advantages is not None

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from openrlhf.batches import Experience
-from openrlhf.config.learning import CriticConfig
 from openrlhf.distributed.strategy import NonFiniteError, Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import values
-from openrlhf.workers.base import MicroBatchLimits, Update
+from openrlhf.workers.base import MicroBatchLimits, TrainedSettings, Update
 from openrlhf.workers.critic import CriticSettings, CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 from tests.workers.policy_job import ACTOR, KL_COEF, batch, policy_settings, strategy_of, weights_of
@@ -57,7 +56,10 @@ def error_of(call: Callable[[], object], strategy: Strategy) -> list[str]:
 def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
     """A step that is skipped, a healthy one, and then broken losses in one policy, broken gradients in another."""
     settings = policy_settings(load, LIMITS)
-    policy, healthy = (PolicyWorker(strategy, replace(settings, max_nonfinite=most)) for most in (2, 1))
+    policy, healthy = (
+        PolicyWorker(strategy, replace(settings, trained=replace(settings.trained, max_nonfinite=most)))
+        for most in (2, 1)
+    )
     clean, broken = batch(), batch().with_columns(advantages=poison(batch().advantages, NAN))
     step(healthy, clean)
     start = weights_of(policy)
@@ -85,20 +87,11 @@ def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
 
 def critic_fault(strategy: Strategy, load: LoadSpec) -> list[str]:
     """Returns that are infinite in one row; the first skipped step ends the run."""
+    trained = TrainedSettings(
+        load=load, optimizer=ACTOR, forward=LIMITS, train=LIMITS, total_steps=3, max_nonfinite=1, bucket_bytes=1 << 14
+    )
     settings = CriticSettings(
-        load=load,
-        optimizer=CriticConfig(
-            adam=ACTOR.adam, lr_scheduler=ACTOR.lr_scheduler, lr_warmup_ratio=0.0, max_norm=ACTOR.max_norm
-        ),
-        forward=LIMITS,
-        train=LIMITS,
-        total_steps=3,
-        max_nonfinite=1,
-        bucket_bytes=1 << 14,
-        head_prefix="score",
-        fresh_head=True,
-        normalize=False,
-        seed=0,
+        trained=trained, value_clip=0.5, head_prefix="score", fresh_head=True, normalize=False, seed=0
     )
     zeros = torch.zeros(batch().num_tokens)
     rows = rows_of(strategy)

@@ -16,7 +16,7 @@ from openrlhf.distributed.strategy import Metrics, Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import merge_all, values
 from openrlhf.trainers.update_plan import plan_update, rows_of_rank, share
-from openrlhf.workers.base import MicroBatchLimits
+from openrlhf.workers.base import MicroBatchLimits, TrainedSettings
 from openrlhf.workers.frozen import ReferenceSettings, ReferenceWorker
 from openrlhf.workers.policy import PolicySettings, PolicyUpdate, PolicyWorker
 
@@ -84,17 +84,15 @@ def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tens
 def policy_settings(
     load: LoadSpec, limits: MicroBatchLimits, actor: ActorConfig = ACTOR, algo: AlgoConfig = ALGO
 ) -> PolicySettings:
+    trained = TrainedSettings(
+        load=load, optimizer=actor, forward=limits, train=limits, total_steps=3, max_nonfinite=3, bucket_bytes=1 << 14
+    )
     return PolicySettings(
-        load=load,
-        optimizer=actor,
+        trained=trained,
+        actor=actor,
         algo=algo,
         max_response_tokens=MAX_RESPONSE,
-        forward=limits,
-        train=limits,
         temperature=TEMPERATURE,
-        total_steps=3,
-        max_nonfinite=3,
-        bucket_bytes=1 << 14,
         wire_dtype="float32",
     )
 
