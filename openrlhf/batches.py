@@ -5,8 +5,6 @@ is in its metadata: select, split and move read it. `Layout` turns columns into 
 """
 
 # ruff: noqa: RUF009 — `per_token` and `per_sample` are `dataclasses.field` under names that say the role.
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Self
@@ -48,7 +46,7 @@ class Layout:
     real: Bool[Tensor, "R T"]  # False at padding
 
     @classmethod
-    def of(cls, offsets: Int[Tensor, " B+1"], rows: Tensor | None = None) -> Layout:
+    def of(cls, offsets: Int[Tensor, " B+1"], rows: Tensor | None = None) -> Self:
         """The layout of `rows` (all by default), right-padded to the longest of them."""
         starts, lengths = offsets[:-1], offsets.diff()
         if rows is not None:
@@ -161,7 +159,7 @@ class TokenRows(Ragged):
     loss_mask: Bool[Tensor, " N"] = per_token()
 
     @classmethod
-    def from_lists(cls, tokens: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]]) -> TokenRows:
+    def from_lists(cls, tokens: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]]) -> Self:
         """One sequence per pair of lists."""
         return cls(
             tokens=_flat(tokens, torch.long),
@@ -200,7 +198,7 @@ class Experience(Ragged):
     returns: Float[Tensor, " N"] | None = per_token(default=None)
 
     @classmethod
-    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Experience:
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Self:
         """Flatten finished episodes. The group of a sample is the running number of its prompt."""
         judged = [t.teacher_logprobs for t in trajectories if t.teacher_logprobs is not None]
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]

@@ -4,12 +4,10 @@ Everything here is plain Python, pickles small, and is importable without torch:
 exchange these objects. `Experience` turns a batch of them into tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 
 class StopReason(StrEnum):
@@ -86,7 +84,7 @@ class Trajectory:
         if any(self.action_mask[:1]):
             raise ValueError("the first token of a trajectory was sampled from nothing: its prompt has no tokens")
 
-    def failing(self, error: str | None, failure: Failure | None) -> Trajectory:
+    def failing(self, error: str | None, failure: Failure | None) -> Self:
         """The same episode as a failed one: with the error, without reward and score."""
         return replace(self, stop_reason=StopReason.FAILED, reward=None, score=None, error=error, failure=failure)
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from openrlhf.config.flags import UserError
 from openrlhf.files import fingerprint
 
 FORMAT = 1
@@ -23,7 +24,7 @@ def is_minimised(metric: str) -> bool:
     return metric.endswith(MINIMISED)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint cannot be written, or does not fit the run; names the path and the flag."""
 
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from typing import NoReturn, TypeVar
 
 from openrlhf.config.commands import Command, Root
-from openrlhf.config.flags import flags_in
+from openrlhf.config.flags import UserError, flags_in
 from openrlhf.config.machine import count_gpus, world_size
 from openrlhf.config.options import ConfigError, parse_config
 
@@ -52,11 +52,11 @@ def fail(error: object) -> NoReturn:
 
 
 @contextmanager
-def plain_ends(*mistakes: type[Exception]) -> Iterator[None]:
+def plain_ends() -> Iterator[None]:
     """A user's mistake ends the process with its message and status 2, Ctrl-C with 130, anything else with a traceback."""
     try:
         yield
-    except mistakes as error:
+    except UserError as error:
         fail(error)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -66,11 +66,11 @@ def plain_ends(*mistakes: type[Exception]) -> Iterator[None]:
 def train_offline(config: Root, task: str) -> None:
     """Train an offline task, a built-in one or a plug-in's, as the flags say."""
     # After the flags: --help and mistakes answer without loading torch.
-    from openrlhf.launch.offline import USER_ERRORS, run_offline
+    from openrlhf.launch.offline import run_offline
     from openrlhf.trainers import reward, sft  # noqa: F401  they register themselves
     from openrlhf.trainers.tasks import OFFLINE_TASKS
 
-    with plain_ends(*USER_ERRORS):
+    with plain_ends():
         run_offline(OFFLINE_TASKS[task](config))
     if world_size() > 1:
         # A busy machine has seen native threads abort a rank while it unloaded its libraries, all work being done:

@@ -12,9 +12,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_versions()
     # After the flags: --help and mistakes answer without loading torch.
     from openrlhf.evaluation.runs import run_evaluation
-    from openrlhf.launch.reinforcement import USER_ERRORS
 
-    with plain_ends(*USER_ERRORS):
+    with plain_ends():
         run_evaluation(config)
 
 

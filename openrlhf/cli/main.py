@@ -8,7 +8,7 @@ from typing import Any
 from openrlhf import __version__
 from openrlhf.cli.common import fail, flags_or_exit, plain_ends, prepare_process, train_offline
 from openrlhf.config.flags import did_you_mean, nearest
-from openrlhf.config.options import ConfigError, load_named_plugins
+from openrlhf.config.options import load_named_plugins
 
 VERBS = {
     "sft": ("train_sft", "supervised fine-tuning"),
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_plugin_task(verb: str, argv: Sequence[str]) -> None:
     """Train an offline task that a plug-in has registered."""
     prepare_process()  # plug-ins may import torch
-    with plain_ends(ConfigError):
+    with plain_ends():
         load_named_plugins(argv)
     # Looked up, not imported: if no plug-in imported the module, there are no tasks.
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})

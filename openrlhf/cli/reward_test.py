@@ -12,9 +12,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else list(argv)
     config = flags_or_exit(RewardTestConfig, words[1:] if words[:1] == ["test"] else words, command="reward_test")
     # After the flags: --help and mistakes answer without loading the datasets library.
-    from openrlhf.evaluation.reward_test import USER_ERRORS, try_reward
+    from openrlhf.evaluation.reward_test import try_reward
 
-    with plain_ends(*USER_ERRORS):
+    with plain_ends():
         raise SystemExit(try_reward(config))
 
 

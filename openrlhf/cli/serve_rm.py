@@ -10,9 +10,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and serve."""
     config = flags_or_exit(ServeConfig, argv, command="serve_rm")
     # After the flags: --help and mistakes answer without loading torch.
-    from openrlhf.serving.server import USER_ERRORS, run_server
+    from openrlhf.serving.server import run_server
 
-    with plain_ends(*USER_ERRORS):
+    with plain_ends():
         run_server(config)
 
 

@@ -11,9 +11,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = flags_or_exit(PPOConfig, argv, command="train_ppo_ray")
     check_versions()
     # After the flags: --help and mistakes answer without loading torch.
-    from openrlhf.launch.reinforcement import USER_ERRORS, run_ppo
+    from openrlhf.launch.reinforcement import run_ppo
 
-    with plain_ends(*USER_ERRORS):
+    with plain_ends():
         run_ppo(config)
 
 

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from openrlhf.config.flags import UserError
+
 # Columns with the origin of a row, which survive blending, shuffling and selecting.
 SOURCE, ROW = "__dataset__", "__row__"
 
@@ -19,7 +21,7 @@ KINDS = {
 }
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """A user's mistake in data, tokenizer or template. The message says where, and what to change."""
 
 

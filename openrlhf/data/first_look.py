@@ -4,15 +4,13 @@ A certain mistake is an error, a likely mistake a notice. The functions are pure
 DataError.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -98,7 +96,7 @@ class TextFormat:
     ending: str = ""  # the ending of an answer: the end-of-text token, perhaps after a space
 
     @classmethod
-    def of(cls, data: Any, tokenizer: PreTrainedTokenizerBase, *, ending: str = "") -> TextFormat:
+    def of(cls, data: Any, tokenizer: PreTrainedTokenizerBase, *, ending: str = "") -> Self:
         """The format in a section of the flags."""
         if data.apply_chat_template:
             template = hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()[:8]

@@ -1,11 +1,9 @@
 """From chat messages to text, to the characters that the assistant wrote, and to their tokens."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -118,7 +116,7 @@ class Passage:
     response: int
     rewritten: int = 0  # assistant turns that are no targets, because the template changes them
 
-    def closed(self, end_of_text: str) -> Passage:
+    def closed(self, end_of_text: str) -> Self:
         """The passage without trailing newlines and with `end_of_text` at its end, after a space if it was missing.
 
         The added end is a target if the text before it is one.

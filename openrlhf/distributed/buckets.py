@@ -13,11 +13,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from openrlhf.config.flags import UserError
+
 ALIGNMENT = 16  # bytes; every tensor starts on this boundary, so any dtype can be viewed in place
 HASH_BLOCK = 2**16  # words of 8 bytes hashed at once: half a megabyte stays in a core's cache
 
 
-class PublicationError(RuntimeError):
+class PublicationError(UserError, RuntimeError):
     """A weight version did not reach an engine completely, and is not served. The message says why."""
 
 

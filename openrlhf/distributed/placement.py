@@ -12,11 +12,13 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from openrlhf.config.flags import UserError
+
 # Processes on a CPU mostly wait for each other, so that ten can use one core.
 CPU_PER_SLOT = 0.1
 
 
-class PlacementError(RuntimeError):
+class PlacementError(UserError, RuntimeError):
     """The cluster does not have the devices that the flags ask for."""
 
 

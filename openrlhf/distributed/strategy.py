@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel, enable_full_determinism, set_seed
 
+from openrlhf.config.flags import UserError
 from openrlhf.config.shared import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import devices, ds_config
 from openrlhf.distributed.layout import RankLayout
@@ -52,7 +53,7 @@ M = TypeVar("M")  # a micro-batch
 _Share = tuple[Tensor, Metrics]  # the part of the window's loss that a micro-batch contributes, and its metrics
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(UserError, RuntimeError):
     """The loss or gradient of too many optimizer steps in a row was NaN or infinite."""
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,26 +43,6 @@ class WeightGroup:
     name: str  # a fresh one for every group: a failed group's messages must not reach the next
     timeout_s: float = 120.0
     senders: int = 1
-
-
-class Channel(Protocol):
-    """One member's end of the transport. Calls block until the bytes have moved, or raise PublicationError."""
-
-    device: torch.device
-
-    def send(self, buffer: Tensor) -> None: ...
-
-    def receive(self, buffer: Tensor) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def join_group(group: WeightGroup, rank: int) -> Channel:
-    """Meet the other members. Raises PublicationError after `timeout_s`, naming the absent members."""
-    store = _meet(group, rank)
-    if group.transport == "ipc":
-        return _IpcChannel(store, group)
-    return _BroadcastChannel(store, group, rank)
 
 
 def _meet(group: WeightGroup, rank: int) -> Store:
@@ -185,6 +165,19 @@ class _IpcChannel:
 
     def close(self) -> None:
         torch.cuda.ipc_collect()
+
+
+Channel = (
+    _BroadcastChannel | _IpcChannel
+)  # a member's end. Calls block until the bytes have moved, or raise PublicationError
+
+
+def join_group(group: WeightGroup, rank: int) -> Channel:
+    """Meet the other members. Raises PublicationError after `timeout_s`, naming the absent members."""
+    store = _meet(group, rank)
+    if group.transport == "ipc":
+        return _IpcChannel(store, group)
+    return _BroadcastChannel(store, group, rank)
 
 
 class WeightSender:

@@ -14,13 +14,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from openrlhf.config.flags import UserError
 from openrlhf.config.plugins import load_plugins
 from openrlhf.distributed.devices import device_kind, free_port, node_address, redirect_output, worker_environment
 from openrlhf.distributed.layout import RankLayout, order_by_node
 from openrlhf.distributed.placement import HostGroup, actor_options, reserve
 
 
-class WorkerError(RuntimeError):
+class WorkerError(UserError, RuntimeError):
     """A worker process died, or did not answer in time. The message names the process, its task, and its log."""
 
 

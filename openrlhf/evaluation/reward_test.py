@@ -13,9 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.options import ConfigError
 from openrlhf.config.reward_test import RewardTestConfig, ScoredDataConfig
-from openrlhf.data.errors import DataError, check_columns, row_error, text_of
+from openrlhf.data.errors import check_columns, row_error, text_of
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.rows import number_rows
 from openrlhf.data.templates import fill_template, to_messages
@@ -27,7 +26,6 @@ from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rewards.servers import IN_FLIGHT
 
-USER_ERRORS = (ConfigError, DataError)
 WRONG = 100  # rows that are scored with a wrong answer too
 PRINTED = 2000  # characters of what the reward prints that are shown
 

@@ -1,47 +1,26 @@
 """From the flags of RL to a finished run: checks before any device is touched, placement, then `Run`."""
 
 from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError
+from openrlhf.checkpoints.manifest import Checkpoint
 from openrlhf.config.learning import ActorConfig, CriticConfig, RefConfig
 from openrlhf.config.machine import count_gpus
-from openrlhf.config.options import ConfigError
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.rollout import RewardConfig
-from openrlhf.data.errors import DataError
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.distributed import placement
-from openrlhf.distributed.buckets import PublicationError
 from openrlhf.distributed.cluster import ray_cluster
-from openrlhf.distributed.strategy import NonFiniteError
-from openrlhf.distributed.worker_group import WorkerError
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents
 from openrlhf.launch.identity import Identity, rl_identity
 from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder
 from openrlhf.launch.run import Run, make_remote_teacher
-from openrlhf.models.loading import ModelError
-from openrlhf.rewards.budget import RewardErrors
 from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
-from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
 
 PREVIEWED = 4  # rows whose labels are scored before the run
-# Errors that a user can correct: printed without a traceback.
-USER_ERRORS = (
-    ConfigError,
-    DataError,
-    ModelError,
-    CheckpointError,
-    placement.PlacementError,
-    RewardErrors,
-    RolloutError,
-    WorkerError,
-    NonFiniteError,
-    PublicationError,
-)
 
 
 def run_ppo(config: PPOConfig) -> None:

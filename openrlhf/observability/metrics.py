@@ -4,11 +4,9 @@ A worker reports `dict[str, Metric]`; `merge_all` joins the reports, which may h
 `values` gives the floats that are logged. What each name means: `glossary.toml`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 
@@ -28,8 +26,8 @@ class Mean:
     sum: float
     count: float
 
-    def merge(self, other: Mean) -> Mean:
-        return Mean(self.sum + other.sum, self.count + other.count)
+    def merge(self, other: Self) -> Self:
+        return replace(self, sum=self.sum + other.sum, count=self.count + other.count)
 
     @property
     def value(self) -> float:
@@ -49,15 +47,15 @@ class Deviation:
     squares: float  # sum of the squared distances from the mean
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> Deviation:
+    def of(cls, numbers: Sequence[float]) -> Self:
         """The deviation of some numbers."""
         mean = math.fsum(numbers) / len(numbers)
         return cls(len(numbers), mean, math.fsum((number - mean) ** 2 for number in numbers))
 
-    def merge(self, other: Deviation) -> Deviation:
+    def merge(self, other: Self) -> Self:
         count, apart = self.count + other.count, other.mean - self.mean
         squares = self.squares + other.squares + apart**2 * self.count * other.count / count
-        return Deviation(count, self.mean + apart * other.count / count, squares)
+        return replace(self, count=count, mean=self.mean + apart * other.count / count, squares=squares)
 
     @property
     def value(self) -> float:
@@ -71,7 +69,7 @@ class Max:
 
     value: float
 
-    def merge(self, other: Max) -> Max:
+    def merge(self, other: Self) -> Self:
         return self if math.isnan(self.value) or self.value >= other.value else other
 
 
@@ -81,7 +79,7 @@ class Last:
 
     value: float
 
-    def merge(self, other: Last) -> Last:
+    def merge(self, other: Self) -> Self:
         return other
 
 

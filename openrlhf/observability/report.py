@@ -5,8 +5,6 @@ killed, or on another machine. The page needs no network. Missing or empty files
 The page itself is the template `report.html.jinja`.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import deque
@@ -55,6 +53,16 @@ class Panel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Pairs of samples, earlier and later, with a `caption` that says which; and the newest samples that have an error."""
+
+    caption: str
+    pairs: Sequence[tuple[Row | None, Row | None]]
+    errors: Sequence[Row]
+    error_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageView:
     """What the page shows of a stage. `tiles`: label, number at the beginning, number at the end."""
 
@@ -65,16 +73,6 @@ class StageView:
     notices: Sequence[str]
     samples: Samples
     config: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Samples:
-    """Pairs of samples, earlier and later, with a `caption` that says which; and the newest samples that have an error."""
-
-    caption: str
-    pairs: Sequence[tuple[Row | None, Row | None]]
-    errors: Sequence[Row]
-    error_count: int
 
 
 def report_run(folder: Path) -> Path:

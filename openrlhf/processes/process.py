@@ -3,8 +3,6 @@
 Of a process that hangs, exits, crashes or fills its memory, and of all that it started, nothing is left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -20,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from openrlhf.processes.call import Asked, Call, Limits, ProcessLost, UserCodeError
 from openrlhf.processes.confinement import UIDS
@@ -51,7 +49,7 @@ class _Running:
 class UserProcess:
     """One process, from its first call to its end. Belongs to one event loop. `on_end` is called when the process is gone."""
 
-    def __init__(self, limits: Limits, log: Path | None, on_end: Callable[[UserProcess], None]) -> None:
+    def __init__(self, limits: Limits, log: Path | None, on_end: Callable[[Self], None]) -> None:
         self.limits, self.log, self.on_end = limits, log, on_end
         self.calls_given = 0
         self.retiring = False  # a call was late here, and may have left threads that hang: no further calls

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from openrlhf.config.flags import UserError
 from openrlhf.config.rollout import RewardConfig
 from openrlhf.trajectory import Trajectory
 
 
-class RewardErrors(RuntimeError):
+class RewardErrors(UserError, RuntimeError):
     """Too many episodes of a batch failed; the message holds the first error."""
 
 

@@ -4,8 +4,6 @@
 runs in a user process, so that --reward.timeout bounds whatever a label's regular expression does.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -13,7 +11,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from openrlhf.processes.sandbox import run_program
 
@@ -74,7 +72,7 @@ class CodeTests:
     cases: Sequence[tuple[Any, Any]] = ()
 
     @classmethod
-    def parse(cls, label: str) -> CodeTests:
+    def parse(cls, label: str) -> Self:
         """`{"tests": "assert …", "entry": name}` or `{"inputs": […], "outputs": […], "fn_name": name}`. Raises ValueError."""
         try:
             given = json.loads(label)

@@ -1,11 +1,9 @@
 """The user's reward function, called in processes that can be killed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from openrlhf.config.options import ConfigError
 from openrlhf.observability.once import warn_once
@@ -15,6 +13,50 @@ from openrlhf.rewards.protocol import Reward, RewardRequest
 ARGUMENTS = ("queries", "prompts", "labels")  # what a reward function is called with, in this order
 # Parameters of other trainers' functions, which are given a response alone.
 RESPONSES = {"completion", "completions", "response", "responses", "output", "outputs"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """Which of `ARGUMENTS` a function takes, and whether it is called with them by name."""
+
+    names: tuple[str, ...]
+    by_name: bool
+    notice: str = ""  # what its author may not expect
+
+    @classmethod
+    def for_parameters(cls, parameters: list[list[Any]] | None) -> Self:
+        """By name if the function uses our names, else by position. Parameters are [name, kind, required].
+
+        Raises ValueError if the names say that the function expects something else.
+        """
+        if parameters is None:
+            return cls(names=ARGUMENTS, by_name=False)
+        kinds = {kind for _, kind, _ in parameters}
+        nameable = {name for name, kind, _ in parameters if kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")}
+        names = tuple(name for name in ARGUMENTS if name in nameable or "VAR_KEYWORD" in kinds)
+        required = {name for name, _, required in parameters if required}
+        unlabelled = "takes no labels, and gets none"
+        if "queries" in names and required <= set(names):
+            return cls(names=names, by_name=True, notice="" if "labels" in names else unlabelled)
+        places = [name for name, kind, _ in parameters if kind.startswith("POSITIONAL")]
+        moved = [name for place, name in enumerate(places) if name in ARGUMENTS and ARGUMENTS.index(name) != place]
+        takes = f"takes ({', '.join(places)}), but is called with (queries, prompts, labels), a query being prompt and response"
+        without_labels = len(places) == 2 and "VAR_POSITIONAL" not in kinds
+        if moved or RESPONSES & set(places) or (without_labels and "prompt" not in places[1]):
+            raise ValueError(f"{takes}: give its parameters these names")
+        names = ARGUMENTS if "VAR_POSITIONAL" in kinds else ARGUMENTS[: len(places)]
+        foreign = set(places) - set(ARGUMENTS)
+        return cls(names=names, by_name=False, notice=takes if foreign else "" if len(names) == 3 else unlabelled)
+
+    def of(self, requests: list[RewardRequest]) -> tuple[list[list[Any]], dict[str, list[Any]]]:
+        """The positional and the keyword arguments of a call."""
+        columns = {
+            "queries": [request.query for request in requests],
+            "prompts": [request.prompt for request in requests],
+            "labels": [request.label for request in requests],
+        }
+        chosen = {name: columns[name] for name in self.names}
+        return ([], chosen) if self.by_name else (list(chosen.values()), {})
 
 
 class FunctionReward(Reward):
@@ -55,47 +97,3 @@ class FunctionReward(Reward):
             if notice := self._arguments.notice:
                 warn_once(f"{self.source} {notice}.")
         return self._arguments
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Arguments:
-    """Which of `ARGUMENTS` a function takes, and whether it is called with them by name."""
-
-    names: tuple[str, ...]
-    by_name: bool
-    notice: str = ""  # what its author may not expect
-
-    @classmethod
-    def for_parameters(cls, parameters: list[list[Any]] | None) -> _Arguments:
-        """By name if the function uses our names, else by position. Parameters are [name, kind, required].
-
-        Raises ValueError if the names say that the function expects something else.
-        """
-        if parameters is None:
-            return cls(names=ARGUMENTS, by_name=False)
-        kinds = {kind for _, kind, _ in parameters}
-        nameable = {name for name, kind, _ in parameters if kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")}
-        names = tuple(name for name in ARGUMENTS if name in nameable or "VAR_KEYWORD" in kinds)
-        required = {name for name, _, required in parameters if required}
-        unlabelled = "takes no labels, and gets none"
-        if "queries" in names and required <= set(names):
-            return cls(names=names, by_name=True, notice="" if "labels" in names else unlabelled)
-        places = [name for name, kind, _ in parameters if kind.startswith("POSITIONAL")]
-        moved = [name for place, name in enumerate(places) if name in ARGUMENTS and ARGUMENTS.index(name) != place]
-        takes = f"takes ({', '.join(places)}), but is called with (queries, prompts, labels), a query being prompt and response"
-        without_labels = len(places) == 2 and "VAR_POSITIONAL" not in kinds
-        if moved or RESPONSES & set(places) or (without_labels and "prompt" not in places[1]):
-            raise ValueError(f"{takes}: give its parameters these names")
-        names = ARGUMENTS if "VAR_POSITIONAL" in kinds else ARGUMENTS[: len(places)]
-        foreign = set(places) - set(ARGUMENTS)
-        return cls(names=names, by_name=False, notice=takes if foreign else "" if len(names) == 3 else unlabelled)
-
-    def of(self, requests: list[RewardRequest]) -> tuple[list[list[Any]], dict[str, list[Any]]]:
-        """The positional and the keyword arguments of a call."""
-        columns = {
-            "queries": [request.query for request in requests],
-            "prompts": [request.prompt for request in requests],
-            "labels": [request.label for request in requests],
-        }
-        chosen = {name: columns[name] for name in self.names}
-        return ([], chosen) if self.by_name else (list(chosen.values()), {})

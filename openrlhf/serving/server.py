@@ -16,21 +16,18 @@ from pydantic import BaseModel, Field, ValidationError
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.serving import ServeConfig
-from openrlhf.data.errors import DataError
-from openrlhf.models.loading import ModelError
 from openrlhf.serving.batcher import Batcher, Texts
 from openrlhf.serving.scorer import load_scorer
 
 logger = logging.getLogger(__name__)
 
-USER_ERRORS = (ConfigError, DataError, ModelError)
 CONNECTIONS = 1024  # at a time; further ones get status 503
 SHUTDOWN_TIMEOUT_S = 10  # for the requests in progress when the server is stopped
 EXAMPLE = '{"query": ["prompt and response"]}'
 
 
 def run_server(config: ServeConfig) -> None:
-    """Load the model and serve it until stopped. Raises one of USER_ERRORS before the first request."""
+    """Load the model and serve it until stopped. Raises UserError before the first request."""
     listener = listen(config.host, config.port)
     tokenize, score = load_scorer(config)
     batcher = Batcher(score, max_tokens=config.max_batch_tokens, max_wait=config.max_batch_wait)

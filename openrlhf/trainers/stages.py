@@ -1,7 +1,5 @@
 """Columns that workers compute: the workers and inputs of each column, and the transport of its rows."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +14,29 @@ from openrlhf.rewards.protocol import combined
 from openrlhf.trainers.update_plan import share
 from openrlhf.trajectory import Trajectory
 from openrlhf.workers.frozen import RewardWorker
+
+
+class Pending:
+    """A column, or a matrix of several, on its way: rows cut into data slices, results put back in place."""
+
+    def __init__(
+        self, batch: Ragged, group: WorkerGroup, method: Callable[..., Tensor], *, per_sample: bool = False
+    ) -> None:
+        self.batch, self.group, self.per_sample = batch, group, per_sample
+        lengths = batch.lengths.tolist()
+        # A slice without rows repeats the first row, because some forwards are collective. The result is the same.
+        self.parts = [rows or [0] for rows in share(lengths, range(len(lengths)), group.slices)]
+        self.calls = group.launch(method, batch.split(self.parts))
+
+    def collect(self, timeout_s: float) -> Tensor:
+        """(N,) if workers gave every token a number; (B,) or (B, K) if they gave every row numbers."""
+        doing = f"score the batch ({self.group.role})"
+        results: Sequence[Tensor] = gather(self.calls, timeout_s=timeout_s, doing=doing)
+        size = self.batch.num_samples if self.per_sample else self.batch.num_tokens
+        column = torch.zeros(size, *results[0].shape[1:])
+        for rows, scored in zip(self.parts, results, strict=True):
+            column[rows if self.per_sample else self.batch.places_of(rows)] = scored
+        return column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,26 +81,3 @@ class RewardModels:
     async def score_group(self, group: list[Trajectory]) -> list[Trajectory]:
         """The same for the samples of one prompt, while other prompts are still being sampled."""
         return await asyncio.to_thread(self.score, group)
-
-
-class Pending:
-    """A column, or a matrix of several, on its way: rows cut into data slices, results put back in place."""
-
-    def __init__(
-        self, batch: Ragged, group: WorkerGroup, method: Callable[..., Tensor], *, per_sample: bool = False
-    ) -> None:
-        self.batch, self.group, self.per_sample = batch, group, per_sample
-        lengths = batch.lengths.tolist()
-        # A slice without rows repeats the first row, because some forwards are collective. The result is the same.
-        self.parts = [rows or [0] for rows in share(lengths, range(len(lengths)), group.slices)]
-        self.calls = group.launch(method, batch.split(self.parts))
-
-    def collect(self, timeout_s: float) -> Tensor:
-        """(N,) if workers gave every token a number; (B,) or (B, K) if they gave every row numbers."""
-        doing = f"score the batch ({self.group.role})"
-        results: Sequence[Tensor] = gather(self.calls, timeout_s=timeout_s, doing=doing)
-        size = self.batch.num_samples if self.per_sample else self.batch.num_tokens
-        column = torch.zeros(size, *results[0].shape[1:])
-        for rows, scored in zip(self.parts, results, strict=True):
-            column[rows if self.per_sample else self.batch.places_of(rows)] = scored
-        return column

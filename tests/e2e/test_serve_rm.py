@@ -81,12 +81,12 @@ def test_an_answer_is_that_of_the_contract(server: RewardModelServer) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "sentence"),
     [
-        (b"no json", 422, "The request is not JSON"),
-        (b'{"queries": ["a"]}', 422, "The request has no query"),
-        (b'{"query": "a"}', 422, "query is a string, not a list"),
-        (b'{"query": []}', 422, "query is an empty list"),
-        (b'{"query": ["a", null]}', 422, "query[1] is null, not a text"),
-        (b'{"query": ["a", "\\ud800"]}', 422, "query[1] is not Unicode text"),
+        (b"no json", 422, "The request: Invalid JSON"),
+        (b'{"queries": ["a"]}', 422, "query: Field required. Send texts as in"),
+        (b'{"query": "a"}', 422, "query: Input should be a valid array"),
+        (b'{"query": []}', 422, "query: List should have at least 1 item"),
+        (b'{"query": ["a", null]}', 422, "query.1: Input should be a valid string"),
+        (b'{"query": ["a", "\\ud800"]}', 422, "The request: Invalid JSON"),
         (b'{"query": [' + b'"a",' * 64 + b'"a"]}', 413, "query has 65 texts, and 64 are allowed"),
         (b'{"query": ["' + b"a" * 2**20 + b'"]}', 413, "The request is larger than 0.5 MiB"),
     ],
