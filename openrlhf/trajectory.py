@@ -48,7 +48,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One finished episode. Created by an agent, consumed by the experience maker. Per-token lists have length T.
+    """One finished episode. Created by the generator or an agent, consumed by the experience maker. Per-token lists have length T.
 
     Example, prompt `2+2=` and the sampled answer `4<eos>` (ids made up):
 

@@ -6,6 +6,7 @@ import importlib
 import math
 import re
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ import torch
 from openrlhf.algorithms import kl as kl_module
 from openrlhf.algorithms import tensors
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS, GROUP_STD_EPSILON, gae, shape_rewards
-from openrlhf.algorithms.corrections import PRESETS, Correction, correction_weights
+from openrlhf.algorithms.corrections import Correction, Level, Mode, correction_weights
 from openrlhf.algorithms.kl import KLController, kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, Clip, aggregation_weights, value_loss
 from openrlhf.algorithms.rewards import overlong_penalty, token_rewards
 from openrlhf.algorithms.tensors import linear_logprobs, masked_whiten
+from openrlhf.config.choices import CORRECTIONS
 from openrlhf.config.choices import POLICY_LOSSES as POLICY_LOSS_FLAGS
 from openrlhf.config.learning import AdvantageConfig
 from tests.algorithms.test_kl import exact_kl_gradient
@@ -52,7 +54,7 @@ def shaped(name: str, rewards: list[float]) -> torch.Tensor:
 
 
 def weights(preset: str, omegas: list[float], band: tuple[float, float]) -> str:
-    level, mode = PRESETS[preset]
+    level, mode = cast(tuple[Level, Mode], CORRECTIONS[preset])
     old = torch.tensor([omegas]).log()
     correction = Correction(level=level, mode=mode, low=band[0], high=band[1])
     return numbers(correction_weights(old, torch.zeros_like(old), torch.ones_like(old) > 0, correction)[0][0])

@@ -38,16 +38,6 @@ class Correction:
             )
 
 
-# What --algo.advantage.is_correction_type means. TIS: Yao et al. 2025,
-# fengyao.notion.site/off-policy-rl (their own form is the band [0, 2]); IcePop: Ling team 2025,
-# ringtech.notion.site/icepop.
-PRESETS: dict[str, tuple[Level, Mode]] = {
-    "tis": ("token", "clip"),
-    "icepop": ("token", "mask"),
-    "seq-mask-tis": ("geometric", "mask"),
-}
-
-
 @torch.no_grad()
 def correction_weights(
     old_logprobs: PerToken, rollout_logprobs: PerToken, mask: TokenMask, correction: Correction

@@ -18,7 +18,7 @@ VERBS = {
     "reward": ("reward_test", "`reward test`: try a reward on a dataset, before any training"),
     "serve-rm": ("serve_rm", "HTTP server of a reward model"),
 }
-PLANNED = ("dpo", "kto", "prm", "kd", "ppo", "lora_combiner", "batch_inference", "interactive_chat")
+PLANNED = ("dpo", "kto", "prm", "kd", "lora_combiner", "batch_inference", "interactive_chat")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

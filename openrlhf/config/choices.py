@@ -32,7 +32,9 @@ ESTIMATORS = {
     "dr_grpo": EstimatorTraits(needs_groups=True),
 }
 POLICY_LOSSES = {"ppo": LossTraits(), "gspo": LossTraits(aggregation="sequence"), "cispo": LossTraits(clip=(1.0, 0.28))}
-# Presets of the correction of train/rollout mismatch: level and mode of `algo.correction`.
+# Presets of the correction of train/rollout mismatch: level and mode of `algo.correction`. TIS: Yao et al. 2025,
+# fengyao.notion.site/off-policy-rl (their own form is the band [0, 2]); IcePop: Ling team 2025,
+# ringtech.notion.site/icepop.
 CORRECTIONS = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("geometric", "mask")}
 # Where an estimator of KL(π‖π_ref) belongs. Reward: it is unbiased as a number. Loss: its expected gradient leads to
 # the reference.

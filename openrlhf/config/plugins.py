@@ -67,8 +67,6 @@ def _adopt_registrations() -> None:
         choices.ESTIMATORS.setdefault(name, traits)
     for name, e in _entries("policy_losses", "POLICY_LOSSES"):
         choices.POLICY_LOSSES.setdefault(name, choices.LossTraits(aggregation=e.aggregation))
-    for name, preset in _entries("corrections", "PRESETS"):
-        choices.CORRECTIONS.setdefault(name, preset)
     for name, _ in _entries("kl", "KL_ESTIMATORS"):
         choices.KL_ESTIMATORS.setdefault(name, ("reward", "loss"))
 

@@ -108,14 +108,16 @@ class Run:
                 hosts = start_hosts(self.config, group, on_gpus=self.plan.on_gpus, log_dir=self.log_dir)
                 self.ends.callback(hosts.close)
                 self.hosts.append(hosts)
-        steps = settings.optimizer_steps(self.config, len(self.data.train))
-        moving = settings.optimizer_steps(self.config, len(self.data.train), after=settings.freezing_steps(self.config))
-        frozen = partial(settings.reference_settings, self.config)
+        critic_steps = settings.optimizer_steps(self.config, len(self.data.train))
+        policy_steps = settings.optimizer_steps(
+            self.config, len(self.data.train), after=settings.freezing_steps(self.config)
+        )
+        reference = partial(settings.reference_settings, self.config)
         workers: dict[str, tuple[type, Callable[[], Any]]] = {
-            "actor": (PolicyWorker, partial(settings.policy_settings, self.config, self.kind, moving)),
-            "ref": (ReferenceWorker, partial(frozen, self.config.actor.model_name_or_path)),
-            "teacher": (ReferenceWorker, partial(frozen, self.config.local_teacher or "")),
-            "critic": (CriticWorker, partial(settings.critic_settings, self.config, self.kind, steps)),
+            "actor": (PolicyWorker, partial(settings.policy_settings, self.config, self.kind, policy_steps)),
+            "ref": (ReferenceWorker, partial(reference, self.config.actor.model_name_or_path)),
+            "teacher": (ReferenceWorker, partial(reference, self.config.local_teacher or "")),
+            "critic": (CriticWorker, partial(settings.critic_settings, self.config, self.kind, critic_steps)),
             "reward": (RewardWorker, partial(settings.reward_settings, self.config)),
         }
         groups, created = {}, []

@@ -64,8 +64,8 @@ def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
     The number is exact if no episode fails or is filtered.
     """
     size = config.rollout.batch_size
-    episode = [size] * (prompts // size) + [prompts % size] * (prompts % size > 0)
-    batches = (episode * config.train.num_episodes)[after:]
+    epoch = [size] * (prompts // size) + [prompts % size] * (prompts % size > 0)
+    batches = (epoch * config.train.num_episodes)[after:]
     return sum(updates_of(config, drawn) for drawn in batches)
 
 
@@ -118,8 +118,8 @@ def trained_settings(config: PPOConfig, model: ActorConfig | CriticConfig, kind:
     return TrainedSettings(
         load=load,
         optimizer=model,
-        forward=forward_limits(config),
-        train=MicroBatchLimits(size=train.micro_batch_size, max_tokens=tokens),
+        forward_limits=forward_limits(config),
+        train_limits=MicroBatchLimits(size=train.micro_batch_size, max_tokens=tokens),
         total_steps=steps,
         max_nonfinite=train.max_nonfinite,
         aux_loss_coef=actor.aux_loss_coef,
@@ -156,7 +156,7 @@ def reward_settings(config: Sampling) -> RewardModelSettings:
     """The settings of the reward workers."""
     return RewardModelSettings(
         models=tuple(load_spec(config, path) for path in config.reward.models),
-        forward=forward_limits(config),
+        forward_limits=forward_limits(config),
         head_prefix=config.ds.value_head_prefix,
         normalize=config.reward.normalize_enable,
     )
@@ -165,7 +165,7 @@ def reward_settings(config: Sampling) -> RewardModelSettings:
 def reference_settings(config: PPOConfig, path: str) -> ReferenceSettings:
     """The settings of the workers of the reference or of the teacher."""
     return ReferenceSettings(
-        load=load_spec(config, path), forward=forward_limits(config), temperature=config.rollout.temperature
+        load=load_spec(config, path), forward_limits=forward_limits(config), temperature=config.rollout.temperature
     )
 
 

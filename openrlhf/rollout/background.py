@@ -18,7 +18,7 @@ class RolloutError(UserError, RuntimeError):
 
 
 class BackgroundLoop:
-    """Runs coroutines for synchronous code. Engines, agents and clients all use this one event loop."""
+    """Runs coroutines for synchronous code: generation, and what it waits for, in one event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

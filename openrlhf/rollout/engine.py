@@ -3,8 +3,8 @@
     environment = {"env_vars": engine_environment("cpu")}
     engine = ray.remote(RolloutEngine).options(runtime_env=environment).remote(settings, 0)
 
-Only methods of the actor import vLLM: controller and user processes import this module for its data classes,
-and vLLM takes 5 s. No class of vLLM's leaves the actor, errors included, for the same reason.
+Only methods of the actor import vLLM, which takes 5 s: the controller imports this module too. No class of vLLM's
+leaves the actor, errors included, for the same reason.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ async def as_sampled(group: Group) -> Group:
     return group
 
 
-def keeps_all(group: Group) -> bool:
-    """False: no group is rejected."""
+def rejects_none(group: Group) -> bool:
+    """The predicate of a stream without a filter."""
     return False
 
 
@@ -100,7 +100,7 @@ class Request:
     spec: SamplingSpec
     step: int  # the training step; for an evaluation, the number of steps trained so far
     annotated: Annotate = as_sampled
-    rejects: Callable[[Group], bool] = keeps_all
+    rejects: Callable[[Group], bool] = rejects_none
 
 
 class Generator(Protocol):

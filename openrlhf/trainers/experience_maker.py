@@ -119,8 +119,9 @@ class ExperienceMaker:
         columns = {name: torch.zeros(experience.num_tokens) for name in ("token_rewards", "advantages", "returns")}
         row_of_token = experience.sample_of_token()
         for block in experience.blocks():
-            rows = row_of_token[block.positions[:, 0]]
+            rows = row_of_token[block.positions[:, 0]]  # of the batch: a block has rows of similar lengths
             mask = block.gather(experience.action_mask)
+            # Estimators that compare whole samples have no use for the turns of one sample.
             turns = experience.turn_rewards if not estimator.per_group else None
             per_token = token_rewards(
                 shaped[rows],

@@ -87,10 +87,10 @@ class PPOTrainer:
     def fit(self) -> None:
         """Train until the prompts or the patience are used up, then export."""
         self.recorder.display.begin(self.source.total_steps, done=self.step)
-        self.weights.publish(self.step)  # π_old ← π, also after a resume
+        self.weights.publish(self.step)  # π_rollout ← π_θ, also after a resume
         if self.settings.eval.at_start and self.step == 0 and self.best.step is None:
             self.run_evaluation()
-        for trajectories in self.timed("generation", self.source):  # τ ~ π_old
+        for trajectories in self.timed("generation", self.source):  # τ ~ π_rollout
             with self.clock("make_experience"):
                 batch = self.maker.annotate(trajectories)  # R, log π_old, log π_ref, V
             self.record(batch)
@@ -103,11 +103,13 @@ class PPOTrainer:
                 with self.clock("ppo_train"):
                     metrics += [credit, self.improve(experience)]  # V, π
                 with self.clock("broadcast"):
-                    self.publish()  # π_old ← π
+                    self.publish()  # π_rollout ← π_θ
             self.after_step(merge_all(metrics))
             if self.stopped:
                 break
-        if self.settings.eval.steps > 0 and self.best.evaluated_at < self.step:  # the last prompts gave no step
+        if (
+            self.settings.eval.steps > 0 and self.best.evaluated_at < self.step
+        ):  # the last step was not evaluated: no step came after it
             self.run_evaluation()
         if self.source.exhausted and self.step < self.source.total_steps:
             self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.")

@@ -22,7 +22,7 @@ from openrlhf.rollout.generator import (
     SamplingSpec,
     as_sampled,
     in_prompt_order,
-    keeps_all,
+    rejects_none,
 )
 from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trajectory import Prompt, Trajectory
@@ -56,12 +56,12 @@ class Source(Protocol):
 
 
 class SyncSource:
-    """Generates a step when the loop asks for it, with the weights of the last publication.
+    """Generates when the loop asks for a step and no finished step is waiting, with the weights of the last publication.
 
     `batch_size`: prompts per step, without rejected prompts; the last batch of an epoch may be short. `at_once`: prompts
-    generated together, at least one step. If there are more, the remaining groups wait, and their steps train weights
-    newer than the weights that sampled them. `annotated` adds the scores of
-    reward models before the filter `keep` reads a group. `last_step`: the generator gives nothing after that step.
+    generated together, at least one step. If they make several steps, the later steps train weights newer than the
+    weights that sampled them. `annotated` adds the scores of reward models before the filter `keep` reads a group.
+    `last_step`: the generator gives nothing after that step.
     `consumed`: prompts that steps have had, over all epochs. A resumed run starts there, and draws the waiting prompts
     again.
     """
@@ -143,6 +143,7 @@ class SyncSource:
                 waiting += self._generate(prompts)
             if not waiting:
                 return
+            # A step ends before the first kept group that is one too many.
             end = next(iter(_kept(waiting)[self.batch_size :]), len(waiting))
             step, waiting = waiting[:end], waiting[end:]
             self.consumed = waiting[0][0].prompt.index if waiting else self._drawn
@@ -156,7 +157,7 @@ class SyncSource:
         loop reports the errors. A batch of several steps never ends early, because its cancelled prompts would be
         missing in the epoch.
         """
-        rejects = self.keep.rejects if self.keep else keeps_all
+        rejects = self.keep.rejects if self.keep else rejects_none
         request = Request(spec=self.spec, step=self.step + 1, annotated=self.annotated, rejects=rejects)
         may_end_early = self.keep is not None or self.at_once == self.batch_size
         groups: list[Group] = []

@@ -78,8 +78,8 @@ class TrainedSettings:
 
     load: LoadSpec
     optimizer: OptimizerConfig
-    forward: MicroBatchLimits
-    train: MicroBatchLimits
+    forward_limits: MicroBatchLimits
+    train_limits: MicroBatchLimits
     total_steps: int  # optimizer steps of the run: the length of the learning-rate schedule
     max_nonfinite: int
     aux_loss_coef: float = 0.0  # of the load-balancing loss of a mixture of experts
@@ -136,7 +136,7 @@ class TrainedWorker(ABC, Generic[Job]):
     def window(self, job: Job, number: int) -> list[Any]:
         """This rank's micro-batches of optimizer step `number` of the update."""
         batch = job.experience.select(job.steps[number])
-        return batch.split(self.trained.train.cut(batch.lengths))
+        return batch.split(self.trained.train_limits.cut(batch.lengths))
 
     def has_moved_enough(self, metrics: Metrics) -> bool:
         """Whether to skip the remaining optimizer steps of the update; the same answer on every rank."""

@@ -53,7 +53,7 @@ class CriticWorker(TrainedWorker[Update]):
     def values(self, texts: Ragged) -> Tensor:
         """V of the state before each token of this rank's rows, (N,)."""
         with self.engine.evaluating():
-            return column_of(texts, self._score, self.trained.forward, self.strategy)
+            return column_of(texts, self._score, self.trained.forward_limits, self.strategy)
 
     def _score(self, micro: Ragged) -> Tensor:
         return state_values(self.engine.module(micro.tokens, micro.offsets).values, micro.offsets)

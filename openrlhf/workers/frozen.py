@@ -21,7 +21,7 @@ class ReferenceSettings:
     """The settings of a reference or teacher worker."""
 
     load: LoadSpec
-    forward: MicroBatchLimits
+    forward_limits: MicroBatchLimits
     temperature: float
 
 
@@ -37,7 +37,7 @@ class ReferenceWorker:
 
     def logprobs(self, rows: TokenRows) -> Tensor:
         """Log-probability of every target of this rank's rows, (N,)."""
-        return column_of(rows, self._score, self.settings.forward, self.strategy)
+        return column_of(rows, self._score, self.settings.forward_limits, self.strategy)
 
     def _score(self, micro: TokenRows) -> Tensor:
         return self.model(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs
@@ -48,7 +48,7 @@ class RewardModelSettings:
     """The settings of a reward worker."""
 
     models: tuple[LoadSpec, ...]
-    forward: MicroBatchLimits
+    forward_limits: MicroBatchLimits
     head_prefix: str
     normalize: bool
 
@@ -70,7 +70,7 @@ class RewardWorker:
     def rewards(self, texts: Ragged) -> Tensor:
         """Rewards of this rank's rows by every model, (B, K)."""
         scorers = [partial(self._score, model) for model in self.models]
-        columns = [column_of(texts, s, self.settings.forward, self.strategy, per_sample=True) for s in scorers]
+        columns = [column_of(texts, s, self.settings.forward_limits, self.strategy, per_sample=True) for s in scorers]
         return torch.stack(columns, dim=1)
 
     def _score(self, model: Any, micro: Ragged) -> Tensor:

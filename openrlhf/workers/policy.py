@@ -37,7 +37,7 @@ class PolicySettings:
 
 
 def correction_of(algo: AlgoConfig) -> Correction:
-    """The correction of train/rollout mismatch. Without a correction, the band still says which tokens are counted."""
+    """The correction of train/rollout mismatch. The weights of tokens outside its band are always computed, and used only if a level is set."""
     axes = algo.correction
     low, high = axes.band or algo.advantage.is_correction_threshold
     level, mode = cast(Level, axes.level or "token"), cast(Mode, axes.mode or "clip")
@@ -73,7 +73,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def logprobs(self, rows: TokenRows) -> Tensor:
         """log π_θ of every target of this rank's rows, (N,), with the current weights: π_old of the coming update."""
         with self.engine.evaluating():
-            return column_of(rows, self._score, self.trained.forward, self.strategy)
+            return column_of(rows, self._score, self.trained.forward_limits, self.strategy)
 
     def _score(self, micro: TokenRows) -> Tensor:
         return self.engine.module(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs
@@ -85,7 +85,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """Micro-batches of episodes, and of pretraining text if there is any. One optimizer step learns from both."""
         window: list[Experience | TokenRows] = [*super().window(job, number)]
         for text in job.pretraining[number : number + 1]:
-            window += text.split(self.trained.train.cut(text.lengths))
+            window += text.split(self.trained.train_limits.cut(text.lengths))
         return window
 
     def counts(self, micro: Experience | TokenRows) -> Mapping[str, float]:

@@ -1,7 +1,7 @@
 """Correction of the mismatch between the engine that samples and the trainer that learns."""
 
 from itertools import product
-from typing import get_args
+from typing import cast, get_args
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf.algorithms.corrections import PRESETS, Correction, Level, Mode, correction_weights
+from openrlhf.algorithms.corrections import Correction, Level, Mode, correction_weights
+from openrlhf.config.choices import CORRECTIONS
 from tests.reference import policy
 
 COMBINATIONS = list(product(get_args(Level), get_args(Mode)))
@@ -19,7 +20,7 @@ bands = st.tuples(st.floats(0, 0.9), st.floats(1.1, 8))
 
 
 def preset(name: str, low: float = 0.5, high: float = 5.0) -> Correction:
-    level, mode = PRESETS[name]
+    level, mode = cast(tuple[Level, Mode], CORRECTIONS[name])
     return Correction(level=level, mode=mode, low=low, high=high)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from openrlhf import __version__
 from openrlhf.cli import common, main
+from openrlhf.config.flags import ConfigError
 
 
 def test_versions_in_the_supported_range_are_accepted() -> None:
@@ -101,13 +102,13 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_mistakes_and_interrupts_end_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as mistaken, common.plain_ends(ValueError):
-        raise ValueError("the batch is empty")
-    with pytest.raises(SystemExit) as interrupted, common.plain_ends(ValueError):
+    with pytest.raises(SystemExit) as mistaken, common.plain_ends():
+        raise ConfigError("the batch is empty")
+    with pytest.raises(SystemExit) as interrupted, common.plain_ends():
         raise KeyboardInterrupt
     assert (mistaken.value.code, interrupted.value.code) == (2, 130)
     assert capsys.readouterr().err == "error: the batch is empty\n\ninterrupted\n"
-    with pytest.raises(RuntimeError), common.plain_ends(ValueError):
+    with pytest.raises(RuntimeError), common.plain_ends():
         raise RuntimeError("a defect keeps its traceback")
 
 

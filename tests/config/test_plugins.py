@@ -68,7 +68,7 @@ def test_a_file_may_name_a_plugin_and_use_its_names(plugin: Path, tmp_path: Path
 
 REGISTRATIONS = """
 from openrlhf.algorithms.advantages import advantage_estimator
-from openrlhf.algorithms.corrections import PRESETS
+from openrlhf.config.choices import CORRECTIONS
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.policy_losses import policy_loss
 from openrlhf.config import choices, plugins
@@ -81,7 +81,7 @@ def loss(*args, **kwargs): ...
 def clipped(*args, **kwargs): ...
 @KL_ESTIMATORS.register("my_kl")
 def kl(log_ratio): return log_ratio
-PRESETS["my_correction"] = ("sequence", "truncate")
+CORRECTIONS["my_correction"] = ("sequence", "truncate")
 choices.POLICY_LOSSES["my_clipped_loss"] = choices.LossTraits(clip=(0.5, 0.25))
 """
 ACCEPTED = """

@@ -17,7 +17,7 @@ from openrlhf.observability.metrics import values
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.fleet import checked
-from openrlhf.rollout.generator import Request, RolloutGenerator, SamplingSpec, keeps_all
+from openrlhf.rollout.generator import Request, RolloutGenerator, SamplingSpec, rejects_none
 from openrlhf.rollout.measures import SampleCost, generation_metrics, tail_seconds
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt
@@ -104,7 +104,7 @@ def groups_of(**options: Any) -> list[int]:
     """The prompts whose groups a stream gives."""
 
     async def collect() -> list[int]:
-        request = Request(spec=SPEC, step=1, rejects=options.pop("rejects", keeps_all))
+        request = Request(spec=SPEC, step=1, rejects=options.pop("rejects", rejects_none))
         return [group[0].prompt.index async for group in made().stream(iter(PROMPTS), request, **options)]
 
     return asyncio.run(collect())

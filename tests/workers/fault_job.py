@@ -88,7 +88,13 @@ def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
 def critic_fault(strategy: Strategy, load: LoadSpec) -> list[str]:
     """Returns that are infinite in one row; the first skipped step ends the run."""
     trained = TrainedSettings(
-        load=load, optimizer=ACTOR, forward=LIMITS, train=LIMITS, total_steps=3, max_nonfinite=1, bucket_bytes=1 << 14
+        load=load,
+        optimizer=ACTOR,
+        forward_limits=LIMITS,
+        train_limits=LIMITS,
+        total_steps=3,
+        max_nonfinite=1,
+        bucket_bytes=1 << 14,
     )
     settings = CriticSettings(
         trained=trained, value_clip=0.5, head_prefix="score", fresh_head=True, normalize=False, seed=0

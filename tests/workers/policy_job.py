@@ -85,7 +85,13 @@ def policy_settings(
     load: LoadSpec, limits: MicroBatchLimits, actor: ActorConfig = ACTOR, algo: AlgoConfig = ALGO
 ) -> PolicySettings:
     trained = TrainedSettings(
-        load=load, optimizer=actor, forward=limits, train=limits, total_steps=3, max_nonfinite=3, bucket_bytes=1 << 14
+        load=load,
+        optimizer=actor,
+        forward_limits=limits,
+        train_limits=limits,
+        total_steps=3,
+        max_nonfinite=3,
+        bucket_bytes=1 << 14,
     )
     return PolicySettings(
         trained=trained,
@@ -133,7 +139,7 @@ def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool)
     """Score, update, and look at the weights."""
     load = LoadSpec(path=model, param_dtype="fp32", attention="sdpa", packing=packing)
     policy = PolicyWorker(strategy, policy_settings(load, limits))
-    reference = ReferenceWorker(strategy, ReferenceSettings(load=load, forward=limits, temperature=TEMPERATURE))
+    reference = ReferenceWorker(strategy, ReferenceSettings(load=load, forward_limits=limits, temperature=TEMPERATURE))
     experience = batch()
     before = score(policy, strategy, experience)
     experience = experience.with_columns(ref_logprobs=score(reference, strategy, experience))
