@@ -34,6 +34,7 @@ from openrlhf.launch.run import make_kl
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.engine_settings import engine_arguments
 from openrlhf.trainers import tasks
+from openrlhf.trajectory import Prompt
 from openrlhf.workers.policy import correction_of
 from tests.config.commands import ROOTS, SMALLEST, read_flags
 from tests.sources import ROOT, package
@@ -77,7 +78,7 @@ READERS = {
     "train_rm": f"{TRAINING} trainers.reward data.feedback",
     "train_ppo_ray": "launch.reinforcement launch.run launch.prompt_data launch.hosts launch.agents agents.play "
     "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers data.prompts data.first_look "
-    "workers.policy workers.critic",
+    "trainers.sources workers.policy workers.critic",
     "serve_rm": "serving.server serving.scorer",
     "eval": "evaluation.runs trainers.reward launch.prompt_data launch.hosts launch.agents agents.play rewards.rule rewards.judge "
     "observability.recorder observability.trackers data.prompts data.feedback",
@@ -169,8 +170,8 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield vars(offline.follow_best(config))
     if isinstance(config, EvaluationConfig | PPOConfig):
         yield settings.reward_settings(config)
-        yield settings.train_sampling(config)
-        yield settings.eval_sampling(config)
+        for spec in (settings.train_sampling(config), settings.eval_sampling(config)):
+            yield spec, spec.n_samples, spec.params_for(Prompt(index=0, text="", tokens=[1]), prompt_length=1)
         yield inference_config(config.ds)
         yield [ErrorBudget.of(config.reward), config.reward.fallback]
         if config.vllm.dtype != "fp16":
