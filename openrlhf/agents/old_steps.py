@@ -30,9 +30,7 @@ def executor_of_step(step: Callable[..., Awaitable[Any]]) -> AgentExecutorBase:
                     "step returned a next text that does not begin with the text so far, and what the policy has said "
                     f"cannot be unsaid:\n{following[:200]!r}\ndoes not begin with\n{said[:200]!r}"
                 )
-            return {
-                **answer,
-                "environment_feedback": following.removeprefix(said) if following.startswith(said) else "",
-            }
+            feedback = following.removeprefix(said) if following.startswith(said) else ""
+            return {**answer, "environment_feedback": feedback}
 
     return MultiTurnAgentExecutor(Instance)

@@ -158,13 +158,8 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         @app.get("/v1/models")
         @app.get("/sessions/{_}/v1/models")
         async def models(_: str = "") -> dict[str, Any]:
-            model = {
-                "id": MODEL,
-                "object": "model",
-                "created": 0,
-                "owned_by": "openrlhf",
-                "max_model_len": self._max_length,
-            }
+            size = {"max_model_len": self._max_length}
+            model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "openrlhf"} | size
             return {"object": "list", "data": [model]}
 
         @app.post("/tokenize")

@@ -142,11 +142,8 @@ class _Encoder:
         return prompt + text_of(row, column), len(prompt)
 
     def _conversation(self, row: Mapping[str, Any], column: str) -> tuple[str, int]:
-        prompt = (
-            messages_of(row, self.data.prompt_key, role="user", flag="--data.prompt_key")
-            if self.data.prompt_key
-            else []
-        )
+        key = self.data.prompt_key
+        prompt = messages_of(row, key, role="user", flag="--data.prompt_key") if key else []
         if not prompt and isinstance(row[column], str):
             problem = (
                 "is a string, not a list of chat messages: set --data.prompt_key to the column with "

@@ -8,6 +8,7 @@ import ctypes
 import os
 import platform
 import resource
+import signal
 import struct
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,7 +17,8 @@ from pathlib import Path
 _libc = ctypes.CDLL(None, use_errno=True)
 UIDS = range(0x7000_0000, 0x7FFF_FFFF)  # no distribution, container or service takes users from here
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SYS_ADMIN, CAP_SYS_RESOURCE = 1, 2, 21, 24
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_SECUREBITS, PR_CAP_AMBIENT = 36, 38, 22, 28, 47
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_SECUREBITS, PR_CAP_AMBIENT = 38, 22, 28, 47
 NO_SETUID_FIXUP = 1 << 2  # a change of user keeps capabilities, and access() knows them
 CLONE_NEWUSER = 0x1000_0000
 # Numbers for x86-64, the platform. socketpair stays: asyncio needs it, and it leads nowhere.
@@ -43,6 +45,11 @@ def _prctl(*arguments: int) -> int:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends, so that they can be found."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def limit_processes(count: int, uid: int) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def end_all(child: int) -> int:
-    """Kill and reap every process below this one; the wait status of `child`."""
+    """Kill and reap every process below this one. Returns the wait status of `child`."""
     statuses: dict[int, int] = {}
     while killed_some():  # a later round finds what was forked meanwhile
         with suppress(ChildProcessError):
@@ -22,8 +22,15 @@ def end_all(child: int) -> int:
     return statuses[child]
 
 
+def reap_orphans(child: int) -> None:
+    """Reap every ended process below this one but `child`: until then, each counts towards the limit of processes."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
+            os.waitpid(ended.si_pid, 0)
+
+
 def killed_some() -> bool:
-    """Kill every process below this one that we may kill; whether there were any, ended ones that nobody has reaped included."""
+    """Kill every process below this one. Returns True if there was one, zombies included."""
     killed = False
     for pid in descendants():
         with suppress(OSError):

@@ -26,6 +26,7 @@ from openrlhf.processes.program import DUMP_SIGNAL, LENGTH, MAX_MESSAGE_BYTES
 from openrlhf.trajectory import Failure
 
 logger = logging.getLogger(__name__)
+END_S = 5.0  # for a process to end with all that it started, before it is killed
 DUMP_S = 0.5  # for a call that ran out of time, to write down where it hangs
 SLOW_LOAD_S = 10.0  # after which a file that is still being loaded is announced
 PROGRAM = "import sys; from openrlhf.processes.program import main; main(*map(int, sys.argv[1:]))"
@@ -273,9 +274,13 @@ class UserProcess:
         self._writer.write(LENGTH.pack(len(data)) + data)
 
     def cut(self) -> None:
-        """Have the process end with all that it started; the listener does the rest."""
-        if self.process and self.process.stdin:
+        """Have the process end with all that it started; the listener does the rest. Kill what does not end in time."""
+        if self.process and self.process.stdin and not self.process.stdin.closed:
             self.process.stdin.close()
+            self.process.terminate()  # a process that was forked here may hold the other end open
+            loop = asyncio.get_running_loop()
+            loop.call_later(END_S, self.process.kill)  # user code may have stopped it, and dies with it
+            loop.call_later(END_S, self._writer.transport.abort)
 
     async def close(self, why: UserCodeError) -> None:
         """Kill the process, and wait until nothing is left of it; its calls end with an error."""

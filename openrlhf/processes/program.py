@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from openrlhf.processes import confinement
-from openrlhf.processes.descendants import end_all
+from openrlhf.processes.descendants import end_all, reap_orphans
 from openrlhf.processes.loading import load_function, plain
 from openrlhf.trajectory import Failure
 
@@ -127,14 +127,8 @@ class Program:
         if full:
             text += f"This process and what it started have reached the limit of {PROCESSES} processes and threads. "
         scarce = full or failure is Failure.MEMORY  # what this call lacked, others may have used up
-        self._send(
-            kind="done",
-            call=call,
-            error=text,
-            failure=str(failure),
-            scarce=scarce,
-            last=scarce or failure is Failure.EXIT,
-        )
+        last = scarce or failure is Failure.EXIT
+        self._send(kind="done", call=call, error=text, failure=str(failure), scarce=scarce, last=last)
 
     def _send(self, **message: Any) -> None:
         if os.getpid() != self._process:  # user code forked, and the copy came here too
@@ -204,10 +198,14 @@ def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     confinement.adopt_orphans()
     if (child := os.fork()) == 0:
+        os.setsid()  # signals that user code sends to its own process group do not reach us
         return run_user_code(socket.socket(fileno=socket_fd), memory_bytes, uid)
     os.close(socket_fd)
     signal.signal(DUMP_SIGNAL, lambda *_: os.kill(child, DUMP_SIGNAL))
+    signal.signal(signal.SIGCHLD, lambda *_: reap_orphans(child))
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     select.select([sys.stdin, os.pidfd_open(child)], [], [])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_like(os.waitstatus_to_exitcode(end_all(child)))
 
 
@@ -229,6 +227,7 @@ def run_user_code(channel: socket.socket, memory_bytes: int, uid: int) -> None:
     with suppress(OSError):  # if the whole machine runs short of memory, the kernel is to take a user process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     confinement.limit_processes(PROCESSES, uid)
+    confinement.die_with_parent()  # after the change of user, which would take it back
     channel.set_inheritable(False)
     try:
         Program(channel).serve()

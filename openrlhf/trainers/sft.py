@@ -38,12 +38,8 @@ class SFTTask(OfflineTask[SFTConfig, SFTRow, TokenRows]):
 
     def load_model(self) -> PolicyModel:
         """A causal language model."""
-        config = self.config
-        return PolicyModel(
-            load_causal_lm(load_spec(config)),
-            packing=config.ds.packing_samples,
-            balancing=config.model.aux_loss_coef > 0,
-        )
+        spec, balancing = load_spec(self.config), self.config.model.aux_loss_coef > 0
+        return PolicyModel(load_causal_lm(spec), packing=spec.packing, balancing=balancing)
 
     def collate(self, rows: Sequence[SFTRow]) -> TokenRows:
         """Rows of the dataset as one ragged batch."""

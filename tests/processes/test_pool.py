@@ -439,3 +439,42 @@ def test_of_a_log_that_grows_too_long_the_beginning_and_the_end_are_kept(
     assert said.startswith("part 0\n") and said.endswith("part 4\n" + "x" * 10)
     cut = int(re.search(r"\n\[([\d,]+) bytes were cut here: this log may have 400,000\]\n", said)[1].replace(",", ""))
     assert 1_000_000 <= cut + said.count("x") <= 1_200_200
+
+
+# ---- what user code may do to the process that watches over it
+
+
+@pytest.mark.parametrize(("name", "failure"), [("stop_everybody", Failure.TIMEOUT), ("kill_my_parent", Failure.KILLED)])
+def test_code_that_stops_or_kills_the_processes_around_it_ends_like_code_that_hangs(
+    name: str, failure: Failure, tmp_path: Path
+) -> None:
+    with ProcessPool(1, log_dir=tmp_path) as own, pytest.raises(UserCodeError) as raised:
+        call(own, name, timeout=2.0)
+    assert raised.value.failure is failure
+
+
+def test_a_daemon_of_code_that_kills_its_process_group_ends_too(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    with ProcessPool(1, log_dir=tmp_path) as own, pytest.raises(UserCodeError):
+        call(own, "leave_a_daemon_and_kill_my_group", str(pids))
+    assert becomes_true(lambda: not running(int(pids.read_text())))
+
+
+def test_processes_that_ended_in_the_background_do_not_count_towards_the_limit(tmp_path: Path) -> None:
+    with ProcessPool(1, log_dir=tmp_path) as own:
+        assert call(own, "start_in_background", PROCESSES + 100) == PROCESSES + 100
+
+
+def test_a_late_call_ends_even_if_a_process_was_forked_beside_it(tmp_path: Path) -> None:
+    """A fork, such as a worker of a data loader, holds copies of the files by which a process is told to end."""
+    with ProcessPool(1, log_dir=tmp_path) as own:
+        assert call(own, "echo")
+        if (beside := os.fork()) == 0:
+            time.sleep(1000)
+        try:
+            with pytest.raises(UserCodeError) as raised:
+                call(own, "hang", timeout=1.0)
+        finally:
+            os.kill(beside, signal.SIGKILL)
+            os.waitpid(beside, 0)
+    assert raised.value.failure is Failure.TIMEOUT

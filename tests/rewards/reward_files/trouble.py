@@ -3,9 +3,11 @@
 import asyncio
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 counter = 0
 loop = None
@@ -176,3 +178,28 @@ def meet(folder):
     while sum(name.endswith(".met") for name in os.listdir(folder)) < 2:
         time.sleep(0.01)
     return os.getpid()
+
+
+def stop_everybody() -> None:
+    """Stop every process of our process group."""
+    os.kill(0, signal.SIGSTOP)
+
+
+def kill_my_parent() -> None:
+    """Kill the process that watches over this one."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def leave_a_daemon_and_kill_my_group(pids: str) -> None:
+    """Start a process in a session of its own, then kill every process of our process group."""
+    daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    Path(pids).write_text(str(daemon.pid))
+    os.killpg(0, signal.SIGKILL)
+
+
+def start_in_background(count: int) -> int:
+    """Have a shell start processes that nobody waits for."""
+    for _ in range(count):
+        subprocess.run("true &", shell=True, check=True)
+    return count
