@@ -160,7 +160,9 @@ class TokenRows(Ragged):
 
     @classmethod
     def from_lists(cls, tokens: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]]) -> Self:
-        """One sequence per pair of lists."""
+        """One sequence per pair of lists. Raises ValueError if the two have different lengths."""
+        if [len(row) for row in tokens] != [len(row) for row in loss_mask]:
+            raise ValueError("a row has more tokens than mask entries, or fewer")
         return cls(
             tokens=_flat(tokens, torch.long),
             loss_mask=_flat(loss_mask, torch.bool),

@@ -32,8 +32,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Outcomes of verifications go on record, once per session: in the process that other workers report to."""
-    if not hasattr(config, "workerinput"):
+    """Outcomes of `-m verify` go on record, once per session: in the process that other workers report to."""
+    if config.option.markexpr == "verify" and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Verified())
 
 

@@ -121,7 +121,7 @@ def test_a_column_of_another_length_is_refused_by_name(column: str, entries: int
 
 
 def test_supervised_rows_are_checked_too() -> None:
-    with pytest.raises(ValueError, match=r"TokenRows\.loss_mask has 2 entries"):
+    with pytest.raises(ValueError, match="more tokens than mask entries, or fewer"):
         TokenRows.from_lists([[1, 2, 3]], [[True, False]])
 
 
@@ -218,3 +218,8 @@ def test_episodes_become_rows_in_their_order() -> None:
 def test_a_reward_that_is_still_to_come_is_not_a_number() -> None:
     batch = Experience.from_trajectories([episode(0, 0, None, StopReason.STOP)])
     assert batch.rewards.isnan().tolist() == [True]
+
+
+def test_a_row_whose_mask_has_another_length_is_refused_even_if_the_totals_agree() -> None:
+    with pytest.raises(ValueError, match="more tokens than mask entries, or fewer"):
+        TokenRows.from_lists([[1, 2, 3], [4, 5]], [[False, True], [False, True, True]])

@@ -222,6 +222,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
     """One sample of the prompt. `remote_rm_url`: a file with `reward_func`, or servers; without it there is no reward yet."""
 
     def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:
+        self.remote_rm_url = remote_rm_url
         sources = remote_rm_url if isinstance(remote_rm_url, str) else ",".join(remote_rm_url or [])
         self._rule = RuleConfig(remote_url=sources)
         if remote_rm_url is not None and not self._rule.sources:

@@ -13,9 +13,8 @@ from openrlhf.config.flags import flags_of, tables
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
 TABLES = tables(__file__)
-FLAGS = TABLES["flags"] | {
-    name: f"vllm.{name}" for name in flags_of(VLLMConfig)
-}  # the flag of ours that sets an argument
+# The flag of ours that sets an argument.
+FLAGS = TABLES["flags"] | {name: f"vllm.{name}" for name in flags_of(VLLMConfig)}
 REASONS = TABLES["reasons"]  # why an argument, or all that match a pattern, may not be set
 # Quantisations that vLLM makes of new weights itself.
 ROUNDED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")

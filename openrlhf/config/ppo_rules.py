@@ -100,14 +100,14 @@ def rollout_mistakes(config: RLFlags) -> Sentences:
 
 
 def batch_mistakes(config: RLFlags) -> Sentences:
-    """An iteration is whole optimizer steps, these whole micro-batches; shares of datasets fit."""
+    """Batch sizes divide each other, and probabilities fit their datasets."""
     train, rollout, dynamic = config.train, config.rollout, config.train.dynamic_batch_enable
     product = f"<rollout.batch_size> x <rollout.n_samples_per_prompt> = {config.samples} samples"
     ranks = max(1, config.actor_ranks)
     prompts = rules.probabilities_fit(config, "data.prompt_dataset", "data.prompt_probs")
     return prompts if rollout.only else [
         *prompts,
-        (config.samples % max(1, train.batch_size), f"{product} are no multiple of <train.batch_size>."),
+        (config.samples % max(1, train.batch_size), f"{product} are no multiple of <train.batch_size>: change one of them, so that every optimizer step is full."),
         *rules.batch_fits_ranks(
             train.batch_size, ranks, micro=1 if dynamic else train.micro_batch_size,
             what="<actor.num_nodes> x <actor.num_gpus_per_node>"),

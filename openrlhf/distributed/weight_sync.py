@@ -167,9 +167,8 @@ class _IpcChannel:
         torch.cuda.ipc_collect()
 
 
-Channel = (
-    _BroadcastChannel | _IpcChannel
-)  # a member's end. Calls block until the bytes have moved, or raise PublicationError
+# A member's end. Its calls block until the bytes have moved, or raise PublicationError.
+Channel = _BroadcastChannel | _IpcChannel
 
 
 def join_group(group: WeightGroup, rank: int) -> Channel:

@@ -40,9 +40,8 @@ class TokenValues(NamedTuple):
 class ScalarModel(HeadedModel):
     """One number for every prefix of every sequence: a reward model reads the last number, a critic all of them.
 
-    `normalize`: return (value − mean) / std, with the statistics that
-    the training of the reward model stored in its configuration. The training of a reward model itself does not
-    normalise.
+    `normalize`: return (value − mean) / std, with the statistics that the training of the reward model stored in its
+    configuration. The training of a reward model itself does not normalise.
     """
 
     def __init__(self, hf: PreTrainedModel, *, packing: bool, normalize: bool = False, balancing: bool = False) -> None:
