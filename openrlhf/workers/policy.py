@@ -36,6 +36,12 @@ class PolicySettings:
     wire_dtype: str  # of the published weights, as torch names it
 
 
+def clip_of(actor: ActorConfig) -> Clip:
+    """The clip range of the ratio."""
+    low, high = actor.eps_clip_low_high
+    return Clip(low=low, high=high, dual=actor.dual_clip)
+
+
 def correction_of(algo: AlgoConfig) -> Correction:
     """The correction of train/rollout mismatch. The weights of tokens outside its band are always computed, and used only if a level is set."""
     axes = algo.correction
@@ -60,8 +66,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
 
     def __init__(self, strategy: Strategy, settings: PolicySettings) -> None:
         self.settings, self.actor, self.algo = settings, settings.actor, settings.algo
-        low, high = self.actor.eps_clip_low_high
-        self.clip, self.correction = Clip(low=low, high=high, dual=self.actor.dual_clip), correction_of(self.algo)
+        self.clip, self.correction = clip_of(self.actor), correction_of(self.algo)
         load, balancing = settings.trained.load, settings.trained.aux_loss_coef > 0
         super().__init__(
             strategy,

@@ -35,7 +35,7 @@ from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.engine_settings import engine_arguments
 from openrlhf.trainers import tasks
 from openrlhf.trajectory import Prompt
-from openrlhf.workers.policy import correction_of
+from openrlhf.workers.policy import clip_of, correction_of
 from tests.config.commands import ROOTS, SMALLEST, read_flags
 from tests.sources import ROOT, package
 
@@ -188,7 +188,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield plan_placement(config, kind)
         yield vars(make_kl(config))
         yield correction_of(config.algo)
-        yield config.actor.eps_clip_low_high, config.algo.correction.level
+        yield clip_of(config.actor), config.algo.correction.level
         yield settings.optimizer_steps(config, 5000, after=settings.freezing_steps(config))
         if config.estimator.needs_critic:
             yield settings.critic_settings(config, kind, total_steps=1)
