@@ -205,7 +205,8 @@ def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: reap_orphans(child))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     select.select([sys.stdin, os.pidfd_open(child)], [], [])
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, DUMP_SIGNAL):  # whose handlers would signal a process that is gone
+        signal.signal(number, signal.SIG_IGN)
     end_like(os.waitstatus_to_exitcode(end_all(child)))
 
 
