@@ -195,7 +195,7 @@ def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | Non
             temperature=config.rollout.temperature,
             max_tokens=PROBED_TOKENS,
             ignore_eos=True,
-            seed=config.train.seed if config.rollout.seeded == "on" else None,
+            seed=train_sampling(config).seed,
         ),
         tolerance=ROUNDING["fp32" if config.vllm.dtype == config.ds.param_dtype == "fp32" else "bf16"],
     )
