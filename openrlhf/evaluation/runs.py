@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.evaluation import EvaluationConfig
-from openrlhf.config.machine import count_gpus
 from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.loading import Table, key_columns, load_datasets
@@ -39,7 +38,7 @@ from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
-from openrlhf.rollout.engine_settings import Device
+from openrlhf.rollout.engine_settings import Device, engine_device
 from openrlhf.rollout.episode_metrics import evaluation_metrics, of_sources, source_columns
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.generator import Engines, RolloutGenerator, SamplingSpec
@@ -54,7 +53,7 @@ T = TypeVar("T")
 
 def run_evaluation(config: EvaluationConfig) -> None:
     """Evaluate as the flags say, on a running Ray cluster or a new one. Raises RewardErrors if too much failed."""
-    check_engine_args(config.vllm.engine_args, "cuda" if count_gpus() else "cpu")
+    check_engine_args(config.vllm.engine_args, engine_device())
     if config.samples_answers:
         offer_engines(config.rollout, config.reward)
         check_reward(config.reward)
@@ -247,7 +246,7 @@ class Evaluation:
 @contextmanager
 def started(config: EvaluationConfig) -> Iterator[Evaluation]:
     """An evaluation in a run folder of its own, on a Ray cluster that is there or is started for it."""
-    kind: Device = "cuda" if count_gpus() else "cpu"
+    kind = engine_device()
     largest = largest_phase(config, on_gpus=kind == "cuda")
     with closing(Recorder(config, config.run.dir)) as recorder, ray_cluster(largest):
         yield Evaluation(config, recorder, kind)

@@ -3,7 +3,6 @@
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint
 from openrlhf.config.learning import ActorConfig, CriticConfig, RefConfig
-from openrlhf.config.machine import count_gpus
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.rollout import RewardConfig
 from openrlhf.data.prompts import PromptDataset
@@ -18,14 +17,14 @@ from openrlhf.launch.run import Run, make_remote_teacher
 from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
-from openrlhf.rollout.engine_settings import Device
+from openrlhf.rollout.engine_settings import engine_device
 
 PREVIEWED = 4  # rows whose labels are scored before the run
 
 
 def run_ppo(config: PPOConfig) -> None:
     """Train as the flags say, on a running Ray or on a new one."""
-    kind: Device = "cuda" if count_gpus() else "cpu"
+    kind = engine_device()
     generates = not config.rollout.replay_dir
     if generates or config.remote_teacher:
         offer_engines(config.rollout, config.reward)

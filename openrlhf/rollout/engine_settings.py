@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from openrlhf.config.machine import count_gpus
 from openrlhf.config.rollout import VLLMConfig
 
 Device = Literal["cpu", "cuda"]
@@ -24,6 +25,11 @@ class EngineSettings:
     stop_strings: bool = False  # samples may carry stop strings: loads the tokenizer
     end_token_ids: tuple[int, ...] = ()  # the tokenizer's; generation_config.json's are known
     trust_remote_code: bool = False
+
+
+def engine_device() -> Device:
+    """The device of the engines this process can start: its GPUs, or the CPU if it has none."""
+    return "cuda" if count_gpus() else "cpu"
 
 
 def engine_environment(device: Device) -> dict[str, str]:
