@@ -28,20 +28,10 @@ from openrlhf.models.loading import (
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.proof import prove_layout
 from openrlhf.models.scalar import ScalarModel
+from tests import tiny
 from tests.tiny import tiny_config
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-}
+SIZES: dict[str, Any] = tiny.SIZES | {"vocab_size": 96, "hidden_size": 64, "bos_token_id": 2}
 LINEAR_HEADS = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
