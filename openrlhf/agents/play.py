@@ -13,7 +13,7 @@ from openrlhf.agents.assembly import Assembled, EpisodeMistake, Sampled, assembl
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RolloutConfig, RuleConfig
 from openrlhf.observability.once import warn_once
-from openrlhf.processes.pool import Call, ProcessPool, UserCodeError, loading
+from openrlhf.processes.pool import ProcessPool, UserCall, UserCodeError, loading
 from openrlhf.rollout.engine import RequestRefused
 from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -85,7 +85,7 @@ class AgentEpisodes:
             except RequestRefused as refused:
                 return str(refused)
 
-        call = Call(
+        call = UserCall(
             name=f"an episode of {self.file}",
             target="openrlhf.agents.program:play",
             args=(prompt.text, prompt.label, params, prompt.images),

@@ -33,7 +33,7 @@ class ProcessLost(UserCodeError):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
+class UserCall:
     """A function of the user, its arguments, and its deadlines. `limit` is the flag behind `seconds`, for messages.
 
     `answer` gets the number of a question and the question. Questions and answers are kept in `asked`, those of a failed call too.

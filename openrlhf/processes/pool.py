@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from openrlhf.observability.once import warn_once
-from openrlhf.processes.call import Asked, Call, Limits, ProcessLost, UserCodeError
+from openrlhf.processes.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
 from openrlhf.processes.process import UserProcess, log_size
 
-__all__ = ["Asked", "Call", "ProcessPool", "UserCodeError"]
+__all__ = ["Asked", "ProcessPool", "UserCall", "UserCodeError"]
 
 LOAD_S = 120.0  # for the import of a user's file, if a call may not take longer anyway
 LEAST_ALONE = 4  # processes for calls that run alone
@@ -50,7 +50,7 @@ class ProcessPool:
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         limits = partial(Limits, memory_gib=memory_gib, grace=grace)
-        self._loads: dict[str, Call] = {}
+        self._loads: dict[str, UserCall] = {}
         self._shared = _Processes(workers, limits(at_once=at_once), log_dir and log_dir / name)
         alone = max(LEAST_ALONE, workers) if at_once > 1 else 0
         self._alone = _Processes(alone, limits(at_once=1), log_dir and log_dir / f"{name}-alone")
@@ -71,24 +71,24 @@ class ProcessPool:
         `timeout` (seconds) counts from the moment when a free process that has loaded the function gets the call.
         Raises UserCodeError.
         """
-        call = Call(name=target, target=target, args=args, kwargs=kwargs, seconds=timeout, limit="--reward.timeout")
+        call = UserCall(name=target, target=target, args=args, kwargs=kwargs, seconds=timeout, limit="--reward.timeout")
         return await self.run(call, self._load_of(target, timeout))
 
-    def _load_of(self, target: str, timeout: float) -> Call:
+    def _load_of(self, target: str, timeout: float) -> UserCall:
         if target not in self._loads:
             load = "openrlhf.processes.loading:parameters_of"
             self._loads[target] = loading(target, load, target, seconds=timeout, limit="--reward.timeout")
         return self._loads[target]
 
-    async def load(self, setup: Call) -> Any:
+    async def load(self, setup: UserCall) -> Any:
         """What `setup` returns in one process. Raises UserCodeError."""
         return await asyncio.wrap_future(self._submit(self._shared.load(setup)))
 
-    async def run(self, call: Call, setup: Call) -> Any:
+    async def run(self, call: UserCall, setup: UserCall) -> Any:
         """What a call returns in a process where `setup` was called once. Raises UserCodeError."""
         return await asyncio.wrap_future(self._submit(self._run(call, setup)))
 
-    async def _run(self, call: Call, setup: Call) -> Any:
+    async def _run(self, call: UserCall, setup: UserCall) -> Any:
         try:
             return await self._shared.run(call, setup)
         except ProcessLost as lost:
@@ -130,11 +130,11 @@ class ProcessPool:
         self.close()
 
 
-def loading(name: str, target: str, *args: Any, seconds: float, limit: str) -> Call:
+def loading(name: str, target: str, *args: Any, seconds: float, limit: str) -> UserCall:
     """The call that loads a user's file in a process. It may take as long as a call, and `LOAD_S` at least."""
     if seconds <= LOAD_S:
         seconds, limit = LOAD_S, f"more only with {limit}"
-    return Call(name=f"loading {name}", target=target, args=args, seconds=seconds, limit=limit)
+    return UserCall(name=f"loading {name}", target=target, args=args, seconds=seconds, limit=limit)
 
 
 class _Processes:
@@ -148,12 +148,12 @@ class _Processes:
         self._places = asyncio.Semaphore(count * limits.at_once)  # given in the order they are asked for
         self._closed: UserCodeError | None = None
 
-    async def load(self, setup: Call) -> Any:
+    async def load(self, setup: UserCall) -> Any:
         """What `setup` returns in one process."""
         async with self._places:
             return await self._pick().load(setup)
 
-    async def run(self, call: Call, setup: Call) -> Any:
+    async def run(self, call: UserCall, setup: UserCall) -> Any:
         """What a call returns. The call begins again if its process is lost through no fault of its own."""
         losses = 0
         async with self._places:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from openrlhf.processes.call import Asked, Call, Limits, ProcessLost, UserCodeError
+from openrlhf.processes.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
 from openrlhf.processes.confinement import UIDS
 from openrlhf.processes.program import DUMP_SIGNAL, LENGTH, MAX_MESSAGE_BYTES
 from openrlhf.trajectory import Failure
@@ -38,7 +38,7 @@ class _Running:
     """A call under way."""
 
     number: int
-    call: Call
+    call: UserCall
     done: asyncio.Future[Any]
     log_start: int  # byte of the log
     questions: int = 0  # so far
@@ -54,7 +54,7 @@ class UserProcess:
         self.limits, self.log, self.on_end = limits, log, on_end
         self.calls_given = 0
         self.retiring = False  # a call was late here, and may have left threads that hang: no further calls
-        self.loads: dict[Call, asyncio.Task[Any]] = {}
+        self.loads: dict[UserCall, asyncio.Task[Any]] = {}
         self.process: subprocess.Popen[bytes] | None = None
         self._calls: dict[int, _Running] = {}
         self._numbers = itertools.count()
@@ -68,7 +68,7 @@ class UserProcess:
         """Whether it can be given calls."""
         return not (self.retiring or self.gone.is_set())
 
-    async def run(self, call: Call, setup: Call) -> Any:
+    async def run(self, call: UserCall, setup: UserCall) -> Any:
         """What a call returns after `setup`, which runs once. Raises UserCodeError."""
         with self._given_a_call():
             await self.load(setup)
@@ -84,19 +84,19 @@ class UserProcess:
             if self.retiring and not self.calls_given:
                 self.cut()
 
-    async def load(self, setup: Call) -> Any:
+    async def load(self, setup: UserCall) -> Any:
         """What `setup` returns; it runs once."""
         with self._given_a_call():
             return await asyncio.shield(self.begin_load(setup))
 
-    def begin_load(self, setup: Call) -> asyncio.Task[Any]:
+    def begin_load(self, setup: UserCall) -> asyncio.Task[Any]:
         """Have `setup` run, if it has not yet."""
         if setup not in self.loads:
             self.loads[setup] = asyncio.create_task(self._load(setup))
             self.loads[setup].add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait
         return self.loads[setup]
 
-    async def _load(self, setup: Call) -> Any:
+    async def _load(self, setup: UserCall) -> Any:
         if self._connected is None:
             self._connected = asyncio.create_task(self._start())
         await asyncio.shield(self._connected)
@@ -135,7 +135,7 @@ class UserProcess:
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._listening = asyncio.create_task(self._listen(self.process))
 
-    async def _run(self, call: Call) -> Any:
+    async def _run(self, call: UserCall) -> Any:
         loop = asyncio.get_running_loop()
         running = _Running(
             number=next(self._numbers), call=call, done=loop.create_future(), log_start=log_size(self.log)
