@@ -107,7 +107,8 @@ def batch_mistakes(config: RLFlags) -> Sentences:
     prompts = rules.probabilities_fit(config, "data.prompt_dataset", "data.prompt_probs")
     return prompts if rollout.only else [
         *prompts,
-        (config.samples % max(1, train.batch_size), f"{product} are no multiple of <train.batch_size>: change one of them, so that every optimizer step is full."),
+        (config.samples % max(1, train.batch_size), f"{product} are no multiple of <train.batch_size>: "
+         "change one of them, so that every optimizer step is full."),
         *rules.batch_fits_ranks(
             train.batch_size, ranks, micro=1 if dynamic else train.micro_batch_size,
             what="<actor.num_nodes> x <actor.num_gpus_per_node>"),

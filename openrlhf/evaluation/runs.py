@@ -283,4 +283,4 @@ class WrittenAnswers:
         """The answer of the prompt whose index is in the key."""
         _, row = cast(tuple[str, int], key)
         answer = self._answers[row]
-        return [Generation(tokens=answer, logprobs=[0.0] * len(answer), finish_reason="stop", stop_reason=None, weight_versions=())]  # fmt: skip
+        return [Generation(tokens=answer, logprobs=[0.0] * len(answer), finish_reason="stop")]

@@ -36,8 +36,8 @@ class Generation:
     tokens: list[int]
     logprobs: list[float]  # nats
     finish_reason: str  # "stop", "length" or "abort"
-    stop_reason: int | str | None
-    weight_versions: tuple[int, ...]  # the versions that sampled the tokens, oldest first
+    stop_reason: int | str | None = None
+    weight_versions: tuple[int, ...] = ()  # the versions that sampled the tokens, oldest first
     text: str | None = None  # only if the parameters have stop strings
     cached_tokens: int = 0  # tokens of the prompt that were in the engine's prefix cache
     seconds: float = 0.0  # from the request to the last token, waiting included
