@@ -97,6 +97,7 @@ class Checkpoint(StagedCheckpoint):
 
     @property
     def is_best(self) -> bool:
+        """Whether it was saved because an evaluation was the best so far."""
         return self.tag.startswith("best_")
 
     @property

@@ -26,6 +26,7 @@ class Part:
 
     @property
     def text(self) -> Text:
+        """Label, value, unit and detail, separated by spaces."""
         detail = f"({self.detail})" if self.detail else ""
         pieces = (self.label, "dim"), (self.value, self.style), (self.unit, ""), (detail, "dim")
         return Text(" ").join(Text(text, style) for text, style in pieces if text)

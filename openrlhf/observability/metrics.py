@@ -14,9 +14,9 @@ class Metric(Protocol):
     """A number that knows how to join with the same number of another micro-batch or rank."""
 
     @property
-    def value(self) -> float: ...
+    def value(self) -> float: ...  # the number that is logged
 
-    def merge(self, other: Self) -> Self: ...
+    def merge(self, other: Self) -> Self: ...  # both as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Mean:
     count: float
 
     def merge(self, other: Self) -> Self:
+        """The mean of everything that either has counted."""
         return replace(self, sum=self.sum + other.sum, count=self.count + other.count)
 
     @property
@@ -53,6 +54,7 @@ class Deviation:
         return cls(len(numbers), mean, math.fsum((number - mean) ** 2 for number in numbers))
 
     def merge(self, other: Self) -> Self:
+        """The deviation of all the numbers."""
         count, apart = self.count + other.count, other.mean - self.mean
         squares = self.squares + other.squares + apart**2 * self.count * other.count / count
         return replace(self, count=count, mean=self.mean + apart * other.count / count, squares=squares)
@@ -70,6 +72,7 @@ class Max:
     value: float
 
     def merge(self, other: Self) -> Self:
+        """The larger one, or the one that is NaN."""
         return self if math.isnan(self.value) or self.value >= other.value else other
 
 
@@ -80,6 +83,7 @@ class Last:
     value: float
 
     def merge(self, other: Self) -> Self:
+        """The other one, which is newer."""
         return other
 
 

@@ -35,11 +35,14 @@ WANDB_SAMPLE_ROWS = 200  # bounded, because a W&B table is sent as a whole each 
 class Tracker(Protocol):
     """Receives the numbers of each step, and of some steps a sampled text with its reward."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Receive the numbers of a step."""
 
-    def log_samples(self, step: int, text: str, reward: float | None) -> None: ...
+    def log_samples(self, step: int, text: str, reward: float | None) -> None:
+        """Receive a sample of a step: prompt and response as text, and the reward."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Send what is waiting."""
 
 
 class Trackers:

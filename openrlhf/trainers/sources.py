@@ -31,28 +31,25 @@ logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """The loop's only view of generation: batches of finished groups, and how far the prompts are used up.
-
-    `consumed` is kept in checkpoints. The metrics are the cost of generation since the last call.
-    """
+    """The loop's only view of generation: batches of finished groups, and how far the prompts are used up."""
 
     keep: DynamicFilter | None
-    consumed: int
+    consumed: int  # prompts, in the order of the run; kept in checkpoints
 
     @property
-    def total_steps(self) -> int: ...
+    def total_steps(self) -> int: ...  # of the whole run, at most: filtering may use up the prompts earlier
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int: ...  # of the next prompt, from 0
 
     @property
-    def exhausted(self) -> bool: ...
+    def exhausted(self) -> bool: ...  # no prompt is left
 
-    def resume(self, *, step: int, consumed: int) -> None: ...
+    def resume(self, *, step: int, consumed: int) -> None: ...  # `step` finished steps have consumed that many prompts
 
-    def metrics(self) -> dict[str, Metric]: ...
+    def metrics(self) -> dict[str, Metric]: ...  # the cost of generation since the last call
 
-    def __iter__(self) -> Iterator[list[Trajectory]]: ...
+    def __iter__(self) -> Iterator[list[Trajectory]]: ...  # the batch of each step that is left
 
 
 class SyncSource:
