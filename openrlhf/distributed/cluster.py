@@ -5,13 +5,15 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
-from ray._private.services import get_ray_address_from_environment  # no public call gives it without connecting
+from ray._private import services
 from ray.exceptions import AuthenticationError
 
 from openrlhf.distributed.placement import Placement, PlacementError, check_capacity
@@ -64,13 +66,20 @@ def _init_ray(plan: Placement) -> str | None:
     # Ray leaves CUDA_VISIBLE_DEVICES of actors without GPUs as it is.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if not (address := _answering_address()):
-        context = ray.init(
-            "local",
-            num_cpus=max(os.cpu_count() or 1, 4),
-            include_dashboard=False,
-            object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
-            **QUIET,
-        )
+        # Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before the run has.
+        services.ConsolePopen = partial(subprocess.Popen, process_group=0)  # type: ignore[assignment, misc]
+        try:
+            context = ray.init(
+                "local",
+                num_cpus=max(os.cpu_count() or 1, 4),
+                include_dashboard=False,
+                object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
+                **QUIET,
+            )
+        except Exception as error:  # Ray raises no narrower class
+            raise PlacementError(
+                f"Ray did not start here: {error} If the machine is busy, start the run again."
+            ) from error
         return str(context.address_info["session_dir"])  # type: ignore[attr-defined]
     try:  # Without address="auto", which also joins a Ray that another run has started, and dies with it.
         ray.init(**QUIET)
@@ -90,7 +99,8 @@ def _answering_address() -> str | None:
     """
     asked = os.environ.get("RAY_ADDRESS")
     try:
-        address = get_ray_address_from_environment(None, None)  # type: ignore[arg-type]
+        # no public call gives the address without connecting
+        address = services.get_ray_address_from_environment(None, None)  # type: ignore[arg-type]
         if address in (None, "local"):
             return None
         if "://" not in address:

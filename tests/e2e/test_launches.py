@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -341,28 +341,37 @@ def test_an_address_at_which_no_ray_answers_is_named_at_once(monkeypatch: pytest
         pass
 
 
-def test_a_termination_ends_a_run_in_order() -> None:
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["process", "group"])
+def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> None:
+    """`timeout` and schedulers send it to the process group. The run still needs Ray to end in order."""
     program = (
-        "import time\n"
+        "import ray, time\n"
         "from openrlhf.distributed.cluster import ray_cluster\n"
         "from openrlhf.distributed.placement import Placement\n"
         "try:\n"
         "    with ray_cluster(Placement(groups=(), on_gpus=False)):\n"
         "        print('up', flush=True)\n"
-        "        time.sleep(600)\n"
+        "        try:\n"
+        "            time.sleep(600)\n"
+        "        finally:\n"
+        "            print(len(ray.nodes()), 'node', flush=True)\n"
         "finally:\n"
         "    print('in order', flush=True)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         assert process.stdout and process.stdout.readline() == "up\n"
-        process.terminate()
+        send(process.pid, signal.SIGTERM)
         said, errors = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert (process.returncode, said.strip(), errors.strip()) == (143, "in order", "terminated")
+    assert (process.returncode, said.strip(), errors.strip()) == (143, "1 node\nin order", "terminated")
 
 
 def test_a_note_of_a_ray_that_is_gone_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
