@@ -10,6 +10,8 @@ from openrlhf.rewards.protocol import LARGEST, RewardResult, read_rewards, shown
 from openrlhf.rollout.sampling import Generation
 from openrlhf.trajectory import Failure, TrajectoryBuilder
 
+FINISHED = {"stop", "length", "abort"}  # ends of samples that an agent may go on from
+
 
 class EpisodeMistake(UserCodeError):
     """What an executor returned is not an episode; the message says what is wrong."""
@@ -51,7 +53,8 @@ def assemble(result: Mapping[str, Any], samples: Sequence[Sampled], max_length: 
     """The episode that an executor returned, cut to `max_length` tokens.
 
     Sampled tokens get the log-probabilities and weight versions that the engine gave with them. The executor's own
-    `rollout_log_probs` count only for tokens that the engine did not sample. Raises EpisodeMistake.
+    `rollout_log_probs` count only for tokens that the engine did not sample. Raises EpisodeMistake, and UserCodeError
+    for a sample that the engine could not finish.
     """
     tokens, ranges = _tokens(result, samples, vocabulary), _ranges(result)
     given = _numbers(result, "rollout_log_probs", len(tokens), "tokens")
@@ -118,6 +121,8 @@ class _Samples:
             return None
         chosen = max(exact or fitting, key=lambda sample: (sample.own, min(len(sample.generation.tokens), end - start)))
         self.samples.remove(chosen)
+        if (reason := chosen.generation.finish_reason) not in FINISHED:
+            raise UserCodeError(f"the engine ended a sample: {reason}", Failure.ENGINE)
         return chosen
 
 

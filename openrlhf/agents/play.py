@@ -17,11 +17,10 @@ from openrlhf.processes.pool import ProcessPool, UserCall, UserCodeError, loadin
 from openrlhf.rollout.engine import RequestRefused
 from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
+from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
 
 EPISODES = 128  # of a process at a time; more wait outside, where no deadline runs
 GRACE_S = 5.0  # for a cancelled episode to end
-FINISHED = {"stop", "length", "abort"}  # ends of samples that an agent may go on from
 
 
 class AgentEpisodes:
@@ -107,9 +106,6 @@ class AgentEpisodes:
 
     def _assembled(self, result: dict[str, Any], samples: list[Sampled], max_length: int) -> Assembled:
         """The episode that the agent returned. Raises UserCodeError if it cannot be trained on."""
-        own = {each.generation.finish_reason for each in samples if each.own}
-        if bad := own - FINISHED:
-            raise UserCodeError(f"the engine ended a sample: {', '.join(bad)}", Failure.ENGINE)
         episode = assemble(result, samples, max_length, vocabulary=len(self.tokenizer))
         if episode.reward.reward is None and self.needs_reward:
             raise EpisodeMistake("execute returned no reward, and there is no --reward.model_name_or_path")

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.agents.assembly import EpisodeMistake, Sampled, assemble
+from openrlhf.processes.call import UserCodeError
 from openrlhf.rollout.sampling import Generation
+from openrlhf.trajectory import Failure
 
 TOKEN = st.integers(0, 3)  # few, so that one turn looks like another
 TURN = st.tuples(st.lists(TOKEN, max_size=4), st.lists(TOKEN, max_size=4))  # sampled, then the environment's
@@ -160,3 +162,14 @@ def test_what_is_no_episode_is_refused_with_what_was_seen(changes: dict[str, Any
     result = {"observation_tokens": [7, 1, 2], "action_ranges": [[1, 3]], "rollout_log_probs": None, "reward": 0.0}
     with pytest.raises(EpisodeMistake, match=words):
         assemble({**result, **changes}, [call([7], [1, 2])], 100, vocabulary=1000)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_sample_that_the_engine_could_not_finish_fails_the_episode_that_uses_it(own: bool) -> None:
+    """The log-probabilities of such a sample are zeros, and would be trained on. Which episode asked for it does not matter."""
+    result, [sample] = played([7], [([1, 2], [])])
+    broken = replace(sample, own=own, generation=replace(sample.generation, finish_reason="engine 0 gave NaN"))
+    with pytest.raises(UserCodeError, match="the engine ended a sample: engine 0 gave NaN") as error:
+        assemble(result, [broken], 100, vocabulary=1000)
+    assert error.value.failure is Failure.ENGINE
+    assert assemble(result, [sample, replace(broken, prompt=[9])], 100, vocabulary=1000)  # not used

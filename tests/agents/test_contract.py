@@ -104,7 +104,7 @@ def turns(logs: Path) -> Iterator[Stand]:
 def trouble(logs: Path) -> Iterator[Stand]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(play, "GRACE_S", 0.5)
-        stand = Stand("trouble.py", logs / "trouble", step_timeout=1.5)
+        stand = Stand("trouble.py", logs / "trouble", step_timeout=3.0)
         yield stand
         stand.close()
 
@@ -228,8 +228,8 @@ def test_a_file_that_is_no_agent_is_refused_with_what_to_do(logs: Path, file: st
     [
         ("raise", Failure.EXCEPTION, "no such square"),
         ("raise before", Failure.EXCEPTION, "no such square"),
-        ("await for ever", Failure.TIMEOUT, "more than 1.5 s (--rollout.step_timeout, between two samples)"),
-        ("swallow", Failure.TIMEOUT, "more than 1.5 s (--rollout.step_timeout, between two samples)"),
+        ("await for ever", Failure.TIMEOUT, "more than 3 s (--rollout.step_timeout, between two samples)"),
+        ("swallow", Failure.TIMEOUT, "more than 3 s (--rollout.step_timeout, between two samples)"),
         ("block", Failure.TIMEOUT, 'trouble.py", line 28 in execute'),
         ("leave", Failure.EXIT, "sys.exit(3)"),
         ("crash", Failure.EXIT, "it exited with status 7"),

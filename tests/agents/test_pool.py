@@ -75,7 +75,7 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     """With short deadlines, for episodes that miss them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(play_module, "GRACE_S", 0.5)
-        stand = Stand(tmp_path_factory.mktemp("logs"), step_timeout=1.5, episode_timeout=4.0)
+        stand = Stand(tmp_path_factory.mktemp("logs"), step_timeout=1.5, episode_timeout=8.0)
     yield stand
     stand.close()
 
@@ -136,7 +136,7 @@ def test_an_episode_that_is_given_up_ends_in_its_process_too(stand: Stand) -> No
 
 def test_an_episode_that_will_not_end_fails_although_it_waits_for_the_engine(hasty: Stand) -> None:
     failed = hasty.do(hasty.play("asks again", 1000))
-    assert failed.failure is Failure.TIMEOUT and "took more than 4 s (--rollout.episode_timeout)" in failed.error
+    assert failed.failure is Failure.TIMEOUT and "took more than 8 s (--rollout.episode_timeout)" in failed.error
 
 
 def test_an_episode_that_ends_every_process_while_it_waits_for_the_engine_fails(stand: Stand) -> None:
