@@ -84,23 +84,17 @@ async def as_sampled(group: Group) -> Group:
     return group
 
 
-def rejects_none(group: Group) -> bool:
-    """The predicate of a stream without a filter."""
-    return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """How a stream of groups is generated. It travels with the prompts, so nothing is read back from the trainer.
 
-    `annotated` adds scores that `rejects` reads besides the reward function's, such as scores of reward models. A
-    rejected prompt is replaced by the next prompt, so that the stream has as many accepted groups as were asked for.
+    `annotated` may add scores of reward models, and mark the samples of a prompt as filtered. A filtered prompt is
+    replaced by the next prompt, so that the stream has as many other groups as were asked for.
     """
 
     spec: SamplingSpec
     step: int  # the training step; for an evaluation, the number of steps trained so far
     annotated: Annotate = as_sampled
-    rejects: Callable[[Group], bool] = rejects_none
 
 
 class Generator(Protocol):
@@ -109,7 +103,7 @@ class Generator(Protocol):
     def stream(
         self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
     ) -> AsyncIterator[Group]:
-        """Groups in the order in which they finish, until `groups` are accepted or the prompts are used up.
+        """Groups in the order in which they finish, until `groups` are not filtered or the prompts are used up.
 
         At most `at_once` prompts (by default `groups`) are sampled at a time.
         """
@@ -161,7 +155,7 @@ class RolloutGenerator:
     ) -> AsyncIterator[Group]:
         """See `Generator`. Closing the stream cancels the samples under way. Raises the error of a failed engine."""
         waiting = iter(prompts)
-        missing = groups  # prompts to start, if no group under way is rejected
+        missing = groups  # prompts to start, if no group under way is filtered
         under_way: set[asyncio.Task[Group]] = set()
 
         def start(count: int) -> int:
@@ -173,7 +167,7 @@ class RolloutGenerator:
             missing -= start(min(missing, at_once or missing))
             while under_way:
                 done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-                missing += sum(request.rejects(task.result()) for task in done)
+                missing += sum(task.result()[0].filtered for task in done)
                 missing -= start(min(missing, len(done)))
                 for task in done:
                     under_way.discard(task)

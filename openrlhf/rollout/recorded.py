@@ -73,7 +73,7 @@ class ReplayGenerator:
             self._read = request.step
         for prompt in prompts:
             group = await request.annotated(self._samples_of(prompt))
-            groups -= not request.rejects(group)
+            groups -= not group[0].filtered
             yield group
             if not groups:
                 return

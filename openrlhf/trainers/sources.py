@@ -14,16 +14,7 @@ from openrlhf.data.prompts import PromptDataset
 from openrlhf.observability.metrics import Metric
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.background import BackgroundLoop
-from openrlhf.rollout.generator import (
-    Annotate,
-    Generator,
-    Group,
-    Request,
-    SamplingSpec,
-    as_sampled,
-    in_prompt_order,
-    rejects_none,
-)
+from openrlhf.rollout.generator import Annotate, Generator, Group, Request, SamplingSpec, as_sampled, in_prompt_order
 from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trajectory import Prompt, Trajectory
 
@@ -147,6 +138,11 @@ class SyncSource:
             self.step += bool(_kept(step))  # no step if the rest of an epoch teaches nothing
             yield list(chain.from_iterable(step))
 
+    async def _judged(self, group: Group) -> Group:
+        """The group with all scores that the filter reads, marked if the filter rejects it."""
+        group = await self.annotated(group)
+        return self.keep.marked(group) if self.keep else group
+
     def _generate(self, prompts: Iterator[Prompt]) -> list[Group]:
         """The groups of the next prompts, in prompt order; none if the epoch is over.
 
@@ -154,8 +150,7 @@ class SyncSource:
         loop reports the errors. A batch of several steps never ends early, because its cancelled prompts would be
         missing in the epoch.
         """
-        rejects = self.keep.rejects if self.keep else rejects_none
-        request = Request(spec=self.spec, step=self.step + 1, annotated=self.annotated, rejects=rejects)
+        request = Request(spec=self.spec, step=self.step + 1, annotated=self._judged)
         may_end_early = self.keep is not None or self.at_once == self.batch_size
         groups: list[Group] = []
         failed = samples = 0
@@ -169,10 +164,7 @@ class SyncSource:
             if may_end_early and lost:
                 break
         groups.sort(key=lambda group: group[0].prompt.index)
-        if self.keep is None:
-            return groups
-        groups = [self.keep.marked(group) for group in groups]
-        if groups and not _kept(groups) and not lost:
+        if self.keep and groups and not _kept(groups) and not lost:
             logger.warning(
                 "The last %d prompts of an epoch teach nothing: none has a mean score between %g and %g (--algo.dynamic_filtering_range).",
                 len(groups), self.keep.low, self.keep.high,

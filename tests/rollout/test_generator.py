@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -17,7 +17,7 @@ from openrlhf.observability.metrics import values
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.fleet import checked
-from openrlhf.rollout.generator import Request, RolloutGenerator, SamplingSpec, rejects_none
+from openrlhf.rollout.generator import Annotate, Group, Request, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.measures import SampleCost, generation_metrics, tail_seconds
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt
@@ -100,11 +100,20 @@ def test_one_slow_prompt_is_a_long_tail() -> None:
 # ---- the stream
 
 
+def marked_by(rejects: Callable[[Group], bool]) -> Annotate:
+    """Marks the groups that are rejected."""
+
+    async def marked(group: Group) -> Group:
+        return [replace(sample, filtered=rejects(group)) for sample in group]
+
+    return marked
+
+
 def groups_of(**options: Any) -> list[int]:
     """The prompts whose groups a stream gives."""
 
     async def collect() -> list[int]:
-        request = Request(spec=SPEC, step=1, rejects=options.pop("rejects", rejects_none))
+        request = Request(spec=SPEC, step=1, annotated=marked_by(options.pop("rejects", lambda group: False)))
         return [group[0].prompt.index async for group in made().stream(iter(PROMPTS), request, **options)]
 
     return asyncio.run(collect())

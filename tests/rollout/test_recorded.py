@@ -62,7 +62,7 @@ class Dice:
                 for sample in range(request.spec.n_samples)
             ]
             group = await request.annotated([Trajectory(**{**vars(t), "prompt": prompt}) for t in samples])
-            groups -= not request.rejects(group)
+            groups -= not group[0].filtered
             yield group
             if not groups:
                 return
