@@ -82,14 +82,8 @@ def freezing_steps(config: PPOConfig) -> int:
 
 def load_spec(config: Sampling, path: str) -> LoadSpec:
     """The settings for loading a model. Attention, precision and packing are the same for all models."""
-    return LoadSpec(
-        path=located(path),
-        param_dtype=config.ds.param_dtype,
-        attention=config.ds.attn_implementation,
-        packing=config.ds.packing_samples,
-        max_len=config.data.max_len,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    trusted = config.model.trust_remote_code
+    return LoadSpec.of(located(path), config.ds, max_len=config.data.max_len, trust_remote_code=trusted)
 
 
 def located(path: str) -> str:

@@ -1,9 +1,10 @@
 """Loads Transformers models as the flags say: dtype, attention, gradient checkpointing."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -15,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.config.flags import UserError
+from openrlhf.config.shared import LoadingConfig
 from openrlhf.models import packed_attention
 
 
@@ -42,6 +44,12 @@ class LoadSpec:
     reentrant: bool = False
     trust_remote_code: bool = False
     device_map: str | None = None  # auto: spread over the GPUs of this process, layer by layer
+
+    @classmethod
+    def of(cls, path: str, ds: LoadingConfig, **more: Any) -> Self:
+        """The settings in the section --ds of the flags, and more."""
+        dtype, attention = ds.param_dtype, ds.attn_implementation
+        return cls(path=path, param_dtype=dtype, attention=attention, packing=ds.packing_samples, **more)
 
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
@@ -71,7 +79,15 @@ def configuration(spec: LoadSpec) -> Any:
 def _rope(config: Any) -> tuple[str, int | None]:
     """The type of position scaling (`default`: none), and the number of positions."""
     stored = config.get_text_config().to_dict()
-    return (stored.get("rope_parameters") or {}).get("rope_type", "default"), stored.get("max_position_embeddings")
+    given = stored.get("rope_parameters") or {}  # of the model, or of each type of its layers
+    kinds = {each.get("rope_type", "default") for each in (given, *given.values()) if isinstance(each, dict)}
+    return min(kinds - {"default"}, default="default"), stored.get("max_position_embeddings")
+
+
+def end_tokens(config: Any) -> list[int]:
+    """The tokens at which a model ends a text, by its stored configuration."""
+    ends = config.get_text_config().eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def check_is_causal(spec: LoadSpec) -> None:
@@ -133,19 +149,21 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"the model in {spec.path} cannot be read (an incomplete download?): {error}") from error
-    except ValueError as error:
+        there = os.path.isdir(spec.path)
+        what = "cannot be read (an incomplete download?)" if there else "is no folder here, and the hub did not give it"
+        raise ModelError(f"the model in {spec.path} {what}: {error}") from error
+    except (KeyError, ValueError) as error:  # KeyError: of architectures with an own table of attentions
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"the model {spec.path} comes with its own code: if you trust the code, add --model.trust_remote_code"
             ) from error
-        if "attention implementation" in str(error):
+        if "attention implementation" in str(error) or packed_attention.NAME in str(error):
             packed = "drop --ds.packing_samples, or " if spec.packing else ""
             raise ModelError(
                 f"{spec.path} does not support {spec.attention} attention: {packed}try --ds.attn_implementation eager. "
                 f"{error}"
             ) from error
-        raise
+        raise ModelError(f"the model {spec.path} cannot be loaded: {error}") from error
 
 
 def prepared(model: PreTrainedModel, spec: LoadSpec) -> PreTrainedModel:

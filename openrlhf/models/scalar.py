@@ -22,6 +22,7 @@ from openrlhf.models.loading import (
     LoadSpec,
     ModelError,
     configuration,
+    end_tokens,
     explaining_failures,
     prepared,
     pretrained_options,
@@ -101,7 +102,7 @@ def load_scalar(
     another name than "score" can only be loaded by this function. `reinit_head`: make a new head even if one is stored.
     `require_head`: refuse a folder without a head, whose rewards would be random. A new head is N(0, σ²) with σ = 1 /
     (hidden size + 1). It depends on `seed` alone, so that it is equal on every rank; the stored mean and standard
-    deviation are reset with it. Raises ValueError for a model that cannot be loaded.
+    deviation are reset with it. Raises ModelError for a model that cannot be loaded.
     """
     config, declared = _configuration(spec, head_prefix)
     model_class = _model_class(config)
@@ -114,14 +115,14 @@ def load_scalar(
             **pretrained_options(spec),
         )
     if normalize and require_head and "std" not in config.to_dict():
-        raise ValueError(
+        raise ModelError(
             f"{spec.path} stores no mean and standard deviation of its rewards, which --reward.normalize_enable needs. "
             "Use a reward model of train_rm, which stores them, or leave out --reward.normalize_enable"
         )
     name = config.value_head_prefix
     head = hf._modules.get(name)
     if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise ValueError(_unsupported(config))
+        raise ModelError(_unsupported(config))
     may_lack_head = reinit_head or not (require_head or declared)
     stored = _check_weights(spec, report, name, may_lack_head=may_lack_head)
     if reinit_head or not stored:
@@ -148,8 +149,7 @@ def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
     config.num_labels = 1
     config.value_head_prefix = stored_prefix or head_prefix
     text = config.get_text_config()
-    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
-    if text.pad_token_id in ends:
+    if text.pad_token_id in end_tokens(config):
         # Transformers reads the score at the last token that is not padding. With this padding token, that would be the
         # token before end-of-text.
         text.pad_token_id = None
@@ -160,12 +160,12 @@ def _model_class(config: Any) -> Any:
     """Transformers' class for the architecture, with the head under the name in the configuration."""
     native: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if native is None:
-        raise ValueError(_unsupported(config))
+        raise ModelError(_unsupported(config))
     name = config.value_head_prefix
     if name == NATIVE_HEAD:
         return native
     if not name.isidentifier() or hasattr(native, name) or name == native.base_model_prefix:
-        raise ValueError(
+        raise ModelError(
             f"the scalar head cannot be called {name!r}: set --ds.value_head_prefix to an unused name such as score"
         )
 
@@ -187,19 +187,19 @@ def _unsupported(config: PretrainedConfig) -> str:
 
 
 def _check_weights(spec: LoadSpec, report: Mapping[str, Any], name: str, *, may_lack_head: bool) -> bool:
-    """Whether the folder has the head `name`. Raises ValueError for weights that are missing or of another size."""
+    """Whether the folder has the head `name`. Raises ModelError for weights that are missing or of another size."""
     key = f"{name}.weight"
     sizes = {key: tuple(stored) for key, stored, _ in report["mismatched_keys"]}
     lacking = report["missing_keys"] | sizes.keys()
     if others := sorted(lacking - {key}):
-        raise ValueError(
+        raise ModelError(
             f"{spec.path} does not have all weights of its model: {len(others)} are missing or have another size, "
             f"for example {others[0]}"
         )
     if key in lacking and not may_lack_head:
         seen = f"has size {sizes[key]}, not one output" if key in sizes else "is missing"
         extra = sorted(report["unexpected_keys"])[:3]
-        raise ValueError(
+        raise ModelError(
             f"{spec.path} is no reward model or critic: its scalar head, {key}, {seen}"
             + (f" (weights that are not used: {', '.join(extra)})" if extra else "")
             + ". Name a trained one, or the right --ds.value_head_prefix; train_rm makes a new head with --model.reinit_head."
@@ -219,7 +219,7 @@ def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
 
 def _scale(mean: float, std: float) -> tuple[float, float]:
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-        raise ValueError(
+        raise ModelError(
             f"rewards cannot be normalised by mean {mean} and standard deviation {std}: both must be finite, and the "
             "standard deviation must be above 0"
         )

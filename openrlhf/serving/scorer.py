@@ -71,33 +71,27 @@ def load_scorer(
     """Functions from texts to token ids and from these to scores, as the flags say; tried once. Raises DataError or ModelError."""
     path = config.reward.model_name_or_path
     tokenizer = get_tokenizer(
-        path, use_fast=not config.data.disable_fast_tokenizer, trust_remote_code=config.model.trust_remote_code
+        path,
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+        flag="--reward.model_name_or_path",
     )
     keep_start = config.truncation_side == "right"
     tokenize = partial(tokenize_texts, tokenizer=tokenizer, max_len=config.data.max_len, keep_start=keep_start)
-    spec = LoadSpec(
-        path=path,
-        param_dtype=config.ds.param_dtype,
-        attention=config.ds.attn_implementation,
-        packing=config.ds.packing_samples,
+    spec = LoadSpec.of(
+        path,
+        config.ds,
         max_len=config.data.max_len,
         trust_remote_code=config.model.trust_remote_code,
         device_map="auto" if torch.cuda.is_available() else None,
     )
-    try:
-        model = load_scalar(
-            spec, head_prefix=config.ds.value_head_prefix, require_head=True, normalize=config.reward.normalize_enable
-        )
-        prove_layout(model)
-        embeddings = model.hf.get_input_embeddings().get_parameter("weight").shape[0]
-        if len(tokenizer) > embeddings:
-            raise ModelError(
-                f"{path} has embeddings for {embeddings} tokens, but its tokenizer knows {len(tokenizer)}."
-            )
-        score = partial(
-            score_texts, model=model.eval(), max_texts=config.batch_size, max_tokens=config.max_batch_tokens
-        )
-        score(tokenize([str(tokenizer.eos_token)]))
-    except ValueError as error:
-        raise ModelError(str(error)) from error
+    model = load_scalar(
+        spec, head_prefix=config.ds.value_head_prefix, require_head=True, normalize=config.reward.normalize_enable
+    )
+    prove_layout(model)
+    embeddings = model.hf.get_input_embeddings().get_parameter("weight").shape[0]
+    if len(tokenizer) > embeddings:
+        raise ModelError(f"{path} has embeddings for {embeddings} tokens, but its tokenizer knows {len(tokenizer)}.")
+    score = partial(score_texts, model=model.eval(), max_texts=config.batch_size, max_tokens=config.max_batch_tokens)
+    score(tokenize([str(tokenizer.eos_token)]))
     return tokenize, score

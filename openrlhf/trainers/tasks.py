@@ -118,13 +118,12 @@ def offline_task(name: str) -> Callable[[Kind], Kind]:
 
 def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
     """The settings for loading the model to train, or another model at `path`."""
-    return LoadSpec(
-        path=path or config.model.model_name_or_path,
-        param_dtype=config.ds.param_dtype,
-        attention=config.ds.attn_implementation,
-        packing=config.ds.packing_samples,
+    model = config.model
+    return LoadSpec.of(
+        path or model.model_name_or_path,
+        config.ds,
         max_len=config.data.max_len,
-        gradient_checkpointing=config.model.gradient_checkpointing_enable,
-        reentrant=config.model.gradient_checkpointing_reentrant,
-        trust_remote_code=config.model.trust_remote_code,
+        gradient_checkpointing=model.gradient_checkpointing_enable,
+        reentrant=model.gradient_checkpointing_reentrant,
+        trust_remote_code=model.trust_remote_code,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from openrlhf.models.loading import (
 )
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.proof import prove_layout
-from openrlhf.models.scalar import ScalarModel
+from openrlhf.models.scalar import ScalarModel, load_scalar
 from tests import tiny
 from tests.tiny import tiny_config
 
@@ -196,6 +197,29 @@ def test_attention_that_an_architecture_lacks_names_the_flags(tmp_path: Path) ->
         load_causal_lm(spec)
 
 
+def test_packed_attention_that_an_architecture_does_not_look_up_names_the_flag(tmp_path: Path) -> None:
+    random_model("falcon", packing=False, **MIXING["falcon"]).save_pretrained(tmp_path)
+    spec = LoadSpec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=True)
+    with pytest.raises(ModelError, match=r"does not support sdpa attention: drop --ds\.packing_samples"):
+        load_causal_lm(spec)
+    load_causal_lm(replace(spec, packing=False))
+
+
+def test_an_architecture_without_a_scalar_head_is_refused_in_words(tmp_path: Path) -> None:
+    random_model("lfm2", packing=False, **MIXING["lfm2"]).save_pretrained(tmp_path)
+    spec = LoadSpec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=False)
+    with pytest.raises(ModelError, match="none with a plain linear head for the architecture 'lfm2'"):
+        load_scalar(spec)
+
+
+@pytest.mark.parametrize("config", [None, "{}"], ids=["empty folder", "no model type"])
+def test_a_folder_that_is_no_model_is_refused_in_words(config: str | None, tmp_path: Path) -> None:
+    if config:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=rf"the model {tmp_path} cannot be loaded: Unrecognized model"):
+        check_is_causal(LoadSpec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=False))
+
+
 # Positions
 
 
@@ -242,6 +266,16 @@ def test_positions_that_depend_on_the_batch_are_refused_beyond_the_models_own(tm
     with pytest.raises(ModelError, match=r"rope_type dynamic.*--data\.max_len is 513: lower it to 512"):
         configuration(spec_of(tmp_path, config, max_len=513))
     configuration(spec_of(tmp_path, config, max_len=512))
+
+
+def test_positions_of_a_type_of_layers_are_looked_at_too(tmp_path: Path) -> None:
+    rope = {
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    config = AutoConfig.for_model("gemma3_text", **SIZES, rope_parameters=rope)
+    with pytest.raises(ModelError, match=r"rope_type dynamic.*--data\.max_len is 513"):
+        configuration(spec_of(tmp_path, config, max_len=513))
 
 
 def test_more_tokens_than_positions_are_refused_if_nothing_stretches_them(tmp_path: Path) -> None:
