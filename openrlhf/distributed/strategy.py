@@ -325,10 +325,18 @@ class TrainEngine:
         self.strategy.barrier()
 
     def load(self, directory: str, tag: str) -> None:
-        """Read the files of `save`, in a run with as many ranks and the same ZeRO stage. Collective."""
+        """Read the files of `save`, in a run with as many ranks and the same ZeRO stage. Collective.
+
+        Learning rate, schedule and the optimizer's other settings stay as the flags of this run say.
+        """
+        flags = [{key: each[key] for key in each.keys() - {"params"}} for each in self.engine.optimizer.param_groups]
         path, skipped = self.engine.load_checkpoint(directory, tag=tag)
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
+        schedule = self.engine.lr_scheduler
+        for group, given, factor in zip(self.engine.optimizer.param_groups, flags, schedule.lr_lambdas, strict=True):
+            group.update(given, lr=given["initial_lr"] * factor(schedule.last_epoch))
+        schedule.base_lrs = [given["initial_lr"] for given in flags]
         self.nonfinite_steps = skipped.get("nonfinite_steps", 0)
         self.nonfinite_in_a_row = skipped.get("nonfinite_in_a_row", 0)
         restore_random_state(
