@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import fmean
 from typing import Any, NamedTuple
 
 
@@ -131,6 +132,8 @@ MEANING = {  # of each sickness, and what to look at
     "or the upper bound of --actor.eps_clip_low_high.",
     "entropy growth": "The samples turn into noise. Lower --actor.adam.lr or --actor.entropy_coef, or raise "
     "--algo.kl.init_coef.",
+    "chance": "The reward model ranks the pairs no better than chance, and a policy that it trains will get worse. Change "
+    "--adam.lr, train on more pairs, and check that --data.chosen_key names the better answers.",
     "truncation": "Episodes run out of tokens before they end. Raise --rollout.max_new_tokens, or check that the model was "
     "trained to write the tokenizer's end token.",
     "mismatch": "Engine and trainer disagree about the log-probabilities of sampled tokens. Compare --vllm.dtype with "
@@ -151,6 +154,9 @@ RULES = (  # in the order of reporting
     Rule("same rewards", r"train/reward", 5, _constant),
     Rule("no update", r"train/(actor_|critic_)?(lr|grad_norm)", 5, _each(lambda x, _: x == 0)),
     Rule("no update", _LOSS, 5, _constant),
+    Rule(
+        "no update", r"train/(actor_)?lr", 1, lambda first, latest: first == latest[0] and not first.value, at_end=True
+    ),
     Rule("divergence", _LOSS, 5, _each(lambda x, start: x > 1.5 * start + 0.5)),
     Rule("overfitting", r"eval/(eval gpt_loss|eval_loss|eval prm_loss)", 3, _rising),
     Rule("drift", r"train/kl", 3, _each(lambda x, _: abs(x) > 1)),
@@ -158,6 +164,7 @@ RULES = (  # in the order of reporting
     Rule("leap", r"train/kl", 2, lambda _, latest: latest[1].value - latest[0].value > 0.15),
     Rule("entropy collapse", r"train/entropy_loss", 5, _each(lambda x, start: x < 0.01 * start)),
     Rule("entropy growth", r"train/entropy_loss", 5, _each(lambda x, start: x > 2 * start + 1)),
+    Rule("chance", r"train/acc", 30, lambda _, latest: fmean(point.value for point in latest) < 0.53, at_end=True),
     Rule("truncation", r"train/truncated", 5, _each(lambda x, _: x > 0.95)),
     Rule("mismatch", r"train/logprob_gap_mean", 3, _each(lambda x, _: x > 0.1)),
     Rule("mismatch", r"train/rollout_ratio", 3, _each(lambda x, _: abs(x - 1) > 0.2)),

@@ -75,19 +75,21 @@ def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_le
 def evaluation_parts(step: int, values: Mapping[str, float]) -> list[Part]:
     """The pieces of an evaluation's line: all its results, pass@k first. A standard error stands behind its pass@1."""
     parts = [Part(value="eval", unit=f"after step {step}", style="bold green")]
-    passes = {name: re.fullmatch(r"eval/eval_(.+)_pass(\d+)", name) for name in values}
-    shown = [name for name in values if name.startswith("eval/") and not name.endswith("_score_stderr")]
-    for name in sorted(shown, key=lambda name: passes[name] is None):
-        found = passes[name]
-        plain = re.sub(r"^eval/(eval[_ ])?", "", name).replace("_", " ")
-        source = "" if not found or found[1] == "default" else f"{found[1]} "  # rows without a datasource are "default"
-        label = f"{source}pass@{found[2]}" if found else plain
+    shown = {name: evaluation_label(name) for name in values if re.match(r"eval/(?!.*_score_stderr$)", name)}
+    for name, label in sorted(shown.items(), key=lambda item: "pass@" not in item[1]):
         write = percent if name.endswith("rate") else compact
-        style, rank = ("bold", 0) if found or "loss" in name else ("", 1)
+        style, rank = ("bold", 0) if "pass@" in label or "loss" in name else ("", 1)
         error = values.get(f"{name.removesuffix('_pass1')}_score_stderr")
         detail = "" if error is None else f"± {compact(error)}"
         parts.append(Part(label=label, value=write(values[name]).strip(), detail=detail, rank=rank, style=style))
     return parts
+
+
+def evaluation_label(name: str) -> str:
+    """A metric's name for people: `eval/eval_gsm8k_pass4` is "gsm8k pass@4". "default", the rows without a data source, is left out."""
+    label = re.sub(r"^eval/(eval[_ ])?(default_)?", "", name)
+    found = re.fullmatch(r"(.*?)_?pass(\d+)", label)
+    return f"{found[1]} pass@{found[2]}".lstrip() if found else label.replace("_", " ")
 
 
 def compact(number: float) -> str:

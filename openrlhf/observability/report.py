@@ -21,7 +21,7 @@ from openrlhf.observability import charts
 from openrlhf.observability.charts import Chart, draw
 from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.health import notices_of
-from openrlhf.observability.lines import clock_time, compact
+from openrlhf.observability.lines import clock_time, compact, evaluation_label
 from openrlhf.observability.run_folder import CONFIG, METRICS, REPORT, RESOLVED, SAMPLES, read_lines
 
 Row = dict[str, Any]  # one line of a .jsonl file
@@ -199,9 +199,11 @@ def make_tiles(series: Series) -> list[tuple[str, str, str]]:
 
 
 def short_label(name: str) -> str:
-    """A metric's name for people: `eval/eval_gsm8k_pass4` is "gsm8k pass@4"."""
-    name = re.sub(r"^\w+/(eval[_ ])?", "eval " if name.startswith("eval/") else "", name)
-    return re.sub(r"^eval (.+)_pass(\d+)$", r"\1 pass@\2", name).replace("_", " ")
+    """A metric's name for people: `train/total_length` is "total length"."""
+    if not name.startswith("eval/"):
+        return name.partition("/")[2].replace("_", " ")
+    label = evaluation_label(name)
+    return label if "pass@" in label else f"eval {label}"
 
 
 def _cell(value: object) -> str:

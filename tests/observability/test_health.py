@@ -132,6 +132,17 @@ def test_a_held_out_score_may_dip_once_but_not_end_below_its_start() -> None:
     assert told_when([{"step": n, "eval/eval_x_pass1": x} for n, x in enumerate([0.5, 0.1])]) == "never"  # no error
 
 
+@pytest.mark.parametrize(("steps", "accuracy", "told"), [(40, 0.5, "end"), (40, 0.56, "never"), (20, 0.5, "never")])
+def test_a_reward_model_at_chance_says_so_at_its_end(steps: int, accuracy: float, told: str) -> None:
+    assert told_when([{"step": n, "train/acc": accuracy + 0.1 * (-1) ** n} for n in range(steps)]) == told
+
+
+def test_a_run_whose_only_step_had_a_learning_rate_of_zero_says_so() -> None:
+    assert told_when([{"step": 1, "train/lr": 0.0}]) == "end"
+    assert told_when([{"step": n, "train/lr": rate} for n, rate in enumerate([0.0, 1e-5])]) == "never"
+    assert told_when([{"step": n, "train/lr": rate} for n, rate in enumerate([1e-5, 0.0])]) == "never"
+
+
 def test_equal_rewards_explain_a_gradient_of_zero() -> None:
     rows = [{"step": n, "train/dead_groups": 1.0, "train/reward": 0.0, "train/actor_grad_norm": 0.0} for n in range(9)]
     (notice,) = notices_of(rows)

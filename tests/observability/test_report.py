@@ -230,7 +230,9 @@ def test_tiles_compare_beginning_and_end():
 def test_names_are_shortened_for_people():
     assert short_label("train/response_length") == "response length"
     assert short_label("eval/eval_gsm8k_pass4") == "gsm8k pass@4"
+    assert short_label("eval/eval_default_pass1") == "pass@1"  # rows without a data source
     assert short_label("eval/eval gpt_loss") == "eval gpt loss"
+    assert short_label("eval/acc_mean") == "eval acc mean"
 
 
 def test_a_report_can_be_written_while_a_line_is_half_written(run):
