@@ -24,8 +24,10 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
+from openrlhf.config.shared import CheckpointConfig
 from openrlhf.files import fingerprint, move, sync, sync_tree, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,11 @@ class CheckpointManager:
         self.max_num = max_num
         self.max_bytes = max_mem_gib * GIB
         self._damaged: set[str] = set()  # nonces of what `latest` found incomplete
+
+    @classmethod
+    def of(cls, ckpt: CheckpointConfig, parts: Sequence[str]) -> Self:
+        """The checkpoints at --ckpt.path, of these engines. With --ckpt.disable_ds they are exports only."""
+        return cls(ckpt.path, parts=() if ckpt.disable_ds else parts, max_num=ckpt.max_num, max_mem_gib=ckpt.max_mem)
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint, regular or best, with all its files checked; None, with a warning, if there is none.

@@ -37,7 +37,7 @@ def kind(value: Any) -> str:
 
 
 def row_error(row: Mapping[str, Any], column: str, problem: str) -> DataError:
-    """An error that names the dataset, row number (from 0) and column of a value before `problem`."""
+    """An error that names the dataset, row number (from 1) and column of a value before `problem`."""
     return DataError(f"{row[SOURCE]}, row {row[ROW]}, column {column!r}: {problem}")
 
 

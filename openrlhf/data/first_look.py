@@ -41,17 +41,24 @@ def _strings(value: Any) -> Iterator[str]:
                 yield from _strings(message.get("content") if isinstance(message, dict) else None)
 
 
-def round_trip(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[str]:
+def round_trip(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, prompts: bool = False) -> list[str]:
     """Notices about texts that change when they are encoded and decoded. Raises DataError for lost text.
 
     Harmless changes: Unicode compatibility forms, added spaces, spaces beside special tokens, runs of white space that
-    become one space. A notice: letters that lose case or accents, and unknown tokens. An error: any other lost
-    character, a lost border between two words, or more unknown tokens than known ones.
+    become one space. A notice: letters that lose case or accents, unknown tokens, and with `prompts` any change, since
+    a reward's query is decoded tokens. An error: any other lost character, a lost border between two words, or more
+    unknown tokens than known ones.
     """
+    changes: list[str] = []
     tokens = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     for text, ids in zip(texts, tokens, strict=True):
         back = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if _survives(_spaced(tokenizer, text), _spaced(tokenizer, back)):
+            if prompts and back != text:
+                changes = [
+                    f"The prompt {text[:200]!r} is decoded as {back[:200]!r}: a reward function that removes the prompt "
+                    "from a query by its length, query[len(prompt):], cuts at the wrong place."
+                ]
             continue
         problem = (
             f"The tokenizer of {tokenizer.name_or_path!r} changes the data: "
@@ -65,7 +72,7 @@ def round_trip(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list
         raise DataError(
             f"{problem} Text is lost: look at the tokenizer's files, or use the tokenizer that the model came with."
         )
-    return []
+    return changes
 
 
 def _spaced(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
@@ -135,13 +142,9 @@ def compare_formats(model: str, trained: TextFormat | None, used: TextFormat, pr
     before, _, after = (trained.input_template or "").partition("{}")
     if trained.input_template and all(text.startswith(before) and text.endswith(after) for text in prompts):
         return []  # the rows contain the template already
-    if trained.chat_template and used.chat_template:
-        return [
-            f"{model} was trained with another chat template than the one in effect: its prompts look different here."
-        ]
-    return [
-        f"{model} was trained with {trained.flags}, but this run uses {used.flags}: its prompts look different here."
-    ]
+    both = trained.chat_template and used.chat_template
+    other = "another chat template than this run has" if both else f"{trained.flags}, but this run uses {used.flags}"
+    return [f"{model} was trained with {other}: its prompts look different here."]
 
 
 # ---- the end of an answer

@@ -24,7 +24,7 @@ def number_rows(dataset: Dataset, source: str = "the dataset") -> Dataset:
     rows = len(dataset)
     # The library types the fingerprint, which it computes itself, as required.
     dataset = dataset.add_column(SOURCE, [source] * rows)  # pyright: ignore[reportCallIssue]
-    return dataset.add_column(ROW, list(range(rows)))  # pyright: ignore[reportCallIssue]
+    return dataset.add_column(ROW, list(range(1, rows + 1)))  # pyright: ignore[reportCallIssue]
 
 
 def as_rows(columns: Columns) -> list[dict[str, Any]]:

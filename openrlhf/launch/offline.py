@@ -10,19 +10,19 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.batches import TokenRows
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint
-from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data import first_look
 from openrlhf.data.errors import DataError, notice
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import Strategy, TrainEngine
-from openrlhf.launch.identity import Identity, offline_identity
-from openrlhf.models.proof import prove_layout
+from openrlhf.launch.identity import offline_identity
+from openrlhf.models.loading import configuration, end_tokens
+from openrlhf.models.proof import UNPROVEN, prove_layout
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
-from openrlhf.trainers.supervised import Schedule, SupervisedTrainer, layout_of
-from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
+from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
+from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows, load_spec
 
 
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
@@ -40,34 +40,38 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         chat_template=config.data.tokenizer_chat_template,
     )
     train_rows, eval_rows = load_rows(task, tokenizer)
-    schedule = make_schedule(config, train_rows)
-    plan = f"{train_rows.summary} {schedule.total_steps} optimizer step(s) of {schedule.batch_size} rows"
+    epoch = steps_per_epoch(config, train_rows)
+    total_steps, size = epoch * config.train.max_epochs, config.train.batch_size
+    plan = f"{train_rows.summary} {total_steps} optimizer step(s) of {size} rows; {len(train_rows) % size} left over."
+    if eval_rows is None and (eval_rows := task.measured_rows(train_rows)):
+        plan += f" Without --eval.dataset, the first {len(eval_rows)} training row(s) are evaluated."
     if config.dry_run:
-        print(plan)
-        print(f"first row: {tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())!r}")
+        first = tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())
+        print(plan, f"first row: {first!r}", UNPROVEN, sep="\n")
         return
     strategy = Strategy(config.ds, seed=config.train.seed, full_determinism=config.train.full_determinism_enable)
     identity = offline_identity(task, train_rows)
-    checkpoints = open_checkpoints(config.ckpt)
+    checkpoints = CheckpointManager.of(config.ckpt, [""])
     # One process looks: finding the newest checkpoint also tidies up after a save that was killed.
     found = checkpoints.latest() if config.ckpt.load_enable and strategy.is_main else None
     checkpoint: Checkpoint | None = strategy.broadcast(found)
     if checkpoint:
-        check_resumable(checkpoint, strategy, identity)
-    engine = load_models(task, strategy, schedule.total_steps)
+        parts = "number of processes, --ds.zero_stage and --ds.param_dtype"
+        checkpoint.check_continued_by({"": layout_of(strategy)}, layout=parts, identity=identity)
+    engine = load_models(task, strategy, total_steps)
     run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
     resume_step = checkpoint and checkpoint.state.step
     recorder = Recorder(config, run_dir, resume_step=resume_step) if strategy.is_main else None
     if recorder:
-        recorder.display.note(f"{plan} on {strategy.dp_size} process(es).")
+        recorder.display.note(f"{plan} Processes: {strategy.dp_size}.")
     trainer = SupervisedTrainer(
         task,
         engine,
         strategy,
         tokenizer=tokenizer,
         train_rows=train_rows,
-        eval_rows=task.measured_rows(train_rows) if eval_rows is None else eval_rows,
-        schedule=schedule,
+        eval_rows=eval_rows,
+        steps_per_epoch=epoch,
         checkpoints=checkpoints,
         best=follow_best(config),
         recorder=recorder,
@@ -112,10 +116,18 @@ def first_look_at(
 ) -> list[str]:
     """Notices about the first rows. Records the format of prompts in the tokenizer. Raises DataError for lost text."""
     found = first_look.round_trip(tokenizer, texts)
+    if (ends := end_tokens(configuration(load_spec(task.config)))) and tokenizer.eos_token_id not in ends:
+        found.append(
+            f"The tokenizer ends texts with {tokenizer.eos_token} ({tokenizer.eos_token_id}), the model with {ends}."
+        )
     first = [task.collate([rows[number]]) for number in range(min(first_look.LOOKED_AT, len(rows)))]
     ending = first_look.ending_of([row.tokens.tolist() for row in first], tokenizer)
     trained, used = first_look.recorded(tokenizer), task.text_format(tokenizer, ending)
     if used:
+        try:
+            found += first_look.round_trip(tokenizer, [(used.input_template or "").replace("{}", "")])
+        except DataError as error:  # rows may go without the template's words
+            found.append(f"--data.input_template: {error}")
         model = f"--model.model_name_or_path {task.config.model.model_name_or_path}"
         found += first_look.compare_formats(model, trained, used, texts)
         found += first_look.end_notices(ending, tokenizer, "Responses") if isinstance(first[0], TokenRows) else []
@@ -123,32 +135,18 @@ def first_look_at(
     return found
 
 
-def make_schedule(config: SupervisedConfig, rows: Rows) -> Schedule:
-    """The steps of a run. Raises DataError if the rows do not fill one optimizer step."""
-    train = config.train
-    schedule = Schedule(rows=len(rows), batch_size=train.batch_size, max_epochs=train.max_epochs)
-    if schedule.steps_per_epoch == 0:
+def steps_per_epoch(config: SupervisedConfig, rows: Rows) -> int:
+    """Optimizer steps per epoch, without an incomplete last batch. Raises DataError if the rows do not fill one batch."""
+    size = config.train.batch_size
+    if len(rows) < size:
         raise DataError(
             f"--data.dataset {config.data.dataset} has {len(rows)} usable rows, fewer than one batch: lower "
-            f"--train.batch_size {train.batch_size}. {rows.summary}"
+            f"--train.batch_size {size}. {rows.summary}"
         )
-    return schedule
-
-
-def open_checkpoints(ckpt: CheckpointConfig) -> CheckpointManager:
-    """The checkpoints at --ckpt.path. With --ckpt.disable_ds they are exports only."""
-    parts = [] if ckpt.disable_ds else [""]
-    return CheckpointManager(ckpt.path, parts=parts, max_num=ckpt.max_num, max_mem_gib=ckpt.max_mem)
+    return len(rows) // size
 
 
 def follow_best(config: SupervisedConfig) -> BestMetric:
     """The metric of the best checkpoint: the named metric, or with --eval.patience the first that ends in `loss`."""
     patience = config.eval.patience
     return BestMetric(config.ckpt.best_metric_key or ("" if patience else "none"), ending="loss", patience=patience)
-
-
-def check_resumable(checkpoint: Checkpoint, strategy: Strategy, identity: Identity) -> None:
-    """Raise CheckpointError, naming every difference, if the checkpoint is of another run."""
-    checkpoint.check_continued_by(
-        {"": layout_of(strategy)}, layout="number of processes, --ds.zero_stage and --ds.param_dtype", identity=identity
-    )

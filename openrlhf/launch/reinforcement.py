@@ -1,7 +1,6 @@
 """From the flags of RL to a finished run: checks before any device is touched, placement, then `Run`."""
 
 from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint
 from openrlhf.config.learning import ActorConfig, CriticConfig, RefConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.rollout import RewardConfig
@@ -10,10 +9,11 @@ from openrlhf.distributed import placement
 from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents
-from openrlhf.launch.identity import Identity, rl_identity
+from openrlhf.launch.identity import rl_identity
 from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder
 from openrlhf.launch.run import Run, make_remote_teacher
+from openrlhf.models.proof import UNPROVEN
 from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
@@ -30,12 +30,7 @@ def run_ppo(config: PPOConfig) -> None:
         offer_engines(config.rollout, config.reward)
     if generates:
         check_engine_args(config.vllm.engine_args, kind)
-    checkpoints = CheckpointManager(
-        config.ckpt.path,
-        parts=[] if config.ckpt.disable_ds else list(settings.engine_layouts(config)),
-        max_num=config.ckpt.max_num,
-        max_mem_gib=config.ckpt.max_mem,
-    )
+    checkpoints = CheckpointManager.of(config.ckpt, list(settings.engine_layouts(config)))
     checkpoint = checkpoints.latest() if config.ckpt.load_enable else None
     data = load_prompts(config)
     if generates:
@@ -46,7 +41,8 @@ def run_ppo(config: PPOConfig) -> None:
         teacher.check(data.tokenizer, max_len=config.data.max_len)
     identity = rl_identity(config, data.train, data.tokenizer)
     if checkpoint:
-        check_resumable(checkpoint, config, identity)
+        parts = "estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role"
+        checkpoint.check_continued_by(settings.engine_layouts(config), layout=parts, identity=identity)
     done, consumed = (checkpoint.state.step, checkpoint.state.consumed) if checkpoint else (0, 0)
     replay = replay_folder(config, data, done=done, consumed=consumed)
     plan = plan_placement(config, kind)
@@ -94,18 +90,10 @@ def show_plan(config: PPOConfig, data: PromptData, plan: placement.Placement) ->
     most = "at most " if config.algo.dynamic_filtering_enable else ""
     print(f"{len(data.train)} prompts, {most}{steps} steps of {config.rollout.batch_size} prompts")
     show_prompts(data.train)
+    print(UNPROVEN)
 
 
 def show_prompts(prompts: PromptDataset) -> None:
     """Print the first prompts."""
     for row in (prompts[i] for i in range(min(3, len(prompts)))):
         print(f"prompt {row.text!r} ({len(row.tokens)} tokens), label {row.label!r}")
-
-
-def check_resumable(checkpoint: Checkpoint, config: PPOConfig, identity: Identity) -> None:
-    """Raise CheckpointError, naming every difference, if the checkpoint is of another run."""
-    checkpoint.check_continued_by(
-        settings.engine_layouts(config),
-        layout="estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role",
-        identity=identity,
-    )

@@ -107,9 +107,8 @@ class PPOTrainer:
             self.after_step(merge_all(metrics))
             if self.stopped:
                 break
-        if (
-            self.settings.eval.steps > 0 and self.best.evaluated_at < self.step
-        ):  # the last step was not evaluated: no step came after it
+        # The last step is not evaluated with the others if filtering ended the run before its planned end.
+        if self.settings.eval.steps > 0 and self.best.evaluated_at < self.step:
             self.run_evaluation()
         if self.source.exhausted and self.step < self.source.total_steps:
             self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Generic, cast
 
 import torch
@@ -21,25 +20,6 @@ from openrlhf.trainers.tasks import Micro, OfflineTask, Row, Rows
 from openrlhf.workers.base import MicroBatchLimits
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """The steps of a run. Derived from the size of the data; `steps_per_epoch` ≥ 1."""
-
-    rows: int
-    batch_size: int
-    max_epochs: int
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps per epoch. An incomplete last batch is left out."""
-        return self.rows // self.batch_size
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the run."""
-        return self.steps_per_epoch * self.max_epochs
-
-
 class SupervisedTrainer(Generic[Row, Micro]):
     """Runs a task: train, log, evaluate, checkpoint, export. One instance per process."""
 
@@ -52,7 +32,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         tokenizer: PreTrainedTokenizerBase,
         train_rows: Rows,
         eval_rows: Any,  # rows without a summary, or None
-        schedule: Schedule,
+        steps_per_epoch: int,
         checkpoints: CheckpointManager,
         best: BestMetric,
         recorder: Recorder | None,
@@ -61,8 +41,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
     ) -> None:
         self.task, self.engine, self.strategy, self.tokenizer = task, engine, strategy, tokenizer
         self.train_rows, self.eval_rows = train_rows, eval_rows
-        self.schedule, self.train, self.ckpt = schedule, task.config.train, task.config.ckpt
-        self.eval_steps = task.config.eval.steps if task.config.eval.steps > 0 else schedule.steps_per_epoch
+        self.train, self.ckpt = task.config.train, task.config.ckpt
+        self.steps_per_epoch, self.total_steps = steps_per_epoch, steps_per_epoch * self.train.max_epochs
+        self.eval_steps = task.config.eval.steps if task.config.eval.steps > 0 else steps_per_epoch
         self.recorder, self.run_dir, self.identity = recorder, run_dir, identity
         self.limits = MicroBatchLimits(size=self.train.micro_batch_size)
         self.checkpoints, self.best = checkpoints, best
@@ -71,7 +52,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def fit(self) -> None:
         """Train until the steps or the patience are used up, then export to --ckpt.output_dir."""
         if self.recorder:
-            self.recorder.display.begin(self.schedule.total_steps, done=self.step)
+            self.recorder.display.begin(self.total_steps, done=self.step)
         for window in self.windows():
             result = self.engine.optimize(
                 window,
@@ -94,16 +75,16 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def windows(self) -> Iterator[list[Micro]]:
         """This rank's micro-batches of each remaining optimizer step."""
-        while self.step < self.schedule.total_steps and not self.best.exhausted:
+        while self.step < self.total_steps and not self.best.exhausted:
             sampler = ResumableSampler(
-                self.schedule.rows,
+                len(self.train_rows),
                 seed=self.train.seed,
                 dp_rank=self.strategy.dp_rank,
                 dp_size=self.strategy.dp_size,
-                batch_size=self.schedule.batch_size,
-                consumed=self.step * self.schedule.batch_size,
+                batch_size=self.train.batch_size,
+                consumed=self.step * self.train.batch_size,
             )
-            for rows in self._loader(self.train_rows, sampler, self.schedule.batch_size // self.strategy.dp_size):
+            for rows in self._loader(self.train_rows, sampler, self.train.batch_size // self.strategy.dp_size):
                 batch = self.task.collate(rows)
                 yield self.task.micro_batches(batch, self.limits)
                 if self.best.exhausted:
@@ -125,7 +106,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         if self.recorder:
             logged = {name: m for name, m in merged.items() if name.startswith("train/")}
             self.recorder.step(self.step, values(logged))
-        last = self.step == self.schedule.total_steps
+        last = self.step == self.total_steps
         if self.eval_rows is not None and (self.step % self.eval_steps == 0 or last):
             self.evaluate()
         if self.ckpt.save_steps > 0 and self.step % self.ckpt.save_steps == 0:
@@ -192,8 +173,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def _state(self) -> RunState:
         return RunState(
             step=self.step,
-            epoch=self.step // self.schedule.steps_per_epoch,
-            consumed=self.step * self.schedule.batch_size,
+            epoch=self.step // self.steps_per_epoch,
+            consumed=self.step * self.train.batch_size,
             run_dir=self.run_dir,
             engines={"": layout_of(self.strategy)},
             identity=self.identity,

@@ -123,7 +123,7 @@ def test_a_margin_is_a_number_and_nothing_is_zero() -> None:
 )
 def test_a_margin_that_is_no_number_is_named_by_row_and_column(value: Any, seen: str) -> None:
     rows = [{"chosen": "a", "rejected": "b", "margin": None}, {"chosen": "a", "rejected": "b", "margin": value}]
-    with pytest.raises(DataError, match=rf"row 1, column 'margin': is {seen}"):
+    with pytest.raises(DataError, match=rf"row 2, column 'margin': is {seen}"):
         pairs(rows)
 
 
@@ -259,7 +259,7 @@ def test_a_malformed_row_is_named_by_file_row_and_column(tmp_path: Path) -> None
     path = tmp_path / "pairs.jsonl"
     path.write_text(json_lines([{"chosen": "a", "rejected": value} for value in ("b", "c", None)]))
     rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
-    with pytest.raises(DataError, match=r"pairs\.jsonl, row 2, column 'rejected': is null"):
+    with pytest.raises(DataError, match=r"pairs\.jsonl, row 3, column 'rejected': is null"):
         PreferenceDataset(rows, build_tokenizer(), PreferenceDataConfig(max_len=64))
 
 
@@ -273,12 +273,12 @@ def test_messages_without_a_template_and_strings_with_one_name_the_flag_to_chang
 
 def test_a_malformed_message_is_named_by_row_and_message() -> None:
     bad = [{"from": "human", "value": "a"}]
-    with pytest.raises(DataError, match=r"row 0, column 'chosen': message 0 needs 'role'"):
+    with pytest.raises(DataError, match=r"row 1, column 'chosen': message 0 needs 'role'"):
         chat([{"chosen": bad, "rejected": bad}])
 
 
 def test_a_chat_without_an_answer_is_refused_where_the_answer_is_judged() -> None:
-    with pytest.raises(DataError, match="row 0, column 'chosen': the last message is not the assi"):
+    with pytest.raises(DataError, match="row 1, column 'chosen': the last message is not the assi"):
         chat([{"chosen": [user("a")], "rejected": [user("b")]}], needs_prompt=True)
 
 
@@ -298,7 +298,7 @@ def test_chatbot_arena_is_recognised_and_its_ties_left_out() -> None:
     assert [text(data[place].chosen)[-8:-7] for place in (0, 1)] == ["b", "a"]
     assert [text(data[place].rejected)[-8:-7] for place in (0, 1)] == ["a", "b"]
     assert data.summary == "2 of 4 pairs kept, dropped 2 that are ties."
-    with pytest.raises(DataError, match="row 0, column 'winner': is 'A', not model_a"):
+    with pytest.raises(DataError, match="row 1, column 'winner': is 'A', not model_a"):
         chat([{"winner": "A", "conversation_a": a, "conversation_b": b}])
 
 
@@ -309,7 +309,7 @@ def test_webgpt_comparisons_are_recognised() -> None:
     data = pairs(rows, input_template="{}:", needs_prompt=True)
     assert [answers(data[place]) for place in (0, 1)] == [("y <eos>", "x <eos>"), ("x <eos>", "y <eos>")]
     assert data[0].prompt_length == 2
-    with pytest.raises(DataError, match="row 0, column 'score_1': is null, not a number"):
+    with pytest.raises(DataError, match="row 1, column 'score_1': is null, not a number"):
         pairs([rows[0] | {"score_1": None}])
 
 

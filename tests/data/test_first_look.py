@@ -71,6 +71,13 @@ def test_lost_text_is_an_error_with_both_texts(tokenizer: PreTrainedTokenizerBas
     assert repr(text) in str(caught.value) and back in str(caught.value) and "Text is lost" in str(caught.value)
 
 
+def test_prompts_that_a_reward_gets_back_with_other_white_space_are_a_notice() -> None:
+    """A query is decoded tokens: query[len(prompt):] would cut into the response."""
+    [said] = round_trip(words("two", "words"), ["two   words\n"], prompts=True)
+    assert r"'two   words\n' is decoded as 'two words'" in said and "query[len(prompt):]" in said
+    assert round_trip(words("two", "words"), ["two words"], prompts=True) == []
+
+
 def test_a_few_unknown_tokens_and_lost_capitals_are_a_notice() -> None:
     tokenizer = build_tokenizer()
     tokenizer.unk_token = "<unk>"

@@ -148,7 +148,7 @@ def test_rows_know_where_they_come_from(two_files: str) -> None:
     rows = load(two_files, probs="0.5,0.5").shuffle(seed=3)
     for row in rows.select(range(20)):
         assert f"{'many' if row['input'][0] == 'x' else 'few'}.jsonl" in row[SOURCE]
-        assert row[ROW] == int(row["input"][1:])
+        assert row[ROW] == int(row["input"][1:]) + 1  # lines of a file count from 1
 
 
 def test_csv_and_json_files_blend(write: Write) -> None:
@@ -281,5 +281,5 @@ def test_text_that_is_not_utf8_is_named_by_row(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a": "x"}\n{"a": "\xff"}\n')
     rows = load(str(path))
-    with pytest.raises(DataError, match=r"x\.jsonl, row 1: is not valid UTF-8 text"):
+    with pytest.raises(DataError, match=r"x\.jsonl, row 2: is not valid UTF-8 text"):
         map_rows(rows, ["a"], lambda batch: {"a": batch["a"]}, Features({"a": Value("string")}), "Reading")

@@ -78,7 +78,7 @@ def test_no_prompt_is_left_out_for_its_length() -> None:
 
 
 def test_an_empty_prompt_is_an_error_with_its_row() -> None:
-    with pytest.raises(DataError, match="the dataset, row 1, column 'input': is an empty prompt"):
+    with pytest.raises(DataError, match="the dataset, row 2, column 'input': is an empty prompt"):
         dataset([{"input": "a"}, {"input": ""}])
 
 
@@ -92,7 +92,7 @@ def test_an_empty_prompt_is_an_error_with_its_row() -> None:
     ],
 )
 def test_a_malformed_prompt_is_an_error_with_its_row(value: Any, chat: bool, complaint: str) -> None:
-    with pytest.raises(DataError, match=f"row 0, column 'input': {complaint}"):
+    with pytest.raises(DataError, match=f"row 1, column 'input': {complaint}"):
         dataset([{"input": value}], build_tokenizer(PLAIN_CHAT), apply_chat_template=chat)
 
 

@@ -293,7 +293,7 @@ def test_a_malformed_row_is_named_by_dataset_row_and_column(tmp_path: Any) -> No
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"input": "a", "output": value}) + "\n" for value in ("x", "y", None)))
     rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 2, column 'output': is null, not a string"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 3, column 'output': is null, not a string"):
         SFTDataset(rows, build_tokenizer(), SFTDataConfig(max_len=64, output_key="output"))
 
 
@@ -304,14 +304,14 @@ def test_chat_messages_without_a_template_name_the_flag_that_is_missing() -> Non
 
 def test_a_malformed_message_is_named_by_row_and_message() -> None:
     rows = [{"input": [{"from": "human", "value": "a"}]}]
-    with pytest.raises(DataError, match=r"row 0, column 'input': message 0 needs 'role'.*--data\.input_key"):
+    with pytest.raises(DataError, match=r"row 1, column 'input': message 0 needs 'role'.*--data\.input_key"):
         dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
 
 
 def test_a_template_that_refuses_a_row_says_which() -> None:
     picky = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + PLAIN_CHAT
     with pytest.raises(
-        DataError, match="row 1, column 'input': the chat template cannot render these messages: too many"
+        DataError, match="row 2, column 'input': the chat template cannot render these messages: too many"
     ):
         dataset([{"input": TWO_TURNS[:2]}, {"input": TWO_TURNS}], build_tokenizer(picky), apply_chat_template=True)
 

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.cli.train_sft import main
 from openrlhf.distributed.devices import free_port
@@ -30,6 +31,7 @@ from tests.e2e.commands import (
     steps_logged,
     write_rows,
 )
+from tests.models.test_proof import MIXING, SIZES
 from tests.tiny import save_tiny_model, sayable
 
 TRAIN_ROWS, EVAL_ROWS, BATCH, EPOCHS = 52, 13, 8, 5
@@ -217,6 +219,20 @@ def test_a_resumed_run_with_dropout_logs_what_an_unbroken_one_logs(workspace: Pa
         assert numbers(folder) == unbroken, command
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_resumed_run_follows_the_learning_rate_of_its_own_flags(workspace: Path, stage: int) -> None:
+    """Not the checkpoint's, which the run's files would not show. What else is not used as given is said."""
+    folder = workspace / f"faster-{stage}"
+    flags = sft_flags(workspace, folder) | {"train.max_epochs": 1, "ckpt.save_steps": 3, "ds.zero_stage": stage}
+    run("train_sft", flags)
+    (folder / "checkpoints" / "global_step6.manifest.json").unlink()
+    done = run("train_sft", flags | {"ckpt.load_enable": True, "adam.lr": 2e-2, "run.dir": workspace / "elsewhere"})
+    slow, fast = default_schedule(1e-2, 6), default_schedule(2e-2, 6)
+    assert column(folder, "train/lr") == [*slow[:3], *fast[3:]]
+    assert f"--run.dir {workspace / 'elsewhere'} is not used" in done.printed
+    assert not (workspace / "elsewhere").exists()
+
+
 def test_a_checkpoint_of_another_run_in_the_same_folder_is_refused(whole: Path, workspace: Path) -> None:
     """With as many rows, and the same batch size, seed and layout; each difference is named."""
     write_rows(workspace / "others.jsonl", task_rows(TRAIN_ROWS, seed=4))
@@ -321,6 +337,49 @@ def test_a_mistake_is_one_message_and_status_2(
     assert "Traceback" not in errors
     assert re.search(message, errors), errors
     assert not folder.exists()
+
+
+def test_a_model_that_mixes_packed_texts_is_refused_before_the_first_step(workspace: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("lfm2", **SIZES | MIXING["lfm2"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(workspace / "lfm2")
+    AutoTokenizer.from_pretrained(workspace / "model").save_pretrained(workspace / "lfm2")
+    flags = sft_flags(workspace, workspace / "mixed") | {
+        "model.model_name_or_path": workspace / "lfm2",
+        "ds.packing_samples": True,
+    }
+    done = run("train_sft", flags | {"dry_run": True})
+    assert "Not checked: whether the layout of the batches changes what the models compute." in done.printed
+    done = run("train_sft", flags, status=2)
+    assert re.search(r"packed into one row, and mixes them.*Drop --ds\.packing_samples", done.errors), done.errors
+    assert "Traceback" not in done.errors and not (workspace / "mixed").exists()
+
+
+def test_the_first_rows_tell_what_will_not_fit_together(whole: Path, workspace: Path) -> None:
+    """A template that the tokenizer cannot write, another end of text than the model's, another format than in training."""
+    model = workspace / "unlike"
+    shutil.copytree(workspace / "model", model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = "z"
+    tokenizer.save_pretrained(model)
+    flags = sft_flags(workspace, workspace / "dry", dry_run=True) | {"data.input_template": "Straße {}="}
+    done = run("train_sft", flags | {"model.model_name_or_path": model})
+    assert "[notice] --data.input_template: The tokenizer of" in done.errors and "'Straße ='" in done.errors
+    assert re.search(r"The tokenizer ends texts with z \(\d+\), the model with \[\d+\]\.", done.errors), done.errors
+    assert f"optimizer step(s) of {BATCH} rows; {TRAIN_ROWS % BATCH} left over." in done.printed
+    reinforced = {
+        "actor.model_name_or_path": whole / "model",
+        "data.prompt_dataset": workspace / "train.jsonl",
+        "data.label_key": "output",
+        "data.max_len": 16,
+        "rollout.max_new_tokens": 8,
+        "reward.verifier": "math",
+        "dry_run": True,
+    }
+    done = run("train_ppo_ray", reinforced)
+    trained = f"--actor.model_name_or_path {whole / 'model'} was trained with --data.input_template {TEMPLATE!r}"
+    assert f"{trained}, but this run uses no template" in done.errors
+    assert re.search(r"\d of the first 8 prompts keep only their last 8 tokens", done.errors), done.errors
 
 
 def test_a_mistake_ends_the_process_with_status_2_and_nothing_but_the_message(workspace: Path) -> None:

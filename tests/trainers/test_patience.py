@@ -23,7 +23,7 @@ from openrlhf.observability.metrics import Last, Metric
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.experience_maker import Annotated
 from openrlhf.trainers.ppo import LoopSettings, PPOTrainer
-from openrlhf.trainers.supervised import Schedule, SupervisedTrainer
+from openrlhf.trainers.supervised import SupervisedTrainer
 from openrlhf.workers.base import TrainedWorker
 from tests.tiny import character_tokenizer
 from tests.trainers.episodes import episode
@@ -115,7 +115,7 @@ class Supervised(SupervisedTrainer[int, Any]):
             tokenizer=character_tokenizer(),
             train_rows=Numbers(STEPS),
             eval_rows=Numbers(1),
-            schedule=Schedule(rows=STEPS, batch_size=1, max_epochs=1),
+            steps_per_epoch=STEPS,
             checkpoints=CheckpointManager(folder),
             best=BestMetric("", ending="loss", patience=patience),
             recorder=self.log,  # pyright: ignore[reportArgumentType]

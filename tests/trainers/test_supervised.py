@@ -16,10 +16,9 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
-from openrlhf.launch.offline import check_resumable
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.best import BestMetric
-from openrlhf.trainers.supervised import Schedule, SupervisedTrainer
+from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import OfflineTask
 from tests.tiny import character_tokenizer
 
@@ -97,7 +96,7 @@ def trainer(
         tokenizer=character_tokenizer(),
         train_rows=Numbers(rows),
         eval_rows=Numbers(rows),
-        schedule=Schedule(rows=rows, batch_size=4, max_epochs=3),
+        steps_per_epoch=rows // 4,
         checkpoints=CheckpointManager(folder),
         best=BestMetric("none", ending="loss"),
         recorder=None,
@@ -193,7 +192,11 @@ def checkpoint_of(*, world_size: int = 1, param_dtype: str = "bf16", **changes: 
 def complaints(checkpoint: Checkpoint) -> str:
     place: Any = OneOfMany(0, 1, stage=2)
     try:
-        check_resumable(checkpoint, place, IDENTITY)
+        checkpoint.check_continued_by(
+            {"": layout_of(place)},
+            layout="number of processes, --ds.zero_stage and --ds.param_dtype",
+            identity=IDENTITY,
+        )
     except CheckpointError as error:
         return str(error)
     return ""
