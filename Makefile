@@ -2,7 +2,7 @@
 # make test            format, lint, types and tests; what CI runs
 # make verify          the long tests: packaging, learning curves, fault matrices
 # make test-gpu        the tests that need a CUDA device
-# make lint | format | docs | compile | clean
+# make setup | lint | format | docs | compile | clean
 #
 # The first of them makes .venv and installs the pinned stack; later ones find it there.
 
@@ -63,7 +63,7 @@ $(STAMP): pyproject.toml $(STACK)
 	@$(PYTHON) -m venv .venv || \
 		{ echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@echo "Installing $(STACK) into .venv: a minute or two, once."
-	@$(BIN)/python -m pip install --quiet uv==$(UV)
+	@$(BIN)/python -m pip install -qq uv==$(UV)
 	$(uv) install --quiet --python $(BIN)/python --no-deps $(cpu_torch) -r $(STACK)
 	$(uv) install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $@

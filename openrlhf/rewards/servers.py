@@ -118,7 +118,7 @@ class HTTPServers:
             late = f"no answer within {self.timeout:g} s (--reward.timeout)"
             raise server.failed(late) from error
         except httpx.HTTPError as error:
-            raise server.failed(_told(error)) from error
+            raise server.failed(_message(error)) from error
         if response.status_code in RETRIED:
             raise server.failed(_refusal(response))
         return response
@@ -138,7 +138,7 @@ async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
         except httpx.ReadTimeout:
             return None  # it took the connection, and is busy
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            problem = f"{url} does not answer: {_told(error)}"
+            problem = f"{url} does not answer: {_message(error)}"
         if second == 0:
             logger.warning("%s; waiting up to %d s for it", problem, START_S)
         await asyncio.sleep(1)
@@ -149,5 +149,5 @@ def _refusal(response: httpx.Response) -> str:
     return f"status {response.status_code}: {response.text[:200]!r}"
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__} {error}".strip()

@@ -40,7 +40,7 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
             f"{head_size} entries. Use a model with one of these sizes (hidden size ÷ attention heads)."
         )
     if config.speculative_config:
-        mend_rejection_sampler()
+        correct_rejection_sampler()
     inputs, outputs = get_open_zmq_ipc_path(), get_open_zmq_ipc_path()
     thread = _CoreThread(config, EngineZmqAddresses(inputs=[inputs], outputs=[outputs]))
     thread.start()
@@ -60,7 +60,7 @@ def register_architectures(model: str) -> None:
             ModelRegistry.register_model(name, known.load_model_cls())
 
 
-def mend_rejection_sampler() -> None:
+def correct_rejection_sampler() -> None:
     """Make vLLM judge drafts at the temperature, top-k and top-p of their sample.
 
     On a CPU without Triton, vLLM writes these values into a copy that it drops, and divides by uninitialised memory.

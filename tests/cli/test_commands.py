@@ -39,13 +39,25 @@ def test_a_version_outside_the_range_ends_the_command_with_the_line_that_mends_i
 def test_a_mistake_is_printed_once_per_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(common, "OTHERS_WAIT_S", 0.0)
-    for rank, printed in (("0", 1), ("1", 0)):
+    """The launcher ends the other processes while they wait. They print only if they alone have the error."""
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        assert not capsys.readouterr().err
+        waits.append(seconds)
+
+    monkeypatch.setattr(common.time, "sleep", wait)
+    for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit) as ended:
-            main.main(["sft", "--no_such_flag", "1"])
-        assert ended.value.code == 2
-        assert capsys.readouterr().err.count("error:") == printed
+        for mistake in (
+            "--no_such_flag 1",
+            "--ckpt.output_dir /proc/none --model.model_name_or_path x --data.dataset y",
+        ):
+            with pytest.raises(SystemExit) as ended:
+                main.main(["sft", *mistake.split()])
+            assert ended.value.code == 2
+            assert capsys.readouterr().err.count("error:") == 1
+    assert waits == [common.OTHERS_WAIT_S] * 2
 
 
 @pytest.mark.parametrize("verb", ["train_dpo", "dpo", "kto", "train_kd", "lora_combiner", "interactive_chat"])

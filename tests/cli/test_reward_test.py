@@ -103,6 +103,16 @@ def test_without_responses_a_right_answer_is_scored(folder: Path, capsys: pytest
     assert "mean 1, deviation 0, from 1 to 1" in printed and "errors 0 (0.0%)" in printed
 
 
+def test_labels_of_csv_files_are_text_as_in_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rows.csv").write_text("input,output,said\n3+4=,007,08\n")
+    (folder / "exact.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [float(labels == ['007'] and queries == ['3+4=08'])]\n"
+    )
+    flags = ("--reward.remote_url", folder / "exact.py", "--data.prompt_dataset", folder / "rows.csv")
+    status, printed = reward_test(capsys, *flags, "--data.label_key", "output", "--data.output_key", "said")
+    assert status == 0 and "mean 1," in printed
+
+
 def test_with_the_runs_tokenizer_responses_end_as_in_a_run_and_wrong_answers_are_scored_too(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -328,6 +328,14 @@ def test_the_kl_is_recommended_where_it_belongs(line: str, notice: str, capsys: 
     assert bool(notice) == ("--algo.kl" in printed)
 
 
+@pytest.mark.parametrize("cut", ["top_p 0.9", "top_k 5"])
+def test_a_cut_distribution_is_said_to_differ_from_the_trainers(cut: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ppo(f"--rollout.{cut}")
+    assert "the engine's log-probabilities are of the cut distribution, the trainer's" in capsys.readouterr().err
+    ppo("")
+    assert "cut distribution" not in capsys.readouterr().err
+
+
 def test_an_evaluation_that_never_runs_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
     ppo("--eval.dataset d")
     assert "--eval.dataset is never used" in capsys.readouterr().err

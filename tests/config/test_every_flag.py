@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config import machine
 from openrlhf.config.effects import conditions_of, look_up
 from openrlhf.config.evaluation import EvaluationConfig
@@ -78,8 +79,8 @@ READERS = {
     "train_rm": f"{TRAINING} trainers.reward data.feedback",
     "train_ppo_ray": "launch.reinforcement launch.run launch.prompt_data launch.hosts launch.agents agents.play "
     "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers data.prompts data.first_look "
-    "trainers.sources workers.policy workers.critic",
-    "serve_rm": "serving.server serving.scorer",
+    "trainers.sources workers.policy workers.critic checkpoints.manager",
+    "serve_rm": "serving.server serving.scorer models.loading",
     "eval": "evaluation.runs trainers.reward launch.prompt_data launch.hosts launch.agents agents.play rewards.rule rewards.judge "
     "observability.recorder observability.trackers data.prompts data.feedback",
     "reward_test": "evaluation.reward_test rewards.rule",
@@ -166,7 +167,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield optimizer_of(config)
         yield training_config(config.ds, max_norm=config.max_norm)
         yield tasks.load_spec(config)
-        yield vars(offline.open_checkpoints(config.ckpt))
+        yield vars(CheckpointManager.of(config.ckpt, [""]))
         yield vars(offline.follow_best(config))
     if isinstance(config, EvaluationConfig | PPOConfig):
         yield settings.reward_settings(config)

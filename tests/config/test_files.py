@@ -57,6 +57,16 @@ def test_a_file_has_what_was_given_and_the_resolved_one_every_value() -> None:
     assert (resolved["vllm"]["dtype"], resolved["algo"]["loss"]["aggregation"]) == ("bf16", "sequence")
 
 
+def test_the_resolved_file_is_no_file_of_flags(tmp_path: Path) -> None:
+    """Its derived values would stay, whatever flags are given beside it."""
+    file = tmp_path / "config_resolved.yaml"
+    file.write_text(dump_yaml(ppo("")))
+    with pytest.raises(
+        ConfigError, match=r"config_resolved\.yaml also has derived values: give config\.yaml beside it"
+    ):
+        load("train_ppo_ray", file)
+
+
 # What a run derived, and a change that has to be followed when its file is passed back.
 FOLLOWED = [
     ("", "--ds.param_dtype fp32", "vllm.dtype", "fp32"),
