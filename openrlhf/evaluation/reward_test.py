@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.reward_test import RewardTestConfig, ScoredDataConfig
 from openrlhf.data.errors import check_columns, row_error, text_of
 from openrlhf.data.loading import key_columns, load_datasets
-from openrlhf.data.rows import number_rows
 from openrlhf.data.templates import fill_template, to_messages
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.observability.tables import ScoredRow, print_scores
@@ -71,8 +70,7 @@ def show_printed(logs: Path) -> None:
 def read_requests(data: ScoredDataConfig, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[RewardRequest]:
     """A request per row. Without --data.output_key the label stands for a right answer. Raises DataError."""
     most, split, probs, text = data.max_samples, data.prompt_split, data.prompt_probs, key_columns(data)
-    read = load_datasets(data.prompt_dataset, split=split, probs=probs, max_samples=most, seed=0, text=text)
-    rows = number_rows(read)
+    rows = load_datasets(data.prompt_dataset, split=split, probs=probs, max_samples=most, seed=0, text=text)
     columns = {"--data.input_key": data.input_key, "--data.label_key": data.label_key}
     check_columns(rows.column_names, columns | {"--data.output_key": data.output_key})
     column = data.output_key or data.label_key

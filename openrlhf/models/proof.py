@@ -37,7 +37,7 @@ def prove_layout(model: nn.Module) -> None:
     with torch.random.fork_rng(devices=[weights.device] if weights.is_cuda else []), torch.enable_grad():
         try:
             model.eval()
-            faults = [_fault(model, tokens, place, TOLERANCES[weights.dtype]) for place in range(len(LENGTHS))]
+            faults = [_fault(model, tokens, place, weights.dtype) for place in range(len(LENGTHS))]
         except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ModelError(_refusal(model, f"fails with {type(error).__name__}: {error}")) from error
         finally:
@@ -54,7 +54,7 @@ def _ordinary_tokens(hf: PreTrainedModel) -> Tensor:
     return torch.tensor((ordinary * sum(LENGTHS))[: sum(LENGTHS)])
 
 
-def _fault(model: Proven, tokens: Tensor, place: int, tolerances: tuple[float, float]) -> str | None:
+def _fault(model: Proven, tokens: Tensor, place: int, dtype: torch.dtype) -> str | None:
     """The fault of one sequence in the layout of the run, as the end of a message; None if there is no fault."""
     offsets = offsets_of(LENGTHS).to(tokens.device)
     own = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
@@ -70,9 +70,11 @@ def _fault(model: Proven, tokens: Tensor, place: int, tolerances: tuple[float, f
     if leak > LEAK:
         share = f"{leak:.1g} of its gradient; largest difference {gaps.max():.3g}"
         return f"mixes them: a token depends on other sequences ({share})"
-    if not float(gaps.mean()) <= tolerances[0] * float(expected.std()):
+    # Trained reward models may give nearly equal numbers far from 0, whose rounding exceeds their deviation.
+    rounding = 4 * torch.finfo(dtype).eps * float(expected.square().mean().sqrt())
+    if not float(gaps.mean()) <= TOLERANCES[dtype][0] * float(expected.std()) + rounding:
         return f"computes other numbers than Transformers for each sequence alone (largest difference {gaps.max():.3g})"
-    if not turned <= tolerances[1]:
+    if not turned <= TOLERANCES[dtype][1]:
         return f"computes another gradient than Transformers for each sequence alone ({turned:.1%} away)"
     return None
 
