@@ -35,7 +35,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo/run.py --seed $(SEED)
 
 test: lint
-	$(BIN)/python -m pytest -m "not gpu and not verify" --durations=10 -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu and not verify" --durations=10 -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
