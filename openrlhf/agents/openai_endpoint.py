@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MODEL = "policy"  # any other name will do
+MODEL_CARD: dict[str, Any] = {"id": MODEL, "object": "model", "created": 0, "owned_by": "openrlhf"}
 KEEP_ALIVE_S = 24 * 3600
 
 
@@ -158,9 +159,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         @app.get("/v1/models")
         @app.get("/sessions/{_}/v1/models")
         async def models(_: str = "") -> dict[str, Any]:
-            size = {"max_model_len": self._max_length}
-            model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "openrlhf"} | size
-            return {"object": "list", "data": [model]}
+            return {"object": "list", "data": [MODEL_CARD | {"max_model_len": self._max_length}]}
 
         @app.post("/tokenize")
         @app.post("/sessions/{_}/tokenize")

@@ -77,9 +77,7 @@ def _init_ray(plan: Placement) -> str | None:
                 **QUIET,
             )
         except Exception as error:  # Ray raises no narrower class
-            raise PlacementError(
-                f"Ray did not start here: {error} If the machine is busy, start the run again."
-            ) from error
+            raise PlacementError(f"Ray did not start here: {error} If the machine is busy, try again.") from error
         return str(context.address_info["session_dir"])  # type: ignore[attr-defined]
     try:  # Without address="auto", which also joins a Ray that another run has started, and dies with it.
         ray.init(**QUIET)

@@ -44,7 +44,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     total_steps, size = epoch * config.train.max_epochs, config.train.batch_size
     plan = f"{train_rows.summary} {total_steps} optimizer step(s) of {size} rows; {len(train_rows) % size} left over."
     if eval_rows is None and (eval_rows := task.measured_rows(train_rows)):
-        plan += f" Without --eval.dataset, the first {len(eval_rows)} training row(s) are evaluated."
+        plan += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
     if config.dry_run:
         first = tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())
         print(plan, f"first row: {first!r}", UNPROVEN, sep="\n")

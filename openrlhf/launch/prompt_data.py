@@ -98,15 +98,16 @@ def look_at_prompts(
 
     Raises DataError if text is lost.
     """
-    texts = [prompts[number].text for number in range(min(first_look.LOOKED_AT, len(prompts)))]
+    first = [prompts[number] for number in range(min(first_look.LOOKED_AT, len(prompts)))]
+    texts = [prompt.text for prompt in first]
     used, trained = first_look.TextFormat.of(config.data, tokenizer), first_look.recorded(tokenizer)
     found = first_look.round_trip(tokenizer, texts, prompts=True)
     found += first_look.compare_formats(f"{flag} {policy}", trained, used, texts)
-    room = config.data.max_len - (config.rollout.max_new_tokens or 1)
-    if long := [text for number, text in enumerate(texts) if len(prompts[number].tokens) > room]:
+    room = settings.train_sampling(config).prompt_room
+    long = sum(len(prompt.tokens) > room for prompt in first)
+    if long and not config.train.agent_func_path:  # an agent makes its own prompts
         found.append(
-            f"{len(long)} of the first {len(texts)} prompts keep only their last {room} tokens, so that a response has room: "
-            "raise --data.max_len."
+            f"{long} of the first {len(first)} prompts keep only their last {room} tokens: raise --data.max_len."
         )
     for path in config.reward.models:
         judge = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code)

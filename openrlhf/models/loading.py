@@ -79,7 +79,7 @@ def configuration(spec: LoadSpec) -> Any:
 def _rope(config: Any) -> tuple[str, int | None]:
     """The type of position scaling (`default`: none), and the number of positions."""
     stored = config.get_text_config().to_dict()
-    given = stored.get("rope_parameters") or {}  # of the model, or of each type of its layers
+    given = stored.get("rope_parameters") or {}  # of the model, or of each type of its layers; "dynamic" sorts first
     kinds = {each.get("rope_type", "default") for each in (given, *given.values()) if isinstance(each, dict)}
     return min(kinds - {"default"}, default="default"), stored.get("max_position_embeddings")
 

@@ -75,8 +75,9 @@ def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_le
 def evaluation_parts(step: int, values: Mapping[str, float]) -> list[Part]:
     """The pieces of an evaluation's line: all its results, pass@k first. A standard error stands behind its pass@1."""
     parts = [Part(value="eval", unit=f"after step {step}", style="bold green")]
-    shown = {name: evaluation_label(name) for name in values if re.match(r"eval/(?!.*_score_stderr$)", name)}
-    for name, label in sorted(shown.items(), key=lambda item: "pass@" not in item[1]):
+    shown = [name for name in values if name.startswith("eval/") and not name.endswith("_score_stderr")]
+    for name in sorted(shown, key=lambda name: "pass@" not in evaluation_label(name)):
+        label = evaluation_label(name)
         write = percent if name.endswith("rate") else compact
         style, rank = ("bold", 0) if "pass@" in label or "loss" in name else ("", 1)
         error = values.get(f"{name.removesuffix('_pass1')}_score_stderr")

@@ -1,8 +1,8 @@
 """Sends the numbers and samples of a run to the run folder, the trackers and the terminal."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from openrlhf.config.commands import RecordedCommand
 from openrlhf.config.options import dump_yaml
@@ -29,7 +29,7 @@ class Recorder:
         self.folder = RunFolder(run_dir, resume_step=resume_step)
         if resume_step is not None:
             self.display.note(f"Continuing after step {resume_step} in {run_dir}.")
-            if "run.dir" in config.given and Path(config.run.dir).expanduser().absolute() != Path(run_dir):
+            if "run.dir" in config.given and os.path.abspath(config.run.dir) != run_dir:
                 self.display.note(f"--run.dir {config.run.dir} is not used: a resumed run goes on in its own folder.")
         elif self.folder.earlier:
             self.display.note(f"The files of an earlier run in {run_dir} are now in {self.folder.earlier}.")

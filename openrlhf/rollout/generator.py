@@ -59,10 +59,14 @@ class SamplingSpec:
         """The seed of one sampled turn."""
         return None if self.seed is None else sample_seed(self.seed, self.purpose, prompt.index, sample, turn)
 
+    @property
+    def prompt_room(self) -> int:
+        """Tokens of the longest prompt that leaves room for a response."""
+        return self.max_len - (self.rollout.max_new_tokens or 1)
+
     def clip_prompt(self, tokens: list[int]) -> list[int]:
         """The last tokens of a prompt, so many that there is room for a response."""
-        room = self.max_len - (self.rollout.max_new_tokens or 1)
-        return tokens[-room:]
+        return tokens[-self.prompt_room :]
 
 
 def sample_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0) -> int:
