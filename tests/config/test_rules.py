@@ -230,6 +230,7 @@ def test_a_command_without_flags_is_told_everything_it_needs(command: str) -> No
         "--rollout.max_new_tokens 64 --reward.overlong_buffer_len 64",
         "--eval.temperature 0 --reward.on_error -0.5",
         "--data.prompt_dataset a,b --data.prompt_probs 0.25,0.75",
+        "--data.prompt_dataset a,b,c --data.prompt_probs 0.333,0.333,0.333",
         "--data.prompt_dataset owner/name@data/dir",
         "--actor.model_name_or_path owner/name",
         '--vllm.engine_args {"max_num_seqs":64,"block_size":64,"max_num_batched_tokens":4096}',

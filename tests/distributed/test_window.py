@@ -67,14 +67,16 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
                 weight.double(), plain["weights"][name], atol=1e-6, rtol=0, msg=f"{layout} {name}"
             )
         assert len(results[layout]["weights"]) == len(plain["weights"])
+        assert results[layout]["skipped"] == 0
         assert results[layout]["training"]  # with dropout and gradient checkpointing, from the first step on
     check_poisoned(results)
 
 
 def check_poisoned(results: dict[str, Any]) -> None:
-    """Step 0 was NaN on one rank: it is skipped everywhere, and step 1 starts from untouched weights."""
+    """Step 0 was NaN on one rank: it is skipped everywhere and counted, and step 1 starts from untouched weights."""
     for layout in POISONED:
         result = results[layout]
         assert result["applied"] == [False, True], layout
+        assert result["skipped"] == 1, layout
         assert not math.isfinite(result["norms"][0]) and math.isfinite(result["norms"][1]), layout
         assert all(weight.isfinite().all() for weight in result["weights"].values()), layout

@@ -30,8 +30,13 @@ def batch(step: int) -> TokenRows:
     return TokenRows.from_lists(tokens, [[False, *mask[1:]] for mask in masks])
 
 
-def train(strategy: Strategy, model: str, *, micro: int, packing: bool, poison: int | None = None) -> dict[str, Any]:
-    """Norms and final weights of a run; in step `poison` the loss is NaN on the last rank."""
+def train(
+    strategy: Strategy, model: str, *, micro: int, packing: bool, folder: Path, poison: int | None = None
+) -> dict[str, Any]:
+    """Norms and final weights of a run, and the skipped steps that its checkpoint in `folder` remembers.
+
+    In step `poison` the loss is NaN on the last rank.
+    """
     spec = LoadSpec(path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=packing)
     engine = strategy.trained(lambda: PolicyModel(load_causal_lm(spec), packing=packing), OPTIMIZER, total_steps=STEPS)
     norms, applied = [], []
@@ -54,7 +59,16 @@ def train(strategy: Strategy, model: str, *, micro: int, packing: bool, poison: 
         applied.append(result.applied)
     training = all(module.training for module in engine.module.modules())
     weights = {n: t.float().clone() for bucket in engine.full_parameters(1 << 16) for n, t in bucket}
-    return {"norms": norms, "applied": applied, "weights": weights, "training": training}
+    engine.save(str(folder), "end")
+    engine.nonfinite_steps = -1
+    engine.load(str(folder), "end")
+    return {
+        "norms": norms,
+        "applied": applied,
+        "weights": weights,
+        "training": training,
+        "skipped": engine.nonfinite_steps,
+    }
 
 
 def main() -> None:
@@ -72,6 +86,7 @@ def main() -> None:
             model,
             micro=int(parts[1].removeprefix("micro")),
             packing="packed" in parts,
+            folder=Path(out).parent / layout,
             poison=0 if "poisoned" in parts else None,
         )
     if strategy.is_main:
