@@ -55,6 +55,7 @@ class Course:
     solved: list[float] = field(default_factory=list[float])  # share of the step's samples
     kl: list[float] = field(default_factory=list[float])  # to the reference as the step began, nats per token
     update_kl: list[float] = field(default_factory=list[float])
+    update_size: list[float] = field(default_factory=list[float])  # norm of the weights' change, relative to theirs
 
 
 @cache
@@ -103,13 +104,20 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
         [plan] = plan_update(
             experience.lengths.tolist(), ranks=1, batch_size=config.train.batch_size, epochs=1, seed=seed + step
         )
+        weights = flat_weights(policy.engine.hf)
         update = policy.update(PolicyUpdate(experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=0.0))
         metrics = values(credit) | values(update)
         seen.solved.append(metrics["train/reward"])
         seen.kl.append(metrics["train/kl"])
         seen.update_kl.append(metrics["train/update_kl"])
+        seen.update_size.append(float((flat_weights(policy.engine.hf) - weights).norm() / weights.norm()))
     seen.after = engine.solved(held_out[:HELD_OUT], HELD_OUT_SAMPLES)
     return seen
+
+
+def flat_weights(hf: PreTrainedModel) -> Tensor:
+    """All weights that the model computes with, in one float32 vector."""
+    return torch.cat([weight.detach().float().flatten() for weight in hf.parameters()])
 
 
 def read(path: Path) -> list[dict[str, str]]:
