@@ -6,13 +6,10 @@ agent adds are logged as `train/<name>`, as means, and need no declaration.
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
 from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
-
-ROUNDING = 1e-6  # a value may miss its range by this much
 
 
 class MetricSpec(NamedTuple):
@@ -42,32 +39,6 @@ def find_spec(name: str) -> MetricSpec | None:
             return spec
     return None
 
-
-def implausible(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each number in the rows of a metrics.jsonl that cannot be right.
-
-    A number cannot be right if it is not finite, lies outside its declared range, or exceeds a number that bounds it.
-    """
-    found: list[str] = []
-    for row in rows:
-        for name, value in row.items():
-            spec = find_spec(name)
-            if spec and value is None:
-                found.append(f"step {row['step']}: {name} is not a finite number")
-            elif spec and not spec.bounds[0] - ROUNDING <= value <= spec.bounds[1] + ROUNDING:
-                found.append(f"step {row['step']}: {name} is {value:g}, and its range is {spec.range}")
-        for smaller, larger in _ORDERED:
-            low, high = row.get(smaller), row.get(larger)
-            if low is not None and high is not None and low > high + ROUNDING:
-                found.append(f"step {row['step']}: {smaller} is {low:g}, and {larger} is only {high:g}")
-    return found
-
-
-_ORDERED = (  # the first number of a pair is never more than the second
-    ("train/logprob_gap_mean", "train/logprob_gap_max"),
-    ("train/response_length", "train/total_length"),
-    ("eval/eval_failed_episodes", "eval/eval_num_samples"),
-)
 
 GROUPS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["group"]
 GLOSSARY = {

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import islice
 from typing import Protocol
 
@@ -133,6 +133,7 @@ class Agents(Protocol):
     async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group: ...
 
 
+@dataclass(eq=False)
 class RolloutGenerator:
     """Draws samples from the engines and has them rewarded. Lives in the controller; user code runs in other processes.
 
@@ -141,17 +142,14 @@ class RolloutGenerator:
     the reward `fallback` (--reward.on_error); without a fallback the episode has failed.
     """
 
-    def __init__(
-        self,
-        engines: Engines,
-        tokenizer: PreTrainedTokenizerBase,
-        reward: Reward | None,
-        *,
-        agents: Agents | None = None,
-        fallback: float | None = None,
-    ) -> None:
-        self.engines, self.tokenizer = engines, tokenizer
-        self.reward, self.agents, self.fallback = reward, agents, fallback
+    engines: Engines
+    tokenizer: PreTrainedTokenizerBase
+    reward: Reward | None
+    _: KW_ONLY
+    agents: Agents | None = None
+    fallback: float | None = None
+
+    def __post_init__(self) -> None:
         self._costs: list[SampleCost] = []  # of training samples, since `metrics` was last called
 
     async def stream(

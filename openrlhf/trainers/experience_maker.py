@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
     return [i for i in finished if not needs_groups or peers[trajectories[i].prompt.index] > 1]
 
 
+@dataclass(eq=False)
 class ExperienceMaker:
     """Annotates a batch with the columns of the workers, and assigns credit to its tokens.
 
@@ -57,24 +58,17 @@ class ExperienceMaker:
     there already because dynamic filtering needed them.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        reward_models: RewardModels | None,
-        algo: AlgoConfig,
-        reward: RewardConfig,
-        kl: KLController,
-        *,
-        max_new_tokens: int | None,
-        max_len: int,
-        needs_groups: bool,
-        timeout_s: float,
-        remote_teacher: RemoteTeacher | None = None,
-    ) -> None:
-        self.stages, self.reward_models, self.remote_teacher = stages, reward_models, remote_teacher
-        self.algo, self.reward, self.kl = algo, reward, kl
-        self.max_new_tokens, self.max_len = max_new_tokens, max_len
-        self.needs_groups, self.timeout_s = needs_groups, timeout_s
+    stages: Sequence[Stage]
+    reward_models: RewardModels | None
+    algo: AlgoConfig
+    reward: RewardConfig
+    kl: KLController
+    _: KW_ONLY
+    max_new_tokens: int | None
+    max_len: int
+    needs_groups: bool
+    timeout_s: float
+    remote_teacher: RemoteTeacher | None = None
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> Annotated:
         """R, log π_old, log π_ref, log π_teacher and V, if something needs them; the workers compute them in parallel.

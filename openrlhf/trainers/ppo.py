@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,35 +53,30 @@ class LoopSettings:
     layouts: Mapping[str, EngineLayout]  # of the models' states, for the checkpoint
 
 
+@dataclass(eq=False)
 class PPOTrainer:
     """The training loop, and everything that happens after each step."""
 
-    def __init__(
-        self,
-        source: Source,
-        maker: ExperienceMaker,
-        policy: WorkerGroup,
-        critic: WorkerGroup | None,
-        weights: WeightPublisher,
-        *,
-        kl: KLController,
-        errors: ErrorBudget,
-        evaluate: Evaluate | None,
-        pretraining: PretrainingMix | None,
-        checkpoints: CheckpointManager,
-        tokenizer: PreTrainedTokenizerBase,
-        recorder: Recorder,
-        settings: LoopSettings,
-    ) -> None:
-        self.source, self.maker, self.weights = source, maker, weights
-        self.policy, self.critic = policy, critic
-        self.kl, self.errors, self.evaluate = kl, errors, evaluate
-        self.pretraining = pretraining
-        self.checkpoints, self.ckpt, self.tokenizer = checkpoints, settings.ckpt, tokenizer
-        self.recorder, self.settings = recorder, settings
+    source: Source
+    maker: ExperienceMaker
+    policy: WorkerGroup
+    critic: WorkerGroup | None
+    weights: WeightPublisher
+    _: KW_ONLY
+    kl: KLController
+    errors: ErrorBudget
+    evaluate: Evaluate | None
+    pretraining: PretrainingMix | None
+    checkpoints: CheckpointManager
+    tokenizer: PreTrainedTokenizerBase
+    recorder: Recorder
+    settings: LoopSettings
+
+    def __post_init__(self) -> None:
+        self.ckpt = self.settings.ckpt
         self.step = 0
         self.stopped = False  # before the prompts are used up
-        self.best = BestMetric(settings.ckpt.best_metric_key, ending="_pass1", patience=settings.eval.patience)
+        self.best = BestMetric(self.ckpt.best_metric_key, ending="_pass1", patience=self.settings.eval.patience)
         self.timing: dict[str, Metric] = {}
 
     def fit(self) -> None:

@@ -1,7 +1,7 @@
 """Publishes weight versions to the engines: agree, send, verify, serve."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Probe:
     tolerance: float
 
 
+@dataclass(eq=False)
 class WeightPublisher:
     """Publishes the policy's weights to all engine workers. An engine serves a version after all receipts are verified.
 
@@ -37,20 +38,14 @@ class WeightPublisher:
     publication ends with the `probe`, if there is one.
     """
 
-    def __init__(
-        self,
-        policy: WorkerGroup,
-        fleet: Fleet | None,
-        *,
-        transport: Transport,
-        timeout_s: float,
-        probe: Probe | None = None,
-    ) -> None:
-        self.policy, self.fleet, self.probe = policy, fleet, probe
-        self.transport: Transport = transport
-        self.timeout_s = timeout_s
-        self.groups_made = 0
-        self.connected = False
+    policy: WorkerGroup
+    fleet: Fleet | None
+    _: KW_ONLY
+    transport: Transport
+    timeout_s: float
+    probe: Probe | None = None
+    groups_made: int = 0
+    connected: bool = False
 
     def connect(self, fleet: Fleet) -> None:
         """Form the weight group, or a new one if an engine was replaced."""

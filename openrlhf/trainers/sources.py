@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
 from typing import Protocol
 
@@ -43,6 +43,7 @@ class Source(Protocol):
     def __iter__(self) -> Iterator[list[Trajectory]]: ...  # the batch of each step that is left
 
 
+@dataclass(eq=False)
 class SyncSource:
     """Generates when the loop asks for a step and no finished step is waiting, with the weights of the last publication.
 
@@ -54,26 +55,21 @@ class SyncSource:
     again.
     """
 
-    def __init__(
-        self,
-        prompts: PromptDataset,
-        generator: Generator,
-        loop: BackgroundLoop,
-        spec: SamplingSpec,
-        train: RLTrainConfig,
-        *,
-        errors: ErrorBudget,
-        keep: DynamicFilter | None = None,
-        annotated: Annotate = as_sampled,
-        last_step: int | None = None,
-        num_workers: int = 0,
-    ) -> None:
-        self.prompts, self.generator, self.loop, self.spec = prompts, generator, loop, spec
-        self.batch_size = spec.rollout.batch_size
-        self.at_once = spec.rollout.vllm_generate_batch_size or self.batch_size
-        self.train, self.errors = train, errors
-        self.keep, self.annotated = keep, annotated
-        self.last_step, self.num_workers = last_step, num_workers
+    prompts: PromptDataset
+    generator: Generator
+    loop: BackgroundLoop
+    spec: SamplingSpec
+    train: RLTrainConfig
+    _: KW_ONLY
+    errors: ErrorBudget
+    keep: DynamicFilter | None = None
+    annotated: Annotate = as_sampled
+    last_step: int | None = None
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        self.batch_size = self.spec.rollout.batch_size
+        self.at_once = self.spec.rollout.vllm_generate_batch_size or self.batch_size
         self.step = self.consumed = 0  # steps handed out; prompts they have had
         self._drawn = 0  # prompts handed to the generator, over all epochs
 

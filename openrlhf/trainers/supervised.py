@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, cast
 
 import torch
@@ -20,33 +21,30 @@ from openrlhf.trainers.tasks import Micro, OfflineTask, Row, Rows
 from openrlhf.workers.base import MicroBatchLimits
 
 
+@dataclass(eq=False)
 class SupervisedTrainer(Generic[Row, Micro]):
     """Runs a task: train, log, evaluate, checkpoint, export. One instance per process."""
 
-    def __init__(
-        self,
-        task: OfflineTask[Any, Row, Micro],
-        engine: TrainEngine,
-        strategy: Strategy,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        train_rows: Rows,
-        eval_rows: Any,  # rows without a summary, or None
-        steps_per_epoch: int,
-        checkpoints: CheckpointManager,
-        best: BestMetric,
-        recorder: Recorder | None,
-        run_dir: str,
-        identity: Mapping[str, Any],
-    ) -> None:
-        self.task, self.engine, self.strategy, self.tokenizer = task, engine, strategy, tokenizer
-        self.train_rows, self.eval_rows = train_rows, eval_rows
-        self.train, self.ckpt = task.config.train, task.config.ckpt
-        self.steps_per_epoch, self.total_steps = steps_per_epoch, steps_per_epoch * self.train.max_epochs
-        self.eval_steps = task.config.eval.steps if task.config.eval.steps > 0 else steps_per_epoch
-        self.recorder, self.run_dir, self.identity = recorder, run_dir, identity
+    task: OfflineTask[Any, Row, Micro]
+    engine: TrainEngine
+    strategy: Strategy
+    _: KW_ONLY
+    tokenizer: PreTrainedTokenizerBase
+    train_rows: Rows
+    eval_rows: Any  # rows without a summary, or None
+    steps_per_epoch: int
+    checkpoints: CheckpointManager
+    best: BestMetric
+    recorder: Recorder | None
+    run_dir: str
+    identity: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        config = self.task.config
+        self.train, self.ckpt = config.train, config.ckpt
+        self.total_steps = self.steps_per_epoch * self.train.max_epochs
+        self.eval_steps = config.eval.steps if config.eval.steps > 0 else self.steps_per_epoch
         self.limits = MicroBatchLimits(size=self.train.micro_batch_size)
-        self.checkpoints, self.best = checkpoints, best
         self.step = self.resumed_at = 0
 
     def fit(self) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import get_scheduler
 
-from openrlhf.observability.glossary import implausible
 from openrlhf.observability.run_folder import read_lines
+from tests.plausible import implausible
 from tests.ranks import ROOT
 
 PLAIN = (sys.executable, "-m")

@@ -20,11 +20,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch.reinforcement import run_ppo
-from openrlhf.observability.glossary import find_spec, implausible
+from openrlhf.observability.glossary import find_spec
 from tests.e2e.commands import as_arguments, column, default_schedule, numbers, run, samples, write_rows
 from tests.e2e.servers import reward_model_server
 from tests.e2e.test_grpo import HEADS, REWARDS, places, words
 from tests.pages import flag_sets
+from tests.plausible import implausible
 from tests.tiny import save_tiny_model
 
 MODEL: dict[str, Any] = {**HEADS, "max_position_embeddings": 2048}  # as many as the default --data.max_len

@@ -5,8 +5,9 @@ import re
 import pytest
 
 from openrlhf.observability import metrics
-from openrlhf.observability.glossary import GLOSSARY, GROUPS, find_spec, implausible
+from openrlhf.observability.glossary import GLOSSARY, GROUPS, find_spec
 from tests.pages import metrics_page
+from tests.plausible import implausible
 
 # The names users have dashboards for.
 ESTABLISHED = """

@@ -1,0 +1,37 @@
+"""Numbers of a run that cannot be right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from openrlhf.observability.glossary import find_spec
+
+ROUNDING = 1e-6  # a value may miss its range by this much
+
+
+def implausible(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each number in the rows of a metrics.jsonl that cannot be right.
+
+    A number cannot be right if it is not finite, lies outside its declared range, or exceeds a number that bounds it.
+    """
+    found: list[str] = []
+    for row in rows:
+        for name, value in row.items():
+            spec = find_spec(name)
+            if spec and value is None:
+                found.append(f"step {row['step']}: {name} is not a finite number")
+            elif spec and not spec.bounds[0] - ROUNDING <= value <= spec.bounds[1] + ROUNDING:
+                found.append(f"step {row['step']}: {name} is {value:g}, and its range is {spec.range}")
+        for smaller, larger in ORDERED:
+            low, high = row.get(smaller), row.get(larger)
+            if low is not None and high is not None and low > high + ROUNDING:
+                found.append(f"step {row['step']}: {smaller} is {low:g}, and {larger} is only {high:g}")
+    return found
+
+
+ORDERED = (  # the first number of a pair is never more than the second
+    ("train/logprob_gap_mean", "train/logprob_gap_max"),
+    ("train/response_length", "train/total_length"),
+    ("eval/eval_failed_episodes", "eval/eval_num_samples"),
+)
