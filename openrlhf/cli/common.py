@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 
 from openrlhf.config.commands import Command, Root
 from openrlhf.config.flags import UserError, flags_in
-from openrlhf.config.machine import count_gpus, world_size
+from openrlhf.config.machine import count_gpus, quick_imports, world_size
 from openrlhf.config.options import parse_config
 
 OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
@@ -63,10 +63,10 @@ def plain_ends() -> Iterator[None]:
 
 def train_offline(config: Root, task: str) -> None:
     """Train an offline task, a built-in one or a plug-in's, as the flags say."""
-    # After the flags: --help and mistakes answer without loading torch.
-    from openrlhf.launch.offline import run_offline
-    from openrlhf.trainers import reward, sft  # noqa: F401  they register themselves
-    from openrlhf.trainers.tasks import OFFLINE_TASKS
+    with quick_imports():  # after the flags: --help and mistakes answer without loading torch
+        from openrlhf.launch.offline import run_offline
+        from openrlhf.trainers import reward, sft  # noqa: F401  they register themselves
+        from openrlhf.trainers.tasks import OFFLINE_TASKS
 
     with plain_ends():
         run_offline(OFFLINE_TASKS[task](config))

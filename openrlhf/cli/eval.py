@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 from openrlhf.cli.common import check_versions, flags_or_exit, plain_ends
 from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.machine import quick_imports
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and evaluate."""
     config = flags_or_exit(EvaluationConfig, argv, command="eval")
     check_versions()
-    # After the flags: --help and mistakes answer without loading torch.
-    from openrlhf.evaluation.runs import run_evaluation
+    with quick_imports():  # after the flags: --help and mistakes answer without loading torch
+        from openrlhf.evaluation.runs import run_evaluation
 
     with plain_ends():
         run_evaluation(config)

@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 
 from openrlhf.cli.common import flags_or_exit, plain_ends
+from openrlhf.config.machine import quick_imports
 from openrlhf.config.serving import ServeConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and serve."""
     config = flags_or_exit(ServeConfig, argv, command="serve_rm")
-    # After the flags: --help and mistakes answer without loading torch.
-    from openrlhf.serving.server import run_server
+    with quick_imports():  # after the flags: --help and mistakes answer without loading torch
+        from openrlhf.serving.server import run_server
 
     with plain_ends():
         run_server(config)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from openrlhf.cli.common import check_versions, flags_or_exit, plain_ends
+from openrlhf.config.machine import quick_imports
 from openrlhf.config.ppo import PPOConfig
 
 
@@ -10,8 +11,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and train."""
     config = flags_or_exit(PPOConfig, argv, command="train_ppo_ray")
     check_versions()
-    # After the flags: --help and mistakes answer without loading torch.
-    from openrlhf.launch.reinforcement import run_ppo
+    with quick_imports():  # after the flags: --help and mistakes answer without loading torch
+        from openrlhf.launch.start import run_ppo
 
     with plain_ends():
         run_ppo(config)

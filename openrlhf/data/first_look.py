@@ -1,4 +1,4 @@
-"""Looks at the first rows of every run before any device is touched.
+"""Looks at the first rows of every run before a model is loaded.
 
 A certain mistake is an error, a likely mistake a notice. The functions are pure: they return the notices, and raise
 DataError.

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray._private import services
+from ray._private import parameter, services
 from ray.exceptions import AuthenticationError
 
 from openrlhf.distributed.placement import Placement, PlacementError, check_capacity
@@ -68,12 +68,16 @@ def _init_ray(plan: Placement) -> str | None:
     if not (address := _answering_address()):
         # Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before the run has.
         services.ConsolePopen = partial(subprocess.Popen, process_group=0)  # type: ignore[assignment, misc]
+        # Autoscaler, reader of logs and spare workers have nothing to do here, and cost seconds of a small machine.
+        parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[assignment, misc]
+        no_spares = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
         try:
             context = ray.init(
                 "local",
                 num_cpus=max(os.cpu_count() or 1, 4),
                 include_dashboard=False,
                 object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
+                _system_config=no_spares,
                 **QUIET,
             )
         except Exception as error:  # Ray raises no narrower class

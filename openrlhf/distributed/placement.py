@@ -110,18 +110,21 @@ def _flag(group: HostGroup) -> str:
     return "--vllm.num_engines" if role == "vllm" else f"--{role}.num_gpus_per_node"
 
 
-def reserve(group: HostGroup, *, on_gpus: bool, timeout_s: float) -> PlacementGroup:
-    """Reserve one bundle per slot. Raises PlacementError if Ray does not grant the bundles in time."""
+def reserve(group: HostGroup, *, on_gpus: bool) -> PlacementGroup:
+    """Ask Ray for one bundle per slot."""
     bundle = {"GPU": 1.0, "CPU": CPU_PER_SLOT} if on_gpus else {"CPU": CPU_PER_SLOT}
-    reserved = placement_group([dict(bundle) for _ in range(group.slots)], strategy="PACK")
+    return placement_group([dict(bundle) for _ in range(group.slots)], strategy="PACK")
+
+
+def await_reserved(reserved: PlacementGroup, name: str, *, timeout_s: float) -> None:
+    """Return when Ray has granted the bundles of the group `name`. Raises PlacementError if it does not in time."""
     if not reserved.wait(timeout_s):
         ray.util.remove_placement_group(reserved)
         raise PlacementError(
-            f"Ray did not reserve {group.slots} × {bundle} for {group.name} within {timeout_s:g} s "
+            f"Ray did not reserve {reserved.bundle_count} × {reserved.bundle_specs[0]} for {name} within {timeout_s:g} s "
             f"(free now: {ray.available_resources()}). Other jobs may hold the devices; see `ray status`, or raise "
             "--train.setup_timeout."
         )
-    return reserved
 
 
 def actor_options(reserved: PlacementGroup, index: int, *, on_gpus: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ group.launch(PolicyWorker.update, [first_slice, second_slice])  ->  calls, one f
 gather(calls, timeout_s=…, doing="update the policy")           ->  results, or an error that names the culprit
 """
 
+import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +16,11 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from openrlhf.config.flags import UserError
+from openrlhf.config.machine import quick_imports
 from openrlhf.config.plugins import load_plugins
 from openrlhf.distributed.devices import device_kind, free_port, node_address, redirect_output, worker_environment
 from openrlhf.distributed.layout import RankLayout, order_by_node
-from openrlhf.distributed.placement import HostGroup, actor_options, reserve
+from openrlhf.distributed.placement import HostGroup, actor_options, await_reserved, reserve
 
 
 class WorkerError(UserError, RuntimeError):
@@ -36,10 +38,14 @@ class Call:
 class WorkerHost:
     """The process of one device slot. Hosts any set of roles, which all use the same process group and libraries."""
 
-    def __init__(self, log_path: str) -> None:
-        redirect_output(log_path)
+    def __init__(self) -> None:
         self.roles: dict[str, Any] = {}
         self.strategy: Any = None
+
+    def prepare(self) -> None:
+        """Import Transformers, which takes seconds. DeepSpeed comes later: it reads the environment that `connect` sets."""
+        with quick_imports():
+            importlib.import_module("transformers.models.auto.modeling_auto")
 
     def location(self) -> tuple[str, tuple[str, int]]:
         """The Ray node of this process, and an address and port at which the group can meet."""
@@ -47,6 +53,7 @@ class WorkerHost:
 
     def connect(
         self,
+        log_path: str,
         rank: int,
         local_ranks: Sequence[int],
         address: tuple[str, int],
@@ -54,6 +61,7 @@ class WorkerHost:
         plugins: Sequence[str],
     ) -> None:
         """Join the process group of the host group as `rank`. `settings` are the keyword arguments of `Strategy`."""
+        redirect_output(log_path)
         os.environ.update(
             RANK=str(rank),
             WORLD_SIZE=str(len(local_ranks)),
@@ -64,8 +72,8 @@ class WorkerHost:
             MASTER_PORT=str(address[1]),
         )
         # Imported here: DeepSpeed reads the environment above when it is imported.
-        from openrlhf.distributed.strategy import Strategy
-
+        with quick_imports():
+            from openrlhf.distributed.strategy import Strategy
         self.strategy = Strategy(**settings)
         load_plugins(plugins)
 
@@ -79,32 +87,22 @@ class WorkerHost:
 
 
 class HostHandles:
-    """The started and connected processes of one host group."""
+    """The processes of one host group. They import libraries from the start; `connect` makes them a process group."""
 
-    def __init__(
-        self,
-        group: HostGroup,
-        *,
-        on_gpus: bool,
-        threads: int,
-        log_dir: str,
-        timeout_s: float,
-        settings: dict[str, Any],
-        plugins: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, group: HostGroup, *, on_gpus: bool, threads: int) -> None:
         self.group, self.layout = group, RankLayout(dp=group.slots)
-        folder = Path(log_dir).absolute()
-        self.logs = [str(folder / f"{group.name}-{slot}.log") for slot in range(group.slots)]  # by rank
-        self._reserved = reserved = reserve(group, on_gpus=on_gpus, timeout_s=timeout_s)
+        self.logs: list[str] = []  # by rank
+        self._reserved = reserve(group, on_gpus=on_gpus)
         environment = worker_environment("cuda" if on_gpus else "cpu", threads=threads)
         host_class: Any = ray.remote(WorkerHost)
         self.actors: list[Any] = [  # by rank
             host_class.options(
-                **actor_options(reserved, slot, on_gpus=on_gpus), runtime_env={"env_vars": environment}
-            ).remote(log)
-            for slot, log in enumerate(self.logs)
+                **actor_options(self._reserved, slot, on_gpus=on_gpus), runtime_env={"env_vars": environment}
+            ).remote()
+            for slot in range(group.slots)
         ]
-        self._connect(settings, plugins, timeout_s)
+        for actor in self.actors:
+            actor.prepare.remote()
 
     def close(self) -> None:
         """End the processes and release their slots."""
@@ -112,7 +110,14 @@ class HostHandles:
             ray.kill(host)
         ray.util.remove_placement_group(self._reserved)
 
-    def _connect(self, settings: dict[str, Any], plugins: Sequence[str], timeout_s: float) -> None:
+    def connect(self, settings: dict[str, Any], *, log_dir: str, timeout_s: float, plugins: Sequence[str] = ()) -> None:
+        """Make the processes one process group. `settings` are the keyword arguments of `Strategy`.
+
+        Raises PlacementError or WorkerError if they do not start in time.
+        """
+        await_reserved(self._reserved, self.group.name, timeout_s=timeout_s)
+        folder = Path(log_dir).absolute()
+        self.logs = [str(folder / f"{self.group.name}-{slot}.log") for slot in range(self.group.slots)]
         doing = f"start the {self.group.name} processes"
         asked = [self.call(rank, "location") for rank in range(len(self.actors))]
         nodes, addresses = zip(*gather(asked, timeout_s=timeout_s, doing=doing), strict=True)
@@ -120,7 +125,8 @@ class HostHandles:
         self.actors, self.logs, nodes = ([column[slot] for slot in order] for column in (self.actors, self.logs, nodes))
         local_ranks, address = [nodes[:rank].count(node) for rank, node in enumerate(nodes)], addresses[order[0]]
         joined = [
-            self.call(rank, "connect", rank, local_ranks, address, settings, plugins) for rank in range(len(nodes))
+            self.call(rank, "connect", self.logs[rank], rank, local_ranks, address, settings, plugins)
+            for rank in range(len(nodes))
         ]
         gather(joined, timeout_s=timeout_s, doing=doing)
 

@@ -25,7 +25,7 @@ from openrlhf.evaluation import comparing
 from openrlhf.evaluation.comparing import Columns, Comparison
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents, make_agents
-from openrlhf.launch.hosts import start_hosts
+from openrlhf.launch.processes import connect_hosts, make_hosts
 from openrlhf.launch.prompt_data import check_reward_models, look_at_prompts, policy_tokenizer, read_prompts
 from openrlhf.launch.reinforcement import show_prompts
 from openrlhf.observability.recorder import Recorder
@@ -177,8 +177,9 @@ class Evaluation:
         self.recorder.display.note(f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each.")
         group = HostGroup(name=name, roles=(name,), nodes=1, slots_per_node=config.vllm.num_engines)
         made_of = settings.engine_settings(config, model.path, self.kind, model.tokenizer)
-        engines = Fleet(group, made_of, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
+        engines = Fleet(group, on_gpus=self.kind == "cuda", workers_per_engine=config.vllm.tensor_parallel_size)
         with closing(engines) as fleet, fleet.naming_logs():
+            fleet.start(made_of, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
             fleet.wait()
             scored_later = config.reward.models or config.judge.url
             agents = make_agents(config, model.tokenizer, needs_reward=not scored_later, log_dir=Path(self.log_dir))
@@ -210,8 +211,8 @@ class Evaluation:
         config = self.config
         if not config.reward.models:
             return list(answers)
-        hosts = start_hosts(config, reward_hosts(config), on_gpus=self.kind == "cuda", log_dir=self.log_dir)
-        with closing(hosts):
+        with closing(make_hosts(reward_hosts(config), on_gpus=self.kind == "cuda")) as hosts:
+            connect_hosts(config, hosts, log_dir=self.log_dir)
             models = WorkerGroup(hosts, "reward")
             created = models.create(RewardWorker, settings.reward_settings(config))
             gather(created, timeout_s=config.train.setup_timeout, doing="load the models")

@@ -32,7 +32,7 @@ def make_agents(
 
 
 def check_agents(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Load the agent's file before any device is touched. Raises ConfigError."""
+    """Load the agent's file before a model is loaded. Raises ConfigError."""
     if agents := make_agents(config, tokenizer):
         with closing(agents):
             asyncio.run(agents.check())

@@ -1,4 +1,4 @@
-"""The data that an RL run reads before any process starts: tokenizer, prompts, pretraining text."""
+"""The data that an RL run reads before a model is loaded: tokenizer, prompts, pretraining text."""
 
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,15 +1,13 @@
-"""From the flags of RL to a finished run: checks before any device is touched, placement, then `Run`."""
+"""From the flags of RL to a finished run: all checks before a model is loaded, then `Run`."""
 
 from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.config.learning import ActorConfig, CriticConfig, RefConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.rollout import RewardConfig
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.distributed import placement
-from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents
 from openrlhf.launch.identity import rl_identity
+from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder
 from openrlhf.launch.run import Run, make_remote_teacher
@@ -17,14 +15,14 @@ from openrlhf.models.proof import UNPROVEN
 from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
-from openrlhf.rollout.engine_settings import engine_device
+from openrlhf.rollout.engine_settings import Device
 
 PREVIEWED = 4  # rows whose labels are scored before the run
 
 
-def run_ppo(config: PPOConfig) -> None:
-    """Train as the flags say, on a running Ray or on a new one."""
-    kind = engine_device()
+def train(config: PPOConfig, plan: placement.Placement, processes: Processes | None) -> None:
+    """Train as the flags say, in `processes`; without processes this is a dry run."""
+    kind: Device = "cuda" if plan.on_gpus else "cpu"
     generates = not config.rollout.replay_dir
     if generates or config.remote_teacher:
         offer_engines(config.rollout, config.reward)
@@ -45,42 +43,11 @@ def run_ppo(config: PPOConfig) -> None:
         checkpoint.check_continued_by(settings.engine_layouts(config), layout=parts, identity=identity)
     done, consumed = (checkpoint.state.step, checkpoint.state.consumed) if checkpoint else (0, 0)
     replay = replay_folder(config, data, done=done, consumed=consumed)
-    plan = plan_placement(config, kind)
-    if config.dry_run:
+    if not processes:
         show_plan(config, data, plan)
         return
-    with (
-        ray_cluster(plan),
-        Run(config, data, identity, plan, kind, checkpoints, checkpoint, replay) as run,
-        run.naming_logs(),
-    ):
+    with Run(config, data, identity, kind, processes, checkpoints, checkpoint, replay) as run, run.naming_logs():
         run.trainer.fit()
-
-
-def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
-    """The host groups of a run: its roles, and which of them have devices in common."""
-    roles: dict[str, ActorConfig | RefConfig | CriticConfig | RewardConfig] = {}
-    roles["actor"] = config.actor
-    if config.algo.kl.init_coef > 0:
-        roles["ref"] = config.ref
-    if config.estimator.needs_critic:
-        roles["critic"] = config.critic
-    if config.reward.model_name_or_path:
-        roles["reward"] = config.reward
-    if config.local_teacher:
-        roles["teacher"] = config.ref
-    together = [("actor", "ref", "teacher")] if config.train.colocate_actor_ref else []
-    together += [("critic", "reward")] if config.train.colocate_critic_reward else []
-    return placement.plan(
-        {
-            name: (role.num_nodes, role.num_gpus_per_node)
-            for name, role in roles.items()
-            if name == "reward" or not config.rollout.only
-        },
-        engines=0 if config.rollout.replay_dir else config.vllm.num_engines,
-        on_gpus=kind == "cuda",
-        colocated=together,
-    )
 
 
 def show_plan(config: PPOConfig, data: PromptData, plan: placement.Placement) -> None:

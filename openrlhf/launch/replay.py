@@ -1,4 +1,4 @@
-"""Checks, before any process starts, that a folder has the episodes that this run needs."""
+"""Checks, before a model is loaded, that a folder has the episodes that this run needs."""
 
 import asyncio
 from dataclasses import replace

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -12,12 +13,11 @@ from openrlhf.batches import Experience
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed import placement
-from openrlhf.distributed.worker_group import HostHandles, WorkerGroup, gather
+from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.launch import settings
 from openrlhf.launch.agents import make_agents
-from openrlhf.launch.hosts import start_hosts
 from openrlhf.launch.identity import Identity, episode_identity
+from openrlhf.launch.processes import Processes, connect_hosts
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import ErrorBudget
@@ -26,7 +26,6 @@ from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.episode_files import EpisodeFolder
-from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.generator import Generator, RolloutGenerator, as_sampled
 from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
 from openrlhf.trainers.experience_maker import ExperienceMaker
@@ -43,30 +42,27 @@ from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
 from openrlhf.workers.policy import PolicyWorker
 
 
+@dataclass(eq=False)
 class Run:
-    """Everything that lives as long as a run: engines, workers, user processes, trainer. Leaving it ends them all."""
+    """A run in its processes: models, processes of user code, trainer. Leaving it ends everything that it has made."""
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        data: PromptData,
-        identity: Identity,
-        plan: placement.Placement,
-        kind: Device,
-        checkpoints: CheckpointManager,
-        checkpoint: Checkpoint | None,
-        replay: EpisodeFolder | None,
-    ) -> None:
-        self.config, self.data, self.identity, self.plan = config, data, identity, plan
-        self.kind: Device = kind
-        self.run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
-        self.recorder = Recorder(config, self.run_dir, resume_step=checkpoint.state.step if checkpoint else None)
+    config: PPOConfig
+    data: PromptData
+    identity: Identity
+    kind: Device
+    processes: Processes
+    checkpoints: CheckpointManager
+    checkpoint: Checkpoint | None
+    replay: EpisodeFolder | None
+
+    def __post_init__(self) -> None:
+        state = self.checkpoint.state if self.checkpoint else None
+        self.run_dir = state.run_dir if state else os.path.abspath(self.config.run.dir)
+        self.recorder = Recorder(self.config, self.run_dir, resume_step=state.step if state else None)
         self.log_dir = str(self.recorder.folder.logs.absolute())
-        self.hosts: list[HostHandles] = []
         self.loop = BackgroundLoop()
         self.ends = ExitStack()  # everything that ends with the run, the newest first
-        self.checkpoints, self.checkpoint, self.replay = checkpoints, checkpoint, replay
-        self.fleet: Fleet | None = None
+        self.fleet = self.processes.fleet
         self.reward: Reward | None = None
         self.trainer: PPOTrainer | RolloutOnly
 
@@ -76,15 +72,14 @@ class Run:
             self.ends.callback(self.loop.close)
             if not self.replay:
                 self.reward = self.ends.enter_context(reward_of(self.config.reward, log_dir=Path(self.log_dir)))
-                self.fleet = Fleet(
-                    self.plan.group_of("vllm"),
+            if self.fleet:
+                self.fleet.start(
                     settings.engine_settings(
                         self.config, self.config.actor.model_name_or_path, self.kind, self.data.tokenizer
                     ),
                     log_dir=self.log_dir,
                     timeout_s=self.config.train.setup_timeout,
                 )
-                self.ends.callback(self.fleet.close)
             groups = self._start_workers()
             if self.fleet:
                 self.fleet.wait()
@@ -102,12 +97,9 @@ class Run:
         return self.fleet.naming_logs() if self.fleet else nullcontext()
 
     def _start_workers(self) -> dict[str, WorkerGroup]:
-        """Start the processes of every host group, and load the models of all roles. Returns the groups by role."""
-        for group in self.plan.groups:
-            if group.name != "vllm":
-                hosts = start_hosts(self.config, group, on_gpus=self.plan.on_gpus, log_dir=self.log_dir)
-                self.ends.callback(hosts.close)
-                self.hosts.append(hosts)
+        """Connect the processes of every host group, and load the models of all roles. Returns the groups by role."""
+        for hosts in self.processes.hosts:
+            connect_hosts(self.config, hosts, log_dir=self.log_dir)
         critic_steps = settings.optimizer_steps(self.config, len(self.data.train))
         policy_steps = settings.optimizer_steps(
             self.config, len(self.data.train), after=settings.freezing_steps(self.config)
@@ -121,7 +113,7 @@ class Run:
             "reward": (RewardWorker, partial(settings.reward_settings, self.config)),
         }
         groups, created = {}, []
-        for hosts in self.hosts:
+        for hosts in self.processes.hosts:
             for role in hosts.group.roles:
                 groups[role] = WorkerGroup(hosts, role)
                 worker, made_from = workers[role]

@@ -2,7 +2,7 @@
 
 A tracker never ends a run. If it cannot start or fails later, a warning is logged once and the run continues
 without it; the run folder has every number in any case. The only error is a tracker whose flag is set and whose
-package is not installed; it is raised before anything has started.
+package is not installed; it is raised before a model is loaded.
 """
 
 import importlib

@@ -1,7 +1,8 @@
 """The rollout engine: a class around vLLM for a Ray actor. Token ids in, token ids out.
 
     environment = {"env_vars": engine_environment("cpu")}
-    engine = ray.remote(RolloutEngine).options(runtime_env=environment).remote(settings, 0)
+    engine = ray.remote(RolloutEngine).options(runtime_env=environment).remote(0)
+    engine.start.remote(settings)
 
 Only methods of the actor import vLLM, which takes 5 s: the controller imports this module too. No class of vLLM's
 leaves the actor, errors included, for the same reason.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import itertools
 import pickle
 import time
@@ -18,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from openrlhf.config.machine import quick_imports
 from openrlhf.distributed.buckets import PublicationError, Receipt, SentWeights, WeightManifest, verify_receipt
 from openrlhf.distributed.devices import redirect_output
 from openrlhf.distributed.weight_sync import WeightGroup
@@ -66,11 +69,9 @@ class RolloutEngine:
     the last version it received is unverified.
     """
 
-    def __init__(self, settings: EngineSettings, index: int, log_path: str | None = None) -> None:
-        """`log_path`: file for the output of vLLM; without one, vLLM prints to the output of the process."""
-        if log_path:
-            redirect_output(log_path)
-        self.settings = settings
+    settings: EngineSettings
+
+    def __init__(self, index: int) -> None:
         self.index = index
         self._started: Any = None  # vLLM's AsyncLLM
         self._requests = itertools.count()
@@ -88,9 +89,20 @@ class RolloutEngine:
             raise EngineError(f"engine {self.index} is not started")
         return self._started
 
+    def prepare(self) -> None:
+        """Import vLLM, which takes seconds."""
+        with quick_imports():
+            importlib.import_module("vllm.v1.engine.async_llm")
+
     @_plain_errors
-    async def start(self) -> None:
-        """Import vLLM, load the model, and serve version 0."""
+    async def start(self, settings: EngineSettings, log_path: str | None = None) -> None:
+        """Load the model, and serve version 0.
+
+        `log_path`: file for the output of vLLM; without one, vLLM prints to the output of the process.
+        """
+        if log_path:
+            redirect_output(log_path)
+        self.settings = settings
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from openrlhf.distributed.placement import HostGroup, actor_options, reserve
+from openrlhf.distributed.placement import HostGroup, actor_options, await_reserved, reserve
 from openrlhf.distributed.worker_group import Call, gather
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.engine import EngineError, RolloutEngine
@@ -24,34 +24,40 @@ from openrlhf.rollout.sampling import Generation, SamplingParams
 class Fleet:
     """Owns the engines. Generator, weight sync and launcher ask the fleet; nothing else has a list of engines.
 
-    The engines start in parallel when the fleet is made; `wait` returns when all of them serve. Call `generate` from
-    one event loop only.
+    Its processes import vLLM from the start; `start` gives them a model, and `wait` returns when all of them serve. Call
+    `generate` from one event loop only.
     """
 
-    def __init__(self, group: HostGroup, settings: EngineSettings, *, log_dir: str, timeout_s: float) -> None:
-        on_gpus = settings.device == "cuda"
-        self.timeout_s = timeout_s
-        self.logs = [f"{log_dir}/{group.name}-{index}.log" for index in range(group.slots)]
-        self.workers_per_engine = settings.vllm.tensor_parallel_size
-        self._reserved = reserve(group, on_gpus=on_gpus, timeout_s=timeout_s)
+    def __init__(self, group: HostGroup, *, on_gpus: bool, workers_per_engine: int = 1) -> None:
+        self.group, self.workers_per_engine = group, workers_per_engine
+        self.logs = [""] * group.slots
+        self._reserved = reserve(group, on_gpus=on_gpus)
         self._scratch = tempfile.mkdtemp(prefix="openrlhf-")  # for sockets and files that vLLM never removes
-        environment = engine_environment(settings.device) | {"TMPDIR": self._scratch}
-        engine = ray.remote(RolloutEngine)
+        environment = engine_environment("cuda" if on_gpus else "cpu") | {"TMPDIR": self._scratch}
+        engine: Any = ray.remote(RolloutEngine)
         self._engines: list[Any] = [
             engine.options(
                 **actor_options(self._reserved, index, on_gpus=on_gpus),
                 max_concurrency=4096,
                 runtime_env={"env_vars": environment},
-            ).remote(settings, index, log)
-            for index, log in enumerate(self.logs)
+            ).remote(index)
+            for index in range(group.slots)
         ]
         self._router = Router(len(self._engines))
-        self._starting = self.call(RolloutEngine.start)
+        self.call(RolloutEngine.prepare)
 
     @property
     def size(self) -> int:
         """Number of engines."""
         return len(self._engines)
+
+    def start(self, settings: EngineSettings, *, log_dir: str, timeout_s: float) -> None:
+        """Let all engines load the model, each in its own time. Raises PlacementError if their devices are not free."""
+        self.timeout_s = timeout_s
+        await_reserved(self._reserved, self.group.name, timeout_s=timeout_s)
+        self.logs = [f"{log_dir}/{self.group.name}-{index}.log" for index in range(self.size)]
+        given = [{"settings": settings, "log_path": log} for log in self.logs]
+        self._starting = self.call_each(RolloutEngine.start, given)
 
     def wait(self) -> None:
         """Return when all engines serve. Raises EngineError or WorkerError."""

@@ -30,8 +30,8 @@ from openrlhf.config.unsupported import is_refused, refusals
 from openrlhf.distributed.ds_config import inference_config, training_config
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.launch import offline, settings
-from openrlhf.launch.reinforcement import plan_placement
 from openrlhf.launch.run import make_kl
+from openrlhf.launch.start import plan_placement
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.engine_settings import engine_arguments
 from openrlhf.trainers import tasks
@@ -77,11 +77,11 @@ TRAINING = (
 READERS = {
     "train_sft": f"{TRAINING} trainers.sft data.sft data.first_look",
     "train_rm": f"{TRAINING} trainers.reward data.feedback",
-    "train_ppo_ray": "launch.reinforcement launch.run launch.prompt_data launch.hosts launch.agents agents.play "
+    "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data launch.processes launch.agents agents.play "
     "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers data.prompts data.first_look "
     "trainers.sources workers.policy workers.critic checkpoints.manager",
     "serve_rm": "serving.server serving.scorer models.loading",
-    "eval": "evaluation.runs trainers.reward launch.prompt_data launch.hosts launch.agents agents.play rewards.rule rewards.judge "
+    "eval": "evaluation.runs trainers.reward launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.judge "
     "observability.recorder observability.trackers data.prompts data.feedback",
     "reward_test": "evaluation.reward_test rewards.rule",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,10 @@ def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.Monk
     assert machine.world_size() == 1
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert machine.world_size() == 4
+
+
+def test_garbage_is_collected_again_after_quick_imports_that_fail() -> None:
+    with pytest.raises(ImportError), machine.quick_imports():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()

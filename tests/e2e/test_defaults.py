@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.launch.reinforcement import run_ppo
+from openrlhf.launch.start import run_ppo
 from openrlhf.observability.glossary import find_spec
 from tests.e2e.commands import as_arguments, column, default_schedule, numbers, run, samples, write_rows
 from tests.e2e.servers import reward_model_server

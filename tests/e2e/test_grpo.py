@@ -21,7 +21,7 @@ from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.evaluation.runs import run_evaluation
-from openrlhf.launch.reinforcement import run_ppo
+from openrlhf.launch.start import run_ppo
 from openrlhf.observability.glossary import GLOSSARY
 from openrlhf.observability.run_folder import read_lines
 from openrlhf.rewards.graders import grade_math

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.errors import DataError
-from openrlhf.launch.reinforcement import run_ppo
+from openrlhf.launch.start import run_ppo
 from openrlhf.rollout.episode_files import EpisodeFolder
 from tests.e2e.commands import as_arguments, column, numbers, samples, write_rows
 from tests.e2e.test_grpo import BATCH, HEADS, REWARDS, SAMPLES, grpo_flags, places, words

@@ -8,7 +8,7 @@ from openrlhf.config.engine_args import FLAGS, REASONS
 from openrlhf.config.flags import flags_in
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import VLLMConfig
-from openrlhf.launch.reinforcement import run_ppo
+from openrlhf.launch.start import run_ppo
 from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments
 from tests.config.commands import ppo
 

@@ -39,14 +39,8 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
     save_tiny_model(folder / "policy", seed=1, **HEADS)
     save_tiny_model(folder / "engine", seed=2, initializer_range=0.2, **HEADS)
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    hosts = HostHandles(
-        HostGroup(name="actor", roles=("actor",), nodes=1, slots_per_node=1),
-        on_gpus=False,
-        threads=1,
-        log_dir=str(folder),
-        timeout_s=120,
-        settings={"engine": DeepSpeedConfig(param_dtype="fp32"), "seed": 0},
-    )
+    hosts = HostHandles(HostGroup(name="actor", roles=("actor",), nodes=1, slots_per_node=1), on_gpus=False, threads=1)
+    hosts.connect({"engine": DeepSpeedConfig(param_dtype="fp32"), "seed": 0}, log_dir=str(folder), timeout_s=120)
     policy = WorkerGroup(hosts, "actor")
     load = LoadSpec(path=str(folder / "policy"), param_dtype="fp32", attention="sdpa", packing=True, max_len=20)
     gather(
@@ -60,7 +54,8 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
         vllm=VLLMConfig(dtype="fp32", tensor_parallel_size=2, engine_args={"kv_cache_memory_bytes": 2**25}),
         max_model_len=20,
     )
-    fleet = Fleet(engines, settings, log_dir=str(folder), timeout_s=200)
+    fleet = Fleet(engines, on_gpus=False, workers_per_engine=2)
+    fleet.start(settings, log_dir=str(folder), timeout_s=200)
     fleet.wait()
     yield WeightPublisher(policy, fleet, transport="gloo", timeout_s=120)
     fleet.stop()

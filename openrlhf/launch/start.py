@@ -1,0 +1,51 @@
+"""The start of a run of RL: Ray and the processes first, because they import libraries while the data are read."""
+
+from contextlib import ExitStack, closing
+
+from openrlhf.config.learning import ActorConfig, CriticConfig, RefConfig
+from openrlhf.config.machine import quick_imports
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.rollout import RewardConfig
+from openrlhf.distributed import placement
+from openrlhf.distributed.cluster import ray_cluster
+from openrlhf.launch.processes import Processes
+from openrlhf.rollout.engine_settings import engine_device
+
+
+def run_ppo(config: PPOConfig) -> None:
+    """Train as the flags say, on a running Ray or on a new one. A dry run starts nothing."""
+    plan = plan_placement(config, engine_device())
+    with ExitStack() as ends:
+        processes = None
+        if not config.dry_run:
+            ends.enter_context(ray_cluster(plan))
+            processes = ends.enter_context(closing(Processes(config, plan)))
+        with quick_imports():  # takes seconds, in which the processes import their libraries
+            from openrlhf.launch.reinforcement import train
+        train(config, plan, processes)
+
+
+def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:
+    """The host groups of a run: its roles, and which of them have devices in common."""
+    roles: dict[str, ActorConfig | RefConfig | CriticConfig | RewardConfig] = {}
+    roles["actor"] = config.actor
+    if config.algo.kl.init_coef > 0:
+        roles["ref"] = config.ref
+    if config.estimator.needs_critic:
+        roles["critic"] = config.critic
+    if config.reward.model_name_or_path:
+        roles["reward"] = config.reward
+    if config.local_teacher:
+        roles["teacher"] = config.ref
+    together = [("actor", "ref", "teacher")] if config.train.colocate_actor_ref else []
+    together += [("critic", "reward")] if config.train.colocate_critic_reward else []
+    return placement.plan(
+        {
+            name: (role.num_nodes, role.num_gpus_per_node)
+            for name, role in roles.items()
+            if name == "reward" or not config.rollout.only
+        },
+        engines=0 if config.rollout.replay_dir else config.vllm.num_engines,
+        on_gpus=kind == "cuda",
+        colocated=together,
+    )
