@@ -111,6 +111,7 @@ class Stand:
     """An engine, and the trainer's model and sender that go with it."""
 
     engine: ray.actor.ActorHandle
+    settings: EngineSettings
     model: PreTrainedModel
     sender: WeightSender
     version: int = 0
@@ -242,7 +243,7 @@ def launch(model: PreTrainedModel, folder: Path, index: int = 0, *, stop_strings
     common = {"dtype": "fp32", "enable_prefix_caching": True, "engine_args": {"kv_cache_memory_bytes": 2**25}}
     vllm = VLLMConfig(**common | flags)
     made_of = EngineSettings(model=str(folder), vllm=vllm, max_model_len=MAX_LEN, stop_strings=stop_strings)
-    return Stand(engine=actor.remote(made_of, index), model=model, sender=WeightSender())
+    return Stand(engine=actor.remote(index), settings=made_of, model=model, sender=WeightSender())
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +267,7 @@ def stands(ray_session, tmp_path_factory) -> Iterator[dict[str, Stand]]:
             save_tokenizer(folder)
         model = build_model(tied=kind == "tied")
         stands[kind] = launch(model, folder, index, stop_strings=kind == "untied")
-    ray.get([stand.engine.start.remote() for stand in stands.values()], timeout=150)
+    ray.get([stand.engine.start.remote(stand.settings) for stand in stands.values()], timeout=150)
     for stand in stands.values():
         assert_serves(stand, stand.model, version=0)
         stand.join()
@@ -408,7 +409,7 @@ class TestPublication:
         """Two processes that share each layer: each has a rank in the weight group, and a receipt of its own."""
         stand = launch(build_model(tied=True), tmp_path, tensor_parallel_size=2)
         stand.workers = 2
-        ray.get(stand.engine.start.remote(), timeout=150)
+        ray.get(stand.engine.start.remote(stand.settings), timeout=150)
         assert_serves(stand, stand.model, version=0)
         stand.join()
         for _ in range(2):
@@ -430,7 +431,7 @@ class TestPublication:
         first = build_model(tied=False)
         second = noisy_copy(first, [name for name, _ in first.named_parameters()], 0.05)
         stand = launch(first, tmp_path, dtype="bf16", quantization="fp8_per_channel")
-        stand.call("start")
+        stand.call("start", stand.settings)
         stand.join()
         loaded = stand.sample()
         stand.model = second
@@ -540,7 +541,7 @@ class TestFailure:
 
     def test_a_dead_core_is_noticed(self, ray_session, tmp_path):
         stand = launch(build_model(tied=True), tmp_path)
-        stand.call("start")
+        stand.call("start", stand.settings)
         stand.call("poison")
         with pytest.raises(EngineError, match="engine 0, generate: EngineDeadError"):
             stand.sample()
@@ -567,7 +568,7 @@ def test_every_parameter_of_an_architecture_reaches_the_engine(ray_session, tmp_
     torch.manual_seed(1)
     config = AutoConfig.for_model(kind, **SIZES | sizes)
     stand = launch(AutoModelForCausalLM.from_config(config).eval(), tmp_path)
-    ray.get(stand.engine.start.remote(), timeout=150)
+    ray.get(stand.engine.start.remote(stand.settings), timeout=150)
     stand.join()
     for _ in range(2):
         names = [name for name, _ in stand.model.named_parameters()]
@@ -593,7 +594,7 @@ def test_longrope_has_the_frequencies_of_the_longest_sequence_in_engine_and_trai
     config = AutoConfig.for_model("phi3", **SIZES | changes, rope_parameters=rope)
     model = AutoModelForCausalLM.from_config(config).eval()
     stand = launch(model, tmp_path)
-    ray.get(stand.engine.start.remote(), timeout=150)
+    ray.get(stand.engine.start.remote(stand.settings), timeout=150)
     pin_longrope(model, MAX_LEN)
     assert_serves(stand, model, version=0)
     ray.kill(stand.engine)

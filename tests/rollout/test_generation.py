@@ -61,8 +61,8 @@ def engines(tmp_path_factory) -> Iterator[dict[str, Any]]:
         tmp_path_factory.mktemp("model"), "qwen2-untied", hidden_size=128, intermediate_size=160, initializer_range=0.08
     )
     actor = ray.remote(RolloutEngine).options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
-    handles = {kind: actor.remote(settings_of(folder, kind), index) for index, kind in enumerate(KINDS)}
-    ray.get([handle.start.remote() for handle in handles.values()], timeout=150)
+    handles = {kind: actor.remote(index) for index, kind in enumerate(KINDS)}
+    ray.get([handle.start.remote(settings_of(folder, kind)) for kind, handle in handles.items()], timeout=150)
     yield handles | {"model": AutoModelForCausalLM.from_pretrained(folder).eval()}
     ray.shutdown()
     torch.set_num_threads(threads)

@@ -113,8 +113,8 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(tmp_path: Path)
     ray.init(address="local", num_gpus=1, include_dashboard=False)
     try:
         options = {"num_gpus": 1, "runtime_env": {"env_vars": engine_environment("cuda")}}
-        engine = ray.remote(RolloutEngine).options(**options).remote(settings, 0)
-        ray.get(engine.start.remote(), timeout=400)
+        engine = ray.remote(RolloutEngine).options(**options).remote(0)
+        ray.get(engine.start.remote(settings), timeout=400)
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * 0.05)
