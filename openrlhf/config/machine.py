@@ -45,7 +45,7 @@ def world_size() -> int:
 def quick_imports() -> Generator[None, None, None]:
     """For imports of large libraries: within it, nobody looks for garbage, which takes a quarter of their time.
 
-    What was imported stays for good, and is not looked through later either.
+    Everything alive at its end is never looked through again.
     """
     gc.disable()
     try:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import ray
 from ray._private import parameter, services
 from ray.exceptions import AuthenticationError
 
+from openrlhf.config.flags import UserError
 from openrlhf.distributed.placement import Placement, PlacementError, check_capacity
 
 # Bytes, for a Ray that we start on a machine without GPUs: batches are flat and small.
@@ -38,8 +40,10 @@ def ray_cluster(plan: Placement) -> Iterator[None]:
     finally:
         if started:
             ray.shutdown()
-    if session:  # not after an error: Ray's logs stay then
-        shutil.rmtree(session, ignore_errors=True)
+        error = sys.exception()
+        # Ray's logs stay after an error, but not after a mistake in flags, data or files, which is a ValueError.
+        if session and (not error or (isinstance(error, UserError) and isinstance(error, ValueError))):
+            shutil.rmtree(session, ignore_errors=True)
 
 
 @contextmanager
@@ -49,7 +53,11 @@ def _plain_sigterm() -> Iterator[None]:
         yield
         return
 
+    own = os.getpid()
+
     def end(*_: object) -> None:
+        if os.getpid() != own:  # in a process that a library has forked
+            os._exit(128 + signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
         os.write(2, b"\nterminated\n")
         raise SystemExit(128 + signal.SIGTERM)

@@ -44,10 +44,6 @@ class Placement:
     groups: tuple[HostGroup, ...]
     on_gpus: bool
 
-    def group_of(self, role: str) -> HostGroup:
-        """The group that hosts a role."""
-        return next(group for group in self.groups if role in group.roles)
-
     @property
     def slots(self) -> int:
         """Number of device slots of all groups."""
@@ -119,7 +115,6 @@ def reserve(group: HostGroup, *, on_gpus: bool) -> PlacementGroup:
 def await_reserved(reserved: PlacementGroup, name: str, *, timeout_s: float) -> None:
     """Return when Ray has granted the bundles of the group `name`. Raises PlacementError if it does not in time."""
     if not reserved.wait(timeout_s):
-        ray.util.remove_placement_group(reserved)
         raise PlacementError(
             f"Ray did not reserve {reserved.bundle_count} × {reserved.bundle_specs[0]} for {name} within {timeout_s:g} s "
             f"(free now: {ray.available_resources()}). Other jobs may hold the devices; see `ray status`, or raise "

@@ -4,7 +4,6 @@ group.launch(PolicyWorker.update, [first_slice, second_slice])  ->  calls, one f
 gather(calls, timeout_s=…, doing="update the policy")           ->  results, or an error that names the culprit
 """
 
-import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -45,15 +44,15 @@ class WorkerHost:
     def prepare(self) -> None:
         """Import Transformers, which takes seconds. DeepSpeed comes later: it reads the environment that `connect` sets."""
         with quick_imports():
-            importlib.import_module("transformers.models.auto.modeling_auto")
+            import transformers.models.auto.modeling_auto  # noqa: F401
 
-    def location(self) -> tuple[str, tuple[str, int]]:
-        """The Ray node of this process, and an address and port at which the group can meet."""
+    def location(self, log_path: str) -> tuple[str, tuple[str, int]]:
+        """The Ray node of this process, and an address and port at which the group can meet. Output goes to the log."""
+        redirect_output(log_path)
         return ray.get_runtime_context().get_node_id(), (node_address(), free_port())
 
     def connect(
         self,
-        log_path: str,
         rank: int,
         local_ranks: Sequence[int],
         address: tuple[str, int],
@@ -61,7 +60,6 @@ class WorkerHost:
         plugins: Sequence[str],
     ) -> None:
         """Join the process group of the host group as `rank`. `settings` are the keyword arguments of `Strategy`."""
-        redirect_output(log_path)
         os.environ.update(
             RANK=str(rank),
             WORLD_SIZE=str(len(local_ranks)),
@@ -91,7 +89,6 @@ class HostHandles:
 
     def __init__(self, group: HostGroup, *, on_gpus: bool, threads: int) -> None:
         self.group, self.layout = group, RankLayout(dp=group.slots)
-        self.logs: list[str] = []  # by rank
         self._reserved = reserve(group, on_gpus=on_gpus)
         environment = worker_environment("cuda" if on_gpus else "cpu", threads=threads)
         host_class: Any = ray.remote(WorkerHost)
@@ -119,14 +116,13 @@ class HostHandles:
         folder = Path(log_dir).absolute()
         self.logs = [str(folder / f"{self.group.name}-{slot}.log") for slot in range(self.group.slots)]
         doing = f"start the {self.group.name} processes"
-        asked = [self.call(rank, "location") for rank in range(len(self.actors))]
+        asked = [self.call(rank, "location", log) for rank, log in enumerate(self.logs)]
         nodes, addresses = zip(*gather(asked, timeout_s=timeout_s, doing=doing), strict=True)
         order = order_by_node(nodes)
         self.actors, self.logs, nodes = ([column[slot] for slot in order] for column in (self.actors, self.logs, nodes))
         local_ranks, address = [nodes[:rank].count(node) for rank, node in enumerate(nodes)], addresses[order[0]]
         joined = [
-            self.call(rank, "connect", self.logs[rank], rank, local_ranks, address, settings, plugins)
-            for rank in range(len(nodes))
+            self.call(rank, "connect", rank, local_ranks, address, settings, plugins) for rank in range(len(nodes))
         ]
         gather(joined, timeout_s=timeout_s, doing=doing)
 

@@ -177,7 +177,7 @@ class Evaluation:
         self.recorder.display.note(f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each.")
         group = HostGroup(name=name, roles=(name,), nodes=1, slots_per_node=config.vllm.num_engines)
         made_of = settings.engine_settings(config, model.path, self.kind, model.tokenizer)
-        engines = Fleet(group, on_gpus=self.kind == "cuda", workers_per_engine=config.vllm.tensor_parallel_size)
+        engines = Fleet(group, on_gpus=self.kind == "cuda")
         with closing(engines) as fleet, fleet.naming_logs():
             fleet.start(made_of, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
             fleet.wait()

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.placement import HostGroup, Placement
 from openrlhf.distributed.worker_group import HostHandles
 from openrlhf.rollout.fleet import Fleet
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it loads trainers and workers, which take seconds
     from openrlhf.launch.settings import Sampling
 
 
 class Processes:
-    """The processes of a run. They import their libraries from the start, while the launcher reads the data."""
+    """The processes of a run. They import their libraries as soon as they start."""
 
-    def __init__(self, config: PPOConfig, plan: Placement) -> None:
-        groups = [group for group in plan.groups if group.name != "vllm"]
-        self.hosts = [make_hosts(group, on_gpus=plan.on_gpus) for group in groups]
+    def __init__(self, plan: Placement) -> None:
+        self.plan = plan
         self.fleet: Fleet | None = None
-        if len(groups) < len(plan.groups):
-            workers = config.vllm.tensor_parallel_size
-            self.fleet = Fleet(plan.group_of("vllm"), on_gpus=plan.on_gpus, workers_per_engine=workers)
+        self.hosts: list[HostHandles] = []
+        self._ends = ExitStack()
+
+    def start(self) -> None:
+        """Start the processes, unless they run already."""
+        for group in () if self.hosts or self.fleet else self.plan.groups:
+            if group.name == "vllm":
+                self.fleet = Fleet(group, on_gpus=self.plan.on_gpus)
+                self._ends.callback(self.fleet.close)
+            else:
+                self.hosts.append(make_hosts(group, on_gpus=self.plan.on_gpus))
+                self._ends.callback(self.hosts[-1].close)
 
     def close(self) -> None:
         """End all processes, and release their slots."""
-        for each in (*self.hosts, self.fleet):
-            if each:
-                each.close()
+        self._ends.close()
 
 
 def make_hosts(group: HostGroup, *, on_gpus: bool) -> HostHandles:

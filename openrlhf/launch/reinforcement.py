@@ -46,6 +46,7 @@ def train(config: PPOConfig, plan: placement.Placement, processes: Processes | N
     if not processes:
         show_plan(config, data, plan)
         return
+    processes.start()
     with Run(config, data, identity, kind, processes, checkpoints, checkpoint, replay) as run, run.naming_logs():
         run.trainer.fit()
 

@@ -1,4 +1,4 @@
-"""A running PPO trainer with its engines, workers and processes of user code, and the end of all of them."""
+"""A run in its processes: models, processes of user code and trainer, and the end of all of them."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
 from openrlhf.workers.policy import PolicyWorker
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Run:
     """A run in its processes: models, processes of user code, trainer. Leaving it ends everything that it has made."""
 
@@ -70,16 +70,13 @@ class Run:
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
             self.ends.callback(self.loop.close)
+            self.ends.callback(self.processes.close)
             if not self.replay:
                 self.reward = self.ends.enter_context(reward_of(self.config.reward, log_dir=Path(self.log_dir)))
             if self.fleet:
-                self.fleet.start(
-                    settings.engine_settings(
-                        self.config, self.config.actor.model_name_or_path, self.kind, self.data.tokenizer
-                    ),
-                    log_dir=self.log_dir,
-                    timeout_s=self.config.train.setup_timeout,
-                )
+                policy = self.config.actor.model_name_or_path
+                engine = settings.engine_settings(self.config, policy, self.kind, self.data.tokenizer)
+                self.fleet.start(engine, log_dir=self.log_dir, timeout_s=self.config.train.setup_timeout)
             groups = self._start_workers()
             if self.fleet:
                 self.fleet.wait()

@@ -19,7 +19,9 @@ def run_ppo(config: PPOConfig) -> None:
         processes = None
         if not config.dry_run:
             ends.enter_context(ray_cluster(plan))
-            processes = ends.enter_context(closing(Processes(config, plan)))
+            processes = ends.enter_context(closing(Processes(plan)))
+            if not plan.on_gpus:  # GPUs that others may wait for are not held while the data are read
+                processes.start()
         with quick_imports():  # takes seconds, in which the processes import their libraries
             from openrlhf.launch.reinforcement import train
         train(config, plan, processes)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import itertools
 import pickle
 import time
@@ -69,8 +68,6 @@ class RolloutEngine:
     the last version it received is unverified.
     """
 
-    settings: EngineSettings
-
     def __init__(self, index: int) -> None:
         self.index = index
         self._started: Any = None  # vLLM's AsyncLLM
@@ -92,7 +89,7 @@ class RolloutEngine:
     def prepare(self) -> None:
         """Import vLLM, which takes seconds."""
         with quick_imports():
-            importlib.import_module("vllm.v1.engine.async_llm")
+            import vllm.v1.engine.async_llm  # noqa: F401
 
     @_plain_errors
     async def start(self, settings: EngineSettings, log_path: str | None = None) -> None:

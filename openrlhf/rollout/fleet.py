@@ -28,8 +28,8 @@ class Fleet:
     `generate` from one event loop only.
     """
 
-    def __init__(self, group: HostGroup, *, on_gpus: bool, workers_per_engine: int = 1) -> None:
-        self.group, self.workers_per_engine = group, workers_per_engine
+    def __init__(self, group: HostGroup, *, on_gpus: bool) -> None:
+        self.group = group
         self.logs = [""] * group.slots
         self._reserved = reserve(group, on_gpus=on_gpus)
         self._scratch = tempfile.mkdtemp(prefix="openrlhf-")  # for sockets and files that vLLM never removes
@@ -53,7 +53,7 @@ class Fleet:
 
     def start(self, settings: EngineSettings, *, log_dir: str, timeout_s: float) -> None:
         """Let all engines load the model, each in its own time. Raises PlacementError if their devices are not free."""
-        self.timeout_s = timeout_s
+        self.timeout_s, self.workers_per_engine = timeout_s, settings.vllm.tensor_parallel_size
         await_reserved(self._reserved, self.group.name, timeout_s=timeout_s)
         self.logs = [f"{log_dir}/{self.group.name}-{index}.log" for index in range(self.size)]
         given = [{"settings": settings, "log_path": log} for log in self.logs]

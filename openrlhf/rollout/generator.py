@@ -133,7 +133,7 @@ class Agents(Protocol):
     async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group: ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RolloutGenerator:
     """Draws samples from the engines and has them rewarded. Lives in the controller; user code runs in other processes.
 

@@ -50,7 +50,7 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
     return [i for i in finished if not needs_groups or peers[trajectories[i].prompt.index] > 1]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ExperienceMaker:
     """Annotates a batch with the columns of the workers, and assigns credit to its tokens.
 

@@ -53,7 +53,7 @@ class LoopSettings:
     layouts: Mapping[str, EngineLayout]  # of the models' states, for the checkpoint
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PPOTrainer:
     """The training loop, and everything that happens after each step."""
 

@@ -1,7 +1,7 @@
 """Publishes weight versions to the engines: agree, send, verify, serve."""
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Probe:
     tolerance: float
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class WeightPublisher:
     """Publishes the policy's weights to all engine workers. An engine serves a version after all receipts are verified.
 
@@ -44,8 +44,8 @@ class WeightPublisher:
     transport: Transport
     timeout_s: float
     probe: Probe | None = None
-    groups_made: int = 0
-    connected: bool = False
+    groups_made: int = field(default=0, init=False)
+    connected: bool = field(default=False, init=False)
 
     def connect(self, fleet: Fleet) -> None:
         """Form the weight group, or a new one if an engine was replaced."""

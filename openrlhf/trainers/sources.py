@@ -43,7 +43,7 @@ class Source(Protocol):
     def __iter__(self) -> Iterator[list[Trajectory]]: ...  # the batch of each step that is left
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SyncSource:
     """Generates when the loop asks for a step and no finished step is waiting, with the weights of the last publication.
 

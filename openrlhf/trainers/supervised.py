@@ -21,7 +21,7 @@ from openrlhf.trainers.tasks import Micro, OfflineTask, Row, Rows
 from openrlhf.workers.base import MicroBatchLimits
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SupervisedTrainer(Generic[Row, Micro]):
     """Runs a task: train, log, evaluate, checkpoint, export. One instance per process."""
 

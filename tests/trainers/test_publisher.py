@@ -54,7 +54,7 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
         vllm=VLLMConfig(dtype="fp32", tensor_parallel_size=2, engine_args={"kv_cache_memory_bytes": 2**25}),
         max_model_len=20,
     )
-    fleet = Fleet(engines, on_gpus=False, workers_per_engine=2)
+    fleet = Fleet(engines, on_gpus=False)
     fleet.start(settings, log_dir=str(folder), timeout_s=200)
     fleet.wait()
     yield WeightPublisher(policy, fleet, transport="gloo", timeout_s=120)
