@@ -22,6 +22,7 @@ from openrlhf.distributed.placement import Placement, PlacementError, check_capa
 
 # Bytes, for a Ray that we start on a machine without GPUs: batches are flat and small.
 OBJECT_STORE_BYTES = 512 << 20
+LEAN = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[arg-type]
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -77,7 +78,7 @@ def _init_ray(plan: Placement) -> str | None:
         # Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before the run has.
         services.ConsolePopen = partial(subprocess.Popen, process_group=0)  # type: ignore[assignment, misc]
         # Autoscaler, reader of logs and spare workers have nothing to do here, and cost seconds of a small machine.
-        parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[assignment, misc]
+        parameter.RayParams = LEAN  # type: ignore[assignment, misc]
         no_spares = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
         try:
             context = ray.init(

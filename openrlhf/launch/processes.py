@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # it loads trainers and workers, which take seconds
 
 
 class Processes:
-    """The processes of a run. They import their libraries as soon as they start."""
+    """The processes of a run: none until `start`. They import their libraries as soon as they start."""
 
     def __init__(self, plan: Placement) -> None:
         self.plan = plan

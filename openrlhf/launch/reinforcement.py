@@ -20,9 +20,9 @@ from openrlhf.rollout.engine_settings import Device
 PREVIEWED = 4  # rows whose labels are scored before the run
 
 
-def train(config: PPOConfig, plan: placement.Placement, processes: Processes | None) -> None:
-    """Train as the flags say, in `processes`; without processes this is a dry run."""
-    kind: Device = "cuda" if plan.on_gpus else "cpu"
+def train(config: PPOConfig, processes: Processes) -> None:
+    """Train as the flags say, in `processes`, which are started after the checks if they do not run yet."""
+    kind: Device = "cuda" if processes.plan.on_gpus else "cpu"
     generates = not config.rollout.replay_dir
     if generates or config.remote_teacher:
         offer_engines(config.rollout, config.reward)
@@ -43,8 +43,8 @@ def train(config: PPOConfig, plan: placement.Placement, processes: Processes | N
         checkpoint.check_continued_by(settings.engine_layouts(config), layout=parts, identity=identity)
     done, consumed = (checkpoint.state.step, checkpoint.state.consumed) if checkpoint else (0, 0)
     replay = replay_folder(config, data, done=done, consumed=consumed)
-    if not processes:
-        show_plan(config, data, plan)
+    if config.dry_run:
+        show_plan(config, data, processes.plan)
         return
     processes.start()
     with Run(config, data, identity, kind, processes, checkpoints, checkpoint, replay) as run, run.naming_logs():

@@ -70,7 +70,7 @@ class Run:
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
             self.ends.callback(self.loop.close)
-            self.ends.callback(self.processes.close)
+            self.ends.callback(self.processes.close)  # before the report: others may wait for the devices
             if not self.replay:
                 self.reward = self.ends.enter_context(reward_of(self.config.reward, log_dir=Path(self.log_dir)))
             if self.fleet:

@@ -1,6 +1,6 @@
 """The start of a run of RL: Ray and the processes first, because they import libraries while the data are read."""
 
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 
 from openrlhf.config.learning import ActorConfig, CriticConfig, RefConfig
 from openrlhf.config.machine import quick_imports
@@ -15,16 +15,12 @@ from openrlhf.rollout.engine_settings import engine_device
 def run_ppo(config: PPOConfig) -> None:
     """Train as the flags say, on a running Ray or on a new one. A dry run starts nothing."""
     plan = plan_placement(config, engine_device())
-    with ExitStack() as ends:
-        processes = None
-        if not config.dry_run:
-            ends.enter_context(ray_cluster(plan))
-            processes = ends.enter_context(closing(Processes(plan)))
-            if not plan.on_gpus:  # GPUs that others may wait for are not held while the data are read
-                processes.start()
+    with nullcontext() if config.dry_run else ray_cluster(plan), closing(Processes(plan)) as processes:
+        if not config.dry_run and not plan.on_gpus:  # GPUs that others may wait for are not held while data are read
+            processes.start()
         with quick_imports():  # takes seconds, in which the processes import their libraries
             from openrlhf.launch.reinforcement import train
-        train(config, plan, processes)
+        train(config, processes)
 
 
 def plan_placement(config: PPOConfig, kind: str) -> placement.Placement:

@@ -1,4 +1,4 @@
-"""The prompts that an RL run reads before its processes start."""
+"""The prompts that an RL run reads before a model is loaded."""
 
 from __future__ import annotations
 
