@@ -18,7 +18,6 @@ from openrlhf.config.legacy import Group, takes_no_value
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.unsupported import is_refused
 
-__all__ = ["ConfigError", "dump_yaml", "load_named_plugins", "parse_config"]
 MOST_HINTS = 4
 
 R = TypeVar("R", bound=Command)

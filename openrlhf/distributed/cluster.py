@@ -43,7 +43,8 @@ def ray_cluster(plan: Placement) -> Iterator[None]:
             ray.shutdown()
         error = sys.exception()
         # Ray's logs stay after an error, but not after a mistake in flags, data or files, which is a ValueError.
-        if session and (not error or (isinstance(error, UserError) and isinstance(error, ValueError))):
+        mistake = isinstance(error, UserError) and isinstance(error, ValueError)
+        if session and (mistake or not isinstance(error, Exception)):
             shutil.rmtree(session, ignore_errors=True)
 
 
@@ -66,8 +67,13 @@ def _plain_sigterm() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except SystemExit:
+        if signal.getsignal(signal.SIGTERM) is end:
+            raise
+        raise SystemExit(128 + signal.SIGTERM) from None  # out of a call of Ray, `end` comes with status 1
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _init_ray(plan: Placement) -> str | None:
@@ -79,14 +85,13 @@ def _init_ray(plan: Placement) -> str | None:
         services.ConsolePopen = partial(subprocess.Popen, process_group=0)  # type: ignore[assignment, misc]
         # Autoscaler, reader of logs and spare workers have nothing to do here, and cost seconds of a small machine.
         parameter.RayParams = LEAN  # type: ignore[assignment, misc]
-        no_spares = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
         try:
             context = ray.init(
                 "local",
                 num_cpus=max(os.cpu_count() or 1, 4),
                 include_dashboard=False,
                 object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
-                _system_config=no_spares,
+                _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
                 **QUIET,
             )
         except Exception as error:  # Ray raises no narrower class

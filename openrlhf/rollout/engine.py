@@ -23,10 +23,8 @@ from openrlhf.config.machine import quick_imports
 from openrlhf.distributed.buckets import PublicationError, Receipt, SentWeights, WeightManifest, verify_receipt
 from openrlhf.distributed.devices import redirect_output
 from openrlhf.distributed.weight_sync import WeightGroup
-from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments, engine_environment
+from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments
 from openrlhf.rollout.sampling import Generation, SamplingParams
-
-__all__ = ["EngineError", "EngineSettings", "Generation", "RolloutEngine", "SamplingParams", "engine_environment"]
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,6 +6,8 @@ import json
 import math
 import random
 import re
+import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray._common.utils import get_default_ray_temp_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.checkpoints.manifest import CheckpointError
@@ -25,7 +28,18 @@ from openrlhf.launch.start import run_ppo
 from openrlhf.observability.glossary import GLOSSARY
 from openrlhf.observability.run_folder import read_lines
 from openrlhf.rewards.graders import grade_math
-from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
+from tests.e2e.commands import (
+    as_arguments,
+    column,
+    finish,
+    kill_when,
+    launch,
+    numbers,
+    run,
+    samples,
+    steps_logged,
+    write_rows,
+)
 from tests.e2e.processes import Process, descendants, survivors
 from tests.reward_server import reward_server
 from tests.tiny import save_tiny_model, sayable
@@ -254,6 +268,29 @@ def test_a_dry_run_prints_plan_and_prompts_and_starts_nothing(workspace: Path) -
     assert f"{PROMPTS} prompts, {STEPS} steps of {BATCH} prompts" in done.printed
     assert "label 'label 0'" in done.printed
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "end", "status", "said"),
+    [({"data.label_key": "lable"}, None, 2, "no column 'lable'"), ({}, signal.SIGTERM, 143, "terminated")],
+    ids=["a mistake in the data", "a termination"],
+)
+def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
+    workspace: Path, changes: dict[str, Any], end: signal.Signals | None, status: int, said: str
+) -> None:
+    folder = workspace / f"ended-{status}"
+    process = launch("train_ppo_ray", grpo_flags(workspace, folder, **changes))
+    started: set[Process] = set()
+    while process.poll() is None:
+        started.update(descendants(process.pid))
+        if end and any("RolloutEngine" in each.command and each.running for each in started):
+            process.send_signal(end)  # again and again, which changes nothing
+        time.sleep(0.2)
+    done = finish(process, timeout=60)
+    assert (done.status, survivors(started, within=30)) == (status, []), done.errors
+    assert said in done.errors and any("raylet" in each.command for each in started)
+    assert end or not folder.exists()
+    assert not list(Path(get_default_ray_temp_dir()).glob(f"session_*_{process.pid}"))
 
 
 # ---- runs of this process, on one Ray

@@ -37,14 +37,9 @@ from openrlhf.distributed.buckets import PublicationError, Receipt, TensorSpec, 
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
 from openrlhf.models.loading import pin_longrope
-from openrlhf.rollout.engine import (
-    EngineError,
-    EngineSettings,
-    Generation,
-    RolloutEngine,
-    SamplingParams,
-    engine_environment,
-)
+from openrlhf.rollout.engine import EngineError, RolloutEngine
+from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
+from openrlhf.rollout.sampling import Generation, SamplingParams
 
 VOCABULARY = 100
 END_TOKEN = 1

@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 from openrlhf.observability.metrics import values
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
-from openrlhf.rollout.engine import EngineSettings, RequestRefused, RolloutEngine, SamplingParams, engine_environment
+from openrlhf.rollout.engine import RequestRefused, RolloutEngine
+from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.generator import Request, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.routing import Router
+from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trajectory import Prompt, Trajectory
 from tests import streams
 from tests.tiny import character_tokenizer, save_tiny_model

@@ -91,7 +91,9 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(tmp_path: Path)
     import ray  # the other tests of this module do without
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from openrlhf.rollout.engine import EngineSettings, RolloutEngine, SamplingParams, engine_environment
+    from openrlhf.rollout.engine import RolloutEngine
+    from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
+    from openrlhf.rollout.sampling import SamplingParams
 
     config = Qwen2Config(
         vocab_size=1000,
