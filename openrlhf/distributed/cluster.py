@@ -61,7 +61,6 @@ def _plain_sigterm() -> Iterator[None]:
         if os.getpid() != own:  # in a process that a library has forked
             os._exit(128 + signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
-        os.write(2, b"\nterminated\n")
         raise SystemExit(128 + signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, end)
@@ -70,6 +69,7 @@ def _plain_sigterm() -> Iterator[None]:
     except SystemExit:
         if signal.getsignal(signal.SIGTERM) is end:
             raise
+        print("\nterminated", file=sys.stderr)
         raise SystemExit(128 + signal.SIGTERM) from None  # out of a call of Ray, `end` comes with status 1
     finally:
         if signal.getsignal(signal.SIGTERM) is end:
