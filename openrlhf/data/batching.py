@@ -37,22 +37,15 @@ def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
     return sorted(sorted(rows) for _, rows in solutions[0][2])
 
 
-def micro_batches(lengths: Sequence[int], *, size: int | None, max_tokens: int | None) -> list[list[int]]:
-    """Row numbers of each micro-batch. Every row is in one micro-batch, and no micro-batch is empty.
+def batches_of_rows(rows: Sequence[int], size: int) -> list[list[int]]:
+    """Consecutive rows, at most `size` in each batch, as even as possible."""
+    count = math.ceil(len(rows) / size)
+    edges = [round(part * len(rows) / count) for part in range(count + 1)] if count else []
+    return [list(rows[start:end]) for start, end in itertools.pairwise(edges)]
 
-    With `size`: consecutive rows, at most `size` in each, as even as possible. With `max_tokens`: groups of nearly
-    equal token counts, at most `max_tokens` each; a longer row is alone in its micro-batch. Raises ValueError unless
-    exactly one limit is given.
-    """
-    if (size is None) == (max_tokens is None):
-        raise ValueError(f"give either size or max_tokens, not size={size} and max_tokens={max_tokens}")
-    if not lengths:
-        return []
-    if max_tokens is None:
-        assert size is not None
-        count = math.ceil(len(lengths) / size)
-        edges = [round(part * len(lengths) / count) for part in range(count + 1)]
-        return [list(range(start, end)) for start, end in itertools.pairwise(edges)]
+
+def batches_of_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Row numbers of batches with nearly equal token counts, at most `max_tokens` each; a longer row is alone in its batch."""
     fitting = [row for row, length in enumerate(lengths) if length <= max_tokens]
     groups = [[row] for row, length in enumerate(lengths) if length > max_tokens]
     count = math.ceil(sum(lengths[row] for row in fitting) / max_tokens)

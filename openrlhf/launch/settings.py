@@ -95,7 +95,8 @@ def forward_limits(config: Sampling) -> MicroBatchLimits:
     """Micro-batches of forwards without gradient."""
     by_tokens = isinstance(config, EvaluationConfig) or config.train.dynamic_batch_enable
     tokens = config.rollout.max_tokens_per_gpu if by_tokens else None
-    return MicroBatchLimits(size=config.rollout.micro_batch_size, max_tokens=tokens)
+    packed = config.ds.packing_samples
+    return MicroBatchLimits(size=config.rollout.micro_batch_size, max_tokens=tokens, packed=packed)
 
 
 def trained_settings(config: PPOConfig, model: ActorConfig | CriticConfig, kind: str, steps: int) -> TrainedSettings:
@@ -113,7 +114,7 @@ def trained_settings(config: PPOConfig, model: ActorConfig | CriticConfig, kind:
         load=load,
         optimizer=model,
         forward_limits=forward_limits(config),
-        train_limits=MicroBatchLimits(size=train.micro_batch_size, max_tokens=tokens),
+        train_limits=MicroBatchLimits(size=train.micro_batch_size, max_tokens=tokens, packed=load.packing),
         total_steps=steps,
         max_nonfinite=train.max_nonfinite,
         aux_loss_coef=actor.aux_loss_coef,

@@ -44,7 +44,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.train, self.ckpt = config.train, config.ckpt
         self.total_steps = self.steps_per_epoch * self.train.max_epochs
         self.eval_steps = config.eval.steps if config.eval.steps > 0 else self.steps_per_epoch
-        self.limits = MicroBatchLimits(size=self.train.micro_batch_size)
+        self.limits = MicroBatchLimits(size=self.train.micro_batch_size, packed=config.ds.packing_samples)
         self.step = self.resumed_at = 0
 
     def fit(self) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.batches import Experience, Ragged
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.config.shared import OptimizerConfig
-from openrlhf.data.batching import micro_batches
+from openrlhf.data.batching import batches_of_rows, batches_of_tokens
 from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.strategy import Metrics, StepResult, Strategy
 from openrlhf.models.loading import LoadSpec
@@ -25,14 +25,22 @@ Rows = TypeVar("Rows", bound=Ragged)
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLimits:
-    """How many rows, or how many tokens, go through a model at once. If `max_tokens` is set, `size` is not used."""
+    """How many rows, or how many tokens, go through a model at once. If `max_tokens` is set, `size` is not used.
+
+    Padded rows cost as much as the longest row of their micro-batch. So with `size`, rows of similar lengths go together,
+    unless they are packed: a micro-batch of the longest rows would then need the most memory.
+    """
 
     size: int
     max_tokens: int | None = None
+    packed: bool = False
 
     def cut(self, lengths: Tensor) -> list[list[int]]:
         """Row numbers of each micro-batch, for rows of `lengths` tokens. Every row is in one micro-batch."""
-        return micro_batches(lengths.tolist(), size=None if self.max_tokens else self.size, max_tokens=self.max_tokens)
+        if self.max_tokens:
+            return batches_of_tokens(lengths.tolist(), self.max_tokens)
+        order = range(len(lengths)) if self.packed else lengths.argsort(stable=True).tolist()
+        return batches_of_rows(order, self.size)
 
 
 @torch.no_grad()

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.data.batching import ResumableSampler, balanced_partition, micro_batches
+from openrlhf.data.batching import ResumableSampler, balanced_partition, batches_of_rows, batches_of_tokens
+from openrlhf.workers.base import MicroBatchLimits
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -59,26 +60,26 @@ def test_fewer_rows_than_groups_is_an_error() -> None:
 
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=40), st.integers(20, 60))
 def test_a_row_longer_than_the_budget_is_a_micro_batch_of_its_own(lengths: list[int], budget: int) -> None:
-    batches = micro_batches(lengths, size=None, max_tokens=budget)
+    batches = batches_of_tokens(lengths, budget)
     assert rows_of(batches) == list(range(len(lengths)))
     assert all(len(rows) == 1 or sum(lengths[row] for row in rows) <= budget for rows in batches)
 
 
 def test_a_size_cuts_rows_in_order_and_evenly() -> None:
-    assert micro_batches([1] * 5, size=2, max_tokens=None) == [[0, 1], [2], [3, 4]]
+    assert batches_of_rows(range(5), 2) == [[0, 1], [2], [3, 4]]
 
 
-@given(LENGTHS, st.integers(1, 8))
-def test_a_size_is_never_exceeded(lengths: list[int], size: int) -> None:
-    batches = micro_batches(lengths, size=size, max_tokens=None)
-    assert [row for batch in batches for row in batch] == list(range(len(lengths)))
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_a_size_is_never_exceeded(count: int, size: int) -> None:
+    batches = batches_of_rows(range(count), size)
+    assert [row for batch in batches for row in batch] == list(range(count))
     assert all(1 <= len(batch) <= size for batch in batches)
-    assert len(batches) == -(-len(lengths) // size)
+    assert len(batches) == -(-count // size)
 
 
 @given(LENGTHS, st.integers(50, 120))
 def test_a_token_budget_is_never_exceeded(lengths: list[int], budget: int) -> None:
-    batches = micro_batches(lengths, size=None, max_tokens=budget)
+    batches = batches_of_tokens(lengths, budget)
     assert rows_of(batches) == list(range(len(lengths)))
     assert all(batches) and max(tokens_of(batches, lengths)) <= budget
 
@@ -86,18 +87,18 @@ def test_a_token_budget_is_never_exceeded(lengths: list[int], budget: int) -> No
 @given(LENGTHS, st.integers(50, 120))
 def test_micro_batches_are_hardly_more_than_the_tokens_need(lengths: list[int], budget: int) -> None:
     """Two of them together never fit into one."""
-    batches = micro_batches(lengths, size=None, max_tokens=budget)
+    batches = batches_of_tokens(lengths, budget)
     assert len(batches) <= max(1, 2 * sum(lengths) / budget)
 
 
+def test_padded_rows_of_similar_lengths_go_together_and_packed_rows_stay_in_order() -> None:
+    lengths = torch.tensor([9, 2, 8, 1])
+    assert MicroBatchLimits(size=2).cut(lengths) == [[3, 1], [2, 0]]
+    assert MicroBatchLimits(size=2, packed=True).cut(lengths) == [[0, 1], [2, 3]]
+
+
 def test_no_rows_give_no_micro_batches() -> None:
-    assert micro_batches([], size=4, max_tokens=None) == []
-
-
-@pytest.mark.parametrize("limits", [{"size": None, "max_tokens": None}, {"size": 1, "max_tokens": 9}])
-def test_exactly_one_limit_is_needed(limits: dict[str, int | None]) -> None:
-    with pytest.raises(ValueError, match="either size or max_tokens"):
-        micro_batches([1], **limits)
+    assert batches_of_rows([], 4) == batches_of_tokens([], 4) == []
 
 
 # ---- the order of an epoch

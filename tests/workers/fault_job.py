@@ -20,7 +20,7 @@ from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 from tests.workers.policy_job import ACTOR, KL_COEF, batch, policy_settings, strategy_of, weights_of
 
 BROKEN = "hf.model.layers.1.mlp.up_proj.weight"
-LIMITS = MicroBatchLimits(size=2)
+LIMITS = MicroBatchLimits(size=2, packed=True)  # rows stay in their order
 POISONED_ROW = 7  # the last of the last rank, whose second micro-batch it is in
 NAN = float("nan")
 
