@@ -2,6 +2,7 @@
 # make test            format, lint, types and tests; what CI runs
 # make verify          the long tests: packaging, learning curves, fault matrices
 # make test-gpu        the tests that need a CUDA device
+# make bench           CPU seconds per step of this project and of TRL, side by side
 # make setup | lint | format | docs | compile | clean
 #
 # The first of them makes .venv and installs the pinned stack; later ones find it there.
@@ -29,7 +30,7 @@ endif
 export UV_COMPILE_BYTECODE := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test test-gpu verify lint format docs compile clean setup
+.PHONY: demo test test-gpu verify bench lint format docs compile clean setup
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/run.py --seed $(SEED)
@@ -42,6 +43,10 @@ test-gpu: $(STAMP)
 
 verify: $(STAMP)
 	$(BIN)/python -m pytest -m verify --durations=0
+
+bench: $(STAMP)
+	$(uv) install --quiet --python $(BIN)/python --no-deps --target .venv/peer -r benchmarks/requirements.txt
+	$(BIN)/python -m benchmarks.run --peer .venv/peer
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,0 +1,98 @@
+"""GRPO in TRL with vLLM in its process. Writes a row per step: seconds of the process in generation and in all.
+
+python -m benchmarks.trl_grpo MODEL PROMPTS ROWS DTYPE MAX_NEW_TOKENS STEPS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}  # fmt: skip
+
+import torch
+import vllm
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+from trl.generation import vllm_generation  # type: ignore[import-not-found]
+
+from benchmarks.reward import reward_of
+from benchmarks.workload import MICRO_BATCH, SAMPLES, STEP_PROMPTS
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [reward_of(text) for text in completions]
+
+
+class Rows(TrainerCallback):
+    """Notes the end of every step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.generation = path, 0.0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        row = {"generation": self.generation, "all": time.process_time()}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def main(model: str, prompts: str, rows: str, dtype: str, new_tokens: str, steps: str) -> None:
+    torch.set_num_threads(1)
+    name: Any = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    vllm_generation.LLM = partial(vllm.LLM, dtype=name)  # TRL's own choice is bfloat16 for models stored in float32
+    config = GRPOConfig(
+        output_dir=f"{rows}.out",
+        use_cpu=True,
+        bf16=dtype == "bf16",
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_importance_sampling_correction=False,
+        vllm_max_model_length=16 + int(new_tokens),
+        beta=0.0,
+        num_generations=SAMPLES,
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=STEP_PROMPTS * SAMPLES // MICRO_BATCH,
+        max_completion_length=int(new_tokens),
+        learning_rate=1e-6,
+        max_steps=int(steps),
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    data = load_dataset("json", data_files=prompts, split="train").rename_column("input", "prompt")
+    noted = Rows(Path(rows))
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(model),
+        callbacks=[noted],
+    )
+    generate = trainer.vllm_generation.generate
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.process_time()
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            noted.generation += time.process_time() - start
+
+    trainer.vllm_generation.generate = timed
+    # vLLM on a CPU cannot load weights a second time as TRL does it: TRL's steps are measured without a weight sync.
+    trainer.vllm_generation.sync_weights = lambda: None
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
