@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -34,18 +34,17 @@ def ray_cluster(plan: Placement) -> Iterator[None]:
     """
     started = not ray.is_initialized()
     session = _init_ray(plan) if started else None
-    try:
-        check_capacity(plan, ray.cluster_resources())
-        with _plain_sigterm():
+    with _plain_sigterm():
+        try:
+            check_capacity(plan, ray.cluster_resources())
             yield
-    finally:
-        if started:
-            ray.shutdown()
-        error = sys.exception()
-        # Ray's logs stay after an error, but not after a mistake in flags, data or files, which is a ValueError.
-        mistake = isinstance(error, UserError) and isinstance(error, ValueError)
-        if session and (mistake or not isinstance(error, Exception)):
-            shutil.rmtree(session, ignore_errors=True)
+        finally:
+            if started:
+                ray.shutdown()
+            error = sys.exception()
+            # Ray's logs stay after an error, but not after a mistake in flags, data or files, which is a ValueError.
+            if session and (not error or (isinstance(error, UserError) and isinstance(error, ValueError))):
+                shutil.rmtree(session, ignore_errors=True)
 
 
 @contextmanager
@@ -67,12 +66,13 @@ def _plain_sigterm() -> Iterator[None]:
     try:
         yield
     except SystemExit:
-        if signal.getsignal(signal.SIGTERM) is end:
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
             raise
-        print("\nterminated", file=sys.stderr)
-        raise SystemExit(128 + signal.SIGTERM) from None  # out of a call of Ray, `end` comes with status 1
+        with suppress(OSError):  # the reader of a pipe may have been terminated too
+            print("\nterminated", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGTERM) from None  # a call of Ray turns the status that `end` raised into 1
     finally:
-        if signal.getsignal(signal.SIGTERM) is end:
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
             signal.signal(signal.SIGTERM, before)
 
 

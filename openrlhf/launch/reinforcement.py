@@ -21,7 +21,10 @@ PREVIEWED = 4  # rows whose labels are scored before the run
 
 
 def train(config: PPOConfig, processes: Processes) -> None:
-    """Train as the flags say, in `processes`, which are started after the checks if they do not run yet."""
+    """Train as the flags say, in `processes`, which are started after the checks if they do not run yet.
+
+    A dry run ends after the checks.
+    """
     kind: Device = "cuda" if processes.plan.on_gpus else "cpu"
     generates = not config.rollout.replay_dir
     if generates or config.remote_teacher:

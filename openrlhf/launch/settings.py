@@ -95,8 +95,7 @@ def forward_limits(config: Sampling) -> MicroBatchLimits:
     """Micro-batches of forwards without gradient."""
     by_tokens = isinstance(config, EvaluationConfig) or config.train.dynamic_batch_enable
     tokens = config.rollout.max_tokens_per_gpu if by_tokens else None
-    packed = config.ds.packing_samples
-    return MicroBatchLimits(size=config.rollout.micro_batch_size, max_tokens=tokens, packed=packed)
+    return MicroBatchLimits(size=config.rollout.micro_batch_size, max_tokens=tokens, packed=config.ds.packing_samples)
 
 
 def trained_settings(config: PPOConfig, model: ActorConfig | CriticConfig, kind: str, steps: int) -> TrainedSettings:

@@ -64,7 +64,7 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
 
     def micro_batches(self, batch: Pairs, limits: MicroBatchLimits) -> list[Pairs]:
         """The batch in parts that keep pairs together. A limit of rows counts pairs."""
-        cut = limits.cut(batch.lengths.view(-1, 2).sum(1))
+        cut = limits.cut(batch.lengths.view(-1, 2).amax(1))
         return batch.split([[2 * pair + side for pair in part for side in (0, 1)] for part in cut])
 
     def counts(self, micro: Pairs) -> dict[str, float]:

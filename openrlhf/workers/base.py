@@ -27,8 +27,9 @@ Rows = TypeVar("Rows", bound=Ragged)
 class MicroBatchLimits:
     """How many rows, or how many tokens, go through a model at once. If `max_tokens` is set, `size` is not used.
 
-    Padded rows cost as much as the longest row of their micro-batch. So with `size`, rows of similar lengths go together,
-    unless they are packed: a micro-batch of the longest rows would then need the most memory.
+    A padded row costs as much as the longest row of its micro-batch. So with `size`, padded rows of similar lengths go
+    together, the longest first. Packed rows keep their order, because a packed micro-batch of only long rows needs more
+    memory than a mixed one.
     """
 
     size: int
@@ -39,7 +40,7 @@ class MicroBatchLimits:
         """Row numbers of each micro-batch, for rows of `lengths` tokens. Every row is in one micro-batch."""
         if self.max_tokens:
             return batches_of_tokens(lengths.tolist(), self.max_tokens)
-        order = range(len(lengths)) if self.packed else lengths.argsort(stable=True).tolist()
+        order = range(len(lengths)) if self.packed else lengths.argsort(stable=True, descending=True).tolist()
         return batches_of_rows(order, self.size)
 
 

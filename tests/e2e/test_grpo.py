@@ -11,12 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import ray
 import torch
-from ray._common.utils import get_default_ray_temp_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.checkpoints.manifest import CheckpointError
@@ -276,21 +276,28 @@ def test_a_dry_run_prints_plan_and_prompts_and_starts_nothing(workspace: Path) -
     ids=["a mistake in the data", "a termination"],
 )
 def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
-    workspace: Path, changes: dict[str, Any], end: signal.Signals | None, status: int, said: str
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    end: signal.Signals | None,
+    status: int,
+    said: str,
 ) -> None:
-    folder = workspace / f"ended-{status}"
-    process = launch("train_ppo_ray", grpo_flags(workspace, folder, **changes))
-    started: set[Process] = set()
-    while process.poll() is None:
-        started.update(descendants(process.pid))
-        if end and any("RolloutEngine" in each.command and each.running for each in started):
-            process.send_signal(end)  # again and again, which changes nothing
-        time.sleep(0.2)
-    done = finish(process, timeout=60)
-    assert (done.status, survivors(started, within=30)) == (status, []), done.errors
-    assert said in done.errors and any("raylet" in each.command for each in started)
-    assert end or not folder.exists()
-    assert not list(Path(get_default_ray_temp_dir()).glob(f"session_*_{process.pid}"))
+    folder, started, sessions = workspace / f"ended-{status}", set[Process](), set[Path]()
+    with TemporaryDirectory(dir="/tmp") as ray_folder:  # a longer path is too long for Ray's sockets
+        monkeypatch.setenv("RAY_TMPDIR", ray_folder)
+        process = launch("train_ppo_ray", grpo_flags(workspace, folder, **changes))
+        deadline = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < deadline:
+            started.update(descendants(process.pid))
+            sessions.update(Path(ray_folder).rglob(f"session_*_{process.pid}"))
+            if end and any("RolloutEngine" in each.command and each.running for each in started):
+                process.send_signal(end)  # more than once, which changes nothing
+            time.sleep(0.2)
+        done = finish(process, timeout=60)
+        assert (done.status, survivors(started, within=30)) == (status, []), done.errors
+        assert said in done.errors and any("raylet" in each.command for each in started)
+        assert sessions and (end or not (folder.exists() or any(session.exists() for session in sessions)))
 
 
 # ---- runs of this process, on one Ray

@@ -13,7 +13,13 @@ from transformers import LlavaConfig
 
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.launch.settings import freezing_steps, needs_old_logprobs, optimizer_steps
+from openrlhf.launch.settings import (
+    forward_limits,
+    freezing_steps,
+    needs_old_logprobs,
+    optimizer_steps,
+    policy_settings,
+)
 from openrlhf.trainers.update_plan import plan_update
 from tests.e2e.commands import as_arguments
 from tests.tiny import tiny_config
@@ -51,6 +57,13 @@ def config_of(folder: Path, model: str = "plain", **changes: Any) -> PPOConfig:
         **changes,
     }
     return parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_only_padded_rows_are_sorted_by_length(folder: Path, packed: bool) -> None:
+    config = config_of(folder, **{"ds.packing_samples": packed or None})
+    trained = policy_settings(config, "cpu", 1).trained
+    assert {forward_limits(config).packed, trained.forward_limits.packed, trained.train_limits.packed} == {packed}
 
 
 def test_a_strictly_on_policy_update_needs_no_old_logprobs(folder: Path) -> None:

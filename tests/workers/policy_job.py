@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,8 @@ def main() -> None:
     for layout in layouts:
         stage, limit, shape = layout.split("-")
         strategy = strategy_of(stage)
-        result = run(strategy, model, limits_of(limit), shape == "packed")
+        packed = shape == "packed"
+        result = run(strategy, model, replace(limits_of(limit), packed=packed), packed)
         result.pop("policy").export(get_tokenizer(model), f"{out}/{layout}")
         results[layout] = result
     if strategy.is_main:

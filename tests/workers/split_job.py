@@ -45,7 +45,8 @@ def main() -> None:
         stage, limit, shape, loss, aggregation = layout.split("-")
         strategy = strategy_of(stage)
         load = LoadSpec(path=model, param_dtype="fp32", attention="sdpa", packing=shape == "packed")
-        policy = PolicyWorker(strategy, policy_settings(load, limits_of(limit), *objective_of(loss, aggregation)))
+        limits = replace(limits_of(limit), packed=load.packing)
+        policy = PolicyWorker(strategy, policy_settings(load, limits, *objective_of(loss, aggregation)))
         metrics = update(policy, experience())
         results[layout] = {"metrics": values(metrics), "weights": weights_of(policy)}
     if torch.distributed.get_rank() == 0:
