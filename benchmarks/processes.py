@@ -7,48 +7,52 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
+LOOK_S = 0.5  # seconds between two looks at the memory
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(kw_only=True)
 class Course:
-    """A finished command. `marks` has CPU and wall seconds since the start, at each row of the followed file."""
+    """A finished command: CPU seconds at each row of the followed file, and the most resident memory seen."""
 
-    marks: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    cpu: float = 0.0
-    wall: float = 0.0
-    peak_bytes: int = 0  # resident memory of all processes together; shared pages count in each
+    marks: list[float] = field(default_factory=list[float])
+    peak_bytes: int = 0  # of all processes; memory that they share counts in each
 
-    def steps(self) -> list[tuple[float, float]]:
-        """CPU and wall seconds from each mark to the next."""
-        return [(b[0] - a[0], b[1] - a[1]) for a, b in zip(self.marks, self.marks[1:], strict=False)]
+    def steps(self) -> list[float]:
+        """CPU seconds from each row to the next."""
+        return [after - before for before, after in pairwise(self.marks)]
 
 
 def follow(command: Sequence[str], rows: Path, *, environment: Mapping[str, str], log: Path) -> Course:
     """Run a command to its end. Raises RuntimeError if it fails."""
-    course, started = Course(), time.perf_counter()
+    course, looked = Course(), 0.0
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        while process.poll() is None:
-            seen = rows.read_bytes().count(b"\n") if rows.exists() else 0
-            cpu, memory = usage(process.pid)
-            course.cpu, course.peak_bytes = max(course.cpu, cpu), max(course.peak_bytes, memory)
-            if seen > len(course.marks):
-                course.marks += [(cpu, time.perf_counter() - started)] * (seen - len(course.marks))
-            time.sleep(0.02)
-    course.wall = time.perf_counter() - started
+        process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                seen = rows.read_bytes().count(b"\n") if rows.exists() else 0
+                if seen > len(course.marks) or time.monotonic() > looked + LOOK_S:  # a look costs 5 ms
+                    cpu, memory = usage(process.pid)
+                    course.marks += [cpu] * (seen - len(course.marks))
+                    course.peak_bytes, looked = max(course.peak_bytes, memory), time.monotonic()
+                time.sleep(0.02)
+        finally:
+            process.terminate()
+            process.wait()
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
     return course
 
 
 def usage(root: int) -> tuple[float, int]:
-    """CPU seconds, of ended children too, and bytes of resident memory of a process and everything below it."""
+    """CPU seconds and resident bytes of a process and everything below it.
+
+    Ended children count where their parent waited for them: raylet does not, so the start of a run is not complete.
+    """
     stats: dict[int, list[str]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -23,7 +23,11 @@ from benchmarks.processes import Course, follow
 
 ROOT = Path(__file__).parent.parent
 WARM_UP, MEASURED = 2, 5  # steps
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ALONE = {"RAY_ADDRESS": "local"}  # processes of another Ray would not be counted
+CAVEATS = (
+    "TRL's steps have no weight sync, which vLLM on a CPU cannot load as TRL sends it. TRL has one thread, our trainer as "
+    "many as there are cores; its bfloat16 is autocast over float32 weights."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,23 +65,25 @@ class Grpo:
         }
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *words]
-        return follow(command, folder / "metrics.jsonl", environment=ONE_THREAD, log=folder.with_suffix(".log"))
+        return follow(command, folder / "metrics.jsonl", environment=ALONE, log=folder.with_suffix(".log"))
 
     def trl(self, data: Path, folder: Path, peer: Path) -> Course:
         rows = folder.with_suffix(".jsonl")
         settings = [data / f"3M-{self.lengths}", data / "prompts.jsonl", rows, self.dtype]
         numbers = [workload.NEW_TOKENS[self.lengths], WARM_UP + MEASURED]
         command = [sys.executable, "-m", "benchmarks.trl_grpo", *map(str, settings + numbers)]
-        paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(peer)])}
-        return follow(command, rows, environment=ONE_THREAD | paths, log=folder.with_suffix(".log"))
+        environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(peer)]), "OMP_NUM_THREADS": "1"}
+        return follow(command, rows, environment=environment, log=folder.with_suffix(".log"))
 
 
 CASES = [Grpo(lengths=lengths, dtype=dtype) for lengths in ("equal", "tail") for dtype in ("fp32", "bf16")]
 
 
 def per_step(course: Course) -> float:
-    """Median CPU seconds of the measured steps."""
-    return median(cpu for cpu, _ in course.steps()[-MEASURED:])
+    """Median CPU seconds of the measured steps. Raises ValueError if the run had other steps."""
+    if len(course.marks) != WARM_UP + MEASURED:
+        raise ValueError(f"{len(course.marks)} steps were seen, and {WARM_UP + MEASURED} were asked for")
+    return median(course.steps()[-MEASURED:])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -97,12 +103,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             if chosen.only and case.name not in chosen.only:
                 continue
             for side in ("ours", "trl") if chosen.peer else ("ours",):
+                load = os.getloadavg()[0]
                 place = folder / f"{case.name}-{side}-{turn}-{os.getpid()}"
                 course = case.ours(data, place) if side == "ours" else case.trl(data, place, chosen.peer)
                 seen.setdefault(case.name, {}).setdefault(side, []).append(per_step(course))
-                load, memory = os.getloadavg()[0], course.peak_bytes / 1e9
-                line = {"case": case.name, "side": side, "CPU s per step": per_step(course), "GB": memory, "load": load}
-                print(json.dumps(line), flush=True)
+                line = {"case": case.name, "side": side, "CPU s per step": per_step(course)}
+                print(json.dumps(line | {"GB": course.peak_bytes / 1e9, "load before": load}), flush=True)
+    print(f"Runs: {folder}\n{CAVEATS}" if chosen.peer else f"Runs: {folder}")
     for name, sides in seen.items():
         medians = {side: median(runs) for side, runs in sides.items()}
         ratio = f", ours / TRL {medians['ours'] / medians['trl']:.2f}" if "trl" in medians else ""

@@ -1,4 +1,4 @@
-"""GRPO in TRL with vLLM in its process. Writes a row per step: seconds of the process in generation and in all.
+"""GRPO in TRL with vLLM in its process. Writes a row per step: CPU seconds of the process so far, in generation and in all.
 
 python -m benchmarks.trl_grpo MODEL PROMPTS ROWS DTYPE MAX_NEW_TOKENS STEPS
 """
@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 from trl.generation import vllm_generation  # type: ignore[import-not-found]
 
 from benchmarks.reward import reward_of
-from benchmarks.workload import MICRO_BATCH, SAMPLES, STEP_PROMPTS
+from benchmarks.workload import LONGEST_PROMPT, MICRO_BATCH, SAMPLES, STEP_PROMPTS
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -56,7 +56,7 @@ def main(model: str, prompts: str, rows: str, dtype: str, new_tokens: str, steps
         use_vllm=True,
         vllm_mode="colocate",
         vllm_importance_sampling_correction=False,
-        vllm_max_model_length=16 + int(new_tokens),
+        vllm_max_model_length=LONGEST_PROMPT + int(new_tokens),
         beta=0.0,
         num_generations=SAMPLES,
         per_device_train_batch_size=MICRO_BATCH,

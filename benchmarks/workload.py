@@ -1,4 +1,4 @@
-"""What is measured: models of 3M and 25M parameters, prompts, and supervised rows. Random, from a seed.
+"""What is measured: models of 3M parameters and prompts. Random, from a seed.
 
 python -m benchmarks.workload FOLDER
 """
@@ -20,10 +20,8 @@ PAD, END, SECOND_END = 0, 1, 2
 PROMPTS, LONGEST_PROMPT = 512, 16
 STEP_PROMPTS, SAMPLES, MICRO_BATCH = 32, 8, 32  # of a GRPO step
 NEW_TOKENS = {"equal": 64, "tail": 256}
-SIZES: dict[str, dict[str, Any]] = {
-    "3M": {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 704, "num_attention_heads": 4},
-    "25M": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408, "num_attention_heads": 8},
-}
+HEADS = 4
+SIZES: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 704}  # 3M parameters
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -35,19 +33,19 @@ def save_tokenizer(folder: Path) -> None:
     )
 
 
-def save_model(folder: Path, size: str, *, ends: bool) -> None:
-    """A random Qwen2 with tied embeddings. `ends`: every token ends the response with probability 1/64; else none does."""
+def save_model(folder: Path, *, ends: bool) -> None:
+    """A random Qwen2 with tied embeddings. `ends`: each token ends the response with probability 1/67; else none does."""
     torch.manual_seed(1)
-    heads = SIZES[size]["num_attention_heads"]
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=VOCABULARY,
-            num_key_value_heads=heads // 2,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS // 2,
             max_position_embeddings=512,
             tie_word_embeddings=True,
             eos_token_id=END,
             pad_token_id=PAD,
-            **SIZES[size],
+            **SIZES,
         )
     )
     with torch.no_grad():
@@ -71,21 +69,10 @@ def text(draw: random.Random, length: int) -> str:
 def write(folder: Path) -> None:
     """Write everything below `folder`."""
     draw = random.Random(1)
-    for size in SIZES:
-        save_model(folder / f"{size}-equal", size, ends=False)
-        save_model(folder / f"{size}-tail", size, ends=True)
+    save_model(folder / "3M-equal", ends=False)
+    save_model(folder / "3M-tail", ends=True)
     prompts = [{"input": text(draw, draw.randint(8, LONGEST_PROMPT))} for _ in range(PROMPTS)]
-    rows = [{"input": text(draw, 8), "output": text(draw, draw.randint(8, 247))} for _ in range(4 * PROMPTS)]
-    pairs = [
-        {
-            "prompt": text(draw, 8),
-            "chosen": text(draw, draw.randint(8, 247)),
-            "rejected": text(draw, draw.randint(8, 247)),
-        }
-        for _ in range(2 * PROMPTS)
-    ]
-    for name, content in (("prompts", prompts), ("rows", rows), ("pairs", pairs)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
 
 
 if __name__ == "__main__":
