@@ -6,13 +6,14 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
+
 LOOK_S = 0.5  # seconds between two looks at the memory
-TICKS = os.sysconf("SC_CLK_TCK")
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(kw_only=True)
@@ -53,21 +54,10 @@ def usage(root: int) -> tuple[float, int]:
 
     Ended children count where their parent waited for them: raylet does not, so the start of a run is not complete.
     """
-    stats: dict[int, list[str]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stats[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    children: dict[int, list[int]] = {}
-    for number, fields in stats.items():
-        children.setdefault(int(fields[1]), []).append(number)
-    ticks, pages, waiting = 0, 0, [root]
-    while waiting:
-        number = waiting.pop()
-        waiting += children.get(number, [])
-        if number in stats:
-            ticks += sum(map(int, stats[number][11:15]))  # utime, stime, cutime, cstime
-            pages += int(stats[number][21])
-    return ticks / TICKS, pages * PAGE
+    cpu, memory = 0.0, 0
+    parent = psutil.Process(root)
+    for process in [parent, *parent.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            cpu += sum(process.cpu_times()[:4])  # user and system, its own and of its ended children
+            memory += process.memory_info().rss
+    return cpu, memory

@@ -1,4 +1,4 @@
-"""GRPO in TRL with vLLM in its process. Writes a row per step: CPU seconds of the process so far, in generation and in all.
+"""GRPO in TRL with vLLM in its process. Writes a row at the end of each step.
 
 python -m benchmarks.trl_grpo MODEL PROMPTS ROWS DTYPE MAX_NEW_TOKENS STEPS
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,14 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 class Rows(TrainerCallback):
-    """Notes the end of every step."""
+    """Writes the row of every step."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.generation = path, 0.0
+        self.path = path
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        row = {"generation": self.generation, "all": time.process_time()}
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps({"step": state.global_step}) + "\n")
 
 
 def main(model: str, prompts: str, rows: str, dtype: str, new_tokens: str, steps: str) -> None:
@@ -70,25 +68,14 @@ def main(model: str, prompts: str, rows: str, dtype: str, new_tokens: str, steps
         disable_tqdm=True,
     )
     data = load_dataset("json", data_files=prompts, split="train").rename_column("input", "prompt")
-    noted = Rows(Path(rows))
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=reward,
         args=config,
         train_dataset=data,
         processing_class=AutoTokenizer.from_pretrained(model),
-        callbacks=[noted],
+        callbacks=[Rows(Path(rows))],
     )
-    generate = trainer.vllm_generation.generate
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        start = time.process_time()
-        try:
-            return generate(*args, **kwargs)
-        finally:
-            noted.generation += time.process_time() - start
-
-    trainer.vllm_generation.generate = timed
     # vLLM on a CPU cannot load weights a second time as TRL does it: TRL's steps are measured without a weight sync.
     trainer.vllm_generation.sync_weights = lambda: None
     trainer.train()
