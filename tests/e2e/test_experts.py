@@ -50,7 +50,7 @@ def test_two_processes_learn_the_task_and_balance_the_experts(workspace: Path, k
         assert all(map(math.isfinite, [*balance, *losses]))
         assert losses[-1] < losses[0] - 1
         ends[coef] = fmean(balance[-6:])
-    assert ends[1.0] < 2.6 and ends[1e-9] > ends[1.0] + 0.5
+    assert ends[1.0] < 3 and ends[1e-9] > ends[1.0] + 0.5
     exported = AutoModelForCausalLM.from_pretrained(workspace / f"{kind}-1.0" / "model")
     assert exported.config.model_type == kind.replace("-", "_")
 
