@@ -9,11 +9,13 @@ import json
 import pickle
 import threading
 import traceback
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import cloudpickle
+import numpy as np
 from torch import Tensor
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
@@ -21,10 +23,12 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.metadata import SamplingMetadata
 
@@ -80,15 +84,55 @@ def correct_rejection_sampler() -> None:
 
 
 class _Core(EngineCoreProc):
-    """A core that knows its addresses, so that no handshake is needed."""
+    """A core that knows its addresses, so that no handshake is needed, and sends a sample when the sample is finished.
+
+    vLLM's core sends every token of every sample through a socket. Only the detokenizer, which looks for stop strings
+    on the other side, needs them one by one.
+    """
 
     def __init__(self, config: VllmConfig, addresses: EngineZmqAddresses) -> None:
         self._known_addresses = addresses
+        self._held: dict[str, list[EngineCoreOutput]] = defaultdict(list)  # by request
         super().__init__(config, True, "", Executor.get_class(config), False, engine_index=0)
+        if config.model_config.skip_tokenizer_init:
+            step = self.step_fn
+            self.step_fn = lambda: self._finished(*step())
 
     @contextmanager
     def _perform_handshakes(self, *args: object, **kwargs: object) -> Iterator[EngineZmqAddresses]:
         yield self._known_addresses
+
+    def _finished(
+        self, outputs: dict[int, EngineCoreOutputs] | None, executed: bool
+    ) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """The outputs of a step, without those of samples that go on."""
+        for step in (outputs or {}).values():
+            for output in step.outputs:
+                self._held[output.request_id].append(output)
+            step.outputs = [joined(self._held.pop(output.request_id)) for output in step.outputs if output.finished]
+        return {client: step for client, step in (outputs or {}).items() if step.outputs}, executed
+
+    def set_weight_version(self, weight_version: str) -> None:
+        """Later tokens have this version. The tokens so far are sent with the version that they were sampled with."""
+        if parts := [joined(held) for held in self._held.values()]:
+            self.output_queue.put_nowait((0, EngineCoreOutputs(outputs=parts, weight_version=self._weight_version)))
+        self._held.clear()
+        super().set_weight_version(weight_version)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        for request in request_ids:
+            self._held.pop(request, None)
+        super().abort_requests(request_ids)
+
+
+def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
+    """The last output of a request, with the tokens and log-probabilities of all `outputs`."""
+    last = outputs[-1]
+    last.prefill_stats = outputs[0].prefill_stats
+    last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
+    if logprobs := [output.new_logprobs[:3] for output in outputs if output.new_logprobs]:
+        last.new_logprobs = LogprobsLists(*map(np.concatenate, zip(*logprobs, strict=True)))
+    return last
 
 
 class _CoreThread(threading.Thread):

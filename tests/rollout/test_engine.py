@@ -54,6 +54,11 @@ pytestmark = pytest.mark.timeout(180)
 class FaultyEngine(RolloutEngine):
     """A rollout engine whose receiving half can be made to go wrong: its worker lives in the same process."""
 
+    async def held(self) -> list[str]:
+        """The samples whose tokens wait in the core for the last one."""
+        [core] = [t._core for t in threading.enumerate() if t.name == "vllm-engine-core"]
+        return list(core._held)
+
     async def sabotage(self, fault: str) -> None:
         """Let every update go wrong in one way, until `repair`."""
         from openrlhf.distributed import weight_sync
@@ -144,6 +149,12 @@ class Stand:
         ]
         calls = [self.engine.generate.remote(p, [c]) for p, c in zip(prompts, chosen, strict=True)]
         return [(p, g) for p, [g] in zip(prompts, ray.get(calls, timeout=TIMEOUT_S), strict=True)]
+
+    def await_held(self, count: int) -> None:
+        """Return when tokens of `count` samples wait in the core."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(self.call("held")) != count:
+            assert time.monotonic() < deadline
 
 
 def manifest_of(model: PreTrainedModel, version: int, bucket_bytes: int = BUCKET_BYTES) -> WeightManifest:
@@ -304,6 +315,14 @@ class TestSampling:
         prompts = [[5 + (i + j) % 90 for j in range(300)] for i in range(12)]
         assert len(tied.sample(prompts, max_tokens=2)) == 12
 
+    def test_a_cancelled_sample_leaves_nothing_in_the_core(self, tied):
+        params = [SamplingParams(max_tokens=400, seed=i, ignore_eos=True) for i in range(2)]
+        running = tied.engine.generate.remote([5, 6, 7], params)
+        tied.await_held(2)
+        ray.cancel(running)
+        tied.await_held(0)
+        assert_serves(tied, tied.model, tied.version)
+
     def test_the_end_token_and_stop_tokens_end_a_sample_and_are_kept(self, tied):
         [(_, free)] = tied.sample([PROMPTS[0]], temperature=0.0)
         stop = free.tokens[4]
@@ -361,19 +380,22 @@ class TestPublication:
         assert_serves(stand, stand.model, stand.version)
         assert differences(old, stand.sample()).max() > 1e-2
 
-    def test_samples_under_way_go_on_with_the_new_weights(self, untied):
-        old = untied.model
+    @pytest.mark.parametrize("kind", ["tied", "untied"])
+    def test_samples_under_way_go_on_with_the_new_weights(self, stands, kind):
+        """The engine of the untied model looks for stop strings, so that its core sends every token by itself."""
+        stand: Stand = stands[kind]
+        old = stand.model
         names = [name for name, _ in old.named_parameters()]
         params = [SamplingParams(max_tokens=400, seed=i, ignore_eos=True) for i in range(4)]
         began = time.monotonic()
-        untied.call("generate", [5, 6, 7], params)
-        running = untied.engine.generate.remote([5, 6, 7], params)
+        stand.call("generate", [5, 6, 7], params)
+        running = stand.engine.generate.remote([5, 6, 7], params)
         time.sleep(0.35 * (time.monotonic() - began))
-        untied.model = noisy_copy(old, names, 0.02)
-        untied.publish()
+        stand.model = noisy_copy(old, names, 0.02)
+        stand.publish()
         samples = [([5, 6, 7], g) for g in ray.get(running, timeout=TIMEOUT_S)]
-        assert {g.weight_versions for _, g in samples} == {(untied.version - 1, untied.version)}
-        matches_old, matches_new = (differences(m, samples) < 1e-4 for m in (old, untied.model))
+        assert {g.weight_versions for _, g in samples} == {(stand.version - 1, stand.version)}
+        matches_old, matches_new = (differences(m, samples) < 1e-4 for m in (old, stand.model))
         for row_old, row_new in zip(matches_old, matches_new, strict=True):
             # tokens before the first that the old weights do not explain
             switch = int(row_old.long().cumprod(0).sum())
