@@ -75,6 +75,7 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
     if on_cpu:
         arguments["block_size"] = 32  # tokens; with the default of 128 a cached prefix is rare
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+        arguments["compilation_config"] = {"custom_ops": ["all"]}  # vLLM's own kernels, as nothing is compiled
         if settings.seeded:
             # if vLLM splits the prompt of a seeded sample, it rewinds the sample's generator. CPU generators cannot
             # be rewound, and the engine dies

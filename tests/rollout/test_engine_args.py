@@ -16,6 +16,7 @@ from tests.config.commands import ppo
 LEFT_TO_THE_USER = {
     "block_size",
     "kv_cache_memory_bytes",
+    "compilation_config",
     "enable_chunked_prefill",
     "max_num_batched_tokens",
     "disable_log_stats",
