@@ -5,8 +5,8 @@ from typing import Any
 from openrlhf.config.shared import DeepSpeedConfig
 
 
-def training_config(engine: DeepSpeedConfig, *, max_norm: float) -> dict[str, Any]:
-    """DeepSpeed's configuration of a trained model.
+def training_config(engine: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict[str, Any]:
+    """DeepSpeed's configuration of a model that `ranks` processes train.
 
     The optimizer-step window is ours. With `managed_gradient_accumulation` off, every backward accumulates and every
     step steps, so the caller owns boundaries and denominators.
@@ -14,16 +14,18 @@ def training_config(engine: DeepSpeedConfig, *, max_norm: float) -> dict[str, An
     return _common(engine) | {
         "managed_gradient_accumulation": False,
         "gradient_clipping": max_norm,
-        "zero_optimization": _zero(engine, training_stage(engine)),
+        "zero_optimization": _zero(engine, training_stage(engine, ranks)),
     }
 
 
-def training_stage(engine: DeepSpeedConfig) -> int:
-    """The ZeRO stage of training: stage 0 in bfloat16 runs as stage 1.
+def training_stage(engine: DeepSpeedConfig, ranks: int) -> int:
+    """The ZeRO stage in which a model is trained: stage 1 in two cases in which it computes the same.
 
-    DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32. Stage 1 computes the same sums.
+    Stage 0 in bfloat16: DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32. Stage 2 of one process, which has
+    nobody to share gradients with: it would copy the gradients of every micro-batch once more.
     """
-    return 1 if engine.zero_stage == 0 and engine.param_dtype == "bf16" else engine.zero_stage
+    as_first = engine.param_dtype == "bf16" if engine.zero_stage == 0 else engine.zero_stage == 2 and ranks == 1
+    return 1 if as_first else engine.zero_stage
 
 
 def inference_config(engine: DeepSpeedConfig) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def _common(engine: DeepSpeedConfig) -> dict[str, Any]:
 
 def _zero(engine: DeepSpeedConfig, stage: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
-    if engine.overlap_comm and engine.zero_stage >= 2:
+    if engine.overlap_comm and stage >= 2:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
     if stage == 3:
         zero |= {

@@ -128,7 +128,7 @@ class Strategy:
         self, load: Callable[[], nn.Module], optimizer: OptimizerConfig, *, total_steps: int, name: str = "model"
     ) -> TrainEngine:
         """Load a model with `load` and give it an optimizer and a schedule. Error messages call the model `name`."""
-        config = ds_config.training_config(self.config, max_norm=optimizer.max_norm)
+        config = ds_config.training_config(self.config, max_norm=optimizer.max_norm, ranks=self.layout.world_size)
         with self.loading(config):
             module = load().train()  # Transformers loads in evaluation mode: without dropout and checkpointing
         engine = _initialize(
@@ -165,7 +165,7 @@ class TrainEngine:
 
     def __init__(self, engine: Any, strategy: Strategy, name: str) -> None:
         self.engine, self.strategy, self.name = engine, strategy, name
-        self._wrapped = ds_config.training_stage(strategy.config) > 0
+        self._wrapped = ds_config.training_stage(strategy.config, strategy.layout.world_size) > 0
         self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped steps: all so far; since the last applied step
         # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
         engine.enable_backward_allreduce = self._wrapped

@@ -157,7 +157,7 @@ def optimizer_of(section: OptimizerConfig) -> list[Any]:
 
 
 def deepspeed_of(config: Any) -> list[Any]:
-    return [training_config(config.ds, max_norm=1.0), inference_config(config.ds)]
+    return [training_config(config.ds, max_norm=1.0, ranks=2), inference_config(config.ds)]
 
 
 def given_to_all(config: Any) -> Iterator[Any]:
@@ -165,7 +165,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
     kind = "cuda" if machine.count_gpus() else "cpu"
     if isinstance(config, SupervisedConfig):
         yield optimizer_of(config)
-        yield training_config(config.ds, max_norm=config.max_norm)
+        yield training_config(config.ds, max_norm=config.max_norm, ranks=2)
         yield tasks.load_spec(config)
         yield vars(CheckpointManager.of(config.ckpt, [""]))
         yield vars(offline.follow_best(config))
@@ -182,7 +182,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield optimizer_of(config.actor)
         yield optimizer_of(config.critic)
         yield deepspeed_of(config)
-        yield training_config(config.ds, max_norm=config.actor.max_norm)
+        yield training_config(config.ds, max_norm=config.actor.max_norm, ranks=2)
         yield settings.policy_settings(config, kind, total_steps=1)
         yield settings.reference_settings(config, "m")
         yield settings.loop_settings(config, config.run.dir, {})
@@ -193,7 +193,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield settings.optimizer_steps(config, 5000, after=settings.freezing_steps(config))
         if config.estimator.needs_critic:
             yield settings.critic_settings(config, kind, total_steps=1)
-            yield training_config(config.ds, max_norm=config.critic.max_norm)
+            yield training_config(config.ds, max_norm=config.critic.max_norm, ranks=2)
 
 
 def everything(config: Any) -> list[Any]:
