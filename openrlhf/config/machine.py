@@ -2,14 +2,16 @@
 
 import gc
 import importlib.util
+import math
 import os
 import subprocess
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 PROC = Path("/proc/driver/nvidia/gpus")
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def count_gpus() -> int:
@@ -34,6 +36,23 @@ def installed_gpus() -> int:
 def has_flash_attention() -> bool:
     """Whether FlashAttention 2 can run here: a GPU and the package."""
     return count_gpus() > 0 and importlib.util.find_spec("flash_attn") is not None
+
+
+def usable_cores() -> int:
+    """CPU cores of this machine that this process may use, by its affinity and the quota of its container."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no file, or no quota: "max"
+        quota, period = map(int, CPU_QUOTA.read_text().split())
+        cores = min(cores, math.ceil(quota / period))
+    return cores
+
+
+def openmp_threads(processes: int) -> int:
+    """OpenMP threads for each of `processes` on a machine: OMP_NUM_THREADS if the user set it, else a share of the cores."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked == "1" and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        asked = ""  # Ray's own, for the driver of a job
+    return int(asked) if asked.isdecimal() else max(1, usable_cores() // processes)
 
 
 def world_size() -> int:

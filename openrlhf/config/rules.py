@@ -5,7 +5,6 @@ is typed: --train.seed 42.
 """
 
 import math
-import os
 from pathlib import Path
 from typing import Any, TypeGuard
 from urllib.parse import urlsplit
@@ -49,7 +48,7 @@ def attention_notices(ds: LoadingConfig, given: Given) -> Sentences:
 def machine_values(config: Any) -> dict[str, Any]:
     """What follows from this machine: a host process for each core; without GPUs, one process for each role."""
     sizes = _sizes_not_given(config) if not machine.count_gpus() else []
-    return {**dict.fromkeys(sizes, 1), "reward.workers": config.reward.workers or os.cpu_count() or 1}
+    return {**dict.fromkeys(sizes, 1), "reward.workers": config.reward.workers or machine.usable_cores()}
 
 
 def single_process_notices(config: Any) -> Sentences:

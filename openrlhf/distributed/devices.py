@@ -51,10 +51,9 @@ def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
         "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": str(threads),  # Ray's own choice is 1
     }
-    if kind == "cuda":
-        return common
-    return common | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    return common if kind == "cuda" else common | {"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "passive"}
 
 
 @contextmanager

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openrlhf.config.machine import openmp_threads
 from openrlhf.distributed.placement import HostGroup, Placement
 from openrlhf.distributed.worker_group import HostHandles
 from openrlhf.rollout.fleet import Fleet
@@ -41,7 +41,7 @@ class Processes:
 
 def make_hosts(group: HostGroup, *, on_gpus: bool) -> HostHandles:
     """The processes of `group`, not connected yet."""
-    return HostHandles(group, on_gpus=on_gpus, threads=max(1, (os.cpu_count() or 1) // group.slots_per_node))
+    return HostHandles(group, on_gpus=on_gpus, threads=openmp_threads(group.slots_per_node))
 
 
 def connect_hosts(config: Sampling, hosts: HostHandles, *, log_dir: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,31 @@ def test_garbage_is_collected_again_after_quick_imports_that_fail() -> None:
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("250000 100000", 3), ("max 100000", 6), ("1600000 100000", 6), (None, 6)]
+)
+def test_cores_are_those_of_affinity_and_container(
+    quota: str | None, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(machine, "CPU_QUOTA", tmp_path / "cpu.max")
+    if quota:
+        (tmp_path / "cpu.max").write_text(quota)
+    assert machine.usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("asked", "in_job", "threads"), [(None, False, 3), ("5", False, 5), ("1", False, 1), ("1", True, 3), ("5", True, 5)]
+)
+def test_openmp_threads_are_the_users_but_not_those_ray_sets(
+    asked: str | None, in_job: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    if in_job:
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert machine.openmp_threads(2) == threads
