@@ -45,7 +45,7 @@ HOMES = {
 # What a module may load at import besides the standard library and our own modules.
 STANDARD_LIBRARY_ONLY = ["config*", "trajectory", "utils", "cli*"]
 WITHOUT_TORCH = ["processes*", "agents.contract", "agents.program", "rewards*"]
-SIZE = 14_000  # code lines of the whole package; changes only with the design
+SIZE = 14_200  # code lines of the whole package; changes only with the design
 MODULES = sorted(package().values(), key=str)
 
 
