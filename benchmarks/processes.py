@@ -21,23 +21,28 @@ class Course:
     """A finished command: CPU seconds at each row of the followed file, and the most resident memory seen."""
 
     marks: list[float] = field(default_factory=list[float])
+    first_row_s: float = 0.0  # wall time from the start of the command
     peak_bytes: int = 0  # of all processes; memory that they share counts in each
 
-    def steps(self) -> list[float]:
-        """CPU seconds from each row to the next."""
+    def steps(self, rows: int) -> list[float]:
+        """CPU seconds from each row to the next. Raises ValueError if there were not `rows` rows."""
+        if len(self.marks) != rows:
+            raise ValueError(f"{len(self.marks)} steps were seen, and {rows} were asked for")
         return [after - before for before, after in pairwise(self.marks)]
 
 
 def follow(command: Sequence[str], rows: Path, *, environment: Mapping[str, str], log: Path) -> Course:
-    """Run a command to its end. Raises RuntimeError if it fails."""
-    course, looked = Course(), 0.0
+    """Run a command to its end. A row of a training step has `train/lr`. Raises RuntimeError if the command fails."""
+    course, started, looked = Course(), time.monotonic(), 0.0
     with log.open("w") as output:
         process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
-                seen = rows.read_bytes().count(b"\n") if rows.exists() else 0
+                seen = rows.read_bytes().count(b'"train/lr"') if rows.exists() else 0
                 if seen > len(course.marks) or time.monotonic() > looked + LOOK_S:  # a look costs 5 ms
                     cpu, memory = usage(process.pid)
+                    if seen and not course.marks:
+                        course.first_row_s = time.monotonic() - started
                     course.marks += [cpu] * (seen - len(course.marks))
                     course.peak_bytes, looked = max(course.peak_bytes, memory), time.monotonic()
                 time.sleep(0.02)

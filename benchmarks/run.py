@@ -13,10 +13,11 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any, ClassVar
 
 from benchmarks import workload
 from benchmarks.processes import Course, follow
@@ -24,18 +25,39 @@ from benchmarks.processes import Course, follow
 ROOT = Path(__file__).parent.parent
 WARM_UP, MEASURED = 2, 5  # steps
 ALONE = {"RAY_ADDRESS": "local"}  # processes of another Ray would not be counted
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 CAVEATS = (
-    "TRL's steps have no weight sync, which vLLM on a CPU cannot load as TRL sends it. TRL has one thread, our trainer as "
-    "many as there are cores; its bfloat16 is autocast over float32 weights."
+    "TRL's steps have no weight sync, which vLLM on a CPU cannot load as TRL sends it. Its "
+    "bfloat16 is autocast over float32 weights."
 )
+
+
+ENTRY = "openrlhf.cli."
+
+
+def ours(command: str, flags: Mapping[str, Any], folder: Path) -> Course:
+    """A command of this project, followed through its metrics."""
+    common = {"run.dir": folder, "ckpt.output_dir": folder / "model", "ckpt.path": folder / "checkpoints"}
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in (common | flags).items()]
+    row, log = folder / "metrics.jsonl", folder.with_suffix(".log")
+    return follow([sys.executable, "-m", ENTRY + command, *words], row, environment=ONE_THREAD | ALONE, log=log)
+
+
+def trl(script: str, *arguments: object, folder: Path, peer: Path) -> Course:
+    """A script of TRL, followed through the rows that it writes."""
+    environment = ONE_THREAD | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(peer)])}
+    words = [sys.executable, "-m", f"benchmarks.{script}", *map(str, arguments)]
+    return follow(words, Path(f"{folder}.jsonl"), environment=environment, log=folder.with_suffix(".log"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo:
-    """GRPO of a model of 3M parameters, one optimizer step for each batch of 256 samples, without a KL."""
+    """GRPO, one optimizer step for each batch of 256 samples, without a KL. Our rows are packed."""
 
     lengths: str  # equal: every response has 64 tokens; tail: mean 64, cut at 256
     dtype: str
+    size: str = "3M"
+    unit: ClassVar[str] = "CPU s per step"
 
     @property
     def name(self) -> str:
@@ -44,7 +66,7 @@ class Grpo:
     def ours(self, data: Path, folder: Path) -> Course:
         new_tokens = workload.NEW_TOKENS[self.lengths]
         flags = {
-            "actor.model_name_or_path": data / f"3M-{self.lengths}",
+            "actor.model_name_or_path": data / f"{self.size}-{self.lengths}",
             "data.prompt_dataset": data / "prompts.jsonl",
             "data.input_key": "input",
             "data.max_samples": (WARM_UP + MEASURED) * workload.STEP_PROMPTS,
@@ -58,32 +80,63 @@ class Grpo:
             "train.micro_batch_size": workload.MICRO_BATCH,
             "algo.advantage.estimator": "group_norm",
             "algo.kl.init_coef": 0,
+            "ds.packing_samples": True,
             "ds.param_dtype": self.dtype,
-            "run.dir": folder,
-            "ckpt.output_dir": folder / "model",
-            "ckpt.path": folder / "checkpoints",
         }
-        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *words]
-        return follow(command, folder / "metrics.jsonl", environment=ALONE, log=folder.with_suffix(".log"))
+        return ours("train_ppo_ray", flags, folder)
 
     def trl(self, data: Path, folder: Path, peer: Path) -> Course:
-        rows = folder.with_suffix(".jsonl")
-        settings = [data / f"3M-{self.lengths}", data / "prompts.jsonl", rows, self.dtype]
-        numbers = [workload.NEW_TOKENS[self.lengths], WARM_UP + MEASURED]
-        command = [sys.executable, "-m", "benchmarks.trl_grpo", *map(str, settings + numbers)]
-        environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(peer)]), "OMP_NUM_THREADS": "1"}
-        return follow(command, rows, environment=environment, log=folder.with_suffix(".log"))
+        model, prompts, steps = data / f"{self.size}-{self.lengths}", data / "prompts.jsonl", WARM_UP + MEASURED
+        new_tokens = workload.NEW_TOKENS[self.lengths]
+        script = ("trl_grpo", model, prompts, f"{folder}.jsonl", self.dtype, new_tokens, steps)
+        return trl(*script, folder=folder, peer=peer)
+
+    def figure(self, course: Course, data: Path) -> float:
+        """Median CPU seconds of the measured steps. Raises ValueError if the run had other steps."""
+        return median(course.steps(WARM_UP + MEASURED)[-MEASURED:])
 
 
-CASES = [Grpo(lengths=lengths, dtype=dtype) for lengths in ("equal", "tail") for dtype in ("fp32", "bf16")]
+@dataclass(frozen=True, kw_only=True)
+class Offline:
+    """SFT or training of a reward model, texts of 16 to 256 tokens, in float32. Our rows are packed."""
+
+    name: str
+    rows: str
+    unit: ClassVar[str] = "tokens per CPU s"
+
+    def ours(self, data: Path, folder: Path) -> Course:
+        columns = {"data.input_key": "input", "data.output_key": "output"}
+        pairs = {"data.prompt_key": "input", "data.chosen_key": "chosen", "data.rejected_key": "rejected"}
+        flags = {
+            "model.model_name_or_path": data / "3M-tail",
+            "data.dataset": data / self.rows,
+            "data.max_len": workload.LONGEST_ROW,
+            "train.batch_size": workload.BATCH,
+            "train.micro_batch_size": workload.OFFLINE_MICRO_BATCH,
+            "train.max_epochs": workload.EPOCHS,
+            "ds.packing_samples": True,
+            "ds.param_dtype": "fp32",
+            **(columns if self.name == "sft" else pairs),
+        }
+        return ours(f"train_{self.name}", flags, folder)
+
+    def trl(self, data: Path, folder: Path, peer: Path) -> Course:
+        script = ("trl_offline", self.name, data / "3M-tail", data / self.rows, f"{folder}.jsonl")
+        return trl(*script, folder=folder, peer=peer)
+
+    def figure(self, course: Course, data: Path) -> float:
+        """Tokens of the rows by the CPU seconds of the last epoch. Raises ValueError if the run had other steps."""
+        rows = len((data / self.rows).read_text().splitlines())
+        steps = rows // workload.BATCH
+        spent = sum(course.steps(steps * workload.EPOCHS)[-steps:])
+        return workload.count_tokens(data / self.rows) / spent
 
 
-def per_step(course: Course) -> float:
-    """Median CPU seconds of the measured steps. Raises ValueError if the run had other steps."""
-    if len(course.marks) != WARM_UP + MEASURED:
-        raise ValueError(f"{len(course.marks)} steps were seen, and {WARM_UP + MEASURED} were asked for")
-    return median(course.steps()[-MEASURED:])
+CASES: Sequence[Grpo | Offline] = [
+    *(Grpo(lengths=lengths, dtype=dtype) for lengths in ("equal", "tail") for dtype in ("fp32", "bf16")),
+    Offline(name="sft", rows="sft.jsonl"),
+    Offline(name="rm", rows="pairs.jsonl"),
+]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -106,16 +159,18 @@ def main(argv: Sequence[str] | None = None) -> None:
                 load = os.getloadavg()[0]
                 place = folder / f"{case.name}-{side}-{turn}-{os.getpid()}"
                 course = case.ours(data, place) if side == "ours" else case.trl(data, place, chosen.peer)
-                seen.setdefault(case.name, {}).setdefault(side, []).append(per_step(course))
-                line = {"case": case.name, "side": side, "CPU s per step": per_step(course)}
-                print(json.dumps(line | {"GB": course.peak_bytes / 1e9, "load before": load}), flush=True)
+                figure = case.figure(course, data)
+                seen.setdefault(case.name, {}).setdefault(side, []).append(figure)
+                line = {"case": case.name, "side": side, case.unit: round(figure, 2)}
+                line |= {"GB": round(course.peak_bytes / 1e9, 2), "s to the first step": round(course.first_row_s, 1)}
+                print(json.dumps(line | {"load before": round(load, 2)}), flush=True)
     print(f"Runs: {folder}\n{CAVEATS}" if chosen.peer else f"Runs: {folder}")
-    for name, sides in seen.items():
-        medians = {side: median(runs) for side, runs in sides.items()}
-        ratio = f", ours / TRL {medians['ours'] / medians['trl']:.2f}" if "trl" in medians else ""
-        print(
-            f"{name}: {', '.join(f'{side} {seconds:.2f}' for side, seconds in medians.items())} CPU s per step{ratio}"
-        )
+    for case in CASES:
+        if sides := seen.get(case.name):
+            medians = {side: median(runs) for side, runs in sides.items()}
+            ratio = f", ours / TRL {medians['ours'] / medians['trl']:.2f}" if "trl" in medians else ""
+            figures = ", ".join(f"{side} {figure:.2f}" for side, figure in medians.items())
+            print(f"{case.name}: {figures} {case.unit}{ratio}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python -m benchmarks.trl_grpo MODEL PROMPTS ROWS DTYPE MAX_NEW_TOKENS STEPS
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from functools import partial
@@ -20,27 +19,17 @@ os.environ |= {
 import torch
 import vllm
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 from trl.generation import vllm_generation  # type: ignore[import-not-found]
 
 from benchmarks.reward import reward_of
+from benchmarks.trl_offline import Rows
 from benchmarks.workload import LONGEST_PROMPT, MICRO_BATCH, SAMPLES, STEP_PROMPTS
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
     return [reward_of(text) for text in completions]
-
-
-class Rows(TrainerCallback):
-    """Writes the row of every step."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": state.global_step}) + "\n")
 
 
 def main(model: str, prompts: str, rows: str, dtype: str, new_tokens: str, steps: str) -> None:

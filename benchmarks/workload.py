@@ -19,6 +19,8 @@ LETTERS = [chr(code) for code in range(33, 127)]
 PAD, END, SECOND_END = 0, 1, 2
 PROMPTS, LONGEST_PROMPT = 512, 16
 STEP_PROMPTS, SAMPLES, MICRO_BATCH = 32, 8, 32  # of a GRPO step
+SFT_ROWS, PAIRS, LONGEST_ROW = 512, 512, 256  # of the offline cases
+BATCH, OFFLINE_MICRO_BATCH, EPOCHS = 64, 8, 2
 NEW_TOKENS = {"equal": 64, "tail": 256}
 HEADS = 4
 SIZES: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 704}  # 3M parameters
@@ -71,8 +73,27 @@ def write(folder: Path) -> None:
     draw = random.Random(1)
     save_model(folder / "3M-equal", ends=False)
     save_model(folder / "3M-tail", ends=True)
-    prompts = [{"input": text(draw, draw.randint(8, LONGEST_PROMPT))} for _ in range(PROMPTS)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    write_rows(
+        folder / "prompts.jsonl", [{"input": text(draw, draw.randint(8, LONGEST_PROMPT))} for _ in range(PROMPTS)]
+    )
+    write_rows(folder / "sft.jsonl", [dialogue(draw, "output") for _ in range(SFT_ROWS)])
+    write_rows(folder / "pairs.jsonl", [dialogue(draw, "chosen", "rejected") for _ in range(PAIRS)])
+
+
+def dialogue(draw: random.Random, *answers: str) -> dict[str, str]:
+    """A prompt and answers, each answer with the prompt 15 to 255 letters; the end token comes behind."""
+    prompt = text(draw, 8)
+    return {"input": prompt} | {name: text(draw, draw.randint(7, LONGEST_ROW - 9)) for name in answers}
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def count_tokens(path: Path) -> int:
+    """Tokens of a file that `dialogue` made: one per letter, and an end token for each text."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return sum(len(row["input"]) + len(answer) + 1 for row in rows for name, answer in row.items() if name != "input")
 
 
 if __name__ == "__main__":

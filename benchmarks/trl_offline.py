@@ -1,0 +1,78 @@
+"""SFT or training of a reward model in TRL, rows grouped by length, in float32. Writes a row at the end of each step.
+
+python -m benchmarks.trl_offline KIND MODEL DATA ROWS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from benchmarks.workload import BATCH, EPOCHS, LONGEST_ROW, OFFLINE_MICRO_BATCH
+
+
+class GroupedRewardTrainer(RewardTrainer):
+    """The trainer of reward models does not know the length of a row by itself."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedSampler:
+        data: Any = self.train_dataset
+        lengths = [max(map(len, pair)) for pair in zip(data["chosen_ids"], data["rejected_ids"], strict=True)]
+        return LengthGroupedSampler(BATCH, lengths=lengths)
+
+
+KINDS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "sft": (SFTTrainer, SFTConfig, AutoModelForCausalLM, {}),
+    "rm": (GroupedRewardTrainer, RewardConfig, AutoModelForSequenceClassification, {"num_labels": 1}),
+}
+
+
+class Rows(TrainerCallback):
+    """Writes the row of every step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"train/lr": state.global_step}) + "\n")
+
+
+def main(kind: str, model: str, data: str, rows: str) -> None:
+    torch.set_num_threads(1)
+    trainer, settings, model_class, changes = KINDS[kind]
+    config = settings(
+        output_dir=f"{rows}.out",
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=OFFLINE_MICRO_BATCH,
+        gradient_accumulation_steps=BATCH // OFFLINE_MICRO_BATCH,
+        max_length=LONGEST_ROW,
+        num_train_epochs=EPOCHS,
+        train_sampling_strategy="group_by_length",
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    columns = {"input": "prompt", "output": "completion"}
+    dataset: Any = load_dataset("json", data_files=data, split="train")
+    named = dataset.rename_columns({old: new for old, new in columns.items() if old in dataset.column_names})
+    trainer(
+        model=model_class.from_pretrained(model, dtype=torch.float32, **changes),
+        args=config,
+        train_dataset=named,
+        processing_class=AutoTokenizer.from_pretrained(model),
+        callbacks=[Rows(Path(rows))],
+    ).train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
