@@ -14,6 +14,7 @@ import asyncio
 import functools
 import itertools
 import pickle
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from openrlhf.config.machine import quick_imports
 from openrlhf.distributed.buckets import PublicationError, Receipt, SentWeights, WeightManifest, verify_receipt
 from openrlhf.distributed.devices import redirect_output
 from openrlhf.distributed.weight_sync import WeightGroup
-from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments
+from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_arguments
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
 P = ParamSpec("P")
@@ -84,10 +85,21 @@ class RolloutEngine:
             raise EngineError(f"engine {self.index} is not started")
         return self._started
 
-    def prepare(self) -> None:
+    def prepare(self, device: Device) -> None:
         """Import vLLM, which takes seconds."""
+        modules: dict[str, Any] = sys.modules
+        compiler = "torch._inductor.lowering"
         with quick_imports():
-            import vllm.v1.engine.async_llm  # noqa: F401
+            if device == "cpu":
+                modules[compiler] = None  # nothing is compiled there, and vLLM goes on if this import fails
+                import vllm
+
+                del modules[compiler]
+                import vllm.v1.worker.cpu_worker
+
+                import openrlhf.rollout.engine_core  # noqa: F401
+            else:
+                import vllm.v1.engine.async_llm  # noqa: F401
 
     @_plain_errors
     async def start(self, settings: EngineSettings, log_path: str | None = None) -> None:

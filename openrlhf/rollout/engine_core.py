@@ -131,7 +131,8 @@ def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
     last.prefill_stats = outputs[0].prefill_stats
     last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
     if logprobs := [output.new_logprobs[:3] for output in outputs if output.new_logprobs]:
-        last.new_logprobs = LogprobsLists(*map(np.concatenate, zip(*logprobs, strict=True)))
+        candidates, values, ranks = map(np.concatenate, zip(*logprobs, strict=True))
+        last.new_logprobs = LogprobsLists(candidates, values, ranks)
     return last
 
 

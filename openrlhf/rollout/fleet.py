@@ -16,7 +16,7 @@ from openrlhf.distributed.placement import HostGroup, actor_options, await_reser
 from openrlhf.distributed.worker_group import Call, gather
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.engine import EngineError, RolloutEngine
-from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
+from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_environment
 from openrlhf.rollout.routing import Router
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
@@ -33,7 +33,8 @@ class Fleet:
         self.logs = [""] * group.slots
         self._reserved = reserve(group, on_gpus=on_gpus)
         self._scratch = tempfile.mkdtemp(prefix="openrlhf-")  # for sockets and files that vLLM never removes
-        environment = engine_environment("cuda" if on_gpus else "cpu") | {"TMPDIR": self._scratch}
+        device: Device = "cuda" if on_gpus else "cpu"
+        environment = engine_environment(device) | {"TMPDIR": self._scratch}
         engine: Any = ray.remote(RolloutEngine)
         self._engines: list[Any] = [
             engine.options(
@@ -44,7 +45,7 @@ class Fleet:
             for index in range(group.slots)
         ]
         self._router = Router(len(self._engines))
-        self.call(RolloutEngine.prepare)
+        self.call(RolloutEngine.prepare, device)
 
     @property
     def size(self) -> int:
