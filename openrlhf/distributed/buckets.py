@@ -16,7 +16,8 @@ from torch import Tensor
 from openrlhf.config.flags import UserError
 
 ALIGNMENT = 16  # bytes; every tensor starts on this boundary, so any dtype can be viewed in place
-HASH_BLOCK = 2**16  # words of 8 bytes hashed at once: half a megabyte stays in a core's cache
+HASH_BLOCK = 2**16  # words of 8 bytes: half a megabyte stays in a core's cache
+BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 128}  # a GPU would wait for 10,000 small kernels per GiB
 
 
 class PublicationError(UserError, RuntimeError):
@@ -97,10 +98,20 @@ def bucket_hash(buffer: Tensor) -> int:
 
 
 def _hash_words(words: Tensor) -> Tensor:
-    if words.numel() > HASH_BLOCK:
-        return _hash_words(torch.stack([_hash_words(block) for block in words.split(HASH_BLOCK)]))
-    # the shift brings a word's high half to the low bits: a product modulo 2⁶⁴ forgets high bits
-    return ((words + (words >> 32)) * _hash_weights(words.device)[: words.numel()]).sum()
+    if words.numel() <= HASH_BLOCK:
+        return _weighted_sums(words)
+    whole = words.numel() - words.numel() % HASH_BLOCK
+    blocks = words[:whole].view(-1, HASH_BLOCK).split(BLOCKS_AT_ONCE[words.device.type])
+    hashes = [_weighted_sums(several) for several in blocks]
+    if whole < words.numel():
+        hashes.append(_weighted_sums(words[whole:])[None])
+    return _hash_words(torch.cat(hashes))
+
+
+def _weighted_sums(words: Tensor) -> Tensor:
+    """The sum along the last dimension. The shift brings a word's high half to the low bits, because a product modulo
+    2⁶⁴ forgets high bits."""
+    return ((words + (words >> 32)) * _hash_weights(words.device)[: words.shape[-1]]).sum(-1)
 
 
 @lru_cache(maxsize=8)

@@ -23,7 +23,7 @@ from openrlhf.workers.critic import CriticSettings
 from openrlhf.workers.frozen import ReferenceSettings, RewardModelSettings
 from openrlhf.workers.policy import PolicySettings
 
-BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # an engine leaves little memory of its GPU free
 Sampling = PPOConfig | EvaluationConfig  # commands with engines and reward models
 PROBED_TOKENS = 8  # that engines sample per prompt, to be compared with the trainer
 ROUNDING = {"fp32": 0.01, "bf16": 0.2}  # mean difference of log-probabilities that rounding may explain, nats

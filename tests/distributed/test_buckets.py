@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.distributed.buckets import (
+    BLOCKS_AT_ONCE,
     HASH_BLOCK,
     PublicationError,
     Receipt,
@@ -115,6 +116,13 @@ class TestHash:
     def test_is_the_formula_over_several_blocks(self):
         data = random_bytes(8 * (2 * HASH_BLOCK + 3))
         assert bucket_hash(data) == reference_hash(data.numpy().tobytes())
+
+    @pytest.mark.parametrize("at_once", [2, 128])
+    def test_is_the_same_however_many_blocks_are_hashed_at_once(self, at_once, monkeypatch):
+        data = random_bytes(8 * (5 * HASH_BLOCK + 3))
+        one_by_one = bucket_hash(data)
+        monkeypatch.setitem(BLOCKS_AT_ONCE, "cpu", at_once)
+        assert bucket_hash(data) == one_by_one
 
     def test_any_flipped_bit_is_noticed(self):
         data = random_bytes(64)
