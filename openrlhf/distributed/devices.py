@@ -30,16 +30,6 @@ def free_port() -> int:
     raise OSError(f"no TCP port of {OWN_PORTS.start} to {OWN_PORTS.stop - 1} is free")
 
 
-def node_address() -> str:
-    """The address at which other machines of the cluster reach this machine; loopback if there is no route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))  # a datagram socket sends nothing: this only picks the route
-            return probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
-
-
 def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
     """Environment variables of a training process, to be set before torch and DeepSpeed are imported.
 

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from openrlhf.config.flags import UserError
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.plugins import load_plugins
-from openrlhf.distributed.devices import device_kind, free_port, node_address, redirect_output, worker_environment
+from openrlhf.distributed.devices import device_kind, free_port, redirect_output, worker_environment
 from openrlhf.distributed.layout import RankLayout, order_by_node
 from openrlhf.distributed.placement import HostGroup, actor_options, await_reserved, reserve
 
@@ -49,7 +49,7 @@ class WorkerHost:
     def location(self, log_path: str) -> tuple[str, tuple[str, int]]:
         """The Ray node of this process, and an address and port at which the group can meet. Output goes to the log."""
         redirect_output(log_path)
-        return ray.get_runtime_context().get_node_id(), (node_address(), free_port())
+        return ray.get_runtime_context().get_node_id(), (ray.util.get_node_ip_address(), free_port())
 
     def connect(
         self,

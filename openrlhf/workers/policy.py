@@ -1,5 +1,6 @@
 """The trained policy: log-probabilities, the policy update, and the publication of its weights."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -15,7 +16,7 @@ from openrlhf.algorithms.tensors import bounded_exp, log_ratio, masked_sum
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.config.learning import ActorConfig, AlgoConfig
 from openrlhf.distributed.buckets import SentWeights, TensorSpec, WeightManifest
-from openrlhf.distributed.devices import free_port, node_address
+from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.strategy import Metrics, Strategy
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
 from openrlhf.models.loading import load_causal_lm, stored_tensors
@@ -180,7 +181,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
 
     def weight_address(self) -> tuple[str, int]:
         """The address and port at which rank 0 will wait for the engines."""
-        return node_address(), free_port()
+        return os.environ["MASTER_ADDR"], free_port()
 
     def join_weight_group(self, group: WeightGroup) -> None:
         """Join the engines' weight group, if this rank is a sender."""
