@@ -23,14 +23,18 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.core.kv_cache_utils import max_memory_usage_bytes
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.metadata import SamplingMetadata
+
+from openrlhf.rollout.engine_settings import CPU_KV_CACHE_BYTES
 
 
 def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
@@ -101,6 +105,15 @@ class _Core(EngineCoreProc):
     @contextmanager
     def _perform_handshakes(self, *args: object, **kwargs: object) -> Iterator[EngineZmqAddresses]:
         yield self._known_addresses
+
+    def _initialize_kv_caches(self, vllm_config: VllmConfig) -> KVCacheConfig:
+        """A cache of the default size is no larger than twice what a full batch of longest samples needs: zeros take time."""
+        cache, full = vllm_config.cache_config, vllm_config.scheduler_config.max_num_seqs
+        if cache.kv_cache_memory_bytes == CPU_KV_CACHE_BYTES:
+            specs = self.model_executor.get_kv_cache_specs()
+            sample = max(max_memory_usage_bytes(vllm_config, of_worker.values()) for of_worker in specs)
+            cache.kv_cache_memory_bytes = min(2 * full * sample, CPU_KV_CACHE_BYTES)
+        return super()._initialize_kv_caches(vllm_config)
 
     def _finished(
         self, outputs: dict[int, EngineCoreOutputs] | None, executed: bool
