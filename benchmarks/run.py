@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -35,9 +35,13 @@ CAVEATS = (
 ENTRY = "openrlhf.cli."
 
 
-def ours(command: str, flags: Mapping[str, Any], folder: Path) -> Course:
+def ours(command: str, flags: dict[str, Any], folder: Path) -> Course:
     """A command of this project, followed through its metrics."""
-    common = {"run.dir": folder, "ckpt.output_dir": folder / "model", "ckpt.path": folder / "checkpoints"}
+    common: dict[str, Any] = {
+        "run.dir": folder,
+        "ckpt.output_dir": folder / "model",
+        "ckpt.path": folder / "checkpoints",
+    }
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in (common | flags).items()]
     row, log = folder / "metrics.jsonl", folder.with_suffix(".log")
     return follow([sys.executable, "-m", ENTRY + command, *words], row, environment=ONE_THREAD | ALONE, log=log)

@@ -14,7 +14,7 @@ import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # type: ignore[import-not-found]
 
 from benchmarks.workload import BATCH, EPOCHS, LONGEST_ROW, OFFLINE_MICRO_BATCH
 

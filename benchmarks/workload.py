@@ -1,4 +1,4 @@
-"""What is measured: models of 3M parameters and prompts. Random, from a seed.
+"""What is measured: models and data. Random, from a seed.
 
 python -m benchmarks.workload FOLDER
 """
@@ -23,7 +23,10 @@ SFT_ROWS, PAIRS, LONGEST_ROW = 512, 512, 256  # of the offline cases
 BATCH, OFFLINE_MICRO_BATCH, EPOCHS = 64, 8, 2
 NEW_TOKENS = {"equal": 64, "tail": 256}
 HEADS = 4
-SIZES: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 704}  # 3M parameters
+SIZES: dict[str, dict[str, Any]] = {  # by number of parameters
+    "3M": {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 704},
+    "25M": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408},
+}
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -35,7 +38,7 @@ def save_tokenizer(folder: Path) -> None:
     )
 
 
-def save_model(folder: Path, *, ends: bool) -> None:
+def save_model(folder: Path, size: str, *, ends: bool) -> None:
     """A random Qwen2 with tied embeddings. `ends`: each token ends the response with probability 1/67; else none does."""
     torch.manual_seed(1)
     model = Qwen2ForCausalLM(
@@ -47,7 +50,7 @@ def save_model(folder: Path, *, ends: bool) -> None:
             tie_word_embeddings=True,
             eos_token_id=END,
             pad_token_id=PAD,
-            **SIZES,
+            **SIZES[size],
         )
     )
     with torch.no_grad():
@@ -71,8 +74,9 @@ def text(draw: random.Random, length: int) -> str:
 def write(folder: Path) -> None:
     """Write everything below `folder`."""
     draw = random.Random(1)
-    save_model(folder / "3M-equal", ends=False)
-    save_model(folder / "3M-tail", ends=True)
+    for size in SIZES:
+        save_model(folder / f"{size}-equal", size, ends=False)
+        save_model(folder / f"{size}-tail", size, ends=True)
     write_rows(
         folder / "prompts.jsonl", [{"input": text(draw, draw.randint(8, LONGEST_PROMPT))} for _ in range(PROMPTS)]
     )

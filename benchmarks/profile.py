@@ -1,0 +1,98 @@
+"""Where the CPU seconds of a GRPO step go, by part and process. Needs py-spy, which comes with Ray, and its permissions.
+
+python -m benchmarks.profile --size 25M --lengths equal --dtype fp32
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from benchmarks import workload
+from benchmarks.run import MEASURED, WARM_UP, Grpo
+
+RATE = 100  # looks per second
+PARTS = (  # the first whose word is in a stack has the sample
+    ("publication", "publication_receive"),
+    ("publication", "send_weights"),
+    ("engine: sampling", "sample_tokens"),
+    ("engine: forward", "execute_model"),
+    ("engine: scheduler", "Scheduler."),
+    ("engine: transport", "_sockets"),
+    ("engine: transport", "output_handler"),
+    ("trainer: backward", "_engine_run_backward"),
+    ("trainer: optimizer", "TrainEngine._step"),
+    ("trainer: forward", "PolicyModel.forward"),
+    ("controller: detokenising", "request_of"),
+    ("controller: batches", "from_trajectories"),
+)
+ROLES = {"RolloutEngine": "engine", "WorkerHost": "trainer"}
+WAITING = ("select (", "wait (", "poll (", "listen_error_messages", "epoll", "recv (", "accept (")
+
+
+def watch(rows: Path, root: int, folder: Path) -> dict[str, Path]:
+    """After the warm-up, record every process of the run that computes, until the run ends. Returns the records by role."""
+    while psutil.pid_exists(root) and (not rows.exists() or rows.read_bytes().count(b'"train/lr"') < WARM_UP):
+        time.sleep(0.05)
+    spies: list[subprocess.Popen[bytes]] = []
+    records: dict[str, Path] = {}
+    for process in [*(main := psutil.Process(root)).children(recursive=True), main]:
+        named = [role for name, role in ROLES.items() if name in process.name() or process.name() in f"ray::{name}"]
+        if process.pid == root or named:
+            role = "controller" if process.pid == root else named[0]
+            records[role] = folder / f"{role}.txt"
+            command = ["py-spy", "record", "-p", process.pid, "-r", RATE, "-f", "raw", "-o", records[role], "-d", 3600]
+            spies.append(
+                subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
+    for spy in spies:
+        spy.wait()
+    return records
+
+
+def samples(record: Path) -> Iterator[tuple[str, int]]:
+    """Stacks and how often each was seen computing."""
+    for line in record.read_text().splitlines():
+        stack, _, count = line.rpartition(" ")
+        if not any(word in stack.rpartition(";")[2] for word in WAITING):
+            yield stack, int(count)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a line per part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=workload.SIZES, default="3M")
+    parser.add_argument("--lengths", choices=workload.NEW_TOKENS, default="equal")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    chosen = parser.parse_args(argv)
+    folder = Path(tempfile.mkdtemp(prefix="profile-"))
+    workload.write(folder / "data")
+    case, place = Grpo(lengths=chosen.lengths, dtype=chosen.dtype, size=chosen.size), folder / "run"
+    run = threading.Thread(target=case.ours, args=(folder / "data", place))
+    run.start()
+    while not (started := psutil.Process(os.getpid()).children()):
+        time.sleep(0.05)
+    records = watch(place / "metrics.jsonl", started[0].pid, folder)
+    run.join()
+    seen = Counter[str]()
+    for role, record in records.items():
+        for stack, count in samples(record):
+            part = next((name for name, word in PARTS if word in stack), f"{role}: rest")
+            seen[part] += count
+    total = sum(seen.values())
+    for part, count in seen.most_common():
+        print(f"{part:28}{count / RATE / MEASURED:8.2f} s{100 * count / total:7.1f} %")
+    print(f"{'sum':28}{total / RATE / MEASURED:8.2f} s   per step; records: {folder}")
+
+
+if __name__ == "__main__":
+    main()
