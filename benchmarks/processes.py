@@ -32,13 +32,13 @@ class Course:
 
 
 def follow(command: Sequence[str], rows: Path, *, environment: Mapping[str, str], log: Path) -> Course:
-    """Run a command to its end. A row of a training step has `train/lr`. Raises RuntimeError if the command fails."""
+    """Run a command to its end. Raises RuntimeError if the command fails."""
     course, started, looked = Course(), time.monotonic(), 0.0
     with log.open("w") as output:
         process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
-                seen = rows.read_bytes().count(b'"train/lr"') if rows.exists() else 0
+                seen = trained(rows)
                 if seen > len(course.marks) or time.monotonic() > looked + LOOK_S:  # a look costs 5 ms
                     cpu, memory = usage(process.pid)
                     if seen and not course.marks:
@@ -52,6 +52,11 @@ def follow(command: Sequence[str], rows: Path, *, environment: Mapping[str, str]
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
     return course
+
+
+def trained(rows: Path) -> int:
+    """Training steps in a file of metrics: its whole lines, without those of evaluations."""
+    return sum(b'"train/' in line for line in rows.read_bytes().split(b"\n")[:-1]) if rows.exists() else 0
 
 
 def usage(root: int) -> tuple[float, int]:

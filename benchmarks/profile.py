@@ -6,7 +6,6 @@ python -m benchmarks.profile --size 25M --lengths equal --dtype fp32
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import tempfile
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks import workload
+from benchmarks.processes import trained
 from benchmarks.run import MEASURED, WARM_UP, Grpo
 
 RATE = 100  # looks per second
@@ -39,16 +39,16 @@ ROLES = {"RolloutEngine": "engine", "WorkerHost": "trainer"}
 WAITING = ("select (", "wait (", "poll (", "listen_error_messages", "epoll", "recv (", "accept (")
 
 
-def watch(rows: Path, root: int, folder: Path) -> dict[str, Path]:
+def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
     """After the warm-up, record every process of the run that computes, until the run ends. Returns the records by role."""
-    while psutil.pid_exists(root) and (not rows.exists() or rows.read_bytes().count(b'"train/lr"') < WARM_UP):
+    while run.is_running() and trained(rows) < WARM_UP:
         time.sleep(0.05)
     spies: list[subprocess.Popen[bytes]] = []
     records: dict[str, Path] = {}
-    for process in [*(main := psutil.Process(root)).children(recursive=True), main]:
+    for process in [run, *run.children(recursive=True)]:
         named = [role for name, role in ROLES.items() if name in process.name() or process.name() in f"ray::{name}"]
-        if process.pid == root or named:
-            role = "controller" if process.pid == root else named[0]
+        if process == run or named:
+            role = "controller" if process == run else named[0]
             records[role] = folder / f"{role}.txt"
             command = ["py-spy", "record", "-p", process.pid, "-r", RATE, "-f", "raw", "-o", records[role], "-d", 3600]
             spies.append(
@@ -79,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     case, place = Grpo(lengths=chosen.lengths, dtype=chosen.dtype, size=chosen.size), folder / "run"
     run = threading.Thread(target=case.ours, args=(folder / "data", place))
     run.start()
-    while not (started := psutil.Process(os.getpid()).children()):
+    while not (started := [p for p in psutil.Process().children() if "openrlhf.cli.train_ppo_ray" in p.cmdline()]):
         time.sleep(0.05)
-    records = watch(place / "metrics.jsonl", started[0].pid, folder)
+    records = watch(place / "metrics.jsonl", started[0], folder)
     run.join()
     seen = Counter[str]()
     for role, record in records.items():
