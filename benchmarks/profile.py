@@ -36,7 +36,18 @@ PARTS = (  # the first whose word is in a stack has the sample
     ("controller: batches", "from_trajectories"),
 )
 ROLES = {"RolloutEngine": "engine", "WorkerHost": "trainer"}
-WAITING = ("select (", "wait (", "poll (", "listen_error_messages", "epoll", "recv (", "accept (")
+# innermost calls in which a thread waits, though py-spy may call it busy
+WAITING = (
+    "select (",
+    "wait (",
+    "poll (",
+    "listen_error_messages",
+    "recv (",
+    "accept (",
+    "main_loop (",
+    "Thread.run (",
+    "_worker (",
+)
 
 
 def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
@@ -63,7 +74,8 @@ def samples(record: Path) -> Iterator[tuple[str, int]]:
     """Stacks and how often each was seen computing."""
     for line in record.read_text().splitlines():
         stack, _, count = line.rpartition(" ")
-        if not any(word in stack.rpartition(";")[2] for word in WAITING):
+        innermost = stack.rpartition(";")[2]
+        if innermost and not any(word in innermost for word in WAITING):
             yield stack, int(count)
 
 
