@@ -35,7 +35,7 @@ PARTS = (  # the first whose word is in a stack has the sample
     ("controller: detokenising", "request_of"),
     ("controller: batches", "from_trajectories"),
 )
-ROLES = {"RolloutEngine": "engine", "WorkerHost": "trainer"}
+ROLES = {"ray::RolloutEng": "engine", "ray::WorkerHost": "trainer"}  # by the beginning of a process's name
 # innermost calls in which a thread waits, though py-spy may call it busy
 WAITING = (
     "select (",
@@ -57,9 +57,8 @@ def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
     spies: list[subprocess.Popen[bytes]] = []
     records: dict[str, Path] = {}
     for process in [run, *run.children(recursive=True)]:
-        named = [role for name, role in ROLES.items() if name in process.name() or process.name() in f"ray::{name}"]
-        if process == run or named:
-            role = "controller" if process == run else named[0]
+        role = "controller" if process == run else ROLES.get(process.name()[:15])
+        if role:
             records[role] = folder / f"{role}.txt"
             command = ["py-spy", "record", "-p", process.pid, "-r", RATE, "-f", "raw", "-o", records[role], "-d", 3600]
             spies.append(
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     chosen = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="profile-"))
-    workload.write(folder / "data")
+    workload.write(folder / "data", chosen.size)
     case, place = Grpo(lengths=chosen.lengths, dtype=chosen.dtype, size=chosen.size), folder / "run"
     run = threading.Thread(target=case.ours, args=(folder / "data", place))
     run.start()

@@ -27,12 +27,9 @@ WARM_UP, MEASURED = 2, 5  # steps
 ALONE = {"RAY_ADDRESS": "local"}  # processes of another Ray would not be counted
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 CAVEATS = (
-    "TRL's steps have no weight sync, which vLLM on a CPU cannot load as TRL sends it. Its "
-    "bfloat16 is autocast over float32 weights."
+    "TRL's steps have no weight sync, which vLLM on a CPU cannot load as TRL sends it. Its bfloat16 is autocast over "
+    "float32 weights."
 )
-
-
-ENTRY = "openrlhf.cli."
 
 
 def ours(command: str, flags: dict[str, Any], folder: Path) -> Course:
@@ -43,15 +40,18 @@ def ours(command: str, flags: dict[str, Any], folder: Path) -> Course:
         "ckpt.path": folder / "checkpoints",
     }
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in (common | flags).items()]
-    row, log = folder / "metrics.jsonl", folder.with_suffix(".log")
-    return follow([sys.executable, "-m", ENTRY + command, *words], row, environment=ONE_THREAD | ALONE, log=log)
+    rows, log = folder / "metrics.jsonl", folder.with_suffix(".log")
+    return follow(
+        [sys.executable, "-m", f"openrlhf.cli.{command}", *words], rows, environment=ONE_THREAD | ALONE, log=log
+    )
 
 
 def trl(script: str, *arguments: object, folder: Path, peer: Path) -> Course:
-    """A script of TRL, followed through the rows that it writes."""
+    """A script of TRL, followed through the file of rows that is its first argument."""
+    rows = folder.with_suffix(".jsonl")
     environment = ONE_THREAD | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(peer)])}
-    words = [sys.executable, "-m", f"benchmarks.{script}", *map(str, arguments)]
-    return follow(words, Path(f"{folder}.jsonl"), environment=environment, log=folder.with_suffix(".log"))
+    words = [sys.executable, "-m", f"benchmarks.{script}", *map(str, (rows, *arguments))]
+    return follow(words, rows, environment=environment, log=folder.with_suffix(".log"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,7 @@ class Grpo:
     def trl(self, data: Path, folder: Path, peer: Path) -> Course:
         model, prompts, steps = data / f"{self.size}-{self.lengths}", data / "prompts.jsonl", WARM_UP + MEASURED
         new_tokens = workload.NEW_TOKENS[self.lengths]
-        script = ("trl_grpo", model, prompts, f"{folder}.jsonl", self.dtype, new_tokens, steps)
-        return trl(*script, folder=folder, peer=peer)
+        return trl("trl_grpo", model, prompts, self.dtype, new_tokens, steps, folder=folder, peer=peer)
 
     def figure(self, course: Course, data: Path) -> float:
         """Median CPU seconds of the measured steps. Raises ValueError if the run had other steps."""
@@ -125,8 +124,7 @@ class Offline:
         return ours(f"train_{self.name}", flags, folder)
 
     def trl(self, data: Path, folder: Path, peer: Path) -> Course:
-        script = ("trl_offline", self.name, data / "3M-tail", data / self.rows, f"{folder}.jsonl")
-        return trl(*script, folder=folder, peer=peer)
+        return trl("trl_offline", self.name, data / "3M-tail", data / self.rows, folder=folder, peer=peer)
 
     def figure(self, course: Course, data: Path) -> float:
         """Tokens of the rows by the CPU seconds of the last epoch. Raises ValueError if the run had other steps."""
@@ -153,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(argv)
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="bench-"))
     if not (data := folder / "data").exists():
-        workload.write(data)
+        workload.write(data, "3M")
     seen: dict[str, dict[str, list[float]]] = {}
     for turn in range(chosen.rounds):
         for case in CASES:

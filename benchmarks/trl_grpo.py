@@ -1,6 +1,6 @@
 """GRPO in TRL with vLLM in its process. Writes a row at the end of each step.
 
-python -m benchmarks.trl_grpo MODEL PROMPTS ROWS DTYPE MAX_NEW_TOKENS STEPS
+python -m benchmarks.trl_grpo ROWS MODEL PROMPTS DTYPE MAX_NEW_TOKENS STEPS
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [reward_of(text) for text in completions]
 
 
-def main(model: str, prompts: str, rows: str, dtype: str, new_tokens: str, steps: str) -> None:
+def main(rows: str, model: str, prompts: str, dtype: str, new_tokens: str, steps: str) -> None:
     torch.set_num_threads(1)
     name: Any = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     vllm_generation.LLM = partial(vllm.LLM, dtype=name)  # TRL's own choice is bfloat16 for models stored in float32

@@ -1,6 +1,6 @@
 """SFT or training of a reward model in TRL, rows grouped by length, in float32. Writes a row at the end of each step.
 
-python -m benchmarks.trl_offline KIND MODEL DATA ROWS
+python -m benchmarks.trl_offline ROWS KIND MODEL DATA
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Rows(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps({"train/lr": state.global_step}) + "\n")
+            file.write(json.dumps({"train/step": state.global_step}) + "\n")
 
 
-def main(kind: str, model: str, data: str, rows: str) -> None:
+def main(rows: str, kind: str, model: str, data: str) -> None:
     torch.set_num_threads(1)
     trainer, settings, model_class, changes = KINDS[kind]
     config = settings(

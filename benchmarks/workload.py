@@ -1,6 +1,6 @@
 """What is measured: models and data. Random, from a seed.
 
-python -m benchmarks.workload FOLDER
+python -m benchmarks.workload FOLDER SIZE
 """
 
 from __future__ import annotations
@@ -71,12 +71,11 @@ def text(draw: random.Random, length: int) -> str:
     return "".join(draw.choices(LETTERS, k=length))
 
 
-def write(folder: Path) -> None:
-    """Write everything below `folder`."""
+def write(folder: Path, size: str) -> None:
+    """Write everything below `folder`, with models of this size."""
     draw = random.Random(1)
-    for size in SIZES:
-        save_model(folder / f"{size}-equal", size, ends=False)
-        save_model(folder / f"{size}-tail", size, ends=True)
+    save_model(folder / f"{size}-equal", size, ends=False)
+    save_model(folder / f"{size}-tail", size, ends=True)
     write_rows(
         folder / "prompts.jsonl", [{"input": text(draw, draw.randint(8, LONGEST_PROMPT))} for _ in range(PROMPTS)]
     )
@@ -101,4 +100,4 @@ def count_tokens(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write(Path(sys.argv[1]), sys.argv[2])

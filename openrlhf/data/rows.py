@@ -1,6 +1,5 @@
 """Rows of a dataset: their origin, and how they become rows of tokens."""
 
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -9,6 +8,7 @@ from typing import Any, TypeVar
 import torch.utils.data
 from datasets import Dataset, Features
 
+from openrlhf.config.machine import usable_cores
 from openrlhf.data.errors import ROW, SOURCE, DataError
 
 MANY_ROWS = 20_000  # more are mapped by several processes, and their results kept on disk
@@ -84,7 +84,7 @@ def map_rows(
     """
     dataset = dataset.select_columns(list(dict.fromkeys([*columns, SOURCE, ROW])))
     large = len(dataset) > MANY_ROWS
-    workers = min(8, len(os.sched_getaffinity(0)))
+    workers = min(8, usable_cores())
     try:
         return dataset.map(
             function,

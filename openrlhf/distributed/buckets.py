@@ -109,8 +109,8 @@ def _hash_words(words: Tensor) -> Tensor:
 
 
 def _weighted_sums(words: Tensor) -> Tensor:
-    """The sum along the last dimension. The shift brings a word's high half to the low bits, because a product modulo
-    2⁶⁴ forgets high bits."""
+    """The hash of each block: of all words if `words` has one dimension, of each row if it has two."""
+    # the shift brings a word's high half to the low bits: a product modulo 2⁶⁴ forgets high bits
     return ((words + (words >> 32)) * _hash_weights(words.device)[: words.shape[-1]]).sum(-1)
 
 

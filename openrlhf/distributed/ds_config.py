@@ -24,8 +24,9 @@ def training_stage(engine: DeepSpeedConfig, ranks: int) -> int:
     Stage 0 in bfloat16: DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32. Stage 2 of one process, which has
     nobody to share gradients with: it would copy the gradients of every micro-batch once more.
     """
-    as_first = engine.param_dtype == "bf16" if engine.zero_stage == 0 else engine.zero_stage == 2 and ranks == 1
-    return 1 if as_first else engine.zero_stage
+    unsummed = engine.zero_stage == 0 and engine.param_dtype == "bf16"
+    alone = engine.zero_stage == 2 and ranks == 1
+    return 1 if unsummed or alone else engine.zero_stage
 
 
 def inference_config(engine: DeepSpeedConfig) -> dict[str, Any]:

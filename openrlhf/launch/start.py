@@ -23,9 +23,8 @@ def run_ppo(config: PPOConfig) -> None:
             nullcontext() if config.dry_run else ray_cluster(plan),
             closing(first.result().Processes(plan)) as processes,
         ):
-            if (
-                not config.dry_run and not plan.on_gpus
-            ):  # GPUs that others may wait for are not held while data are read
+            # GPUs that others may wait for are not held while data are read.
+            if not config.dry_run and not plan.on_gpus:
                 processes.start()
             rest.result().train(config, processes)
 
