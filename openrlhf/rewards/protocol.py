@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from openrlhf.trajectory import Failure, Trajectory
 
@@ -33,15 +35,26 @@ class RewardRequest:
 
 
 def request_of(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, label: Any, tokens: Sequence[int], sampled: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    label: Any,
+    tokens: Sequence[int],
+    sampled: Sequence[int],
+    *,
+    reads: Collection[str] = ("query", "answer"),
 ) -> RewardRequest:
-    """The request for a sample: prompt and response decoded with special tokens, and the answer without them."""
+    """The request for a sample. Query and answer stay empty unless they are in `reads`, because decoding takes time."""
+
+    def text(tokens: Sequence[int], *, special: bool) -> str:
+        # of an array: Transformers looks at each token of a list
+        return str(tokenizer.decode(np.asarray(tokens, dtype=np.int64), skip_special_tokens=not special))
+
     return RewardRequest(
-        query=str(tokenizer.decode([*tokens, *sampled], skip_special_tokens=False)),
+        query=text([*tokens, *sampled], special=True) if "query" in reads else "",
         prompt=prompt,
         label=label,
-        response=str(tokenizer.decode(list(sampled), skip_special_tokens=False)),
-        answer=str(tokenizer.decode(list(sampled), skip_special_tokens=True)),
+        response=text(sampled, special=True),
+        answer=text(sampled, special=False) if "answer" in reads else "",
     )
 
 
@@ -61,6 +74,7 @@ class Reward(ABC):
 
     source: str  # what messages call the reward
     batch = False
+    reads: Collection[str] = ("query",)  # what it needs of a request besides prompt, label and response
 
     @abstractmethod
     async def check(self) -> None:

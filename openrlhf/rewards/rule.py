@@ -67,6 +67,8 @@ class HTTPReward(Reward):
 class VerifierReward(Reward):
     """A built-in check of response against label (--reward.verifier), in the processes of `pool`."""
 
+    reads = ("answer",)
+
     def __init__(self, name: str, *, pool: ProcessPool, timeout: float) -> None:
         self.source = VERIFIERS[name]
         self.pool, self.timeout, self.sandboxed = pool, timeout, name == "code"

@@ -190,8 +190,9 @@ class RolloutGenerator:
                 f"Prompts that leave no room for a response in --data.max_len keep their last {len(tokens)} tokens."
             )
         generations = await generate(prompt, spec, tokens, spec.params_for(prompt, len(tokens)))
+        reads = self.reward.reads if self.reward else ()
         requests = [
-            request_of(self.tokenizer, prompt.text, prompt.label, tokens, generation.tokens)
+            request_of(self.tokenizer, prompt.text, prompt.label, tokens, generation.tokens, reads=reads)
             for generation in generations
         ]
         results = await self.reward.score(requests) if self.reward else [RewardResult()] * len(requests)

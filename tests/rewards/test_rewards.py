@@ -16,9 +16,10 @@ from openrlhf.observability.once import warn_once
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rewards.function import FunctionReward
-from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards
+from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards, request_of
 from openrlhf.rewards.rule import VerifierReward
 from openrlhf.trajectory import Prompt, StopReason, Trajectory
+from tests.tiny import character_tokenizer
 
 FILES = Path(__file__).parent / "reward_files"
 
@@ -195,6 +196,21 @@ def test_the_math_verifier_grades_responses_not_prompts(pool: ProcessPool):
         request("A: 7", 7),
     )
     assert rewards_of(results) == [1.0, 1.0, 0.0, 1.0]
+
+
+def test_what_a_reward_reads_is_decoded_for_it_and_nothing_else(pool: ProcessPool, tmp_path: Path):
+    file = tmp_path / "reward.py"
+    file.write_text("def reward_func(queries, prompts, labels):\n    return float(queries == ['1+1=2<eos>'])\n")
+    tokenizer = character_tokenizer()
+    asked, sampled = (tokenizer.encode(text, add_special_tokens=False) for text in ("1+1=", "2<eos>"))
+    for reward, query, answer in (
+        (FunctionReward(file, pool=pool, timeout=30), "1+1=2<eos>", ""),
+        (VerifierReward("math", pool=pool, timeout=30), "", "2"),
+    ):
+        seen = request_of(tokenizer, "1+1=", "2", asked, sampled, reads=reward.reads)
+        assert (seen.query, seen.response, seen.answer) == (query, "2<eos>", answer)
+        assert rewards_of(score(reward, seen)) == [1.0]
+    assert request_of(tokenizer, "1+1=", "2", asked, []).response == ""
 
 
 def test_the_flags_say_whether_failures_count_and_which_reward_stands_in() -> None:
