@@ -1,24 +1,29 @@
 """Weight transports between GPU processes: CUDA IPC on one GPU, NCCL between two, and a whole engine.
 
-They have not been run yet: nothing here has met a GPU.
+They have not been run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from multiprocessing.pool import Pool
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2ForCausalLM
 
-from openrlhf.config.rollout import VLLMConfig
 from openrlhf.distributed.buckets import TensorSpec, WeightManifest, bucket_hash, bucket_nbytes, verify_receipt
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.weight_sync import Transport, WeightGroup, WeightSender, join_group
+from openrlhf.rollout.sampling import SamplingParams
+from tests.gpu.place import DEVICE, TRANSPORT, save_model, started_engine
+from tests.gpu.rehearsal import REHEARSAL
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 SHAPES = {"a": (1000, 100), "b": (3,), "c": (777, 11)}
 MANIFEST = WeightManifest(
     version=1,
@@ -33,10 +38,15 @@ def new_group(transport: Transport, world_size: int = 2) -> WeightGroup:
     )
 
 
+def on(gpu: int) -> None:
+    if not REHEARSAL:
+        torch.cuda.set_device(gpu)
+
+
 def send(group: WeightGroup, gpu: int) -> tuple[int, ...]:
     """Hashes of what a sender sent."""
-    torch.cuda.set_device(gpu)
-    tensors = {name: torch.randn(shape, device="cuda") for name, shape in SHAPES.items()}
+    on(gpu)
+    tensors = {name: torch.randn(shape, device=DEVICE) for name, shape in SHAPES.items()}
     sender = WeightSender()
     sender.join(group)
     sent = sender.send(MANIFEST, tensors.items())
@@ -46,14 +56,14 @@ def send(group: WeightGroup, gpu: int) -> tuple[int, ...]:
 
 def take(group: WeightGroup, gpu: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Hashes of what a worker received, and the sender's as it received them."""
-    torch.cuda.set_device(gpu)
+    on(gpu)
     channel = join_group(group, 1)
     hashes = []
     for bucket in MANIFEST.buckets():
-        buffer = torch.empty(bucket_nbytes(bucket), dtype=torch.uint8, device="cuda")
+        buffer = torch.empty(bucket_nbytes(bucket), dtype=torch.uint8, device=DEVICE)
         channel.receive(buffer)
         hashes.append(bucket_hash(buffer))
-    told = torch.empty(8 * len(hashes), dtype=torch.uint8, device="cuda")
+    told = torch.empty(8 * len(hashes), dtype=torch.uint8, device=DEVICE)
     channel.receive(told)
     channel.close()
     return tuple(hashes), tuple(told.view(torch.int64).tolist())
@@ -74,7 +84,7 @@ def assert_arrives(processes: Pool, transport: Transport, gpus: tuple[int, int])
 
 
 def test_weights_reach_another_process_on_the_same_gpu_by_cuda_ipc(processes):
-    assert_arrives(processes, "ipc", (0, 0))
+    assert_arrives(processes, TRANSPORT, (0, 0))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU per member")
@@ -84,61 +94,48 @@ def test_weights_reach_another_gpu_by_nccl(processes):
 
 def test_a_hash_is_the_same_on_gpu_and_cpu():
     data = torch.randint(0, 256, (8 * 100_000,), dtype=torch.uint8)
-    assert bucket_hash(data.cuda()) == bucket_hash(data)
+    assert bucket_hash(data.to(DEVICE)) == bucket_hash(data)
 
 
-def test_an_engine_on_the_trainers_gpu_serves_what_was_published(tmp_path: Path):
+def test_an_engine_on_the_trainers_gpu_serves_what_was_published(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+):
     import ray  # the other tests of this module do without
-    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from openrlhf.rollout.engine import RolloutEngine
-    from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
-    from openrlhf.rollout.sampling import SamplingParams
-
-    config = Qwen2Config(
-        vocab_size=1000,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        initializer_range=0.08,
-    )
-    model = Qwen2ForCausalLM(config).to("cuda", torch.bfloat16).eval()
-    model.save_pretrained(tmp_path)
-    settings = EngineSettings(
-        model=str(tmp_path), vllm=VLLMConfig(dtype="bf16", gpu_memory_utilization=0.2), max_model_len=256, device="cuda"
-    )
-    ray.init(address="local", num_gpus=1, include_dashboard=False)
-    try:
-        options = {"num_gpus": 1, "runtime_env": {"env_vars": engine_environment("cuda")}}
-        engine = ray.remote(RolloutEngine).options(**options).remote(0)
-        ray.get(engine.start.remote(settings), timeout=400)
+    model = save_model(tmp_path, num_hidden_layers=2, initializer_range=0.08)
+    with started_engine(tmp_path) as engine:
+        record_property("logprob_gap_of_loaded_weights", gap(model, engine, versions=(0,)))
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * 0.05)
-        group, sender = new_group("ipc"), WeightSender()
+        group, sender = new_group(TRANSPORT), WeightSender()
         joining = engine.join.remote(group, 1)
         sender.join(group)
         ray.get(joining, timeout=60)
         specs = tuple(
             TensorSpec(name=name, dtype="bfloat16", shape=tuple(p.shape)) for name, p in model.named_parameters()
         )
-        manifest = WeightManifest(version=1, specs=specs, bucket_bytes=2**18)
+        manifest = WeightManifest(version=1, specs=specs, bucket_bytes=2**24)
+        began = time.perf_counter()
         receiving = engine.receive.remote(manifest)
         sent = sender.send(manifest, model.named_parameters())
         verify_receipt(sent, ray.get(receiving, timeout=60))
+        record_property("publication_s", round(time.perf_counter() - began, 3))
         ray.get(engine.resume.remote(), timeout=60)
-        params = [SamplingParams(max_tokens=64, ignore_eos=True)]
-        [sample] = ray.get(engine.generate.remote([5, 6, 7], params), timeout=60)
-        assert sample.weight_versions == (1,)
-        with torch.no_grad():
-            tokens = torch.tensor([[5, 6, 7, *sample.tokens]], device="cuda")
-            logprobs = model(tokens).logits[0, 2:-1].float().log_softmax(-1)
-        off = logprobs.gather(1, tokens[0, 3:, None]).squeeze(1).cpu() - torch.tensor(sample.logprobs)
-        assert off.abs().mean() < 0.05
-    finally:
-        ray.shutdown()
+        off = gap(model, engine, versions=(1,))
+        record_property("logprob_gap_of_published_weights", off)
+        assert off < 0.05
+
+
+def gap(model: Qwen2ForCausalLM, engine: Any, versions: tuple[int, ...]) -> float:
+    """Mean difference between the engine's log-probabilities of a sample and the trainer's."""
+    import ray
+
+    params = [SamplingParams(max_tokens=64, ignore_eos=True)]
+    [sample] = ray.get(engine.generate.remote([5, 6, 7], params), timeout=120)
+    assert sample.weight_versions == versions
+    with torch.no_grad():
+        tokens = torch.tensor([[5, 6, 7, *sample.tokens]], device=DEVICE)
+        logprobs = model(tokens).logits[0, 2:-1].float().log_softmax(-1)
+    off = logprobs.gather(1, tokens[0, 3:, None]).squeeze(1).cpu() - torch.tensor(sample.logprobs)
+    return round(float(off.abs().mean()), 5)

@@ -1,0 +1,64 @@
+"""What the checks share: the device, a model, an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from openrlhf.config.rollout import VLLMConfig
+from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
+from tests.gpu.rehearsal import REHEARSAL
+from tests.tiny import character_tokenizer
+
+DEVICE: Literal["cuda", "cpu"] = "cpu" if REHEARSAL else "cuda"
+TRANSPORT = "gloo" if REHEARSAL else "ipc"
+# 460 million parameters on a GPU
+SIZES: dict[str, Any] = (
+    {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
+    if REHEARSAL
+    else {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "vocab_size": 32_000}
+)
+
+
+def save_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
+    """A random Qwen2 in bfloat16 with a tokenizer, in `folder` and on the device."""
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": SIZES["hidden_size"] // 64, "num_key_value_heads": 2, **SIZES, **changes}
+    config = Qwen2Config(
+        max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, **sizes
+    )
+    model = Qwen2ForCausalLM(config).to(DEVICE, torch.bfloat16).eval()
+    model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return model
+
+
+@contextmanager
+def started_engine(folder: Path, **vllm: Any) -> Iterator[Any]:
+    """A rollout engine that Ray runs on this GPU, as in a run."""
+    import ray
+
+    from openrlhf.rollout.engine import RolloutEngine
+
+    config = VLLMConfig(dtype="bf16", gpu_memory_utilization=0.3, **vllm)
+    settings = EngineSettings(model=str(folder), vllm=config, max_model_len=1024, device=DEVICE)
+    gpus = 0 if REHEARSAL else 1
+    ray.init(address="local", num_gpus=gpus, include_dashboard=False)
+    try:
+        environment = {"env_vars": engine_environment(DEVICE)}
+        engine = ray.remote(RolloutEngine).options(num_gpus=gpus, runtime_env=environment).remote(0)
+        ray.get(engine.start.remote(settings), timeout=240)
+        yield engine
+    finally:
+        ray.shutdown()
+
+
+def synchronize() -> None:
+    """Wait until the GPU has done what it was told."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,49 @@
+"""Packed rows against one row at a time, in the dtype and with the attention of a run on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf.models.loading import LoadSpec, load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from tests.gpu.place import DEVICE, SIZES, save_model
+from tests.gpu.rehearsal import REHEARSAL
+
+pytestmark = pytest.mark.gpu
+LENGTHS = (3, 700, 64, 1, 257)
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "sdpa"])
+def test_packed_rows_score_as_single_rows(
+    attention: str, tmp_path: Path, record_property: Callable[[str, object], None]
+):
+    if attention == "flash_attention_2" and (REHEARSAL or find_spec("flash_attn") is None):
+        pytest.skip("flash_attn is not installed")
+    save_model(tmp_path, num_hidden_layers=4, initializer_range=0.08)
+    spec = LoadSpec(path=str(tmp_path), param_dtype="bf16", attention=attention, packing=True)
+    model = PolicyModel(load_causal_lm(spec), packing=True).to(DEVICE)
+    tokens = torch.randint(2, SIZES["vocab_size"], (sum(LENGTHS),), device=DEVICE)
+    offsets = torch.tensor([0, *LENGTHS], device=DEVICE).cumsum(0)
+    wanted = torch.ones_like(tokens, dtype=torch.bool)
+    packed = model(tokens, offsets, wanted)
+    rows = [
+        model(row, torch.tensor([0, len(row)], device=DEVICE), torch.ones_like(row, dtype=torch.bool)).logprobs
+        for row in tokens.split(LENGTHS)
+    ]
+    off = (packed.logprobs - torch.cat(rows)).abs()
+    record_property("mean_difference", float(off.mean()))
+    assert off.mean() < 0.01
+    # a token that changes in one document changes no other
+    changed = tokens.clone()
+    changed[LENGTHS[0] + 5] = (changed[LENGTHS[0] + 5] + 1) % SIZES["vocab_size"]
+    again = model(changed, offsets, wanted).logprobs
+    outside = torch.ones_like(wanted)
+    outside[LENGTHS[0] : LENGTHS[0] + LENGTHS[1]] = False
+    assert (again - packed.logprobs)[outside].abs().max() < 1e-3
+    packed.logprobs.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
