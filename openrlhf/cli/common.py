@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NoReturn, TypeVar
 
+from openrlhf.config import machine
 from openrlhf.config.commands import Command, Root
 from openrlhf.config.flags import UserError, flags_in
 from openrlhf.config.machine import count_gpus, quick_imports, world_size
@@ -19,10 +20,17 @@ OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
 C = TypeVar("C", bound=Command)
 
 
-def flags_or_exit(root: type[C], argv: Sequence[str] | None, *, command: str) -> C:
-    """The resolved configuration, whose folders can be written. A user's mistake ends the process with status 2."""
+def flags_or_exit(root: type[C], argv: Sequence[str] | None, *, command: str, on_ray: bool = False) -> C:
+    """The resolved configuration, whose folders can be written. A user's mistake ends the process with status 2.
+
+    `on_ray`: the command places its processes with Ray, so the devices are those of the Ray that is running, if any.
+    """
     prepare_process()
     with plain_ends():
+        if on_ray and machine.ray_may_run() and not {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
+            with quick_imports():
+                from openrlhf.distributed.cluster import join_ray
+            machine.cluster_gpus = join_ray()
         config = parse_config(root, argv, command=command)
     check_folders(config)
     return config

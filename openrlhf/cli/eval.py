@@ -9,7 +9,7 @@ from openrlhf.config.machine import quick_imports
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and evaluate."""
-    config = flags_or_exit(EvaluationConfig, argv, command="eval")
+    config = flags_or_exit(EvaluationConfig, argv, command="eval", on_ray=True)
     check_versions()
     with quick_imports():  # after the flags: --help and mistakes answer without loading torch
         from openrlhf.evaluation.runs import run_evaluation

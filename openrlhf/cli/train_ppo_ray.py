@@ -9,7 +9,7 @@ from openrlhf.config.ppo import PPOConfig
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and train."""
-    config = flags_or_exit(PPOConfig, argv, command="train_ppo_ray")
+    config = flags_or_exit(PPOConfig, argv, command="train_ppo_ray", on_ray=True)
     check_versions()
     with quick_imports():  # after the flags: --help and mistakes answer without loading torch
         from openrlhf.launch.start import run_ppo

@@ -24,7 +24,7 @@ class Command(Section):
 
     @property
     def uses_gpus(self) -> bool:
-        """Whether this machine has GPUs."""
+        """Whether there are GPUs."""
         return machine.count_gpus() > 0
 
     def resolve(self, *, command: str) -> tuple[Self, list[str]]:

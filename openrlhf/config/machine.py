@@ -1,4 +1,4 @@
-"""What defaults need to know of this machine, without torch; and how large libraries are imported quickly."""
+"""What defaults need to know of the devices, without torch; and how large libraries are imported quickly."""
 
 import gc
 import importlib.util
@@ -12,10 +12,23 @@ from pathlib import Path
 
 PROC = Path("/proc/driver/nvidia/gpus")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+cluster_gpus: int | None = None  # those of the running Ray that this process has joined
+
+
+def ray_may_run() -> bool:
+    """Whether there may be a Ray to join: RAY_ADDRESS names one, or `ray start` has left a note of one here.
+
+    Ray has no public name for the note. Ray itself is asked about it only if it exists, because importing Ray takes time.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    note = Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray/ray_current_cluster")
+    return address != "local" if address else note.exists()
 
 
 def count_gpus() -> int:
-    """CUDA devices this process may use: those of the machine, cut down by CUDA_VISIBLE_DEVICES."""
+    """CUDA devices a run may use: those of the Ray that was joined; else the machine's, cut down by CUDA_VISIBLE_DEVICES."""
+    if cluster_gpus is not None:
+        return cluster_gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return installed_gpus()

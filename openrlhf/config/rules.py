@@ -39,7 +39,7 @@ def mixes_samples(attention: str) -> bool:
 def attention_notices(ds: LoadingConfig, given: Given) -> Sentences:
     """Another attention than the one that was asked for."""
     asked = given.get("ds.attn_implementation")
-    why = "no GPU is on this machine" if machine.count_gpus() == 0 else "the package flash-attn is not installed"
+    why = "there is no GPU" if machine.count_gpus() == 0 else "the package flash-attn is not installed"
     if ds.packing_samples and mixes_samples(str(asked)):
         why = "it mixes the samples that --ds.packing_samples concatenates"
     return [(asked and asked != ds.attn_implementation, f"<ds.attn_implementation> instead of {asked}: {why}.")]
@@ -54,7 +54,7 @@ def machine_values(config: Any) -> dict[str, Any]:
 def single_process_notices(config: Any) -> Sentences:
     """Which roles have one process because there is no GPU."""
     used = [f"--{path}" for path in _sizes_not_given(config) if not unmet(config, flags_of(config.__class__)[path])]
-    return [(used and not machine.count_gpus(), f"No GPU on this machine: {', '.join(used)} is 1.")]
+    return [(used and not machine.count_gpus(), f"There is no GPU: {', '.join(used)} is 1.")]
 
 
 def _sizes_not_given(config: Any) -> list[str]:

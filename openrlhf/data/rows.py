@@ -1,14 +1,20 @@
 """Rows of a dataset: their origin, and how they become rows of tokens."""
 
+import fcntl
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
+import torch.distributed as dist
 import torch.utils.data
 from datasets import Dataset, Features
 
-from openrlhf.config.machine import usable_cores
+from openrlhf.config.machine import usable_cores, world_size
 from openrlhf.data.errors import ROW, SOURCE, DataError
 
 MANY_ROWS = 20_000  # more are mapped by several processes, and their results kept on disk
@@ -43,7 +49,10 @@ def as_columns(results: Sequence[Result], features: Features) -> Columns:
 
 
 class TokenizedRows(torch.utils.data.Dataset[Row]):
-    """The rows of a dataset as tokens, made when the object is created. `summary` counts dropped rows by reason."""
+    """The rows of a dataset as tokens, made when the object is created. `summary` counts dropped rows by reason.
+
+    The processes of a launcher must all create the object: one process of each machine makes the tokens.
+    """
 
     def __init__(
         self,
@@ -57,7 +66,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row]):
         advice: str,
     ) -> None:
         """`what`: the word for a row in messages. Raises DataError, with `advice`, if no row is left."""
-        mapped = map_rows(number_rows(dataset), columns, encoder, features, "Tokenizing")
+        mapped = once_per_machine(lambda: map_rows(number_rows(dataset), columns, encoder, features, "Tokenizing"))
         reasons = list(mapped["dropped"])
         counts = Counter(reasons)
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if reason)
@@ -72,6 +81,35 @@ class TokenizedRows(torch.utils.data.Dataset[Row]):
 
     def __getitem__(self, index: int) -> Row:
         return self._row(**self._fields[index])
+
+
+def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
+    """What `prepare` returns in one process of this machine, whose files all processes of a launcher map into memory.
+
+    The others wait for a lock. The system takes the lock from a process that dies, and the next process prepares. So
+    there is no deadline, and no process waits in vain. Raises the DataError of the process that has prepared.
+    """
+    if world_size() == 1 or not dist.is_initialized():
+        return prepare()
+    name = [f"openrlhf-rows-{uuid4()}"]
+    dist.broadcast_object_list(name)
+    folder = Path(tempfile.gettempdir(), name[0])
+    folder.mkdir(exist_ok=True)
+    rows, mistake = folder / "rows", folder / "mistake"
+    with open(folder / "lock", "w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        if mistake.exists():
+            raise DataError(mistake.read_text())
+        if not (rows / "dataset_info.json").exists():  # the file that is written last
+            try:
+                prepare().save_to_disk(rows)
+            except DataError as error:
+                mistake.write_text(str(error))
+                raise
+    mapped = Dataset.load_from_disk(rows)
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)  # the system keeps mapped files while they are in use
+    return mapped
 
 
 def map_rows(

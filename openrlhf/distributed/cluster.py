@@ -33,7 +33,7 @@ def ray_cluster(plan: Placement) -> Iterator[None]:
     Raises PlacementError if the Ray of RAY_ADDRESS cannot be joined, or if the cluster is too small for the plan.
     """
     started = not ray.is_initialized()
-    session = _init_ray(plan) if started else None
+    session = _start_ray(plan) if join_ray() is None else None
     with _plain_sigterm():
         try:
             check_capacity(plan, ray.cluster_resources())
@@ -76,35 +76,44 @@ def _plain_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _init_ray(plan: Placement) -> str | None:
-    """Join or start Ray. Returns the session folder of a Ray that was started."""
+def join_ray() -> int | None:
+    """Join the running Ray, unless this process has joined one. Returns its number of GPUs, or None if none is running.
+
+    Nothing is reserved. The process leaves Ray when it ends. Raises PlacementError if Ray cannot be joined.
+    """
     # Ray leaves CUDA_VISIBLE_DEVICES of actors without GPUs as it is.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if not (address := _answering_address()):
-        # Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before the run has.
-        services.ConsolePopen = partial(subprocess.Popen, process_group=0)  # type: ignore[assignment, misc]
-        # Autoscaler, reader of logs and spare workers have nothing to do here, and cost seconds of a small machine.
-        parameter.RayParams = LEAN  # type: ignore[assignment, misc]
-        try:
-            context = ray.init(
-                "local",
-                num_cpus=max(os.cpu_count() or 1, 4),
-                include_dashboard=False,
-                object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
-                _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
-                **QUIET,
-            )
-        except Exception as error:  # Ray raises no narrower class
-            raise PlacementError(f"Ray did not start here: {error} If the machine is busy, try again.") from error
-        return str(context.address_info["session_dir"])  # type: ignore[attr-defined]
-    try:  # Without address="auto", which also joins a Ray that another run has started, and dies with it.
-        ray.init(**QUIET)
-    except (OSError, ValueError, AuthenticationError) as error:
-        raise PlacementError(
-            f"Ray at {address} cannot be joined: {error}. If Ray asks for a token, set RAY_AUTH_MODE=token and write the "
-            "token of the head node to ~/.ray/auth_token."
-        ) from error
-    return None
+    if not ray.is_initialized():
+        if not (address := _answering_address()):
+            return None
+        try:  # Without address="auto", which also joins a Ray that another run has started, and dies with it.
+            ray.init(**QUIET)
+        except (OSError, ValueError, AuthenticationError) as error:
+            raise PlacementError(
+                f"Ray at {address} cannot be joined: {error}. If Ray asks for a token, set RAY_AUTH_MODE=token and write "
+                "the token of the head node to ~/.ray/auth_token."
+            ) from error
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def _start_ray(plan: Placement) -> str:
+    """Start a Ray that ends with the run. Returns its session folder."""
+    # Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before the run has.
+    services.ConsolePopen = partial(subprocess.Popen, process_group=0)  # type: ignore[assignment, misc]
+    # Autoscaler, reader of logs and spare workers have nothing to do here, and cost seconds of a small machine.
+    parameter.RayParams = LEAN  # type: ignore[assignment, misc]
+    try:
+        context = ray.init(
+            "local",
+            num_cpus=max(os.cpu_count() or 1, 4),
+            include_dashboard=False,
+            object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
+            _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+            **QUIET,
+        )
+    except Exception as error:  # Ray raises no narrower class
+        raise PlacementError(f"Ray did not start here: {error} If the machine is busy, try again.") from error
+    return str(context.address_info["session_dir"])  # type: ignore[attr-defined]
 
 
 def _answering_address() -> str | None:

@@ -43,7 +43,9 @@ def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": str(threads),  # Ray's own choice is 1
     }
-    return common if kind == "cuda" else common | {"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "passive"}
+    # A node may have GPUs that are not Ray's.
+    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "passive"}
+    return common if kind == "cuda" else common | on_cpu
 
 
 @contextmanager

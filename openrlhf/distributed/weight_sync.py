@@ -6,8 +6,8 @@ on its own GPU. Only gloo has been run so far. NCCL and CUDA IPC are written fro
 marker `gpu` and need a machine with GPUs.
 """
 
+import os
 import pickle
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,43 +84,32 @@ class _BroadcastChannel:
         self.on_gpu = group.transport == "nccl"
         self.device = torch.device("cuda" if self.on_gpu else "cpu")
         self.store = store  # rank 0 hosts it: it must live as long as the group
-        self.work: Any = None  # torch's Work and Backend; None after `close`
-        self.backend: Any = None
+        self.backend: Any = None  # torch's Backend; None after `close`
+        timeout = timedelta(seconds=group.timeout_s)
         if self.on_gpu:
             options = dist.ProcessGroupNCCL.Options()
-            # NCCL's watchdog ends the whole process; the deadline in `_await_gpu` has to come first
-            options._timeout = timedelta(days=1)
+            options._timeout = timeout
+            # The watchdog of an NCCL group ends the whole process if a member is lost. A group made with this variable has
+            # no watchdog: `wait` raises an error, also after the timeout. It is for this group only, because it is slow.
+            before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")
+            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
             self.backend = dist.ProcessGroupNCCL(store, rank, group.world_size, options)
+            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
         else:
-            timeout = timedelta(seconds=group.timeout_s)
             self.backend = dist.ProcessGroupGloo(store, rank, group.world_size, timeout)
 
     def send(self, buffer: Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
         try:
-            self.work = self.backend.broadcast([buffer], options)
-            if self.on_gpu:
-                self._await_gpu(self.work)
-            self.work.wait()
+            self.backend.broadcast([buffer], dist.BroadcastOptions()).wait()  # by default from rank 0
         except RuntimeError as error:
             raise _broken(self.group, "a member died, or did not answer in time", error) from error
 
     receive = send  # a broadcast is one call on all sides
 
-    def _await_gpu(self, work: Any) -> None:
-        """Poll with a timeout: NCCL's own wait only orders streams, and would never notice a dead peer."""
-        deadline = time.monotonic() + self.group.timeout_s
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no progress for {self.group.timeout_s:g} s")
-            time.sleep(0.0005)
-
     def close(self) -> None:
         if self.on_gpu:
             self.backend.abort()
-        # gloo closes its sockets, by which the others notice, only when nothing refers to them
-        self.work = self.backend = None
+        self.backend = None  # gloo closes its sockets, by which the others notice, only when nothing refers to them
 
 
 class _IpcChannel:

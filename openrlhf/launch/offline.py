@@ -39,17 +39,19 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         trust_remote_code=config.model.trust_remote_code,
         chat_template=config.data.tokenizer_chat_template,
     )
+    ds, train = config.ds, config.train
+    # Before the rows, which the processes of a machine share.
+    strategy = None if config.dry_run else Strategy(ds, seed=train.seed, full_determinism=train.full_determinism_enable)
     train_rows, eval_rows = load_rows(task, tokenizer)
     epoch = steps_per_epoch(config, train_rows)
     total_steps, size = epoch * config.train.max_epochs, config.train.batch_size
     plan = f"{train_rows.summary} {total_steps} optimizer step(s) of {size} rows; {len(train_rows) % size} left over."
     if eval_rows is None and (eval_rows := task.measured_rows(train_rows)):
         plan += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
-    if config.dry_run:
+    if not strategy:
         first = tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())
         print(plan, f"first row: {first!r}", UNPROVEN, sep="\n")
         return
-    strategy = Strategy(config.ds, seed=config.train.seed, full_determinism=config.train.full_determinism_enable)
     identity = offline_identity(task, train_rows)
     checkpoints = CheckpointManager.of(config.ckpt, [""])
     # One process looks: finding the newest checkpoint also tidies up after a save that was killed.

@@ -28,7 +28,7 @@ class EngineSettings:
 
 
 def engine_device() -> Device:
-    """The device of the engines this process can start: its GPUs, or the CPU if it has none."""
+    """The device of engines: GPUs, or the CPU if there is no GPU."""
     return "cuda" if count_gpus() else "cpu"
 
 

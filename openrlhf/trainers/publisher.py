@@ -80,7 +80,16 @@ class WeightPublisher:
         receiving = fleet.call(RolloutEngine.receive, manifest)
         sending = self.policy.broadcast(PolicyWorker.send_weights, manifest)
         self.connected = False  # a failed publication leaves no group behind
-        results = self._gather([*receiving, *sending], f"publish weight version {version}")
+        try:
+            results = self._gather([*receiving, *sending], f"publish weight version {version}")
+        except PublicationError as error:  # of a member that lost another: an engine that died is named here
+            told = [str(error)]
+            for call in receiving:
+                try:
+                    self._gather([call], "say why the publication failed")
+                except PublicationError as engine:
+                    told.append(str(engine))
+            raise PublicationError("; ".join(dict.fromkeys(told))) from error
         self.connected = True
         sent: SentWeights = results[len(receiving)]
         for receipt in results[: len(receiving)]:

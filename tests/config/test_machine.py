@@ -43,6 +43,40 @@ def test_without_the_files_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pyte
     assert INSTALLED.__wrapped__() == 0
 
 
+@pytest.mark.parametrize("cluster", [0, 16])
+def test_the_devices_of_a_ray_that_was_joined_count_instead(
+    cluster: int, gpu_machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if this process sees none: Ray hides the devices of a machine from the driver of a job."""
+    gpu_machine(4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(machine, "cluster_gpus", cluster)
+    assert machine.count_gpus() == cluster
+
+
+@pytest.mark.parametrize(
+    ("address", "noted", "may"),
+    [
+        (None, False, False),
+        (None, True, True),
+        ("", True, True),
+        ("local", True, False),
+        ("10.0.0.1:6379", False, True),
+    ],
+)
+def test_a_ray_may_run_where_an_address_or_a_note_names_one(
+    address: str | None, noted: bool, may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    if noted:
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray/ray_current_cluster").write_text("10.0.0.1:6379")
+    assert machine.ray_may_run() is may
+
+
 def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.world_size() == 1
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -21,6 +21,11 @@ def test_a_free_port_is_none_that_the_kernel_or_ray_gives_to_other_sockets() -> 
             user.bind(("", port))
 
 
+def test_a_process_of_a_run_on_cpus_sees_no_gpu_of_its_node() -> None:
+    assert devices.worker_environment("cpu", threads=1)["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in devices.worker_environment("cuda", threads=1)
+
+
 def test_a_port_in_use_is_passed_over_and_a_machine_without_ports_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as one:
         used = devices.free_port()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed
 
+from openrlhf.distributed import weight_sync
 from openrlhf.distributed.buckets import (
     PublicationError,
     TensorSpec,
@@ -166,6 +170,48 @@ def test_a_sender_joins_again_after_a_failure(threads):
     sender.join(second)
     sender.send(MANIFEST, TENSORS.items())
     assert set(worker.result(20)[0]) == set(TENSORS)
+
+
+class LosesAMember:
+    """Torch's NCCL group, as far as a channel uses it: reads its settings when it is made, and fails in `wait`."""
+
+    class Options:
+        _timeout = None
+
+    def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
+        self.timeout, self.aborted = options._timeout, False
+        self.blocking = os.environ["TORCH_NCCL_BLOCKING_WAIT"]
+
+    def broadcast(self, buffers: list[torch.Tensor], options: object) -> LosesAMember:
+        return self
+
+    def wait(self) -> None:
+        raise torch.distributed.DistBackendError("NCCL error: remote process exited\nmore")
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize("users", [None, "0", "1"])
+def test_an_nccl_group_that_loses_a_member_raises_an_error_and_has_no_watchdog_that_ends_the_process(
+    users: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch makes no watchdog for a group with blocking waits. Other groups of the process keep theirs."""
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    if users:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", users)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", LosesAMember, raising=False)
+    group = replace(new_group(timeout_s=7.0), transport="nccl")
+    channel = weight_sync._BroadcastChannel(torch.distributed.HashStore(), group, 0)
+    made = channel.backend
+    assert (made.blocking, made.timeout) == ("1", timedelta(seconds=7))
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == (users or "0")
+    with pytest.raises(
+        PublicationError, match=r"\(nccl\): a member died, or did not answer in time: NCCL error: remote"
+    ):
+        channel.send(torch.zeros(1))
+    channel.close()
+    assert made.aborted
 
 
 def assert_fails_soon(worker: Future) -> None:

@@ -29,6 +29,7 @@ from openrlhf.distributed.placement import Placement, PlacementError
 from tests.config.printed import PRINTED
 from tests.e2e.commands import LAUNCHER_VARIABLES, Finished, column, finish, numbers, run, write_rows
 from tests.e2e.processes import Process, descendants, survivors
+from tests.ranks import ROOT
 from tests.tiny import character_tokenizer, save_tiny_model
 
 SIZES: dict[str, Any] = {
@@ -372,6 +373,80 @@ def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> 
     finally:
         process.kill()
     assert (process.returncode, said.strip(), errors.strip()) == (143, "1 node\nin order", "terminated")
+
+
+HOLDER = (
+    "import ray, time; ray.init(); hold = ray.util.placement_group([dict(GPU=2)]); "
+    'assert hold.wait(60); print("held", flush=True); time.sleep(600)'
+)
+
+
+@pytest.fixture(scope="module")
+def gpu_ray(workspace: Path) -> Iterator[dict[str, str]]:
+    """A Ray that says it has two GPUs, noted where `ray start` leaves its note; what a shell needs to find it."""
+    home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    variables = environment(HOME=str(home), RAY_TMPDIR=str(home), RAY_AUTH_MODE="disabled")
+    ports = f"--port {free_port()} --min-worker-port 0 --max-worker-port 0 --dashboard-agent-listen-port 0"
+    flags = f"--head --block --num-gpus 2 --num-cpus 2 --include-dashboard false {ports}"
+    node = start_node(f"{flags} --ray-client-server-port {free_port()}", workspace, variables, home / "head.log")
+    try:
+        yield variables
+    finally:
+        end(node)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def of_default_size(workspace: Path, variables: dict[str, str], *more: str) -> Finished:
+    """`train_ppo_ray` without the numbers of devices, on a machine without GPUs."""
+    line = (
+        f"{sys.executable} -m openrlhf.cli.train_ppo_ray --reward.verifier format --vllm.num_engines 1 "
+        "--actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture --data.prompt_dataset prompts "
+        f"--algo.advantage.estimator reinforce {' '.join(more)}"
+    )
+    return finish(type_in(line, workspace, variables | {"PYTHONPATH": str(ROOT)}), timeout=120)
+
+
+def test_devices_are_those_of_the_running_ray_and_not_those_of_the_machine(
+    workspace: Path, gpu_ray: dict[str, str]
+) -> None:
+    note = (Path(gpu_ray["RAY_TMPDIR"]) / "ray/ray_current_cluster").read_text()
+    for variables in (gpu_ray, environment(HOME=gpu_ray["HOME"], RAY_AUTH_MODE="disabled", RAY_ADDRESS=note)):
+        done = of_default_size(workspace, variables, "--dry_run")
+        assert done.status == 0, done.printed + done.errors
+        assert "actor: 1 × 8 GPU(s) for actor\nref: 1 × 8 GPU(s) for ref\nvllm: 1 × 1 GPU(s)" in done.printed
+        assert "There is no GPU" not in done.errors
+
+
+def test_a_dry_run_holds_nothing_of_the_ray_it_joins(workspace: Path, gpu_ray: dict[str, str]) -> None:
+    """A plan of both GPUs is checked while other processes hold both."""
+    holder = type_in(f"{sys.executable} -c '{HOLDER}'", workspace, gpu_ray)
+    try:
+        assert holder.stdout and holder.stdout.readline() == "held\n"
+        sizes = [f"--{role}.num_gpus_per_node 1" for role in ("actor", "ref")]
+        done = of_default_size(workspace, gpu_ray, "--dry_run --train.colocate_actor_ref", *sizes)
+        assert done.status == 0, done.errors
+        assert "actor+ref: 1 × 1 GPU(s)" in done.printed
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_run_that_asks_for_more_gpus_than_the_ray_has_is_told(workspace: Path, gpu_ray: dict[str, str]) -> None:
+    done = of_default_size(workspace, gpu_ray)
+    assert done.status == 2
+    assert "error: the run needs 17 GPUs (actor 8 + ref 8 + vllm 1 = " in done.errors
+    assert "but Ray's cluster has 2." in done.errors
+
+
+@pytest.mark.parametrize("address", ["local", None])
+def test_without_a_running_ray_devices_are_those_of_the_machine(
+    workspace: Path, tmp_path: Path, address: str | None
+) -> None:
+    named = {"RAY_ADDRESS": address} if address else {"RAY_TMPDIR": str(tmp_path)}
+    done = of_default_size(workspace, environment(**named), "--dry_run")
+    assert done.status == 0, done.errors
+    assert "actor: 1 × 1 CPU process(s)" in done.printed
+    assert "There is no GPU: " in done.errors
 
 
 def test_a_note_of_a_ray_that_is_gone_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,20 @@ def test_two_processes_do_what_one_does(whole: Path, workspace: Path, launcher: 
             torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
 
 
+@pytest.mark.parametrize(
+    "launcher", [("deepspeed", "--num_gpus", "2", "--module"), ("torchrun", "--nproc_per_node", "2", "-m")]
+)
+def test_two_processes_tell_of_a_broken_row_once(workspace: Path, tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    broken = [*task_rows(40, seed=1), {"input": None, "output": "a"}]
+    flags = sft_flags(workspace, tmp_path, **{"data.dataset": write_rows(tmp_path / "broken.jsonl", broken)})
+    launcher = (launcher[0], "--master_port", str(free_port()), *launcher[1:])
+    done = finish(launch("train_sft", flags, launcher), timeout=200)
+    assert done.status != 0
+    told = re.findall("^error: (.*)", done.printed + done.errors, re.MULTILINE)
+    expected = "column 'input': is null, not a string: the value is empty, or that dataset lacks the column."
+    assert told == [f"{tmp_path}/broken.jsonl, row 41, {expected}"]
+
+
 # ---- a run that is killed
 
 

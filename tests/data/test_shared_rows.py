@@ -1,0 +1,50 @@
+"""Rows are prepared once on a machine, for all processes that a launcher has started there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.data.shared_rows_job import BROKEN, seen
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files of all processes."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def test_two_processes_prepare_once_and_see_the_rows_that_one_sees(temporary: Path, tmp_path: Path) -> None:
+    run_ranks(2, "tests.data.shared_rows_job", str(tmp_path), "training", "evaluation")
+    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert len(list(tmp_path.glob("evaluation-*"))) == 1
+    for case in ("training", "evaluation"):
+        alone = json.loads(json.dumps(seen(tmp_path, case)))
+        assert [report[case] for report in reports] == [alone, alone]
+    assert [report["mapped"] for report in reports] == [True, True]  # pages that they share, not copies
+    assert list(temporary.glob("openrlhf-rows-*")) == []
+
+
+def test_a_broken_row_is_the_same_error_in_both_processes_after_one_of_them_has_met_it(
+    temporary: Path, tmp_path: Path
+) -> None:
+    run_ranks(2, "tests.data.shared_rows_job", str(tmp_path), "broken")
+    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    expected = f"the dataset, row {BROKEN + 1}, column 'text': is odd."
+    assert [report["broken"] for report in reports] == [expected, expected]
+    assert len(list(tmp_path.glob("broken-*"))) == 1
+
+
+def test_nobody_waits_for_a_process_that_was_killed(temporary: Path, tmp_path: Path) -> None:
+    """The other prepares the rows, and ends because its partner is gone."""
+    with pytest.raises(AssertionError, match="ended with"):
+        run_ranks(2, "tests.data.shared_rows_job", str(tmp_path), "killed", timeout=100)
+    assert len(list(tmp_path.glob("killed-*"))) == 2
