@@ -31,7 +31,7 @@ def check_reload(config: Any) -> None:
     if "kernel_non_persistent_buffers" in LayerReloadingInfo.__dataclass_fields__:
         return
     sharded = config.parallel_config.tensor_parallel_size > 1
-    if config.model_config.is_hybrid or (config.quantization_config is not None and sharded):
+    if config.model_config.is_hybrid or (config.quant_config is not None and sharded):
         raise ValueError(
             "the installed vLLM cannot take in new weights of models with linear attention, nor of quantised models on "
             "several devices: install vLLM 0.26 or later."

@@ -147,7 +147,7 @@ def test_a_model_whose_buffers_an_old_vllm_would_lose_is_refused(
 ) -> None:
     config = SimpleNamespace(
         model_config=SimpleNamespace(is_hybrid=hybrid),
-        quantization_config="fp8" if quantised else None,
+        quant_config="fp8" if quantised else None,
         parallel_config=SimpleNamespace(tensor_parallel_size=1 + sharded),
     )
     place = "vllm.model_executor.model_loader.reload.types"
