@@ -119,6 +119,7 @@ class RolloutEngine:
         else:
             self._started = AsyncLLM.from_engine_args(arguments)
         self._versions = SampledVersions(self._started)
+        check_reload(self._started.vllm_config)
 
     @_plain_errors
     async def stop(self) -> None:
@@ -185,7 +186,6 @@ class RolloutEngine:
 
         The engine stands still until all members have joined. Raises EngineError if a member does not join in time.
         """
-        check_reload(self._llm.vllm_config)
         await self._llm.collective_rpc("publication_join", args=(pickle.dumps(group), rank_offset))
 
     @_plain_errors
