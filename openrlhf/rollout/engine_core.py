@@ -125,12 +125,11 @@ class _Core(EngineCoreProc):
             step.outputs = [joined(self._held.pop(output.request_id)) for output in step.outputs if output.finished]
         return {client: step for client, step in (outputs or {}).items() if step.outputs}, executed
 
-    def set_weight_version(self, weight_version: str) -> None:
-        """Later tokens have this version. The tokens so far are sent with the version that they were sampled with."""
+    def send_held(self) -> None:
+        """Send the tokens so far of samples that go on: the next tokens have another weight version."""
         if parts := [joined(held) for held in self._held.values()]:
-            self.output_queue.put_nowait((0, EngineCoreOutputs(outputs=parts, weight_version=self._weight_version)))
+            self.output_queue.put_nowait((0, EngineCoreOutputs(outputs=parts)))
         self._held.clear()
-        super().set_weight_version(weight_version)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         for request in request_ids:
@@ -156,7 +155,6 @@ class _CoreThread(threading.Thread):
         super().__init__(name="vllm-engine-core", daemon=True)
         # a copy, as a new process would have: the core changes its configuration while it starts
         self._config: VllmConfig = pickle.loads(cloudpickle.dumps(config))
-        self._config.parallel_config.reconfigure_for_independent_dp_rank()
         self._addresses = addresses
         self._core: _Core | None = None
         self.ready = threading.Event()

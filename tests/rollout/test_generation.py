@@ -127,7 +127,15 @@ def test_without_a_prefix_cache_every_sample_computes_the_prompt(rollout) -> Non
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": 2.5}, {"top_p": 0.0}, {"stop_token_ids": [2**70]}, {"min_tokens": 9}, {"max_tokens": -1}],
+    [
+        {"temperature": 2.5},
+        {"top_p": 0.0},
+        {"stop_token_ids": [2**70]},
+        {"stop_token_ids": [10**6], "min_tokens": 2},
+        {"stop_token_ids": [-1]},
+        {"min_tokens": 9},
+        {"max_tokens": -1},
+    ],
     ids=str,
 )
 def test_a_request_that_vllm_refuses_is_refused_and_costs_no_engine(engines, wrong: dict[str, Any]) -> None:

@@ -1,0 +1,190 @@
+"""What vLLM 0.24 to 0.31 lack, on stand-ins for their classes: one version of vLLM is installed, and this process imports none."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from openrlhf.rollout import engine_versions
+from openrlhf.rollout.engine_settings import engine_environment
+from openrlhf.rollout.engine_versions import SampledVersions, check_reload, expert_kernel, refusals, seed_every_sample
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch):
+    """Puts a module of vLLM's, with the given contents, in the place of the installed one."""
+
+    def put(name: str, **contents: Any) -> None:
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return put
+
+
+@dataclass
+class Output:
+    """What a step of the core made for one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+
+
+class Client:
+    """vLLM's AsyncLLM and its core's client in one: outputs come in through a queue, and a slow handler takes them."""
+
+    errored = False
+
+    def __init__(self, requests: str) -> None:
+        self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.engine_core = self.output_processor = self
+        self.request_states = {f"{name}-inner": SimpleNamespace(external_req_id=name) for name in requests}
+
+    async def get_output_async(self) -> Any:
+        return await self.outputs_queue.get()
+
+    async def handle(self) -> None:
+        while True:
+            await self.engine_core.get_output_async()
+            for _ in range(9):
+                await asyncio.sleep(0)
+
+    def arrive(self, **tokens: list[int]) -> None:
+        outputs = [Output(f"{name}-inner", ids) for name, ids in tokens.items()]
+        self.outputs_queue.put_nowait(SimpleNamespace(outputs=outputs))
+
+
+def sampled(requests: str, *phases: list[dict[str, list[int]]]) -> dict[str, tuple[int, ...]]:
+    """The versions of each request, where each phase brings some outputs and ends with a new version of the weights."""
+
+    async def run() -> dict[str, tuple[int, ...]]:
+        client = Client(requests)
+        versions = SampledVersions(client)
+        handler = asyncio.create_task(client.handle())
+        for version, phase in enumerate(phases, start=1):
+            for outputs in phase:
+                client.arrive(**outputs)
+            await versions.switch(version)
+        handler.cancel()
+        found = {name: versions.pop(name) for name in requests}
+        assert not any(versions.pop(name) for name in requests)  # nothing is kept
+        return found
+
+    return asyncio.run(run())
+
+
+def test_a_sample_has_the_versions_that_its_tokens_were_sampled_with() -> None:
+    both, first, second = {"a": [5], "b": [6]}, {"a": [7]}, {"b": [8, 9]}
+    assert sampled("ab", [both, first], [second]) == {"a": (0,), "b": (0, 1)}
+
+
+def test_tokens_that_arrived_before_a_publication_have_the_old_version_however_late_they_are_handled() -> None:
+    assert sampled("a", [{"a": [token]} for token in range(300)], []) == {"a": (0,)}
+
+
+def test_a_sample_that_waited_for_a_publication_has_the_new_version_only() -> None:
+    assert sampled("ab", [{"a": [5], "b": []}], [{"b": [6]}], [], [{"b": [7]}]) == {"a": (0,), "b": (1, 3)}
+
+
+def test_late_tokens_of_a_sample_that_was_given_up_are_forgotten() -> None:
+    assert sampled("a", [{"a": [5], "gone": [6]}]) == {"a": (0,)}
+
+
+def test_waiting_for_tokens_ends_with_the_engine() -> None:
+    class Dead(Client):
+        errored = True
+
+    async def run() -> None:
+        client = Dead("a")
+        versions = SampledVersions(client)
+        client.arrive(a=[5])
+        await asyncio.wait_for(versions.switch(1), timeout=5)
+
+    asyncio.run(run())
+
+
+class Refusal(Exception):
+    """vLLM's VLLMClientError, which is no ValueError."""
+
+
+def test_what_vllm_calls_a_clients_error_is_a_refusal(vllm) -> None:
+    vllm("vllm", exceptions=SimpleNamespace(VLLMClientError=Refusal))
+    assert issubclass(Refusal, refusals())
+
+
+def test_a_vllm_without_a_class_for_clients_errors_raises_value_errors(vllm) -> None:
+    vllm("vllm", exceptions=SimpleNamespace())
+    assert issubclass(ValueError, refusals()) and not issubclass(RuntimeError, refusals())
+
+
+@dataclass
+class OldInfo:
+    kernel_tensors: Any = None
+
+
+@dataclass
+class NewInfo(OldInfo):
+    kernel_non_persistent_buffers: set[str] = field(default_factory=set)
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "quantised", "sharded", "old_refuses"),
+    [
+        (False, False, False, False),
+        (True, False, False, True),
+        (False, True, False, False),
+        (False, False, True, False),
+        (False, True, True, True),
+    ],
+)
+def test_a_model_whose_buffers_an_old_vllm_would_lose_is_refused(
+    vllm, hybrid: bool, quantised: bool, sharded: bool, old_refuses: bool
+) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=hybrid),
+        quant_config="fp8" if quantised else None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1 + sharded),
+    )
+    place = "vllm.model_executor.model_loader.reload.types"
+    vllm(place, LayerReloadingInfo=NewInfo)
+    check_reload(config)
+    vllm(place, LayerReloadingInfo=OldInfo)
+    if old_refuses:
+        with pytest.raises(ValueError, match=r"install vLLM 0\.26"):
+            check_reload(config)
+    else:
+        check_reload(config)
+
+
+@pytest.mark.parametrize(
+    ("version", "chosen"), [("0.24.0", "native"), ("0.28.1+cpu", "native"), ("0.29.0", "cpu"), ("0.32.0", "cpu")]
+)
+def test_an_old_vllm_samples_on_a_cpu_with_the_sampler_that_heeds_every_seed(vllm, version: str, chosen: str) -> None:
+    class Sampler:
+        forward_native, forward_cpu = "native", "cpu"
+
+    vllm("vllm", __version__=version)
+    vllm("vllm.v1.sample.ops.topk_topp_sampler", TopKTopPSampler=Sampler)
+    seed_every_sample()
+    assert Sampler.forward_cpu == chosen
+
+
+@pytest.mark.parametrize(("version", "choice"), [("0.24.0", "0"), ("0.25.1", None), ("0.32.0", None), (None, None)])
+def test_a_cuda_engine_of_vllm_0_24_uses_the_first_model_runner(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, choice: str | None
+) -> None:
+    monkeypatch.setattr(engine_versions, "installed", lambda name: version and SimpleNamespace(version=version))
+    assert engine_environment("cuda").get("VLLM_USE_V2_MODEL_RUNNER") == choice
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment("cpu")
+
+
+def test_packed_experts_are_found_under_either_name() -> None:
+    packed = object()
+    assert expert_kernel(SimpleNamespace(moe_kernel=packed)) is packed
+    assert expert_kernel(SimpleNamespace(moe_kernel=None, cpu_fused_moe=packed)) is packed
+    assert expert_kernel(SimpleNamespace(moe_kernel=None)) is expert_kernel(None) is None
