@@ -17,7 +17,7 @@ from tests.tiny import character_tokenizer
 
 DEVICE: Literal["cuda", "cpu"] = "cpu" if REHEARSAL else "cuda"
 TRANSPORT = "gloo" if REHEARSAL else "ipc"
-# 460 million parameters on a GPU
+# 390 million parameters on a GPU
 SIZES: dict[str, Any] = (
     {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
     if REHEARSAL
