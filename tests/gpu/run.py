@@ -63,7 +63,7 @@ def check(node: str, seconds: float) -> dict[str, Any]:
                 [*command, f"--junitxml={report}", "-p", "no:cacheprovider"], stdout=output, stderr=output, check=False
             ).returncode
         case = ElementTree.parse(report).find(".//testcase") if report.exists() else None
-        figures = {} if case is None else {p.get("name"): p.get("value") for p in case.iter("property")}
+        figures = {} if case is None else {str(p.get("name")): p.get("value") for p in case.iter("property")}
         skipped = None if case is None else case.find("skipped")
         outcome = {0: "passed", 124: "out of time", 137: "out of time"}.get(code, "failed")
         seen: dict[str, Any] = {"outcome": outcome, "seconds": round(time.monotonic() - began, 1), **figures}

@@ -1,0 +1,49 @@
+"""`make test-gpu` without a GPU: no check stops another, and the file has what each one said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.gpu.run import CHECKS, FOLDER, run
+
+FILE = """
+import os, time
+def test_passes(record_property): record_property("tokens_per_second", 7)
+def test_fails(): raise AssertionError("as it should")
+def test_hangs(): time.sleep(60)
+def test_dies(): os.abort()
+"""
+
+
+def test_a_check_that_fails_hangs_or_dies_stops_no_other(tmp_path: Path) -> None:
+    file, output = tmp_path / "test_it.py", tmp_path / "seen.json"
+    file.write_text(FILE)
+    assert not run({f"{file}::{name}": 10 for name in ("test_dies", "test_hangs", "test_fails", "test_passes")}, output)
+    seen = {node.split("::")[1]: result for node, result in json.loads(output.read_text())["checks"].items()}
+    assert {name: result["outcome"] for name, result in seen.items()} == {
+        "test_dies": "failed",
+        "test_hangs": "out of time",
+        "test_fails": "failed",
+        "test_passes": "passed",
+    }
+    assert "as it should" in seen["test_fails"]["said"]
+    assert seen["test_passes"]["tokens_per_second"] == "7"
+
+
+def test_without_time_checks_are_listed_and_not_run(tmp_path: Path) -> None:
+    assert not run({"test_it.py::test_none": 10}, tmp_path / "seen.json", minutes=0)
+    assert json.loads((tmp_path / "seen.json").read_text())["checks"] == {
+        "test_it.py::test_none": {"outcome": "no time left"}
+    }
+
+
+def test_every_check_there_is_is_run() -> None:
+    files = {path.name: path.read_text() for path in Path(FOLDER).glob("test_*.py")}
+    listed = {node.partition("[")[0] for node in CHECKS}
+    assert listed == {
+        f"{name}::{line.removeprefix('def ').partition('(')[0]}"
+        for name, text in files.items()
+        for line in text.splitlines()
+        if line.startswith("def test_")
+    }
