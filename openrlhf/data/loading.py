@@ -61,17 +61,17 @@ def _blend(parts: list[Dataset], items: list[str], probs: str | None, max_sample
             return concatenate_datasets(parts)
         given = [float(number) for number in probs.split(",")]
         weights = [number / math.fsum(given) for number in given]  # 0.333,0.333,0.333 means thirds
-        _announce_repeats(dict(zip(items, weights, strict=True)), [len(part) for part in parts], max_samples)
+        _announce_repeats(items, weights, [len(part) for part in parts], max_samples)
         return interleave_datasets(parts, weights, seed=seed, stopping_strategy="all_exhausted")
     except ValueError as error:
         problem = f"{', '.join(items)} cannot be blended: {error}. Columns of the same name need the same type."
         raise DataError(problem) from error
 
 
-def _announce_repeats(weights: dict[str, float], rows: list[int], max_samples: int) -> None:
+def _announce_repeats(items: list[str], weights: list[float], rows: list[int], max_samples: int) -> None:
     """Name the items that are drawn more than once on average: drawing ends when the last item is used up."""
-    drawn = min(max(count / weight for count, weight in zip(rows, weights.values(), strict=True)), max_samples)
-    for (item, weight), count in zip(weights.items(), rows, strict=True):
+    drawn = min(max(count / weight for count, weight in zip(rows, weights, strict=True)), max_samples)
+    for item, weight, count in zip(items, weights, rows, strict=True):
         if (times := weight * drawn / count) >= 1.5:
             notice(
                 f"Each of the {count} rows of {item} is drawn about {times:.1f} times: its probability is {weight:.3g}."

@@ -283,3 +283,8 @@ def test_text_that_is_not_utf8_is_named_by_row(tmp_path: Path) -> None:
     rows = load(str(path))
     with pytest.raises(DataError, match=r"x\.jsonl, row 2: is not valid UTF-8 text"):
         map_rows(rows, ["a"], lambda batch: {"a": batch["a"]}, Features({"a": Value("string")}), "Reading")
+
+
+def test_a_file_may_be_named_twice_in_a_blend(write: Write) -> None:
+    path = write("x.jsonl", json_lines([{"input": "a"}, {"input": "b"}]))
+    assert {*inputs(load(f"{path},{path}", probs="0.5,0.5"))} == {"a", "b"}

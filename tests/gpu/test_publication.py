@@ -28,7 +28,7 @@ SHAPES = {"a": (1000, 100), "b": (3,), "c": (777, 11)}
 MANIFEST = WeightManifest(
     version=1,
     specs=tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in SHAPES.items()),
-    bucket_bytes=2**17,  # smaller than a: three buckets
+    bucket_bytes=2**14,  # smaller than a and than c: three buckets
 )
 
 
