@@ -448,6 +448,7 @@ class TestPublication:
         tied.call("resume")
         assert len(ray.get(waiting, timeout=TIMEOUT_S)) == 1
 
+    @pytest.mark.skipif(VLLM < (0, 28), reason="this vLLM has no kernel for it on a CPU")
     def test_rounded_weights_are_rounded_anew_at_every_publication(self, ray_session, tmp_path):
         first = build_model(tied=False)
         second = noisy_copy(first, [name for name, _ in first.named_parameters()], 0.05)
