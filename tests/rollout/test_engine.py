@@ -32,6 +32,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from openrlhf.config.machine import installed, release
 from openrlhf.config.rollout import VLLMConfig
 from openrlhf.distributed.buckets import PublicationError, Receipt, TensorSpec, WeightManifest, verify_receipt
 from openrlhf.distributed.devices import free_port
@@ -41,6 +42,7 @@ from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
+VLLM = release(installed("vllm").version)
 VOCABULARY = 100
 END_TOKEN = 1
 MAX_LEN = 512
@@ -446,6 +448,7 @@ class TestPublication:
         tied.call("resume")
         assert len(ray.get(waiting, timeout=TIMEOUT_S)) == 1
 
+    @pytest.mark.skipif(VLLM < (0, 28), reason="this vLLM has no kernel for it on a CPU")
     def test_rounded_weights_are_rounded_anew_at_every_publication(self, ray_session, tmp_path):
         first = build_model(tied=False)
         second = noisy_copy(first, [name for name, _ in first.named_parameters()], 0.05)
@@ -478,16 +481,22 @@ class TestFailedPublication:
         [
             ("flip", "hash .* for bucket 0, sent was"),
             ("drop", r"loaded model.layers.1.mlp.up_proj.weight 0 times.*old values in .*gate_up_proj"),
-            ("double", "weight_loader"),  # the layer was full before: vLLM's loader itself gives up
-            ("no re-packing", "did not re-pack lm_head"),
+            ("double", "weight_loader|loaded .* 2 times"),  # the layer was full before: vLLM's loader itself gives up
+            pytest.param(
+                "no re-packing",
+                "did not re-pack lm_head",
+                marks=pytest.mark.skipif(VLLM < (0, 28), reason="there a tied head is the embeddings themselves"),
+            ),
         ],
     )
     def test_a_version_that_did_not_arrive_whole_is_refused(self, tied, fault, message):
         tied.call("sabotage", fault)
         manifest = tied.manifest()
-        with pytest.raises(PublicationError, match=rf"version {manifest.version}\b.*{message}"):
-            tied.receive(manifest)
-        tied.call("repair")
+        try:
+            with pytest.raises(PublicationError, match=rf"version {manifest.version}\b.*({message})"):
+                tied.receive(manifest)
+        finally:
+            tied.call("repair")
         tied.join()
 
     @pytest.mark.parametrize("name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
@@ -502,7 +511,7 @@ class TestFailedPublication:
         manifest = tied.manifest()
         specs = [replace(s, name="model.surprise") if s.name == "model.norm.weight" else s for s in manifest.specs]
         tensors = [(s.name, p) for s, p in zip(specs, tied.model.parameters(), strict=True)]
-        with pytest.raises(PublicationError, match="surprise"):
+        with pytest.raises(PublicationError, match=r"surprise|old values in model\.norm"):
             tied.receive(replace(manifest, specs=tuple(specs)), tensors)
         tied.join()
 
@@ -577,9 +586,12 @@ class TestFailure:
         ("phi3", {"tie_word_embeddings": False}),
         ("gpt2", {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": MAX_LEN}),
         ("opt", {"ffn_dim": 160, "word_embed_proj_dim": 128}),
-        (
+        pytest.param(
             "qwen3_moe",  # vLLM packs experts only once, unless it is made to build their kernel anew
             {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+            marks=pytest.mark.skipif(
+                VLLM < (0, 25), reason="knows experts by their names in files only, as runs send them"
+            ),
         ),
     ],
 )

@@ -16,6 +16,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from openrlhf.config.machine import installed, release
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 from openrlhf.observability.metrics import values
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
@@ -41,6 +42,8 @@ KINDS: dict[str, dict[str, Any]] = {
 SPEC = SamplingSpec(
     purpose="train", rollout=RolloutConfig(n_samples_per_prompt=8, max_new_tokens=16), max_len=MAX_LEN, seed=3
 )
+if release(installed("vllm").version) < (0, 25):
+    del KINDS["speculating"]  # this vLLM calls the CPU's stand-in of its kernel with an argument that it does not have
 # Six blocks and a bit, all different.
 PROMPTS = [Prompt(index=i, text="", tokens=[4 + (j * (i + 3) + j // 7) % 44 for j in range(200)]) for i in range(4)]
 # What an n-gram finds its continuation in.
@@ -85,6 +88,8 @@ def rollout(engines) -> Draw:
     """Samples from the named engines, and what they cost."""
 
     def draw(kinds: str, prompts: Sequence[Prompt], spec: SamplingSpec = SPEC):
+        if "speculating" in kinds and "speculating" not in KINDS:
+            pytest.skip("vLLM 0.24 has no drafts on a CPU")
         generator = made([engines[kind] for kind in kinds.split(", ")])
         return streams.rollout(generator, prompts, spec), values(generator.metrics())
 
