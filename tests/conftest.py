@@ -48,7 +48,7 @@ def data_dir() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is no CUDA device, except in a rehearsal (tests/gpu/place.py)."""
+    """Tests marked `gpu` are skipped where there is no CUDA device, except in a rehearsal (tests/gpu/rehearsal.py)."""
     if count_gpus() == 0 and not REHEARSAL:
         for item in items:
             if item.get_closest_marker("gpu"):

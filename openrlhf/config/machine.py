@@ -52,11 +52,6 @@ def installed(name: str) -> Distribution | None:
     return next((each for package in (name, f"{name}-cpu") for each in distributions(name=package)), None)
 
 
-def release(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version, to be compared."""
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-
-
 def has_flash_attention() -> bool:
     """Whether FlashAttention 2 can run here: a GPU and the package."""
     return count_gpus() > 0 and importlib.util.find_spec("flash_attn") is not None

@@ -46,7 +46,7 @@ def attention_notices(ds: LoadingConfig, given: Given) -> Sentences:
 
 
 def machine_values(config: Any) -> dict[str, Any]:
-    """What follows from this machine: a host process for each core; without GPUs, one process for each role."""
+    """What follows from the devices: a host process for each core; without GPUs, one process for each role."""
     sizes = _sizes_not_given(config) if not machine.count_gpus() else []
     return {**dict.fromkeys(sizes, 1), "reward.workers": config.reward.workers or machine.usable_cores()}
 

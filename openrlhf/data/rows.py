@@ -1,5 +1,6 @@
 """Rows of a dataset: their origin, and how they become rows of tokens."""
 
+import atexit
 import fcntl
 import shutil
 import tempfile
@@ -84,10 +85,10 @@ class TokenizedRows(torch.utils.data.Dataset[Row]):
 
 
 def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
-    """What `prepare` returns in one process of this machine, whose files all processes of a launcher map into memory.
+    """One process of this machine prepares the rows and saves them; all processes of the machine map the files.
 
-    The others wait for a lock. The system takes the lock from a process that dies, and the next process prepares. So
-    there is no deadline, and no process waits in vain. Raises the DataError of the process that has prepared.
+    The others wait for a lock. The system takes the lock from a process that ends, and the next process prepares: there
+    is no deadline. Raises DataError as `prepare` does, and if the disk is full.
     """
     if world_size() == 1 or not dist.is_initialized():
         return prepare()
@@ -95,17 +96,15 @@ def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
     dist.broadcast_object_list(name)
     folder = Path(tempfile.gettempdir(), name[0])
     folder.mkdir(exist_ok=True)
-    rows, mistake = folder / "rows", folder / "mistake"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    rows = folder / "rows"
     with open(folder / "lock", "w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        if mistake.exists():
-            raise DataError(mistake.read_text())
         if not (rows / "dataset_info.json").exists():  # the file that is written last
             try:
                 prepare().save_to_disk(rows)
-            except DataError as error:
-                mistake.write_text(str(error))
-                raise
+            except OSError as error:
+                raise DataError(f"Rows cannot be written to {folder}: {error}. TMPDIR names another folder.") from error
     mapped = Dataset.load_from_disk(rows)
     dist.barrier()
     shutil.rmtree(folder, ignore_errors=True)  # the system keeps mapped files while they are in use

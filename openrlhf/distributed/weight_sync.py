@@ -90,7 +90,8 @@ class _BroadcastChannel:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             # The watchdog of an NCCL group ends the whole process if a member is lost. A group made with this variable has
-            # no watchdog: `wait` raises an error, also after the timeout. It is for this group only, because it is slow.
+            # no watchdog: `wait` raises an error, also after the timeout. Other groups keep the watchdog: blocking waits
+            # are slow.
             before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
             self.backend = dist.ProcessGroupNCCL(store, rank, group.world_size, options)

@@ -25,9 +25,9 @@ LARGEST = 3e38  # of a reward: more is infinite in float32
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRequest:
-    """A sample to be scored. `query` is prompt and response, decoded with special tokens."""
+    """A sample to be scored. Texts that the reward does not read are empty."""
 
-    query: str
+    query: str  # prompt and response, with special tokens
     prompt: str
     label: Any = ""
     response: str = ""  # the sampled text alone

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ class BackgroundLoop:
             future.cancel()
             raise
 
-    def iterate(self, stream: AsyncIterator[T], timeout_s: float) -> Iterator[T]:
+    def iterate(self, stream: AsyncGenerator[T], timeout_s: float) -> Iterator[T]:
         """The items of `stream`, each waited for at most `timeout_s` seconds. The stream is closed at the end.
 
         Raises RolloutError if an item takes longer.
@@ -48,16 +48,12 @@ class BackgroundLoop:
         async def advance() -> Any:
             return await anext(stream, END)
 
-        async def close() -> None:
-            if isinstance(stream, AsyncGenerator):
-                await stream.aclose()
-
         try:
             while (item := self.run(advance(), timeout_s)) is not END:
                 yield item
         finally:
             with suppress(RuntimeError):  # still running after Ctrl-C: it was cancelled above
-                self.run(close(), CLOSE_S)
+                self.run(stream.aclose(), CLOSE_S)
 
     def close(self) -> None:
         """Stop the loop and its thread."""

@@ -45,6 +45,7 @@ def engine_environment(device: Device) -> dict[str, str]:
     if device == "cuda":
         return common | runner_environment() | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     return common | {
+        "CUDA_VISIBLE_DEVICES": "",  # a node may have GPUs that are not Ray's
         "OMP_NUM_THREADS": "1",  # two spinning threads on two cores: 10 to 25 times slower
         "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles its log-probability helper at the first sample: 2 to 12 s
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine to the same core

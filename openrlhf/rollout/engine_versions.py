@@ -1,4 +1,4 @@
-"""What differs between vLLM 0.24 and 0.32, the supported versions. All else that is used is the same in all of them.
+"""What is done differently for vLLM 0.24 to 0.32, the supported versions. docs/gpu.md lists what else differs.
 
 A difference that can be seen in vLLM's classes is looked for there, the others go by vLLM's number. Only the functions
 import vLLM.
@@ -8,13 +8,13 @@ import asyncio
 from collections import defaultdict
 from typing import Any
 
-from openrlhf.config.machine import installed, release
+from openrlhf.config.machine import installed
 
 
 def runner_environment() -> dict[str, str]:
     """Environment variables of a CUDA engine. The second model runner of vLLM 0.24 is not told of frozen samples."""
     vllm = installed("vllm")
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if vllm and release(vllm.version) < (0, 25) else {}
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if vllm and vllm.version.startswith("0.24.") else {}
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -28,22 +28,22 @@ def check_reload(config: Any) -> None:
     """Raise ValueError if the model of a `VllmConfig` cannot take in new weights: vLLM below 0.26 drops some buffers."""
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
-    if "kernel_non_persistent_buffers" in LayerReloadingInfo.__dataclass_fields__:
-        return
+    keeps_buffers = "kernel_non_persistent_buffers" in LayerReloadingInfo.__dataclass_fields__
     sharded = config.parallel_config.tensor_parallel_size > 1
-    if config.model_config.is_hybrid or (config.quant_config is not None and sharded):
+    if not keeps_buffers and (config.model_config.is_hybrid or (config.quant_config is not None and sharded)):
         raise ValueError(
             "the installed vLLM cannot take in new weights of models with linear attention, nor of quantised models on "
             "several devices: install vLLM 0.26 or later."
         )
 
 
-def seed_every_sample() -> None:
+def heed_seeds_on_cpu() -> None:
     """Make vLLM below 0.29 heed seeds on a CPU if the batch has samples without a seed, or greedy ones."""
+    from packaging.version import Version
     from vllm import __version__
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    if release(__version__) < (0, 29):
+    if Version(__version__) < Version("0.29"):
         TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native
 
 

@@ -20,14 +20,14 @@ from vllm.platforms import current_platform
 
 from openrlhf.distributed.buckets import WeightManifest, WorkerReceipt, bucket_hash, bucket_nbytes, unpack
 from openrlhf.distributed.weight_sync import Channel, join_group
-from openrlhf.rollout.engine_versions import expert_kernel, seed_every_sample
+from openrlhf.rollout.engine_versions import expert_kernel, heed_seeds_on_cpu
 
 # vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux refuses them to a process that has not
 # asked for them, and vLLM does not ask. Unless oneDNN happened to ask before, the first sample ends the engine with
 # SIGILL.
 if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
-seed_every_sample()  # here, because each worker of an engine imports this module
+heed_seeds_on_cpu()  # here, because each worker of an engine imports this module
 
 
 class WorkerExtension:

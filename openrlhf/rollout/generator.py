@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import islice
 from typing import Protocol
@@ -106,7 +106,7 @@ class Generator(Protocol):
 
     def stream(
         self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
-    ) -> AsyncIterator[Group]:
+    ) -> AsyncGenerator[Group]:
         """Groups in the order in which they finish, until `groups` are not filtered or the prompts are used up.
 
         At most `at_once` prompts (by default `groups`) are sampled at a time.
@@ -154,7 +154,7 @@ class RolloutGenerator:
 
     async def stream(
         self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
-    ) -> AsyncIterator[Group]:
+    ) -> AsyncGenerator[Group]:
         """See `Generator`. Closing the stream cancels the samples under way. Raises the error of a failed engine."""
         waiting = iter(prompts)
         missing = groups  # prompts to start, if no group under way is filtered

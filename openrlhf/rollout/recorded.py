@@ -1,6 +1,6 @@
 """Generators that write episodes to disk, and that read episodes from disk. Each can replace `RolloutGenerator`."""
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -25,7 +25,7 @@ class DumpingGenerator:
 
     async def stream(
         self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
-    ) -> AsyncIterator[Group]:
+    ) -> AsyncGenerator[Group]:
         """The stream of the other generator. The file of a step, or of an evaluation, grows with each stream."""
         file: tuple[Kind, int] = (("eval" if request.spec.purpose == "eval" else "step"), request.step)
         if file != self._file:
@@ -63,7 +63,7 @@ class ReplayGenerator:
 
     async def stream(
         self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
-    ) -> AsyncIterator[Group]:
+    ) -> AsyncGenerator[Group]:
         """See `Generator`: the groups come in prompt order."""
         if request.step > self.folder.last_step:
             return

@@ -80,13 +80,15 @@ class WeightPublisher:
         receiving = fleet.call(RolloutEngine.receive, manifest)
         sending = self.policy.broadcast(PolicyWorker.send_weights, manifest)
         self.connected = False  # a failed publication leaves no group behind
+        doing = f"publish weight version {version}"
         try:
-            results = self._gather([*receiving, *sending], f"publish weight version {version}")
-        except PublicationError as error:  # of a member that lost another: an engine that died is named here
+            results = self._gather([*receiving, *sending], doing)
+        except PublicationError as error:
+            # The sender may notice first. Ask each engine, so that the message names the one that died.
             told = [str(error)]
             for call in receiving:
                 try:
-                    self._gather([call], "say why the publication failed")
+                    self._gather([call], doing)
                 except PublicationError as engine:
                     told.append(str(engine))
             raise PublicationError("; ".join(dict.fromkeys(told))) from error

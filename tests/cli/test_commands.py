@@ -11,6 +11,8 @@ from openrlhf import __version__
 from openrlhf.cli import common, main
 from openrlhf.config.flags import ConfigError
 from openrlhf.config.machine import installed
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed import cluster
 
 
 def test_the_installed_versions_are_supported() -> None:
@@ -32,12 +34,18 @@ def test_the_installed_versions_are_supported() -> None:
             "0.26.0",
             "2.13.0",
             "5.16.1",
-            ["works with torch 2.11 to", "but 2.13.0 is", "pip install 'torch>=2.11,<2.12'"],
+            ["works with torch 2.11 to below 2.12, but 2.13.0 is installed: install such a one, or another vLLM"],
         ),
-        ("0.27.1", "2.11.0", "5.16.1", ["works with torch 2.13 to", "pip install 'torch>=2.13,<2.14'"]),
-        ("0.32.0", "2.12.0", "5.19.0", ["pip install 'torch>=2.13,<2.14'"]),
-        ("0.31.0", "2.13.0", "5.18.0", ["pip install 'transformers>=5.16.1,<5.18'"]),
-        ("0.32.0", "2.11.0", "5.20.0", ["'torch>=2.13,<2.14'", "pip install 'transformers>=5.16.1,<5.20'"]),
+        ("0.27.1", "2.11.0", "5.16.1", ["works with torch 2.13 to below 2.14, but 2.11.0 is"]),
+        ("0.32.0", "2.12.0", "5.19.0", ["works with torch 2.13 to below 2.14, but 2.12.0 is"]),
+        ("0.31.0", "2.13.0", "5.18.0", ["transformers 5.16.1 to below 5.18, but 5.18.0 is"]),
+        (
+            "0.32.0",
+            "2.11.0",
+            "5.20.0",
+            ["torch 2.13 to below 2.14", "transformers 5.16.1 to below 5.20, but 5.20.0 is"],
+        ),
+        ("0.32.0", "2.13.0", "5.16.0", ["transformers 5.16.1 to below 5.20, but 5.16.0 is"]),
         ("0.32.0", None, "5.19.0", ["but none is installed"]),
     ],
 )
@@ -51,7 +59,7 @@ def test_versions_that_do_not_go_together_end_the_command_with_what_to_install(
 ) -> None:
     there = {"vllm": vllm, "torch": torch, "transformers": transformers}
     packages = {name: SimpleNamespace(name=name, version=version) for name, version in there.items() if version}
-    monkeypatch.setattr(common, "installed", packages.get)
+    monkeypatch.setattr(common.machine, "installed", packages.get)
     if said is None:
         return common.check_versions()
     with pytest.raises(SystemExit) as ended:
@@ -164,3 +172,17 @@ def test_the_help_marks_flags_whose_feature_is_not_there_yet(capsys: pytest.Capt
         main.main(["ppo", "--help", "all"])
     described = " ".join(capsys.readouterr().out.split("--train.async_enable ")[1].split("--")[0].split())
     assert described.endswith("Not available yet.")
+
+
+def test_a_ray_without_the_gpus_of_this_machine_is_no_reason_to_train_on_its_cpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common.machine, "installed_gpus", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(common.machine, "ray_may_run", lambda: True)
+    monkeypatch.setattr(common.machine, "cluster_gpus", None)
+    monkeypatch.setattr(cluster, "join_ray", lambda: 0)
+    with pytest.raises(SystemExit) as ended:
+        common.flags_or_exit(PPOConfig, [], command="train_ppo_ray", on_ray=True)
+    assert ended.value.code == 2
+    assert "has no GPU, but this machine has 4: start Ray with --num-gpus 4" in capsys.readouterr().err

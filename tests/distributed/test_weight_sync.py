@@ -193,7 +193,7 @@ class LosesAMember:
 
 
 @pytest.mark.parametrize("users", [None, "0", "1"])
-def test_an_nccl_group_that_loses_a_member_raises_an_error_and_has_no_watchdog_that_ends_the_process(
+def test_an_nccl_group_is_made_with_blocking_waits_and_a_lost_member_is_an_error(
     users: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch makes no watchdog for a group with blocking waits. Other groups of the process keep theirs."""

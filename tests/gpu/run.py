@@ -57,23 +57,28 @@ def check(node: str, seconds: float) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder) / "report.xml", Path(folder) / "log"
-        command = ["timeout", "--kill-after=5", str(int(seconds)), sys.executable, "-m", "pytest", "-q", node]
+        command = ["timeout", "--kill-after=5", str(seconds), sys.executable, "-m", "pytest", "-q", "-s", node]
+        stacks = f"faulthandler_timeout={max(1, int(seconds) - 5)}"  # where a check hangs, before it is ended
         with log.open("w") as output:
             code = subprocess.run(
-                [*command, f"--junitxml={report}", "-p", "no:cacheprovider"], stdout=output, stderr=output, check=False
+                [*command, f"--junitxml={report}", "-p", "no:cacheprovider", "-o", stacks],
+                stdout=output,
+                stderr=output,
+                check=False,
             ).returncode
         case = ElementTree.parse(report).find(".//testcase") if report.exists() else None
         figures = {} if case is None else {str(p.get("name")): p.get("value") for p in case.iter("property")}
         skipped = None if case is None else case.find("skipped")
-        outcome = {0: "passed", 124: "out of time", 137: "out of time"}.get(code, "failed")
-        seen: dict[str, Any] = {"outcome": outcome, "seconds": round(time.monotonic() - began, 1), **figures}
+        took = time.monotonic() - began
+        outcome = "passed" if code == 0 else "out of time" if took >= seconds else "failed"
+        seen: dict[str, Any] = {"outcome": outcome, "seconds": round(took, 1), **figures}
         if skipped is not None:
             return seen | {"outcome": "skipped", "reason": skipped.get("message")}
         return seen if outcome == "passed" else seen | {"said": log.read_text(errors="replace")[-4000:]}
 
 
 def run(checks: dict[str, int], output: Path, minutes: float = MINUTES) -> bool:
-    """Run the checks and write `output` after each. Returns whether none failed."""
+    """Run the checks and write `output` after each. Returns whether some passed and none failed."""
     seen: dict[str, Any] = {"versions": versions(), "checks": {}}
     end = time.monotonic() + 60 * minutes
     for node, seconds in checks.items():
@@ -83,11 +88,12 @@ def run(checks: dict[str, int], output: Path, minutes: float = MINUTES) -> bool:
         print(
             f"{node}: " + ", ".join(f"{name} {value}" for name, value in result.items() if name != "said"), flush=True
         )
-    return all(result["outcome"] in ("passed", "skipped") for result in seen["checks"].values())
+    outcomes = {result["outcome"] for result in seen["checks"].values()}
+    return "passed" in outcomes and outcomes <= {"passed", "skipped"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit with status 1 if a check failed."""
+    """Exit with status 1 if a check failed, or if none could run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu.json"))
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with small models")

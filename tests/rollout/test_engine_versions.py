@@ -12,7 +12,7 @@ import pytest
 
 from openrlhf.rollout import engine_versions
 from openrlhf.rollout.engine_settings import engine_environment
-from openrlhf.rollout.engine_versions import SampledVersions, check_reload, expert_kernel, refusals, seed_every_sample
+from openrlhf.rollout.engine_versions import SampledVersions, check_reload, expert_kernel, heed_seeds_on_cpu, refusals
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_an_old_vllm_samples_on_a_cpu_with_the_sampler_that_heeds_every_seed(vll
 
     vllm("vllm", __version__=version)
     vllm("vllm.v1.sample.ops.topk_topp_sampler", TopKTopPSampler=Sampler)
-    seed_every_sample()
+    heed_seeds_on_cpu()
     assert Sampler.forward_cpu == chosen
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import ray
 import torch
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from openrlhf.config.machine import installed, release
+from openrlhf.config.machine import installed
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 from openrlhf.observability.metrics import values
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
@@ -42,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 SPEC = SamplingSpec(
     purpose="train", rollout=RolloutConfig(n_samples_per_prompt=8, max_new_tokens=16), max_len=MAX_LEN, seed=3
 )
-if release(installed("vllm").version) < (0, 25):
+if Version(installed("vllm").version) < Version("0.25"):
     del KINDS["speculating"]  # this vLLM calls the CPU's stand-in of its kernel with an argument that it does not have
 # Six blocks and a bit, all different.
 PROMPTS = [Prompt(index=i, text="", tokens=[4 + (j * (i + 3) + j // 7) % 44 for j in range(200)]) for i in range(4)]

@@ -132,6 +132,8 @@ def test_a_rejected_group_is_given_and_replaced() -> None:
 class Gate:
     """A reward that waits until it is opened, and counts the prompts that wait."""
 
+    reads = ()
+
     def __init__(self) -> None:
         self.waiting, self.most, self.given_up = 0, 0, 0
 

@@ -119,6 +119,8 @@ class Decoder:
 class Table:
     """Rewards by row of the dataset: of the rule, or of a reward model afterwards."""
 
+    reads = ()
+
     def __init__(self, rows: Sequence[Scores]) -> None:
         self.rows = {f"row {number}": scores for number, scores in enumerate(rows)}
 
