@@ -136,7 +136,7 @@ def check_versions() -> None:
         fail(f"{there} is installed, supported is {min(STACKS)[0]} to below {max(STACKS)[1]}: {remedy}")
     wrong = [
         f"{there} works with {name} {low} to below {below}, but {found.version if found else 'none'} is installed: "
-        f"install such a one, or another vLLM (docs/gpu.md, Versions of vLLM)"
+        "install such a one, or another vLLM (docs/gpu.md, Versions of vLLM)"
         for name, (low, below) in needs.items()
         if (found := machine.installed(name)) is None or not Version(low) <= Version(found.version) < Version(below)
     ]

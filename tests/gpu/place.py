@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from openrlhf.config.rollout import VLLMConfig
 from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
 from tests.gpu.rehearsal import REHEARSAL
-from tests.tiny import character_tokenizer
+from tests.tiny import character_tokenizer, tiny_config
 
 DEVICE: Literal["cuda", "cpu"] = "cpu" if REHEARSAL else "cuda"
 TRANSPORT = "gloo" if REHEARSAL else "ipc"
@@ -28,11 +28,8 @@ SIZES: dict[str, Any] = (
 def save_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
     """A random Qwen2 in bfloat16 with a tokenizer, in `folder` and on the device."""
     torch.manual_seed(0)
-    sizes = {"num_attention_heads": SIZES["hidden_size"] // 64, "num_key_value_heads": 2, **SIZES, **changes}
-    config = Qwen2Config(
-        max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, **sizes
-    )
-    model = Qwen2ForCausalLM(config).to(DEVICE, torch.bfloat16).eval()
+    heads = {"num_attention_heads": SIZES["hidden_size"] // 64, "max_position_embeddings": 2048}
+    model = Qwen2ForCausalLM(tiny_config("qwen2-tied", **heads | SIZES | changes)).to(DEVICE, torch.bfloat16).eval()
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return model
@@ -56,9 +53,3 @@ def started_engine(folder: Path, **vllm: Any) -> Iterator[Any]:
         yield engine
     finally:
         ray.shutdown()
-
-
-def synchronize() -> None:
-    """Wait until the GPU has done what it was told."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()

