@@ -201,8 +201,15 @@ class Experience(Ragged):
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Self:
-        """Flatten finished episodes. The group of a sample is the running number of its prompt."""
-        judged = [t.teacher_logprobs for t in trajectories if t.teacher_logprobs is not None]
+        """Flatten finished episodes, with the columns that all of them have.
+
+        The group of a sample is the running number of its prompt.
+        """
+        known = (
+            [name for name in trajectories[0].columns if all(name in t.columns for t in trajectories)]
+            if trajectories
+            else []
+        )
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
         return cls(
             tokens=_flat([t.tokens for t in trajectories], torch.long),
@@ -213,7 +220,7 @@ class Experience(Ragged):
             rewards=torch.tensor(rewards, dtype=torch.float32),
             truncated=torch.tensor([t.truncated for t in trajectories], dtype=torch.bool),
             turn_rewards=turn_reward_column(trajectories),
-            teacher_logprobs=_flat(judged, torch.float32) if judged and len(judged) == len(trajectories) else None,
+            **{name: _flat([t.columns[name] for t in trajectories], torch.float32) for name in known},
         )
 
     def targets(self) -> TokenRows:

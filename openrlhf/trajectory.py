@@ -71,7 +71,8 @@ class Trajectory:
     error: str | None = None
     failure: Failure | None = None  # the kind of the error
     turn_rewards: tuple[tuple[int, float], ...] = ()  # parts of the reward: position of a turn's last token, amount
-    teacher_logprobs: list[float] | None = None  # by a remote teacher, 0.0 for the first token; nats
+    # Columns of the batch that are computed already, by name; length T. The controller adds them.
+    columns: Mapping[str, list[float]] = field(default_factory=dict[str, list[float]])
     filtered: bool = False  # dynamic filtering rejected the prompt: shown, never trained on
 
     def __post_init__(self) -> None:

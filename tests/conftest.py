@@ -16,6 +16,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import hypothesis
 import pytest
 
+from openrlhf.config import machine
 from openrlhf.config.machine import count_gpus
 from tests.gpu.rehearsal import REHEARSAL
 from tests.verify.record import Verified
@@ -53,3 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_setup() -> None:
+    machine.cluster_gpus = None  # a cluster that one test declares or joins is not that of the next

@@ -13,6 +13,7 @@ from openrlhf.config import machine
 from openrlhf.config.commands import Command, Root
 from openrlhf.config.flags import UserError, flags_in
 from openrlhf.config.options import parse_config
+from openrlhf.termination import in_order
 
 OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
 C = TypeVar("C", bound=Command)
@@ -79,7 +80,7 @@ def train_offline(config: Root, task: str) -> None:
         from openrlhf.trainers import reward, sft  # noqa: F401  they register themselves
         from openrlhf.trainers.tasks import OFFLINE_TASKS
 
-    with plain_ends():
+    with plain_ends(), in_order():
         run_offline(OFFLINE_TASKS[task](config))
     if machine.world_size() > 1:
         # A busy machine has seen native threads abort a rank while it unloaded its libraries, all work being done:

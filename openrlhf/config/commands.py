@@ -139,6 +139,9 @@ class Root(RecordedCommand):
         return [
             *super().mistakes(),
             (self.ds.param_dtype == "fp16", "<ds.param_dtype> is not available yet: use bf16."),
+            (self.ds.adam_offload and not self.ds.zero_stage, "<ds.adam_offload> needs --ds.zero_stage 1, 2 or 3."),
+            (self.ds.param_offload != "none" and self.ds.zero_stage != 3, "<ds.param_offload> needs --ds.zero_stage 3."),
+            (self.ds.param_offload == "nvme", "<ds.param_offload> is not available yet: use cpu."),
             (patience and not self.eval.dataset, "<eval.patience> waits for a better evaluation: give --eval.dataset."),
             (patience and ckpt.best_metric_key == "none",
              "<eval.patience> waits for a better --ckpt.best_metric_key, which is none: name a metric, or leave it out."),

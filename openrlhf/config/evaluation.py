@@ -44,7 +44,8 @@ class EvaluationConfig(RecordedCommand):
             "eval.steps eval.patience eval.at_start data.dataloader_num_workers logger.logging_steps "
             "rollout.n_samples_per_prompt rollout.temperature rollout.dump_dir rollout.replay_dir rollout.only "
             "reward.clip_range reward.overlong_buffer_len reward.overlong_penalty_factor reward.stop_properly_penalty_coef "
-            "vllm.sync_backend rollout.vllm_generate_batch_size ds.grad_accum_dtype ds.overlap_comm",
+            "vllm.sync_backend vllm.sync_with_ray vllm.enable_sleep rollout.vllm_generate_batch_size ds.grad_accum_dtype ds.overlap_comm "
+            "ds.adam_offload ds.param_offload",
         "!task=rm_accuracy":
             "model.model_name_or_path vllm rollout.batch_size rollout.max_new_tokens rollout.stop rollout.stop_token_ids "
             "rollout.top_p rollout.top_k rollout.remote_engines reward.remote_url reward.verifier train.agent_func_path "
@@ -79,7 +80,7 @@ class EvaluationConfig(RecordedCommand):
         """What follows from the flags, by path."""
         prefixes = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
         engines = engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=prefixes)
-        return rules.machine_values(self) | engines
+        return rules.machine_values(self) | engines | {"vllm.enable_sleep": False}
 
     def notices(self) -> Sentences:
         """What the user may have to know of this resolved configuration."""

@@ -119,20 +119,31 @@ class RLTrainConfig(ProcessConfig, shared.TrainConfig):
         False, "Critic and reward models share devices.", needs=f"{CRITIC} & reward.models")
     colocate_all: bool = option(False, "All models and the engines share devices.")
     async_enable: bool = option(False, "Generate and train at the same time.")
-    async_queue_size: int = option(1, "Batches in generation or waiting at most.", ge=1, needs="async_enable")
+    async_queue_size: int = option(
+        1, "Batches in generation or waiting at most, besides the one in training.", ge=1, needs="async_enable")
     max_staleness: int = derived(
         "Versions a sample may lag; unset: train.async_queue_size.", ge=1, needs="async_enable")
-    partial_rollout_enable: bool = option(False, "Publish within episodes, with async_enable.")
+    partial_rollout_enable: bool = option(
+        False, "Publish while samples are under way; they go on under the new weights.", needs="async_enable")
     enable_ema: bool = option(False, "Average the policy's weights; the average is exported.")
     ema_beta: float = option(0.992, "Decay of the average.", ge=0, lt=1, needs="enable_ema")
     max_restarts: int = option(0, "Restarts of the run after a worker's death.", ge=0)
     publish_timeout: float = option(600.0, "Seconds to bring weights to the engines.", gt=0)
 
+    @property
+    def colocated(self) -> list[tuple[str, ...]]:
+        """Roles that share devices, as far as a run has them."""
+        if self.colocate_all:
+            return [("actor", "ref", "teacher", "critic", "reward")]
+        pairs = [("actor", "ref", "teacher")] * self.colocate_actor_ref
+        return pairs + [("critic", "reward")] * self.colocate_critic_reward
+
 class RLLoraConfig(shared.LoraConfig):
     publish: str = option("merged", "What engines are sent.", choices=("merged", "adapter"), needs="rank")
 
 class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
-    enable_sleep: bool = option(False, "Move the engines' state to CPU memory between uses.")
+    enable_sleep: bool = option(
+        False, "Move the training state to CPU memory between updates.", needs="!adam_offload")
     value_head_prefix: str = option(
         "score", "Name of the scalar head; a stored one wins.", needs=f"{CRITIC}|reward.models")
     lora: RLLoraConfig = RLLoraConfig()
@@ -154,12 +165,13 @@ class RLFlags(Root):
         "-algo.dynamic_filtering_enable -algo.dynamic_filtering_range eval ckpt train -train.seed -train.num_episodes "
         "-train.setup_timeout -train.step_timeout -train.full_determinism_enable -train.agent_func_path "
         "-train.dynamic_batch_enable -train.max_tokens_per_gpu",  # the last two are used by reward models
-        "!rollout.replay_dir": "vllm eval train.agent_func_path rollout.max_turns rollout.step_timeout "
+        "!rollout.replay_dir": "vllm placement.vllm eval train.agent_func_path rollout.max_turns rollout.step_timeout "
         "rollout.episode_timeout rollout.dump_dir rollout.top_p rollout.top_k rollout.stop rollout.stop_token_ids "
         "rollout.seeded reward.remote_url reward.verifier reward.batch reward.timeout reward.retries reward.workers "
         "reward.memory_gib",
-        CRITIC: "critic",
-        FROZEN: "ref",
+        CRITIC: "critic placement.critic",
+        FROZEN: "ref placement.ref",
+        "reward.models": "placement.reward",
     }
 
     actor: ActorConfig = ActorConfig()
@@ -181,6 +193,11 @@ class RLFlags(Root):
     def samples(self) -> int:
         """Samples of one iteration."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether the engines are on the devices of the models."""
+        return self.train.colocate_all and not self.train.async_enable
 
     @property
     def actor_ranks(self) -> int:

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import math
 import os
+import re
 import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,11 @@ from pathlib import Path
 
 PROC = Path("/proc/driver/nvidia/gpus")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-cluster_gpus: int | None = None  # those of the running Ray that this process has joined
+# Where this process runs, and as what: not a setting.
+RAYS_OWN = re.compile(
+    "RAY_(ADDRESS|TMPDIR|AUTH_.*|CLIENT_.*|JOB_.*|NODE_.*|RAYLET_.*|WORKER_.*|.*_ID|.*_PID|.*_ENV_VAR)"
+)
+cluster_gpus: int | None = None  # those of the running Ray that this process has joined, or of a declared cluster
 
 
 def ray_may_run() -> bool:
@@ -24,6 +29,14 @@ def ray_may_run() -> bool:
     address = os.environ.get("RAY_ADDRESS")
     note = Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray/ray_current_cluster")
     return address != "local" if address else note.exists()
+
+
+def declared_machines(cluster: str) -> list[int]:
+    """The GPUs of each machine of a cluster written as 2x8,1x4: two with 8, one with 4. Empty for any other text."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", cluster):
+        return []
+    parts = [part.split("x") for part in cluster.split(",")]
+    return [int(gpus) for count, gpus in parts for _ in range(int(count))]
 
 
 def count_gpus() -> int:
@@ -77,6 +90,18 @@ def openmp_threads(processes: int) -> int:
 def world_size() -> int:
     """Processes the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def cluster_settings() -> dict[str, str]:
+    """Variables of this process that all processes of a run are to have: settings of NCCL, gloo and Ray.
+
+    Ray's own variables, which say what this process is, are not among them.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "RAY_")) and not RAYS_OWN.fullmatch(name)
+    }
 
 
 @contextmanager

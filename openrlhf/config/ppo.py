@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from openrlhf.config import choices, machine, ppo_rules, rules
 from openrlhf.config.effects import Sentences
@@ -14,8 +14,7 @@ from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 def group_sizes(config: RLFlags) -> dict[str, Any]:
     """What follows from this machine; and a role that shares another's devices has the same size."""
     sizes = rules.machine_values(config)
-    owners = {"reward": "critic"} if config.train.colocate_critic_reward else {}
-    owners |= {"ref": "actor"} if config.train.colocate_actor_ref else {}
+    owners = {role: roles[0] for roles in config.train.colocated for role in roles[1:] if role != "teacher"}
     for role, owner in owners.items():
         for leaf in ("num_nodes", "num_gpus_per_node"):
             if f"{role}.{leaf}" not in config.given:
@@ -51,7 +50,7 @@ def rollout_values(config: RLFlags) -> dict[str, Any]:
     shared = rollout.n_samples_per_prompt > 1 or train.agent_func_path is not None
     return engine_values(vllm, rollout, ds.param_dtype, shared=shared) | {
         "rollout.max_tokens_per_gpu": rollout.max_tokens_per_gpu or tokens,
-        "vllm.enable_sleep": vllm.enable_sleep and train.colocate_all,
+        "vllm.enable_sleep": vllm.enable_sleep and config.hybrid,
         "ds.packing_samples": ds.packing_samples or train.dynamic_batch_enable,
     }
 
@@ -71,6 +70,12 @@ def engine_values(vllm: VLLMConfig, rollout: RolloutConfig, param_dtype: str, *,
 
 # fmt: off
 class PPOConfig(RLFlags):
+    def resolve(self, *, command: str) -> tuple[Self, list[str]]:
+        """As for every command. The GPUs are those of --placement.cluster, if it is given."""
+        if gpus := sum(machine.declared_machines(self.placement.cluster or "")):
+            machine.cluster_gpus = gpus
+        return super().resolve(command=command)
+
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags of RL, by path."""
         return group_sizes(self) | learning_values(self) | rollout_values(self)
@@ -92,7 +97,8 @@ class PPOConfig(RLFlags):
         dynamic = train.dynamic_batch_enable
         micro = f"{train.max_tokens_per_gpu} tokens" if dynamic else train.micro_batch_size
         steps = self.samples // max(1, train.batch_size) * train.max_epochs
-        ahead = rollout.vllm_generate_batch_size > rollout.batch_size
+        ahead = rollout.vllm_generate_batch_size > rollout.batch_size and not train.async_enable
+        corrected = self.algo.advantage.is_correction_enable or self.algo.correction.level
         return [
             *rules.single_process_notices(self),
             (dynamic and not given.get("ds.packing_samples"),
@@ -101,8 +107,12 @@ class PPOConfig(RLFlags):
              "--vllm.disable_prefix_caching wins over --vllm.enable_prefix_caching."),
             (trains and ahead, f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size} generates for more "
              "than one step: the later steps train on samples of older weights"
-             + ("." if self.algo.advantage.is_correction_enable else
-                ". Without --algo.advantage.is_correction_enable the loss is not corrected for that.")),
+             + ("." if corrected else ". Without --algo.advantage.is_correction_enable the loss is not corrected for that.")),
+            (train.async_enable and not corrected,
+             f"--train.async_enable trains on samples of weights up to {train.max_staleness} version(s) old, and the loss is "
+             "not corrected for that: set --algo.advantage.is_correction_enable."),
+            (train.async_enable and train.max_staleness < train.async_queue_size,
+             "<train.max_staleness> lets fewer batches wait than <train.async_queue_size>."),
             (trains, f"Each iteration: {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
              f"{self.samples} samples, {steps} optimizer step(s) of {train.batch_size} on "
              f"{self.actor_ranks} rank(s), micro-batches of {micro}."),

@@ -64,10 +64,9 @@ def engine_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) -> S
     """Engines are there, a prompt has room in them, and their extra arguments leave log-probabilities alone."""
     return [
         *engine_args_mistakes(vllm, rollout, max_len),
-        (vllm.max_engines != vllm.num_engines,
-         "<vllm.max_engines> is not available yet: use as many as <vllm.num_engines>."),
-        (vllm.sync_backend != ("nccl" if machine.count_gpus() else "gloo"),
-         "<vllm.sync_backend> is not available yet: leave it out (nccl is used on GPUs, gloo without)."),
+        (vllm.max_engines < vllm.num_engines, "<vllm.max_engines> is less than <vllm.num_engines>: raise it, or leave it out."),
+        (vllm.sync_backend not in ("nccl", "gloo"),
+         "<vllm.sync_backend> is unknown here: use nccl, or gloo, which goes through CPU memory."),
         (rollout.max_new_tokens and rollout.max_new_tokens >= max_len,
          "<rollout.max_new_tokens> leaves no room for a prompt in <data.max_len>, which counts "
          "both. Raise data.max_len or lower it."),
@@ -92,7 +91,10 @@ def rollout_mistakes(config: RLFlags) -> Sentences:
         (overlong and overlong > longest,
          f"<reward.overlong_buffer_len> is more than the longest response, {longest} tokens "
          "(--rollout.max_new_tokens, else --data.max_len)."),
-        (drawn < batch, "<rollout.vllm_generate_batch_size> is less than <rollout.batch_size>: raise it, or leave it out."),
+        *((config.train.async_enable and value_at(rollout, name),
+           f"<rollout.{name}> and --train.async_enable do not go together: leave out one of them.")
+          for name in ("only", "dump_dir", "replay_dir")),
+        (drawn < batch and not config.train.async_enable, "<rollout.vllm_generate_batch_size> is less than <rollout.batch_size>: raise it, or leave it out."),
         (drawn > batch and (rollout.dump_dir or rollout.replay_dir),
          "<rollout.vllm_generate_batch_size> generates for several steps at once, and the files of --rollout.dump_dir and "
          "--rollout.replay_dir are of one step each: leave it out."),
@@ -119,18 +121,40 @@ def batch_mistakes(config: RLFlags) -> Sentences:
 
 
 def device_mistakes(config: RLFlags) -> Sentences:
-    """Roles that share devices have as many."""
-    actor, ref, critic, reward = (
-        (group.num_nodes, group.num_gpus_per_node) for group in (config.actor, config.ref, config.critic, config.reward)
-    )
-    train = config.train
+    """Roles that share devices have as many; engines fit on the devices that they share."""
+    train, vllm, cluster = config.train, config.vllm, config.placement.cluster
+    groups = {"actor": config.actor, "ref": config.ref, "critic": config.critic, "reward": config.reward}
+    used = {"actor": True, "ref": config.algo.kl.init_coef or config.local_teacher,
+            "critic": config.estimator.needs_critic, "reward": config.reward.models}
+    sharing = [[role for role in roles if used.get(role)] for roles in train.colocated]
+    unequal = next(((roles[0], role) for roles in sharing for role in roles[1:]
+                    if groups[role].shape != groups[roles[0]].shape), None)
+    first, other = unequal or ("actor", "ref")
+    wanted = [(role, name, amount) for role in (*groups, "vllm") for name, amount in config.placement.wants([role]).items()]
+    wrong = [f"{name} of {role} is {amount!r}" for role, name, amount in wanted
+             if not isinstance(amount, str) and not (isinstance(amount, int | float) and amount > 0)]
+    flags = [name for name in ("colocate_all", "colocate_actor_ref", "colocate_critic_reward") if getattr(train, name)]
+    devices, per_node = vllm.tensor_parallel_size * vllm.pipeline_parallel_size, config.actor.num_gpus_per_node
+    engines = "<vllm.num_engines> x <vllm.tensor_parallel_size>" + (
+        " x <vllm.pipeline_parallel_size>" if vllm.pipeline_parallel_size > 1 else "")
+    hybrid = config.hybrid and not (config.rollout.only or config.rollout.replay_dir)
     return [
-        (train.colocate_actor_ref and config.algo.kl.init_coef > 0 and actor != ref,
-         "--train.colocate_actor_ref needs equal sizes, but they are <actor.num_nodes> <actor.num_gpus_per_node> and "
-         "<ref.num_nodes> <ref.num_gpus_per_node>."),
-        (train.colocate_critic_reward and config.estimator.needs_critic and critic != reward,
-         "--train.colocate_critic_reward needs equal sizes, but they are <critic.num_nodes> <critic.num_gpus_per_node> "
-         "and <reward.num_nodes> <reward.num_gpus_per_node>."),
+        (unequal, f"--train.{' and --train.'.join(flags)} needs equal sizes, but they are <{first}.num_nodes> "
+         f"<{first}.num_gpus_per_node> and <{other}.num_nodes> <{other}.num_gpus_per_node>."),
+        (hybrid and vllm.num_engines * devices > config.actor_ranks,
+         f"--train.colocate_all has the engines on the devices of the models: {engines} = {vllm.num_engines * devices} are "
+         f"more than <actor.num_nodes> x <actor.num_gpus_per_node> = {config.actor_ranks}. Lower --vllm.num_engines."),
+        (hybrid and per_node % devices,
+         f"With --train.colocate_all an engine shares devices of one machine: its {devices} do not divide "
+         "<actor.num_gpus_per_node>. Change --vllm.tensor_parallel_size."),
+        (config.given.get("vllm.enable_sleep") and train.async_enable,
+         "--vllm.enable_sleep frees devices between rollouts, but the engines of --train.async_enable never rest: leave it out."),
+        (vllm.pipeline_parallel_size > 1 and not machine.count_gpus(),
+         "<vllm.pipeline_parallel_size>: vLLM on CPUs cannot split an engine by layers. Use 1."),
+        (wrong, f"--placement.*.resources: {', '.join(wrong)}; an amount above 0 is a Ray resource, a text is a label."),
+        (config.ds.enable_sleep and not config.ds.zero_stage, "<ds.enable_sleep> needs --ds.zero_stage 1, 2 or 3."),
+        (cluster and not config.dry_run, "<placement.cluster> is a cluster that is not there: it needs --dry_run."),
+        (cluster and not machine.declared_machines(cluster), "<placement.cluster> is no cluster: write 2x8 for two machines of 8 GPUs."),
     ]
 
 

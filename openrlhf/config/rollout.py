@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openrlhf.config import shared
@@ -21,6 +21,7 @@ class VLLMConfig(Section):
     num_engines: int = option(1, "Engines; at least one.", ge=1)
     max_engines: int = derived("Engines may join up to this number; unset: vllm.num_engines.")
     max_restarts: int = option(3, "Restarts of an engine before the run gives up.", ge=0)
+    hang_timeout: float = option(300.0, "Seconds without an answer after which an engine is restarted.", gt=0)
     tensor_parallel_size: int = option(1, "GPUs that share each layer of an engine.", ge=1)
     pipeline_parallel_size: int = option(1, "Groups of layers of an engine.", ge=1)
     dtype: str = option("auto", "Type; auto: ds.param_dtype.", choices=("auto", "fp32", "bf16"))
@@ -53,7 +54,8 @@ class RemoteEnginesConfig(Section):
 class RolloutConfig(RemoteEnginesConfig):
     """Sampling."""
     batch_size: int = option(1024, "Prompts per iteration.", ge=1)
-    vllm_generate_batch_size: int = derived("Prompts generated at once; unset: batch_size.", ge=1)
+    vllm_generate_batch_size: int = derived(
+        "Prompts generated at once; unset: batch_size.", ge=1, needs="!train.async_enable")
     micro_batch_size: int = option(
         1, "Samples per forward pass without gradient.", ge=1, needs="!train.dynamic_batch_enable")
     max_tokens_per_gpu: int | None = option(
@@ -120,9 +122,14 @@ class RewardConfig(RuleConfig):
     overlong_penalty_factor: float = option(1.0, "Largest value of that penalty.", ge=0, needs="overlong_buffer_len")
     stop_properly_penalty_coef: float | None = option(
         None, "Truncated responses: 0 to 1 multiplies the reward, below 0 replaces it.", le=1)
-    offload: bool = option(False, "Keep the models in CPU memory between uses.")
+    offload: bool = option(False, "Keep the models in CPU memory between uses.", needs="models")
     num_nodes: int = option(1, "Nodes of the reward models.", ge=1, needs="models")
     num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1, needs="models")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Nodes, and devices of each."""
+        return self.num_nodes, self.num_gpus_per_node
 
     @property
     def fallback(self) -> float | None:
@@ -153,12 +160,20 @@ class PromptConfig(PromptColumns):
 
 class RolePlacement(Section):
     """Ray resources of one role."""
-    resources: Mapping[str, Any] = option({}, "Resources, labels of its bundles.", metavar="JSON")
+    resources: Mapping[str, Any] = option(
+        {}, "What each process needs: amounts of Ray resources, labels of nodes.", metavar="JSON")
 
 class PlacementConfig(Section):
     """Ray resources per role."""
+    cluster: str | None = option(
+        None, "Plan for this cluster instead of the one that is there, with dry_run.", metavar="NODESxGPUS", saved=False)
     actor: RolePlacement = RolePlacement()
     critic: RolePlacement = RolePlacement()
     ref: RolePlacement = RolePlacement()
     reward: RolePlacement = RolePlacement()
     vllm: RolePlacement = RolePlacement()
+
+    def wants(self, roles: Sequence[str]) -> dict[str, Any]:
+        """What a process needs that hosts all these roles. A declared cluster has everything."""
+        named = [getattr(self, role).resources for role in roles if hasattr(self, role) and not self.cluster]
+        return {name: value for resources in named for name, value in resources.items()}

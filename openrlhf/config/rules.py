@@ -53,7 +53,8 @@ def machine_values(config: Any) -> dict[str, Any]:
 
 def single_process_notices(config: Any) -> Sentences:
     """Which roles have one process because there is no GPU."""
-    used = [f"--{path}" for path in _sizes_not_given(config) if not unmet(config, flags_of(config.__class__)[path])]
+    alone = [path for path in _sizes_not_given(config) if value_at(config, path) == 1]
+    used = [f"--{path}" for path in alone if not unmet(config, flags_of(config.__class__)[path])]
     return [(used and not machine.count_gpus(), f"There is no GPU: {', '.join(used)} is 1.")]
 
 

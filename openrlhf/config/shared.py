@@ -97,7 +97,7 @@ class DeepSpeedConfig(LoadingConfig):
     """DeepSpeed: precision, memory, parallelism."""
     zero_stage: int = option(2, "ZeRO stage.", ge=0, le=3)
     zpg: int = option(1, "Ranks of a secondary partition (ZeRO++ hpZ, stage 3).", ge=1)
-    adam_offload: bool = option(False, "Keep the optimizer's state in CPU memory.")
+    adam_offload: bool = option(False, "Keep the optimizer's state in CPU memory, and step there.")
     param_offload: str = option("none", "Where parameters wait (ZeRO 3).", choices=("none", "cpu", "nvme"))
     nvme_path: str | None = option(None, "Folder on NVMe for offloaded state.")
     use_universal_ckpt: bool = option(False, "Load a checkpoint in universal format.")
@@ -165,6 +165,11 @@ class GroupConfig(Section):
     """The devices of a role."""
     num_nodes: int = option(1, "Nodes of this role.", ge=1)
     num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Nodes, and devices of each."""
+        return self.num_nodes, self.num_gpus_per_node
 
 class ModelSourceConfig(Section):
     """Where models come from."""

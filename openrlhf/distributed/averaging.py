@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from openrlhf.distributed.strategy import TrainEngine
+from openrlhf.distributed.engine import TrainEngine
 
 logger = logging.getLogger(__name__)
 

@@ -3,25 +3,27 @@
 import logging
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import ray
 from ray._private import parameter, services
+from ray._private.state import available_resources_per_node
 from ray.exceptions import AuthenticationError
 
+from openrlhf import termination
+from openrlhf.config import machine
 from openrlhf.config.flags import UserError
-from openrlhf.distributed.placement import Placement, PlacementError, check_capacity
+from openrlhf.distributed.placement import CPU_PER_SLOT, NODE_ID, Machine, Placement, PlacementError, Places
 
 # Bytes, for a Ray that we start on a machine without GPUs: batches are flat and small.
 OBJECT_STORE_BYTES = 512 << 20
+OF_EVERY_NODE = ("CPU", "GPU", "memory", "object_store_memory", "node:")  # resources that say nothing of their kind
 LEAN = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[arg-type]
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
@@ -34,9 +36,9 @@ def ray_cluster(plan: Placement) -> Iterator[None]:
     """
     started = not ray.is_initialized()
     session = _start_ray(plan) if join_ray() is None else None
-    with _plain_sigterm():
+    with termination.in_order():
         try:
-            check_capacity(plan, ray.cluster_resources())
+            plan.check(machines(plan.on_gpus))
             yield
         finally:
             if started:
@@ -45,35 +47,6 @@ def ray_cluster(plan: Placement) -> Iterator[None]:
             # Ray's logs stay after an error, but not after a mistake in flags, data or files, which is a ValueError.
             if session and (not error or (isinstance(error, UserError) and isinstance(error, ValueError))):
                 shutil.rmtree(session, ignore_errors=True)
-
-
-@contextmanager
-def _plain_sigterm() -> Iterator[None]:
-    """Within it, SIGTERM ends the process in order, with status 143. Ray's own handler dumps a stack first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    own = os.getpid()
-
-    def end(*_: object) -> None:
-        if os.getpid() != own:  # in a process that a library has forked
-            os._exit(128 + signal.SIGTERM)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except SystemExit:
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-            raise
-        with suppress(OSError):  # the reader of a pipe may have been terminated too
-            print("\nterminated", file=sys.stderr)
-        raise SystemExit(128 + signal.SIGTERM) from None  # a call of Ray turns the status that `end` raised into 1
-    finally:
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-            signal.signal(signal.SIGTERM, before)
 
 
 def join_ray() -> int | None:
@@ -96,6 +69,41 @@ def join_ray() -> int | None:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
+def machines(on_gpus: bool, *, free: bool = False) -> list[Machine]:
+    """The nodes of the cluster that has been joined, with all their slots and resources, or with the free ones."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    left = available_resources_per_node() if free else {node["NodeID"]: node["Resources"] for node in nodes}
+    found: list[Machine] = []
+    for node in nodes:
+        there: dict[str, float] = left.get(node["NodeID"], {})
+        slots = there.get("GPU", 0.0) if on_gpus else there.get("CPU", 0.0) / CPU_PER_SLOT
+        found.append(
+            Machine(
+                name=node["NodeManagerAddress"],
+                slots=int(slots + 1e-6),
+                resources={name: there[name] for name in there if not name.startswith(OF_EVERY_NODE)},
+                labels={name: label for name, label in node["Labels"].items() if name != NODE_ID},
+                id=node["NodeID"],
+            )
+        )
+    return found
+
+
+def expected_machines(on_gpus: bool, declared: str | None) -> list[Machine]:
+    """The machines of a run that starts nothing: of a declared cluster, of the joined Ray, or this one."""
+    if declared:
+        sizes = machine.declared_machines(declared)
+        return [Machine(name=f"node {number}", slots=size) for number, size in enumerate(sizes)]
+    if ray.is_initialized():
+        return machines(on_gpus)
+    return [Machine(name="this machine", slots=machine.count_gpus() if on_gpus else int(own_cores() / CPU_PER_SLOT))]
+
+
+def places_now(plan: Placement) -> Places:
+    """The machine of every process: free ones if there are enough, otherwise machines on which others must end first."""
+    return plan.places(machines(plan.on_gpus, free=True)) or plan.check(machines(plan.on_gpus))
+
+
 def _start_ray(plan: Placement) -> str:
     """Start a Ray that ends with the run. Returns its session folder."""
     # Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before the run has.
@@ -105,7 +113,7 @@ def _start_ray(plan: Placement) -> str:
     try:
         context = ray.init(
             "local",
-            num_cpus=max(os.cpu_count() or 1, 4),
+            num_cpus=own_cores(),
             include_dashboard=False,
             object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
             _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
@@ -114,6 +122,11 @@ def _start_ray(plan: Placement) -> str:
     except Exception as error:  # Ray raises no narrower class
         raise PlacementError(f"Ray did not start here: {error} If the machine is busy, try again.") from error
     return str(context.address_info["session_dir"])  # type: ignore[attr-defined]
+
+
+def own_cores() -> int:
+    """The CPUs of a Ray that we start."""
+    return max(os.cpu_count() or 1, 4)
 
 
 def _answering_address() -> str | None:

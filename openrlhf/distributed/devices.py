@@ -4,11 +4,14 @@ import os
 import random
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+
+from openrlhf.config.machine import cluster_settings
 
 OWN_PORTS = range(20_000, 32_768)
 
@@ -37,8 +40,9 @@ def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
     the engine.
     """
     common = {
+        "NCCL_DEBUG": "WARN",
+        **cluster_settings(),
         "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"),
-        "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": str(threads),  # Ray's own choice is 1
@@ -71,6 +75,11 @@ def redirect_output(path: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+
+
+def note(what: str) -> None:
+    """Print a line with the time into the log of this process."""
+    print(f"{time.time():.3f} {what}", flush=True)
 
 
 def complete_launcher_environment() -> None:

@@ -13,25 +13,31 @@ def training_config(engine: DeepSpeedConfig, *, max_norm: float, ranks: int) -> 
     """
     return _common(engine) | {
         "managed_gradient_accumulation": False,
+        "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": max_norm,
-        "zero_optimization": _zero(engine, training_stage(engine, ranks)),
+        "zero_optimization": _zero(engine, training_stage(engine, ranks))
+        | _offloaded(optimizer=engine.adam_offload, param=engine.param_offload == "cpu"),
     }
 
 
 def training_stage(engine: DeepSpeedConfig, ranks: int) -> int:
-    """The ZeRO stage in which a model is trained: stage 1 in two cases in which it computes the same.
+    """The ZeRO stage in which a model is trained: stage 1 or 2 in three cases in which it computes the same.
 
     Stage 0 in bfloat16: DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32. Stage 2 of one process, which has
-    nobody to share gradients with: it would copy the gradients of every micro-batch once more.
+    nobody to share gradients with: it would copy the gradients of every micro-batch once more. Stages 0 and 1 in
+    bfloat16 with --ds.enable_sleep run as stage 2, because DeepSpeed's optimizer of the others cannot be moved.
     """
+    if getattr(engine, "enable_sleep", False) and engine.param_dtype == "bf16" and not engine.adam_offload:
+        return max(2, engine.zero_stage)
     unsummed = engine.zero_stage == 0 and engine.param_dtype == "bf16"
     alone = engine.zero_stage == 2 and ranks == 1
     return 1 if unsummed or alone else engine.zero_stage
 
 
-def inference_config(engine: DeepSpeedConfig) -> dict[str, Any]:
+def inference_config(engine: DeepSpeedConfig, *, offload: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration of a frozen model: sharded with ZeRO 3 if the trained model is, otherwise whole."""
-    return _common(engine) | {"zero_optimization": _zero(engine, 3 if engine.zero_stage == 3 else 0)}
+    zero = _zero(engine, 3) | _offloaded(param=offload) if engine.zero_stage == 3 else {"stage": 0}
+    return _common(engine) | {"zero_optimization": zero}
 
 
 def _common(engine: DeepSpeedConfig) -> dict[str, Any]:
@@ -58,6 +64,10 @@ def _zero(engine: DeepSpeedConfig, stage: int) -> dict[str, Any]:
             "stage3_param_persistence_threshold": "auto",
         }
     return zero
+
+
+def _offloaded(**parts: bool) -> dict[str, Any]:
+    return {f"offload_{part}": {"device": "cpu"} for part, on in parts.items() if on}
 
 
 def fill_auto(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Which rank has which part of the data, of a sequence and of a weight. Pure: no process group, no device."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -54,8 +53,3 @@ class RankLayout:
     def noise_seed(self, seed: int, rank: int) -> int:
         """The seed of a rank's random numbers (dropout): one per data slice and part of a sequence."""
         return seed + rank // self.tp
-
-
-def order_by_node(nodes: Sequence[str]) -> list[int]:
-    """The order in which processes on these nodes get ranks: node by node, so that neighbours can split a weight."""
-    return sorted(range(len(nodes)), key=lambda process: nodes.index(nodes[process]))

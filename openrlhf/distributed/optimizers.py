@@ -1,5 +1,6 @@
 """Optimizers by name, and the learning-rate schedules of Transformers."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from openrlhf.config.shared import OptimizerConfig
 NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 DECAYING = 0.1  # of the steps, the last ones of warmup_stable_decay
 
+logger = logging.getLogger(__name__)
 OPTIMIZERS: Registry[Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]] = Registry("optimizer")
 
 
@@ -26,9 +28,27 @@ def adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
     return torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=True)
 
 
-def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerConfig) -> Optimizer:
-    """The optimizer of --optim over the trained parameters. Raises ValueError for an unregistered name."""
-    return OPTIMIZERS[settings.optim](parameter_groups(named_parameters, settings.adam.weight_decay), settings)
+def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
+    """AdamW on CPU cores: DeepSpeed's, which is compiled once (a minute), or torch's where it cannot be compiled."""
+    adam = settings.adam
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
+    except Exception as error:  # a compiler fails in many ways
+        logger.warning("--ds.adam_offload uses torch's AdamW: DeepSpeedCPUAdam did not compile here (%s).", error)
+        return adamw(groups, settings)
+
+
+def make_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerConfig, *, offload: bool = False
+) -> Optimizer:
+    """The optimizer of --optim over the trained parameters. Raises ValueError for an unregistered name.
+
+    `offload`: its state is in CPU memory, and Adam steps there.
+    """
+    make = adamw_in_cpu_memory if offload and settings.optim == "adam" else OPTIMIZERS[settings.optim]
+    return make(parameter_groups(named_parameters, settings.adam.weight_decay), settings)
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:

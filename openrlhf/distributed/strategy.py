@@ -1,74 +1,29 @@
-"""DeepSpeed behind two classes: `Strategy`, this process among its peers, and `TrainEngine`, a model in training.
-
-The optimizer-step window owns the denominator: counts are summed over all micro-batches of the window and all
-data-parallel ranks before the first forward, so the result does not depend on how the window was split.
-"""
+"""This process among its peers: device, ranks, reductions, and frozen models."""
 
 from __future__ import annotations
 
 import io
-import math
 import os
-import random
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import PreTrainedModel, enable_full_determinism, set_seed
+from torch import nn
+from transformers import enable_full_determinism, set_seed
 
-from openrlhf.config.flags import UserError
-from openrlhf.config.shared import DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.distributed import devices, ds_config
 from openrlhf.distributed.layout import RankLayout
-from openrlhf.distributed.optimizers import make_optimizer, make_schedule
-from openrlhf.observability.metrics import Metric, merge_all, values
-
-# At import DeepSpeed detects its accelerator and asks the linker for libraries. The linker's errors are harmless.
-devices.complete_launcher_environment()
-with devices.silenced_stderr():
-    import deepspeed
-    from deepspeed.utils import logger as deepspeed_logger
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-deepspeed_logger.setLevel("ERROR")
-# DeepSpeed calls collectives by names that torch has deprecated, once per gradient bucket.
-warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-
-# Compiling the shared-memory collectives takes 25 s on a fresh machine and gains nothing for our message sizes.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
+from openrlhf.distributed.quiet_deepspeed import HfDeepSpeedConfig, deepspeed
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-Totals = Mapping[str, float]
-Metrics = dict[str, Metric]
-M = TypeVar("M")  # a micro-batch
-_Share = tuple[Tensor, Metrics]  # the part of the window's loss that a micro-batch contributes, and its metrics
-
-
-class NonFiniteError(UserError, RuntimeError):
-    """The loss or gradient of too many optimizer steps in a row was NaN or infinite."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """The result of one optimizer step. `grad_norm` is before clipping; a step without a finite norm was skipped."""
-
-    applied: bool
-    grad_norm: float
-    lr: float
-    metrics: Metrics = field(default_factory=dict)
 
 
 class Strategy:
-    """This process among its peers: device, ranks, reductions, and how models become engines."""
+    """This process among its peers."""
 
     def __init__(self, engine: DeepSpeedConfig, *, seed: int, full_determinism: bool = False) -> None:
         self.config = engine
@@ -124,275 +79,37 @@ class Strategy:
         finally:
             del live  # Transformers has a weak reference to it: while it lives, every model is loaded sharded
 
-    def trained(
-        self, load: Callable[[], nn.Module], optimizer: OptimizerConfig, *, total_steps: int, name: str = "model"
-    ) -> TrainEngine:
-        """Load a model with `load` and give it an optimizer and a schedule. Error messages call the model `name`."""
-        config = ds_config.training_config(self.config, max_norm=optimizer.max_norm, ranks=self.layout.world_size)
-        with self.loading(config):
-            module = load().train()  # Transformers loads in evaluation mode: without dropout and checkpointing
-        engine = _initialize(
-            config,
-            module,
-            optimizer=make_optimizer(module.named_parameters(), optimizer),
-            lr_scheduler=lambda wrapped: make_schedule(wrapped, optimizer, total_steps),
-        )
-        return TrainEngine(engine, self, name)
+    def frozen(self, load: Callable[[], nn.Module], *, offload: bool = False) -> nn.Module:
+        """Load a model with `load` for forwards only. Under ZeRO 3 it is sharded like the trained model.
 
-    def frozen(self, load: Callable[[], nn.Module]) -> nn.Module:
-        """Load a model with `load` for forwards only. Under ZeRO 3 it is sharded like the trained model."""
-        config = ds_config.inference_config(self.config)
+        With `offload` its weights are in CPU memory: use it within `lent`.
+        """
+        config = ds_config.inference_config(self.config, offload=offload)
         with self.loading(config):
             module = load()
         module.requires_grad_(False).eval()
         if config["zero_optimization"]["stage"] != 3:
-            return module.to(self.device)
-        engine = _initialize(config, module)
+            return module if offload else module.to(self.device)
+        engine = initialize(config, module)
         engine.eval()  # returns None, unlike the method of a module
         return engine
 
+    @contextmanager
+    def lent(self, model: nn.Module, *, offload: bool) -> Iterator[None]:
+        """Within it, a frozen model is on the device. ZeRO 3 brings single layers by itself."""
+        moves = offload and self.config.zero_stage != 3
+        if moves:
+            model.to(self.device)
+        try:
+            yield
+        finally:
+            if moves:
+                model.to("cpu")
 
-def _initialize(config: dict[str, Any], module: nn.Module, **parts: Any) -> Any:
+
+def initialize(config: dict[str, Any], module: nn.Module, **parts: Any) -> Any:
     """A DeepSpeed engine. DeepSpeed's printed reports about memory are dropped."""
     model_config: Any = module.config
     filled = ds_config.fill_auto(config, model_config.get_text_config().hidden_size)
     with redirect_stdout(io.StringIO()):
         return deepspeed.initialize(model=module, config=filled, **parts)[0]
-
-
-class TrainEngine:
-    """A model in training: a DeepSpeed engine whose optimizer-step window is ours."""
-
-    def __init__(self, engine: Any, strategy: Strategy, name: str) -> None:
-        self.engine, self.strategy, self.name = engine, strategy, name
-        self._wrapped = ds_config.training_stage(strategy.config, strategy.layout.world_size) > 0
-        self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped steps: all so far; since the last applied step
-        # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
-        engine.enable_backward_allreduce = self._wrapped
-
-    @property
-    def module(self) -> nn.Module:
-        """The trained model."""
-        return self.engine.module
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within it, the model is in evaluation mode: without dropout."""
-        self.module.eval()
-        try:
-            yield
-        finally:
-            self.module.train()
-
-    @property
-    def hf(self) -> PreTrainedModel:
-        """The Transformers model inside all wrappers. Exports and publications read its parameters."""
-        return cast(PreTrainedModel, self.module.get_submodule("hf"))
-
-    @property
-    def sharded(self) -> bool:
-        """Whether each rank has a part of every weight."""
-        return self.strategy.config.zero_stage == 3
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.engine(*args, **kwargs)
-
-    def optimize(
-        self,
-        window: Sequence[M],
-        *,
-        counts: Callable[[M], Totals],
-        loss: Callable[[M, Totals], tuple[Tensor, Metrics]],
-        before: Callable[[M], tuple[M, Totals]] | None = None,
-        max_nonfinite: int = 3,
-    ) -> StepResult:
-        """One optimizer step over a window of micro-batches.
-
-        `counts(micro)` returns the denominators of a micro-batch by name (tokens, sequences). `loss(micro, totals)`
-        returns the micro-batch's part of the window's loss, already divided by the totals over the window and all
-        ranks. `before(micro)` is a first pass over the window: it returns the micro-batch, perhaps with more columns,
-        and numbers, whose sums are among the totals too. Raises NonFiniteError after `max_nonfinite` skipped steps in a
-        row.
-        """
-        [rounds] = self.strategy.all_reduce([len(window)], "max")
-        window, sums = self._first_pass(window, before, int(rounds)) if before else (window, {})
-        counted = self._summed([counts(micro) for micro in window])
-        if not any(counted.values()):
-            return StepResult(applied=False, grad_norm=0.0, lr=self._lr())
-        totals = {name: total or 1.0 for name, total in counted.items()} | sums  # nothing ÷ 1 is nothing
-        shares: list[_Share] = []
-        with self._watched_gradients() as broken:
-            for turn in range(int(rounds)):
-                # Under ZeRO 2 and 3 all ranks run equally many backwards: a rank with fewer micro-batches repeats its
-                # last one with weight 0.
-                share, metrics = loss(window[min(turn, len(window) - 1)], totals)
-                real = turn < len(window)
-                self.engine.backward(share * self.strategy.dp_size if real else share * 0.0)  # DeepSpeed takes means
-                shares += [(share.detach(), metrics)] if real else []
-        return self._step(shares, broken, max_nonfinite)
-
-    def _first_pass(
-        self, window: Sequence[M], before: Callable[[M], tuple[M, Totals]], rounds: int
-    ) -> tuple[list[M], dict[str, float]]:
-        """`before` over the window, without gradient and dropout. Every rank calls `before` `rounds` times."""
-        self.module.eval()
-        with torch.no_grad():
-            seen = [before(window[min(turn, len(window) - 1)]) for turn in range(rounds)][: len(window)]
-        self.module.train()
-        return [micro for micro, _ in seen], self._summed([numbers for _, numbers in seen])
-
-    def _summed(self, numbers: Sequence[Totals]) -> dict[str, float]:
-        """The sums of the numbers by name, over the window and all ranks."""
-        names = sorted(numbers[0])
-        sums = [math.fsum(part[name] for part in numbers) for name in names]
-        return dict(zip(names, self.strategy.all_reduce(sums), strict=True)) if names else {}
-
-    def _step(self, shares: list[_Share], broken: list[str], max_nonfinite: int) -> StepResult:
-        lr = self._lr()
-        grad_norm = self._guarded_step() if not self._wrapped else self._wrapped_step()
-        applied = math.isfinite(grad_norm)
-        self.nonfinite_steps += not applied
-        self.nonfinite_in_a_row = 0 if applied else self.nonfinite_in_a_row + 1
-        if self.nonfinite_in_a_row >= max_nonfinite:
-            raise NonFiniteError(
-                f"{self.nonfinite_in_a_row} optimizer step(s) of the {self.name} in a row had a loss or gradient that was NaN "
-                f"or infinite. These steps were skipped. In the last one {self._culprit(shares, broken)}. "
-                "Lower the learning rate, look at the rewards and data of these steps, or raise --train.max_nonfinite."
-            )
-        metrics = merge_all(metrics for _, metrics in shares)
-        return StepResult(applied=applied, grad_norm=grad_norm, lr=lr, metrics=metrics)
-
-    @contextmanager
-    def _watched_gradients(self) -> Iterator[list[str]]:
-        """Collects parameters whose gradient is not finite in a backward within it, the nearest to the loss first.
-
-        ZeRO drops the gradients before their norm is known. Checking each gradient costs time, so the gradients are
-        watched only after a skipped step.
-        """
-        broken: list[str] = []
-
-        def look(name: str, gradient: Tensor) -> None:
-            if not gradient.isfinite().all():
-                broken.append(name)
-
-        trained = [
-            (name, p) for name, p in self.module.named_parameters() if p.requires_grad and self.nonfinite_in_a_row
-        ]
-        hooks = [parameter.register_hook(partial(look, name)) for name, parameter in trained]
-        yield broken
-        for hook in hooks:
-            hook.remove()
-
-    def _culprit(self, shares: list[_Share], broken: list[str]) -> str:
-        """The first loss that was not finite on any rank, with its metrics; if all were finite, the gradients."""
-        losses = [
-            f"the loss of micro-batch {place} of {len(shares)} on rank {self.strategy.rank} was {float(share)} "
-            f"({_not_finite(metrics) or 'its metrics were finite'})"
-            for place, (share, metrics) in enumerate(shares, 1)
-            if not share.isfinite()
-        ]
-        ranks = self.strategy.gather((losses, broken))
-        if every := [loss for losses, _ in ranks for loss in losses]:
-            return every[0]
-        names = list(dict.fromkeys(name for _, broken in ranks for name in broken))
-        which = f" of {', '.join(names[:3])} ({len(names)} parameter(s) in all)" if names else "s"
-        return f"every loss was finite, but not the gradient{which}"
-
-    def _wrapped_step(self) -> float:
-        self.engine.step()  # DeepSpeed itself skips a step whose norm is not finite
-        skipped = getattr(self.engine.optimizer, "overflow", False)
-        norm = self.engine.get_global_grad_norm()
-        return math.inf if skipped or norm is None else float(norm)
-
-    def _guarded_step(self) -> float:
-        self.engine.buffered_allreduce_fallback()
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        norm = float(nn.utils.get_total_norm(gradients))
-        if math.isfinite(norm):
-            self.engine.step()
-        else:
-            self.engine.zero_grad()
-        return norm
-
-    def _lr(self) -> float:
-        return float(self.engine.get_lr()[0])
-
-    def save(self, directory: str, tag: str) -> None:
-        """Write weights, optimizer, schedule, random state and skipped steps to `directory/tag`. Collective."""
-        skipped = {"nonfinite_steps": self.nonfinite_steps, "nonfinite_in_a_row": self.nonfinite_in_a_row}
-        self.engine.save_checkpoint(directory, tag=tag, client_state=skipped, save_latest=False)
-        torch.save(random_state(), Path(directory) / tag / f"random_state_{self.strategy.rank}.pt")
-        self.strategy.barrier()
-
-    def load(self, directory: str, tag: str) -> None:
-        """Read the files of `save`, in a run with as many ranks and the same ZeRO stage. Collective.
-
-        Learning rate, schedule and the optimizer's other settings stay as the flags of this run say.
-        """
-        flags = [{key: each[key] for key in each.keys() - {"params"}} for each in self.engine.optimizer.param_groups]
-        path, skipped = self.engine.load_checkpoint(directory, tag=tag)
-        if path is None:
-            raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
-        schedule = self.engine.lr_scheduler
-        for group, given, factor in zip(self.engine.optimizer.param_groups, flags, schedule.lr_lambdas, strict=True):
-            group.update(given, lr=given["initial_lr"] * factor(schedule.last_epoch))
-        schedule.base_lrs = [given["initial_lr"] for given in flags]
-        self.nonfinite_steps = skipped.get("nonfinite_steps", 0)
-        self.nonfinite_in_a_row = skipped.get("nonfinite_in_a_row", 0)
-        restore_random_state(
-            torch.load(Path(directory) / tag / f"random_state_{self.strategy.rank}.pt", weights_only=False)
-        )
-
-    def full_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors of `full_parameters`, in the same order and under the same names."""
-        return {name: full_shape(parameter) for name, parameter in self.hf.named_parameters()}
-
-    def full_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Whole parameters in buckets, by their names in the Transformers model. Collective over the ranks.
-
-        The tensors of a bucket are valid until the next bucket is requested. Tied weights come once.
-        """
-        if self.sharded:  # a forward that no backward followed leaves prefetched parameters in flight
-            self.engine.optimizer.empty_partition_cache()
-        for bucket in _module_buckets(self.hf, bucket_bytes):
-            parameters = [p for _, p in bucket]
-            with deepspeed.zero.GatheredParameters(parameters, enabled=self.sharded):
-                yield [(name, p.data) for name, p in bucket]
-
-
-def _not_finite(metrics: Metrics) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in values(metrics).items() if not math.isfinite(value))
-
-
-def _module_buckets(module: nn.Module, limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    bucket: list[tuple[str, nn.Parameter]] = []
-    size = 0
-    for name, parameter in module.named_parameters():  # names each tied weight once
-        nbytes = math.prod(full_shape(parameter)) * parameter.element_size()
-        if bucket and size + nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, parameter))
-        size += nbytes
-    if bucket:
-        yield bucket
-
-
-def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter. ZeRO 3 stores the shape in an empty placeholder."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def random_state() -> dict[str, Any]:
-    """The states of all generators that a forward may use (dropout)."""
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Set the generators to the states of `random_state`."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

@@ -5,11 +5,12 @@ gather(calls, timeout_s=…, doing="update the policy")           ->  results, o
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -18,8 +19,16 @@ from openrlhf.config.flags import UserError
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.plugins import load_plugins
 from openrlhf.distributed.devices import device_kind, free_port, redirect_output, worker_environment
-from openrlhf.distributed.layout import RankLayout, order_by_node
-from openrlhf.distributed.placement import HostGroup, actor_options, await_reserved, reserve
+from openrlhf.distributed.layout import RankLayout
+from openrlhf.distributed.placement import HostGroup, Machine, Slots
+
+
+class Span(NamedTuple):
+    """Time in which a role worked, in seconds of the clock."""
+
+    role: str
+    began: float
+    ended: float
 
 
 class WorkerError(UserError, RuntimeError):
@@ -28,10 +37,22 @@ class WorkerError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """A call to one process, or the same call to several; the first answer counts. `logs`: their log files."""
+    """A call to one process, or the same call to several; the first answer counts. `logs`: their log files.
+
+    `spans`: where `gather` notes the time that a role worked on the call.
+    """
 
     references: tuple[Any, ...]
     logs: tuple[str, ...]
+    spans: list[Span] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a role answered, and when it worked on it."""
+
+    value: Any
+    span: Span
 
 
 class WorkerHost:
@@ -46,10 +67,14 @@ class WorkerHost:
         with quick_imports():
             import transformers.models.auto.modeling_auto  # noqa: F401
 
-    def location(self, log_path: str) -> tuple[str, tuple[str, int]]:
-        """The Ray node of this process, and an address and port at which the group can meet. Output goes to the log."""
+    def gpus(self) -> list[str]:
+        """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def meeting_point(self, log_path: str) -> tuple[str, int]:
+        """An address and port of this process's machine at which a group can meet. Output goes to the log."""
         redirect_output(log_path)
-        return ray.get_runtime_context().get_node_id(), (ray.util.get_node_ip_address(), free_port())
+        return ray.util.get_node_ip_address(), free_port()
 
     def connect(
         self,
@@ -79,50 +104,57 @@ class WorkerHost:
         """Create a worker, `worker(strategy, settings)`, for the role `role`."""
         self.roles[role] = worker(self.strategy, settings)
 
-    def call(self, role: str, method: str, *args: Any) -> Any:
+    def call(self, role: str, method: str, *args: Any) -> Answer:
         """Call a method of a role."""
-        return getattr(self.roles[role], method)(*args)
+        began = time.time()
+        value = getattr(self.roles[role], method)(*args)
+        return Answer(value, Span(role, began, time.time()))
 
 
 class HostHandles:
     """The processes of one host group. They import libraries from the start; `connect` makes them a process group."""
 
-    def __init__(self, group: HostGroup, *, on_gpus: bool, threads: int) -> None:
-        self.group, self.layout = group, RankLayout(dp=group.slots)
-        self._reserved = reserve(group, on_gpus=on_gpus)
+    def __init__(self, group: HostGroup, machines: Sequence[Machine], *, on_gpus: bool, threads: int) -> None:
+        self.group, self.layout = group, RankLayout(dp=group.processes)
+        self.ordering = threading.Lock()  # every rank must get calls in the same order: some are collective
+        self.spans: list[Span] = []
+        self.slots = Slots(group, machines, on_gpus=on_gpus)
         environment = worker_environment("cuda" if on_gpus else "cpu", threads=threads)
         host_class: Any = ray.remote(WorkerHost)
         self.actors: list[Any] = [  # by rank
-            host_class.options(
-                **actor_options(self._reserved, slot, on_gpus=on_gpus), runtime_env={"env_vars": environment}
-            ).remote()
-            for slot in range(group.slots)
+            host_class.options(**self.slots.options(process), runtime_env={"env_vars": environment}).remote()
+            for process in range(group.processes)
         ]
+        self.gpus = [actor.gpus.remote() for actor in self.actors]  # of each process, on their way
         for actor in self.actors:
             actor.prepare.remote()
+
+    def take_spans(self) -> list[Span]:
+        """When the roles worked, since the last call."""
+        spans, self.spans[:] = list(self.spans), []
+        return spans
 
     def close(self) -> None:
         """End the processes and release their slots."""
         for host in self.actors:
             ray.kill(host)
-        ray.util.remove_placement_group(self._reserved)
+        self.slots.release()
 
     def connect(self, settings: dict[str, Any], *, log_dir: str, timeout_s: float, plugins: Sequence[str] = ()) -> None:
         """Make the processes one process group. `settings` are the keyword arguments of `Strategy`.
 
         Raises PlacementError or WorkerError if they do not start in time.
         """
-        await_reserved(self._reserved, self.group.name, timeout_s=timeout_s)
+        self.slots.wait(timeout_s)
         folder = Path(log_dir).absolute()
-        self.logs = [str(folder / f"{self.group.name}-{slot}.log") for slot in range(self.group.slots)]
+        self.logs = [str(folder / f"{self.group.name}-{slot}.log") for slot in range(self.group.processes)]
         doing = f"start the {self.group.name} processes"
-        asked = [self.call(rank, "location", log) for rank, log in enumerate(self.logs)]
-        nodes, addresses = zip(*gather(asked, timeout_s=timeout_s, doing=doing), strict=True)
-        order = order_by_node(nodes)
-        self.actors, self.logs, nodes = ([column[slot] for slot in order] for column in (self.actors, self.logs, nodes))
-        local_ranks, address = [nodes[:rank].count(node) for rank, node in enumerate(nodes)], addresses[order[0]]
+        asked = [self.call(rank, "meeting_point", log) for rank, log in enumerate(self.logs)]
+        [address, *_] = gather(asked, timeout_s=timeout_s, doing=doing)
+        local_ranks = [rank % self.group.per_node for rank in range(self.group.processes)]
         joined = [
-            self.call(rank, "connect", rank, local_ranks, address, settings, plugins) for rank in range(len(nodes))
+            self.call(rank, "connect", rank, local_ranks, address, settings, plugins)
+            for rank in range(len(local_ranks))
         ]
         gather(joined, timeout_s=timeout_s, doing=doing)
 
@@ -154,16 +186,22 @@ class WorkerGroup:
 
     def launch(self, method: Callable[..., Any], per_slice: Sequence[Any]) -> list[Call]:
         """Send each data slice to every rank that works on the slice: one call per slice."""
-        slices = zip(self.layout.slice_ranks(), map(ray.put, per_slice), strict=True)
-        calls = [[self._call(rank, method, argument) for rank in ranks] for ranks, argument in slices]
+        slices = list(zip(self.layout.slice_ranks(), map(ray.put, per_slice), strict=True))
+        with self.hosts.ordering:
+            calls = [[self._call(rank, method, argument) for rank in ranks] for ranks, argument in slices]
         return [
-            Call(tuple(r for call in peers for r in call.references), tuple(log for call in peers for log in call.logs))
+            Call(
+                tuple(r for call in peers for r in call.references),
+                tuple(log for call in peers for log in call.logs),
+                self.hosts.spans,
+            )
             for peers in calls
         ]
 
     def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Call]:
         """Call `method` on every rank with the same arguments."""
-        return [self._call(rank, method, *args) for rank in self._ranks]
+        with self.hosts.ordering:
+            return [self._call(rank, method, *args) for rank in self._ranks]
 
     @property
     def _ranks(self) -> range:
@@ -199,10 +237,18 @@ def gather(
                     f"merely slow, raise {flag}."
                 )
             ray.get(done)
-        return ray.get([call.references[0] for call in calls])
+        return [_noted(ray.get(call.references[0]), call) for call in calls]
     except RayTaskError as error:
         raise error.cause from error  # the worker's own exception: its message alone tells a user what to change
     except RayActorError as error:
         raise WorkerError(
             f"a process died while the run was about to {doing}: {error}. Its log: {log_of[done[0]]}"
         ) from error
+
+
+def _noted(answer: Any, call: Call) -> Any:
+    if not isinstance(answer, Answer):
+        return answer
+    if call.spans is not None:
+        call.spans.append(answer.span)
+    return answer.value

@@ -18,8 +18,8 @@ from openrlhf.data.loading import Table, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.rows import number_rows
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.cluster import ray_cluster
-from openrlhf.distributed.placement import HostGroup, Placement
+from openrlhf.distributed.cluster import places_now, ray_cluster
+from openrlhf.distributed.placement import HostGroup, Machine, Placement, engine_group
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.evaluation import comparing
 from openrlhf.evaluation.comparing import Columns, Comparison
@@ -28,6 +28,7 @@ from openrlhf.launch.agents import check_agents, make_agents
 from openrlhf.launch.processes import connect_hosts, make_hosts
 from openrlhf.launch.prompt_data import check_reward_models, look_at_prompts, policy_tokenizer, read_prompts
 from openrlhf.launch.reinforcement import show_prompts
+from openrlhf.observability.metrics import Metric
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.observability.tables import print_sources
@@ -175,9 +176,9 @@ class Evaluation:
         config = self.config
         spec = settings.eval_sampling(config)
         self.recorder.display.note(f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each.")
-        group = HostGroup(name=name, roles=(name,), nodes=1, slots_per_node=config.vllm.num_engines)
+        group = engine_group(config.vllm, name)
         made_of = settings.engine_settings(config, model.path, self.kind, model.tokenizer)
-        engines = Fleet(group, on_gpus=self.kind == "cuda")
+        engines = Fleet(group, self._places(group), on_gpus=self.kind == "cuda")
         with closing(engines) as fleet, fleet.naming_logs():
             fleet.start(made_of, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
             fleet.wait()
@@ -186,6 +187,9 @@ class Evaluation:
             answers = self._sample(model, fleet, spec, agents)
             fleet.stop()
         return answers
+
+    def _places(self, group: HostGroup) -> Sequence[Machine]:
+        return places_now(Placement(groups=(group,), on_gpus=self.kind == "cuda"))[group.name]
 
     def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:
         """Written answers, one to each prompt, rewarded like sampled answers."""
@@ -211,7 +215,8 @@ class Evaluation:
         config = self.config
         if not config.reward.models:
             return list(answers)
-        with closing(make_hosts(reward_hosts(config), on_gpus=self.kind == "cuda")) as hosts:
+        group = reward_hosts(config)
+        with closing(make_hosts(group, self._places(group), on_gpus=self.kind == "cuda")) as hosts:
             connect_hosts(config, hosts, log_dir=self.log_dir)
             models = WorkerGroup(hosts, "reward")
             created = models.create(RewardWorker, settings.reward_settings(config))
@@ -263,15 +268,16 @@ def rows_of(
 
 def largest_phase(config: EvaluationConfig, *, on_gpus: bool) -> Placement:
     """The processes that run at one time: engines, or reward models."""
-    engines = HostGroup(name="vllm", roles=("vllm",), nodes=1, slots_per_node=config.vllm.num_engines)
-    phases = [engines] * config.samples_answers + [reward_hosts(config)] * bool(config.reward.models)
+    phases = [engine_group(config.vllm, "vllm")] * config.samples_answers + [reward_hosts(config)] * bool(
+        config.reward.models
+    )
     return Placement(groups=(max(phases, key=lambda group: group.slots),), on_gpus=on_gpus)
 
 
 def reward_hosts(config: EvaluationConfig) -> HostGroup:
     """The processes of the reward models."""
     nodes, slots = config.reward.num_nodes, config.reward.num_gpus_per_node
-    return HostGroup(name="reward", roles=("reward",), nodes=nodes, slots_per_node=slots)
+    return HostGroup(name="reward", roles=("reward",), nodes=nodes, per_node=slots)
 
 
 class WrittenAnswers:
@@ -285,3 +291,10 @@ class WrittenAnswers:
         _, row = cast(tuple[str, int], key)
         answer = self._answers[row]
         return [Generation(tokens=answer, logprobs=[0.0] * len(answer), finish_reason="stop")]
+
+    async def rest(self) -> None:
+        """Nothing is held between prompts."""
+
+    def metrics(self) -> dict[str, Metric]:
+        """Nothing is measured."""
+        return {}

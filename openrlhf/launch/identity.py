@@ -25,6 +25,7 @@ OBJECTIVE = (
     "algo.kl.estimator",
     "algo.kl.use_loss",
     "reward.verifier",
+    "train.async_enable",
 )
 SAMPLING = (
     "rollout.n_samples_per_prompt",

@@ -15,7 +15,8 @@ from openrlhf.data import first_look
 from openrlhf.data.errors import DataError, notice
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.strategy import Strategy, TrainEngine
+from openrlhf.distributed.engine import TrainEngine
+from openrlhf.distributed.strategy import Strategy
 from openrlhf.launch.identity import offline_identity
 from openrlhf.models.loading import configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
@@ -92,7 +93,7 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
 
     Raises ModelError if a model fails the proof of its layout.
     """
-    engine = strategy.trained(task.load_model, task.config, total_steps=total_steps)
+    engine = TrainEngine.of(strategy, task.load_model, task.config, total_steps=total_steps)
     task.frozen = {name: strategy.frozen(load) for name, load in task.frozen_models().items()}
     for model in (engine.module, *task.frozen.values()):
         prove_layout(model)

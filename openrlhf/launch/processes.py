@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openrlhf.config.machine import openmp_threads
-from openrlhf.distributed.placement import HostGroup, Placement
+from openrlhf.distributed.cluster import places_now
+from openrlhf.distributed.placement import HostGroup, Machine, Placement
 from openrlhf.distributed.worker_group import HostHandles
 from openrlhf.rollout.fleet import Fleet
 
@@ -26,12 +28,16 @@ class Processes:
 
     def start(self) -> None:
         """Start the processes, unless they run already."""
-        for group in () if self.hosts or self.fleet else self.plan.groups:
+        if self.hosts or self.fleet:
+            return
+        places, on_gpus = places_now(self.plan), self.plan.on_gpus
+        for group in self.plan.groups:
             if group.name == "vllm":
-                self.fleet = Fleet(group, on_gpus=self.plan.on_gpus)
+                shared = next((hosts for hosts in self.hosts if hosts.group.name == group.shares), None)
+                self.fleet = Fleet(group, places[group.name], on_gpus=on_gpus, hosts=shared)
                 self._ends.callback(self.fleet.close)
             else:
-                self.hosts.append(make_hosts(group, on_gpus=self.plan.on_gpus))
+                self.hosts.append(make_hosts(group, places[group.name], on_gpus=on_gpus))
                 self._ends.callback(self.hosts[-1].close)
 
     def close(self) -> None:
@@ -39,9 +45,9 @@ class Processes:
         self._ends.close()
 
 
-def make_hosts(group: HostGroup, *, on_gpus: bool) -> HostHandles:
-    """The processes of `group`, not connected yet."""
-    return HostHandles(group, on_gpus=on_gpus, threads=openmp_threads(group.slots_per_node))
+def make_hosts(group: HostGroup, machines: Sequence[Machine], *, on_gpus: bool) -> HostHandles:
+    """The processes of `group` on these machines, not connected yet."""
+    return HostHandles(group, machines, on_gpus=on_gpus, threads=openmp_threads(group.per_node))
 
 
 def connect_hosts(config: Sampling, hosts: HostHandles, *, log_dir: str) -> None:

@@ -3,7 +3,8 @@
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.prompts import PromptDataset
-from openrlhf.distributed import placement
+from openrlhf.distributed.cluster import expected_machines
+from openrlhf.distributed.placement import Placement
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents
 from openrlhf.launch.identity import rl_identity
@@ -16,6 +17,7 @@ from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
+from openrlhf.trainers.ppo import SOURCE
 
 PREVIEWED = 4  # rows whose labels are scored before the run
 
@@ -31,7 +33,8 @@ def train(config: PPOConfig, processes: Processes) -> None:
         offer_engines(config.rollout, config.reward)
     if generates:
         check_engine_args(config.vllm.engine_args, kind)
-    checkpoints = CheckpointManager.of(config.ckpt, list(settings.engine_layouts(config)))
+    parts = [*settings.engine_layouts(config), *[SOURCE] * config.train.async_enable]
+    checkpoints = CheckpointManager.of(config.ckpt, parts)
     checkpoint = checkpoints.latest() if config.ckpt.load_enable else None
     data = load_prompts(config)
     if generates:
@@ -42,8 +45,8 @@ def train(config: PPOConfig, processes: Processes) -> None:
         teacher.check(data.tokenizer, max_len=config.data.max_len)
     identity = rl_identity(config, data.train, data.tokenizer)
     if checkpoint:
-        parts = "estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role"
-        checkpoint.check_continued_by(settings.engine_layouts(config), layout=parts, identity=identity)
+        words = "estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role"
+        checkpoint.check_continued_by(settings.engine_layouts(config), layout=words, identity=identity)
     done, consumed = (checkpoint.state.step, checkpoint.state.consumed) if checkpoint else (0, 0)
     replay = replay_folder(config, data, done=done, consumed=consumed)
     if config.dry_run:
@@ -54,9 +57,9 @@ def train(config: PPOConfig, processes: Processes) -> None:
         run.trainer.fit()
 
 
-def show_plan(config: PPOConfig, data: PromptData, plan: placement.Placement) -> None:
+def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
     """Print the host groups, the number of steps and the first prompts, for --dry_run."""
-    print(plan.describe())
+    print(plan.describe(plan.check(expected_machines(plan.on_gpus, config.placement.cluster))))
     steps = -(-len(data.train) // config.rollout.batch_size) * config.train.num_episodes
     most = "at most " if config.algo.dynamic_filtering_enable else ""
     print(f"{len(data.train)} prompts, {most}{steps} steps of {config.rollout.batch_size} prompts")

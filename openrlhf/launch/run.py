@@ -1,7 +1,7 @@
 """A run in its processes: models, processes of user code and trainer, and the end of all of them."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import Generator, RolloutGenerator, as_sampled
 from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
+from openrlhf.trainers.async_source import AsyncSource
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trainers.ppo import Evaluate, PPOTrainer
@@ -35,7 +36,7 @@ from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import SyncSource, evaluate
-from openrlhf.trainers.stages import RewardModels, Stage
+from openrlhf.trainers.stages import GroupStages, RewardModels, Stage
 from openrlhf.trajectory import Trajectory
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
@@ -77,6 +78,8 @@ class Run:
                 policy = self.config.actor.model_name_or_path
                 engine = settings.engine_settings(self.config, policy, self.kind, self.data.tokenizer)
                 self.fleet.start(engine, log_dir=self.log_dir, timeout_s=self.config.train.setup_timeout)
+                if self.fleet.hosts:  # an engine takes its memory while the models are not there
+                    self.fleet.wait()
             groups = self._start_workers()
             if self.fleet:
                 self.fleet.wait()
@@ -126,11 +129,13 @@ class Run:
             weights = config.reward.weights or ()
             models = RewardModels(groups["reward"], weights, timeout_s=config.train.step_timeout)
         generator = self._make_generator()
-        source = self._make_source(generator, models, errors)
+        stages = make_stages(config, groups)
+        source = self._make_source(generator, models, stages, errors)
+        self.ends.callback(source.close)
         kl = make_kl(config)
         maker = ExperienceMaker(
-            make_stages(config, groups),
-            models if source.keep is None else None,
+            stages,
+            models if source.keep is None and not config.train.async_enable else None,
             config.algo,
             config.reward,
             kl,
@@ -142,19 +147,21 @@ class Run:
         )
         if config.rollout.only:
             return RolloutOnly(source, maker, self.recorder, errors)
-        policy, transport = groups["actor"], "nccl" if self.kind == "cuda" else "gloo"
+        publisher = WeightPublisher(
+            groups["actor"],
+            self.fleet,
+            transport=settings.transport(config, self.kind),
+            timeout_s=config.train.publish_timeout,
+            probe=settings.engine_probe(config, [self.data.train[0].tokens, self.data.train[-1].tokens]),
+        )
+        if self.fleet:
+            self.fleet.refit, self.fleet.say = publisher.refit, self.recorder.display.note
         return PPOTrainer(
             source,
             maker,
-            policy,
+            groups["actor"],
             groups.get("critic"),
-            WeightPublisher(
-                policy,
-                self.fleet,
-                transport=transport,
-                timeout_s=config.train.publish_timeout,
-                probe=settings.engine_probe(config, [self.data.train[0].tokens, self.data.train[-1].tokens]),
-            ),
+            publisher,
             kl=kl,
             errors=errors,
             evaluate=self._make_evaluation(generator, models),
@@ -162,6 +169,7 @@ class Run:
             checkpoints=self.checkpoints,
             tokenizer=self.data.tokenizer,
             recorder=self.recorder,
+            hosts=self.processes.hosts,
             settings=settings.loop_settings(config, self.run_dir, self.identity),
         )
 
@@ -189,10 +197,26 @@ class Run:
         identity = episode_identity(config, self.data.train, self.data.tokenizer)
         return DumpingGenerator(generator, folder, run=identity)
 
-    def _make_source(self, generator: Generator, models: RewardModels | None, errors: ErrorBudget) -> SyncSource:
+    def _make_source(
+        self, generator: Generator, models: RewardModels | None, stages: Sequence[Stage], errors: ErrorBudget
+    ) -> SyncSource | AsyncSource:
         config = self.config
         low, high = config.algo.dynamic_filtering_range
         keep = DynamicFilter(low=low, high=high) if config.algo.dynamic_filtering_enable else None
+        if config.train.async_enable:
+            early = [stage for stage in stages if stage.writes != "old_logprobs"]  # π_old is the policy of the update
+            scored = GroupStages(stages=early, models=models, timeout_s=config.train.step_timeout)
+            return AsyncSource(
+                self.data.train,
+                generator,
+                self.loop,
+                settings.train_sampling(config),
+                config.train,
+                keep=keep,
+                annotated=scored.annotated if early or models else as_sampled,
+                partial=config.train.partial_rollout_enable,
+                num_workers=config.data.dataloader_num_workers,
+            )
         source = SyncSource(
             self.data.train,
             generator,

@@ -12,6 +12,7 @@ from openrlhf.checkpoints.manifest import EngineLayout
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.learning import ActorConfig, CriticConfig
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed.weight_sync import Transport
 from openrlhf.models.loading import LoadSpec
 from openrlhf.rollout.engine_settings import TORCH_NAMES, Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
@@ -63,10 +64,11 @@ def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
 
     The number is exact if no episode fails or is filtered.
     """
-    size = config.rollout.batch_size
+    size, epochs = config.rollout.batch_size, config.train.num_episodes
+    if config.train.async_enable:  # the batches of an epoch may end in the next one
+        prompts, epochs = prompts * epochs, 1
     epoch = [size] * (prompts // size) + [prompts % size] * (prompts % size > 0)
-    batches = (epoch * config.train.num_episodes)[after:]
-    return sum(updates_of(config, drawn) for drawn in batches)
+    return sum(updates_of(config, drawn) for drawn in (epoch * epochs)[after:])
 
 
 def updates_of(config: PPOConfig, prompts: int) -> int:
@@ -118,6 +120,7 @@ def trained_settings(config: PPOConfig, model: ActorConfig | CriticConfig, kind:
         max_nonfinite=train.max_nonfinite,
         aux_loss_coef=actor.aux_loss_coef,
         bucket_bytes=BUCKET_BYTES[kind],
+        sleeps=config.ds.enable_sleep and not config.ds.adam_offload,
         ema_beta=train.ema_beta if train.enable_ema and model is actor else None,
     )
 
@@ -153,13 +156,17 @@ def reward_settings(config: Sampling) -> RewardModelSettings:
         forward_limits=forward_limits(config),
         head_prefix=config.ds.value_head_prefix,
         normalize=config.reward.normalize_enable,
+        offload=config.reward.offload,
     )
 
 
 def reference_settings(config: PPOConfig, path: str) -> ReferenceSettings:
     """The settings of the workers of the reference or of the teacher."""
     return ReferenceSettings(
-        load=load_spec(config, path), forward_limits=forward_limits(config), temperature=config.rollout.temperature
+        load=load_spec(config, path),
+        forward_limits=forward_limits(config),
+        temperature=config.rollout.temperature,
+        offload=config.ref.offload,
     )
 
 
@@ -193,6 +200,13 @@ def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | Non
         ),
         tolerance=ROUNDING["fp32" if config.vllm.dtype == config.ds.param_dtype == "fp32" else "bf16"],
     )
+
+
+def transport(config: PPOConfig, kind: Device) -> Transport:
+    """How weights reach the engines: through the memory of a GPU where engine and trainer share one."""
+    if kind == "cuda" and config.hybrid and config.vllm.sync_backend == "nccl":
+        return "ipc"
+    return cast(Transport, config.vllm.sync_backend)
 
 
 def train_sampling(config: Sampling) -> SamplingSpec:

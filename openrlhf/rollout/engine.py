@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import os
 import pickle
 import sys
 import time
@@ -22,7 +23,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from openrlhf.config.machine import quick_imports
 from openrlhf.distributed.buckets import PublicationError, Receipt, SentWeights, WeightManifest, verify_receipt
-from openrlhf.distributed.devices import redirect_output
+from openrlhf.distributed.devices import note, redirect_output
 from openrlhf.distributed.weight_sync import WeightGroup
 from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_arguments
 from openrlhf.rollout.engine_versions import SampledVersions, check_reload, refusals
@@ -34,6 +35,10 @@ R = TypeVar("R")
 
 class EngineError(RuntimeError):
     """A call to an engine failed."""
+
+
+class EngineDied(EngineError):
+    """vLLM has ended, or works no more: the engine has to be started again."""
 
 
 class RequestRefused(EngineError):
@@ -52,7 +57,8 @@ def _plain_errors(
         except (EngineError, PublicationError):
             raise
         except Exception as error:
-            kind = RequestRefused if isinstance(error, refusals()) else EngineError
+            died = self._started is not None and self._started.errored
+            kind = EngineDied if died else RequestRefused if isinstance(error, refusals()) else EngineError
             raise kind(f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}") from None
 
     return guarded
@@ -71,6 +77,8 @@ class RolloutEngine:
         self._requests = itertools.count()
         self._paused = False
         self._unverified: int | None = None
+        self._asleep: set[str] = set()  # what is not in the device's memory
+        self._waking = asyncio.Lock()
 
     @property
     def alive(self) -> bool:
@@ -83,8 +91,10 @@ class RolloutEngine:
             raise EngineError(f"engine {self.index} is not started")
         return self._started
 
-    def prepare(self, device: Device) -> None:
-        """Import vLLM, which takes seconds."""
+    def prepare(self, device: Device, *gpus: list[str]) -> None:
+        """Import vLLM, which takes seconds. `gpus`: of the processes whose devices the engine uses, if it has none."""
+        if gpus and device == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(itertools.chain.from_iterable(gpus))
         modules: dict[str, Any] = sys.modules
         compiler = "torch._inductor.lowering"
         with quick_imports():
@@ -129,7 +139,8 @@ class RolloutEngine:
 
     @_plain_errors
     async def generate(self, prompt_tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
-        """One sample of the prompt for each of `params`, in their order. Waits during a pause."""
+        """One sample of the prompt for each of `params`, in their order. Waits during a pause, wakes from sleep."""
+        await self._wake("weights", "kv_cache")
         samples = [asyncio.create_task(self._sample(prompt_tokens, each)) for each in params]
         try:
             return await asyncio.gather(*samples)
@@ -194,8 +205,9 @@ class RolloutEngine:
 
         Samples under way are frozen. After `resume` they continue with the new weights and a recomputed KV cache.
         Raises PublicationError if the version did not arrive completely. The engine then stays paused until a
-        publication succeeds.
+        publication succeeds. Of an engine that sleeps, only the weights wake.
         """
+        await self._wake("weights")
         if not self._paused:
             await self.pause()
         self._unverified = manifest.version
@@ -218,6 +230,11 @@ class RolloutEngine:
         return receipt
 
     @_plain_errors
+    async def ping(self) -> None:
+        """Return when vLLM's core has answered. Raises EngineDied."""
+        await self._llm.is_paused()
+
+    @_plain_errors
     async def pause(self) -> None:
         """Freeze the samples under way, and drop the KV cache, which was computed with the present weights."""
         await self._llm.pause_generation(mode="keep", clear_cache=True)
@@ -230,5 +247,24 @@ class RolloutEngine:
             raise EngineError(
                 f"engine {self.index} received version {self._unverified} in part or unverified: publish again"
             )
-        await self._llm.resume_generation()
+        if not self._asleep:  # vLLM resumes by itself when the last part wakes
+            await self._llm.resume_generation()
         self._paused = False
+
+    @_plain_errors
+    async def sleep(self) -> None:
+        """Free the device: weights move to CPU memory, and the KV cache is dropped. No sample may be under way."""
+        if self._asleep:
+            return
+        await self._llm.sleep(level=1)
+        self._asleep = {"weights", "kv_cache"}
+        note(f"engine {self.index} asleep")
+
+    async def _wake(self, *parts: str) -> None:
+        """Bring these parts back into the device's memory, in this order, unless they are there."""
+        async with self._waking:
+            for part in parts:
+                if part in self._asleep:
+                    note(f"engine {self.index} awake: {part}")
+                    await self._llm.wake_up([part])
+                    self._asleep.remove(part)

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from openrlhf.config.machine import count_gpus
+from openrlhf.config.machine import cluster_settings, count_gpus
 from openrlhf.config.rollout import VLLMConfig
 from openrlhf.rollout.engine_versions import runner_environment
 
@@ -35,7 +35,7 @@ def engine_device() -> Device:
 
 def engine_environment(device: Device) -> dict[str, str]:
     """Environment variables of an engine's process, to be set before torch and vLLM are imported."""
-    common = {
+    common = cluster_settings() | {
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -71,6 +71,7 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "skip_tokenizer_init": not settings.stop_strings,
         "worker_extension_cls": "openrlhf.rollout.engine_worker.WorkerExtension",
+        "enable_sleep_mode": vllm.enable_sleep and not on_cpu,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

@@ -115,17 +115,17 @@ class Intake:
         """Receive the tensors that the loader did not read, and then the sender's hashes."""
         for _ in self._stream:
             pass
-        theirs = torch.empty(8 * len(self.hashes), dtype=torch.uint8, device=self.device)
+        theirs = torch.empty(8 * len(self.hashes), dtype=torch.uint8, device=self.channel.device)
         self.channel.receive(theirs)
         self.sent_hashes = tuple(theirs.view(torch.int64).tolist())
 
     def _receive(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.manifest.buckets():
             # a new buffer for each bucket: vLLM keeps views of it until the last tensor of a layer has come
-            buffer = torch.empty(bucket_nbytes(bucket), dtype=torch.uint8, device=self.device)
+            buffer = torch.empty(bucket_nbytes(bucket), dtype=torch.uint8, device=self.channel.device)
             self.channel.receive(buffer)
             self.hashes.append(bucket_hash(buffer))
-            yield from unpack(bucket, buffer)
+            yield from unpack(bucket, buffer.to(self.device))
 
 
 def begin_reload(model: nn.Module) -> None:

@@ -4,91 +4,248 @@ import asyncio
 import math
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
-from openrlhf.distributed.placement import HostGroup, actor_options, await_reserved, reserve
-from openrlhf.distributed.worker_group import Call, gather
-from openrlhf.rollout.background import RolloutError
-from openrlhf.rollout.engine import EngineError, RolloutEngine
+from openrlhf.config.flags import UserError
+from openrlhf.distributed.cluster import machines
+from openrlhf.distributed.placement import HostGroup, Machine, Placement, Slots
+from openrlhf.distributed.worker_group import Call, HostHandles, WorkerError, gather
+from openrlhf.observability.metrics import Metric
+from openrlhf.rollout.background import CLOSE_S, RolloutError
+from openrlhf.rollout.engine import EngineDied, EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_environment
 from openrlhf.rollout.routing import Router
 from openrlhf.rollout.sampling import Generation, SamplingParams
+
+WATCH_S = 2.0  # between two looks at all engines
+
+
+@dataclass(eq=False, kw_only=True)
+class Member:
+    """One engine of a fleet. `up`: it has a model, and gets weights. `serving`: it may be asked for samples."""
+
+    index: int
+    slots: Slots
+    actor: Any = None
+    log: str = ""
+    up: bool = False
+    serving: bool = False
+    restarts: int = 0
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+        """Call a method of `RolloutEngine`."""
+        return Call((getattr(self.actor, method.__name__).remote(*args, **kwargs),), (self.log,))
 
 
 class Fleet:
     """Owns the engines. Generator, weight sync and launcher ask the fleet; nothing else has a list of engines.
 
     Its processes import vLLM from the start; `start` gives them a model, and `wait` returns when all of them serve. Call
-    `generate` from one event loop only.
+    `generate` from one event loop only. With `hosts`, the engines use the devices of these processes.
+
+    An engine that dies or hangs is started again, with the present weights, which `refit` sends; its unfinished samples
+    are drawn again. If its machine is gone, it moves to another or leaves the fleet. Engines join, up to `most`, when
+    the cluster has room.
     """
 
-    def __init__(self, group: HostGroup, *, on_gpus: bool) -> None:
-        self.group = group
-        self.logs = [""] * group.slots
-        self._reserved = reserve(group, on_gpus=on_gpus)
+    def __init__(
+        self, group: HostGroup, places: Sequence[Machine], *, on_gpus: bool, hosts: HostHandles | None = None
+    ) -> None:
+        self.group, self.hosts, self.on_gpus = replace(group, per_node=1), hosts, on_gpus
+        self.workers_per_engine = group.devices
+        self.refit: Callable[[Member], None] | None = None
+        self.say: Callable[[str], None] = print
+        self._device: Device = "cuda" if on_gpus else "cpu"
         self._scratch = tempfile.mkdtemp(prefix="openrlhf-")  # for sockets and files that vLLM never removes
-        device: Device = "cuda" if on_gpus else "cpu"
-        environment = engine_environment(device) | {"TMPDIR": self._scratch}
+        self._failure: Exception | None = None
+        self._closed, self._changing = threading.Event(), threading.RLock()
+        self._watcher = threading.Thread(target=self._watch, name="fleet", daemon=True)
+        self._members: dict[int, Member] = {}
+        for index, machine in enumerate(places):
+            slots = hosts.slots if hosts else Slots(self.group, [machine], on_gpus=on_gpus)
+            self._members[index] = self._begun(Member(index=index, slots=slots))
+        self._router = Router(self._members)
+
+    def _begun(self, member: Member) -> Member:
+        """The member with a new process, which imports vLLM."""
+        devices, hosts = self.group.devices, self.hosts
+        first = member.index * devices
         engine: Any = ray.remote(RolloutEngine)
-        self._engines: list[Any] = [
-            engine.options(
-                **actor_options(self._reserved, index, on_gpus=on_gpus),
-                max_concurrency=4096,
-                runtime_env={"env_vars": environment},
-            ).remote(index)
-            for index in range(group.slots)
-        ]
-        self._router = Router(len(self._engines))
-        self.call(RolloutEngine.prepare, device)
+        member.actor = engine.options(
+            **member.slots.options(first if hosts else 0, owner=not hosts),
+            max_concurrency=4096,
+            runtime_env={"env_vars": engine_environment(self._device) | {"TMPDIR": self._scratch}},
+        ).remote(member.index)
+        member.actor.prepare.remote(self._device, *(hosts.gpus[first : first + devices] if hosts else []))
+        return member
 
     @property
-    def size(self) -> int:
-        """Number of engines."""
-        return len(self._engines)
+    def up(self) -> list[Member]:
+        """The engines that have a model, in order."""
+        return [member for member in list(self._members.values()) if member.up]
+
+    @property
+    def logs(self) -> list[str]:
+        """The log files of all engines."""
+        return [member.log for member in self._members.values()]
 
     def start(self, settings: EngineSettings, *, log_dir: str, timeout_s: float) -> None:
         """Let all engines load the model, each in its own time. Raises PlacementError if their devices are not free."""
-        self.timeout_s, self.workers_per_engine = timeout_s, settings.vllm.tensor_parallel_size
-        await_reserved(self._reserved, self.group.name, timeout_s=timeout_s)
-        self.logs = [f"{log_dir}/{self.group.name}-{index}.log" for index in range(self.size)]
-        given = [{"settings": settings, "log_path": log} for log in self.logs]
-        self._starting = self.call_each(RolloutEngine.start, given)
+        self.settings, self.timeout_s, self._log_dir = settings, timeout_s, log_dir
+        for member in self._members.values():
+            member.slots.wait(timeout_s)
+        self._starting = [self._started(member) for member in self._members.values()]
+
+    def _started(self, member: Member) -> Call:
+        member.log = f"{self._log_dir}/{self.group.name}-{member.index}.log"
+        return member.call(RolloutEngine.start, self.settings, log_path=member.log)
 
     def wait(self) -> None:
-        """Return when all engines serve. Raises EngineError or WorkerError."""
+        """Return when all engines serve, or sleep. Raises EngineError or WorkerError."""
+        if self.up:
+            return
         gather(self._starting, timeout_s=self.timeout_s, doing="start the engines")
+        for member in self._members.values():
+            member.up = member.serving = True
+        if self.settings.vllm.enable_sleep:
+            asked = [member.call(RolloutEngine.sleep) for member in self.up]
+            gather(asked, timeout_s=self.timeout_s, doing="put the engines to sleep")
+        self._watcher.start()
+
+    def metrics(self) -> dict[str, Metric]:
+        """Use of the engines since the last call."""
+        return {"timing/engines_idle": self._router.idle()}
+
+    async def rest(self) -> None:
+        """Free the memory that others use on the same devices, until the next sample or publication."""
+        for answer in [member.actor.sleep.remote() for member in self.up if self.settings.vllm.enable_sleep]:
+            await answer
 
     async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         """One sample of the prompt for each of `params`, all from one engine.
 
-        Samples with the same `key` share a prefix.
+        Samples with the same `key` share a prefix. Samples of an engine that dies are drawn again by another.
         """
-        number = self._router.pick(key, len(params))
-        answer = self._engines[number].generate.remote(tokens, params)
+        while True:
+            member = await self._serving(key, len(params))
+            answer = member.actor.generate.remote(tokens, params)
+            try:
+                return [checked(generation, member.index) for generation in await answer]
+            except asyncio.CancelledError:  # cancel the samples in the engine too
+                ray.cancel(answer)
+                raise
+            except (RayActorError, EngineDied) as error:
+                self.lose(member, error)
+            finally:
+                self._router.done(key, member.index, len(params))
+
+    async def _serving(self, key: Hashable, samples: int) -> Member:
+        """The engine to ask. Waits while none serves."""
+        while not (serving := [member.index for member in self._members.values() if member.serving]):
+            self.check()
+            await asyncio.sleep(0.1)
+        return self._members[self._router.pick(key, samples, among=serving)]
+
+    def check(self) -> None:
+        """Raise RolloutError if an engine was lost too often."""
+        if self._failure:
+            raise self._failure
+
+    def lose(self, member: Member, error: Exception) -> None:
+        """Note that an engine has died. It is started again, unless that has been tried too often."""
+        with self._changing:
+            if not member.up or self._closed.is_set():
+                return  # somebody else has noticed
+            member.up = member.serving = False
+        self._try_again(member, error)
+
+    def _try_again(self, member: Member, error: Exception) -> None:
+        if self._closed.is_set():
+            return
+        most, reason = self.settings.vllm.max_restarts, (str(error).strip() or type(error).__name__).splitlines()[0]
+        if member.restarts >= most:
+            self._failure = RolloutError(
+                f"engine {member.index} was lost after {member.restarts} restart(s) (--vllm.max_restarts {most}): {reason}. "
+                f"Its log: {member.log}"
+            )
+            return
+        member.restarts += 1
+        self.say(
+            f"Engine {member.index} was lost ({reason}). Restart {member.restarts} of {most}; its log: {member.log}"
+        )
+        threading.Thread(target=self._restart, args=(member,), name=f"restart-{member.index}", daemon=True).start()
+
+    def _restart(self, member: Member) -> None:
+        """Start an engine again, on its machine if that is there, otherwise on another."""
+        began = time.monotonic()
         try:
-            return [checked(generation, number) for generation in await answer]
-        except asyncio.CancelledError:  # cancel the samples in the engine too
-            ray.cancel(answer)
-            raise
-        finally:
-            self._router.done(key, number, len(params))
+            ray.kill(member.actor)
+            if not self.hosts and member.slots.machine.id not in {machine.id for machine in machines(self.on_gpus)}:
+                member.slots.release()
+                if (slots := self._room()) is None:
+                    del self._members[member.index]
+                    self.say(f"The machine of engine {member.index} is gone: {len(self._members)} engine(s) are left.")
+                    return
+                member.slots = slots
+            self._bring_up(self._begun(member))
+            self.say(f"Engine {member.index} serves again after {time.monotonic() - began:.1f} s.")
+        except (UserError, RayActorError, EngineError) as error:
+            self._try_again(member, error)
 
-    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Call]:
-        """Call a method of `RolloutEngine` on every engine with the same arguments."""
-        return self.call_each(method, [kwargs] * self.size, *args)
+    def _join(self, slots: Slots) -> None:
+        """Start one more engine."""
+        index = max(self._members, default=-1) + 1
+        self.say(f"Engine {index} joins on {slots.machine.name}.")
+        self._members[index] = member = Member(index=index, slots=slots)
+        try:
+            self._bring_up(self._begun(member))
+            self.say(f"Engine {index} serves.")
+        except (UserError, RayActorError, EngineError) as error:
+            self._try_again(member, error)
 
-    def call_each(self, method: Callable[..., Any], per_engine: Sequence[dict[str, Any]], *args: Any) -> list[Call]:
-        """Call a method of `RolloutEngine` on every engine, with different keyword arguments for each engine."""
-        return [
-            Call((getattr(engine, method.__name__).remote(*args, **kwargs),), (log,))
-            for engine, log, kwargs in zip(self._engines, self.logs, per_engine, strict=True)
-        ]
+    def _room(self) -> Slots | None:
+        """Free slots for one more engine."""
+        group = self.group
+        places = Placement(groups=(group,), on_gpus=self.on_gpus).places(machines(self.on_gpus, free=True))
+        return Slots(group, places[group.name], on_gpus=self.on_gpus) if places else None
+
+    def _bring_up(self, member: Member) -> None:
+        """Give a process model and weights. Then it serves."""
+        member.slots.wait(self.timeout_s)
+        gather([self._started(member)], timeout_s=self.timeout_s, doing="start the engine")
+        if self.refit:
+            self.refit(member)
+        self._router.add(member.index)
+        member.up = member.serving = True
+
+    def _watch(self) -> None:
+        """Look for engines that do not answer, and for room for more."""
+        while not self._closed.wait(WATCH_S):
+            self.find_lost()
+            missing = len(self._members) < self.settings.vllm.max_engines and not self.hosts
+            if missing and (slots := self._room()):
+                self._join(slots)
+
+    def find_lost(self) -> None:
+        """Ask all engines whether they live. Those that do not answer are started again."""
+        asked = {member.actor.ping.remote(): member for member in self.up}
+        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=self.settings.vllm.hang_timeout)
+        for reference in silent:
+            waited = f"it did not answer within --vllm.hang_timeout {self.settings.vllm.hang_timeout:g} s"
+            self.lose(asked[reference], WorkerError(waited))
+        for reference in answered:
+            try:
+                ray.get(reference)
+            except (RayActorError, EngineError) as error:
+                self.lose(asked[reference], error)
 
     @contextmanager
     def naming_logs(self) -> Iterator[None]:
@@ -100,13 +257,19 @@ class Fleet:
 
     def stop(self) -> None:
         """Free the memory of the devices for other processes."""
-        gather(self.call(RolloutEngine.stop), timeout_s=self.timeout_s, doing="end the engines")
+        self._closed.set()
+        asked = [member.call(RolloutEngine.stop) for member in self.up]
+        gather(asked, timeout_s=self.timeout_s, doing="end the engines")
 
     def close(self) -> None:
         """End the processes and release their slots."""
-        for engine in self._engines:
-            ray.kill(engine)
-        ray.util.remove_placement_group(self._reserved)
+        self._closed.set()
+        for member in self._members.values():
+            ray.kill(member.actor)
+            if not self.hosts:
+                member.slots.release()
+        if self._watcher.is_alive():
+            self._watcher.join(timeout=CLOSE_S)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 

@@ -123,6 +123,10 @@ class Engines(Protocol):
 
     async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]: ...
 
+    async def rest(self) -> None: ...  # no sample is asked for until the next stream
+
+    def metrics(self) -> dict[str, Metric]: ...  # since the last call
+
 
 Generate = Callable[[Prompt, SamplingSpec, list[int], list[SamplingParams]], Awaitable[list[Generation]]]
 
@@ -178,6 +182,7 @@ class RolloutGenerator:
             for task in under_way:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
+            await self.engines.rest()
 
     async def _finished(self, prompt: Prompt, request: Request) -> Group:
         sampled = self.agents.play if self.agents else self._sample
@@ -216,7 +221,7 @@ class RolloutGenerator:
     def metrics(self) -> dict[str, Metric]:
         """The cost of the training samples drawn since the last call."""
         costs, self._costs = self._costs, []
-        return generation_metrics(costs)
+        return generation_metrics(costs) | self.engines.metrics()
 
     def _trajectory(
         self,

@@ -1,7 +1,10 @@
 """The choice of an engine: the engine that has the prefix in its cache, unless it is far busier than another."""
 
+import time
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from openrlhf.observability.metrics import Mean
 
 SLACK = 8  # samples: engines this close to each other are equally busy
 MOST_KEYS = 100_000  # keys to remember; the prefix of an older key has left the engine's cache
@@ -16,19 +19,32 @@ class Router:
     engine, the least busy engine is picked.
     """
 
-    def __init__(self, engines: int) -> None:
-        self.in_flight = [0] * engines
+    def __init__(self, engines: Iterable[int], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._asked = clock, clock()  # when `idle` was last asked
+        self.in_flight: dict[int, int] = {}
+        self._idle: dict[int, float] = {}  # seconds since then, up to the last change
+        self._changed: dict[int, float] = {}
+        for engine in engines:
+            self.add(engine)
         self._homes: dict[Hashable, int] = {}  # the last engine of each key, the least recent key first
         self._of_key: Counter[tuple[Hashable, int]] = Counter()
 
-    def pick(self, key: Hashable, samples: int = 1) -> int:
-        """The engine for `samples` more samples of `key`. They are in flight until `done` is called."""
-        idlest = min(range(len(self.in_flight)), key=self.in_flight.__getitem__)
+    def add(self, engine: int) -> None:
+        """An engine that is new, or has nothing in its cache any more."""
+        self.in_flight.setdefault(engine, 0)
+        self._idle.setdefault(engine, 0.0)
+        self._changed.setdefault(engine, self._clock())
+
+    def pick(self, key: Hashable, samples: int = 1, *, among: Sequence[int] = ()) -> int:
+        """The engine for `samples` more samples of `key`, by default one of all. In flight until `done` is called."""
+        usable = among or list(self.in_flight)
+        idlest = min(usable, key=self.in_flight.__getitem__)
         least = self.in_flight[idlest]
         home = self._homes.pop(key, idlest)
         others = self.in_flight[home] - self._of_key[key, home]
-        engine = idlest if others > max(least + SLACK, 1.5 * least) else home
+        engine = home if home in usable and others <= max(least + SLACK, 1.5 * least) else idlest
         self._homes[key] = engine
+        self._note(engine, self._clock())
         if len(self._homes) > MOST_KEYS:
             del self._homes[next(iter(self._homes))]
         self.in_flight[engine] += samples
@@ -37,7 +53,22 @@ class Router:
 
     def done(self, key: Hashable, engine: int, samples: int = 1) -> None:
         """Note that these samples of `engine` are finished or cancelled."""
+        self._note(engine, self._clock())
         self.in_flight[engine] -= samples
         self._of_key[key, engine] -= samples
         if not self._of_key[key, engine]:
             del self._of_key[key, engine]
+
+    def _note(self, engine: int, now: float) -> None:
+        """Count the time since the last change as idle, if the engine had no sample."""
+        self._idle[engine] += (now - self._changed[engine]) * (not self.in_flight[engine])
+        self._changed[engine] = now
+
+    def idle(self) -> Mean:
+        """The share of the engines' time without a sample, since the last call."""
+        now = self._clock()
+        for engine in self.in_flight:
+            self._note(engine, now)
+        idle, self._idle = sum(self._idle.values()), dict.fromkeys(self._idle, 0.0)
+        asked, self._asked = self._asked, now
+        return Mean(idle, len(self._idle) * (now - asked))

@@ -88,7 +88,8 @@ class ExperienceMaker:
         if not kept:
             return Annotated(experience=experience, trajectories=list(trajectories), kept=kept, timing=timing)
         pending_rewards = self.reward_models.launch(experience) if self.reward_models else None
-        columns = {stage.writes: stage.launch(experience) for stage in self.stages}
+        missing = [stage for stage in self.stages if getattr(experience, stage.writes) is None]
+        columns = {stage.writes: stage.launch(experience) for stage in missing}
         if self.reward_models and pending_rewards:
             kept = self.reward_models.summed(kept, pending_rewards.collect(self.timeout_s))
             clock("reward_models")

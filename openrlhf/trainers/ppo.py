@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -10,13 +10,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf import termination
 from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig
-from openrlhf.distributed.worker_group import Call, WorkerGroup, gather
+from openrlhf.distributed.worker_group import Call, HostHandles, WorkerGroup, gather
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import ErrorBudget
@@ -28,12 +29,14 @@ from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.sources import Source
 from openrlhf.trainers.update_plan import RankUpdate, plan_update, rows_of_rank
+from openrlhf.trainers.utilisation import utilisation
 from openrlhf.trajectory import Trajectory
 from openrlhf.workers.base import TrainedWorker, Update
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 
 logger = logging.getLogger(__name__)
+SOURCE = "_source"  # what of the samples is in a checkpoint, as the parts of the models are
 Evaluate = Callable[[int], list[Trajectory]]  # of the weights after that step
 
 
@@ -70,11 +73,13 @@ class PPOTrainer:
     checkpoints: CheckpointManager
     tokenizer: PreTrainedTokenizerBase
     recorder: Recorder
+    hosts: Sequence[HostHandles]  # the processes of all models
     settings: LoopSettings
 
     def __post_init__(self) -> None:
         self.ckpt = self.settings.ckpt
         self.step = 0
+        self.saved = -1  # the step of the newest checkpoint
         self.stopped = False  # before the prompts are used up
         self.best = BestMetric(self.ckpt.best_metric_key, ending="_pass1", patience=self.settings.eval.patience)
         self.timing: dict[str, Metric] = {}
@@ -85,23 +90,17 @@ class PPOTrainer:
         self.weights.publish(self.step)  # π_rollout ← π_θ, also after a resume
         if self.settings.eval.at_start and self.step == 0 and self.best.step is None:
             self.run_evaluation()
-        for trajectories in self.timed("generation", self.source):  # τ ~ π_rollout
-            with self.clock("make_experience"):
-                batch = self.maker.annotate(trajectories)  # R, log π_old, log π_ref, V
-            self.record(batch)
-            if all(t.filtered for t in trajectories):  # the rest of an epoch teaches nothing
-                continue
-            metrics = [step_metrics(self.source, batch)]
-            if batch.kept:
+        with self.saved_when_terminated():
+            for trajectories in self.timed("generation", self.source):  # τ ~ π_rollout
                 with self.clock("make_experience"):
-                    experience, credit = self.maker.credit(batch.experience)  # r_t, Â_t, Ĝ_t
-                with self.clock("ppo_train"):
-                    metrics += [credit, self.improve(experience)]  # V, π
-                with self.clock("broadcast"):
-                    self.publish()  # π_rollout ← π_θ
-            self.after_step(merge_all(metrics))
-            if self.stopped:
-                break
+                    batch = self.maker.annotate(trajectories)  # R, log π_old, log π_ref, V
+                self.record(batch)
+                if all(t.filtered for t in trajectories):  # the rest of an epoch teaches nothing
+                    continue
+                with termination.whole():
+                    self.learn_from(batch)
+                if self.stopped:
+                    break
         # The last step is not evaluated with the others if filtering ended the run before its planned end.
         if self.settings.eval.steps > 0 and self.best.evaluated_at < self.step:
             self.run_evaluation()
@@ -109,6 +108,28 @@ class PPOTrainer:
             self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.")
         self.return_to_best()
         self.export_final(Path(self.ckpt.output_dir).expanduser().absolute())
+
+    def learn_from(self, batch: Annotated) -> None:
+        """The second half of a step: credit, update, publication."""
+        metrics = [step_metrics(self.source, batch)]
+        if batch.kept:
+            with self.clock("make_experience"):
+                experience, credit = self.maker.credit(batch.experience)  # r_t, Â_t, Ĝ_t
+            with self.clock("ppo_train"):
+                metrics += [credit, self.improve(experience)]  # V, π
+            with self.clock("broadcast"):
+                self.publish()  # π_rollout ← π_θ
+        self.after_step(merge_all(metrics))
+
+    @contextmanager
+    def saved_when_terminated(self) -> Iterator[None]:
+        """Within it, a run that writes checkpoints and is terminated saves its last finished step."""
+        try:
+            yield
+        except SystemExit:
+            if self.ckpt.save_steps > 0 and self.saved < self.step:
+                self.save()
+            raise
 
     def record(self, batch: Annotated) -> None:
         """Log samples of the batch. Raises RewardErrors if too many of its episodes have failed."""
@@ -118,7 +139,8 @@ class PPOTrainer:
     def publish(self) -> None:
         """Publish the weights of the current step to the engines, unless the engines have them already."""
         if not self.policy_is_frozen:
-            self.weights.publish(self.step + 1)
+            with self.source.publishing(self.step + 1):
+                self.weights.publish(self.step + 1)
 
     @property
     def policy_is_frozen(self) -> bool:
@@ -145,7 +167,11 @@ class PPOTrainer:
             read = experience.only(*PolicyWorker.reads)
             jobs = [
                 PolicyUpdate(
-                    experience=rows_of_rank(read, plan), steps=plan.steps, kl_coef=self.kl.coef, pretraining=text
+                    experience=rows_of_rank(read, plan),
+                    steps=plan.steps,
+                    kl_coef=self.kl.coef,
+                    version=self.step + 1,
+                    pretraining=text,
                 )
                 for plan, text in zip(plans, texts, strict=True)
             ]
@@ -180,6 +206,7 @@ class PPOTrainer:
             self.kl.update(metrics["train/kl"].value, int(metrics["rollout/num_samples"].value))
         total = sum(part.value for part in self.timing.values())
         timing = self.timing | {"timing/step_total": Last(total)}
+        timing |= utilisation([hosts.take_spans() for hosts in self.hosts], total)
         if isinstance(tokens := metrics.get("train/total_length"), Mean):
             timing["timing/tokens_per_second"] = Last(tokens.sum / total)
         self.timing = {}
@@ -224,17 +251,28 @@ class PPOTrainer:
         """Write a checkpoint of the current state."""
         if self.ckpt.disable_ds and not self.ckpt.save_hf:
             return
-        with self.clock("checkpoint"):
+        with self.clock("checkpoint"), self.going_on_without():
             staged = self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf)
             with self.checkpoints.writing(staged):
                 for part, group in self.parts().items() if not self.ckpt.disable_ds else ():
                     saved = group.broadcast(TrainedWorker.save_checkpoint, staged.engine_dir(part), staged.tag)
                     self._gather(saved, "save a checkpoint")
+                if not self.ckpt.disable_ds:
+                    self.source.save(Path(staged.engine_dir(SOURCE)) / staged.tag)
                 if self.ckpt.save_hf:
                     self.export(staged.hf_dir)
             self.checkpoints.commit(
                 staged, state=self._state(), metric_key=self.best.followed, metric_value=self.best.value_of(self.step)
             )
+            self.saved = self.step
+
+    @contextmanager
+    def going_on_without(self) -> Iterator[None]:
+        """Within it, a checkpoint that cannot be written, as on a full disk, is told and does not end the run."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.recorder.display.note(f"The run goes on without a checkpoint of step {self.step}: {error}")
 
     def _state(self) -> RunState:
         return RunState(
@@ -253,7 +291,8 @@ class PPOTrainer:
         state = checkpoint.state
         self._load(checkpoint)
         self.step = state.step
-        self.source.resume(step=state.step, consumed=state.consumed)
+        drawn = Path(checkpoint.engine_dir(SOURCE)) / checkpoint.tag
+        self.source.resume(step=state.step, consumed=state.consumed, folder=drawn)
         self.best.evaluated_at = self.step if self.evaluation_is_due else -1
         if state.kl_coef is not None:
             self.kl.resume(state.kl_coef)

@@ -1,5 +1,6 @@
 """Publishes weight versions to the engines: agree, send, verify, serve."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -10,11 +11,13 @@ from torch import Tensor
 from openrlhf.batches import TokenRows
 from openrlhf.distributed.buckets import PublicationError, SentWeights, verify_receipt
 from openrlhf.distributed.weight_sync import Transport, WeightGroup
-from openrlhf.distributed.worker_group import Call, WorkerGroup, gather
+from openrlhf.distributed.worker_group import Call, WorkerError, WorkerGroup, gather
 from openrlhf.rollout.engine import RolloutEngine
-from openrlhf.rollout.fleet import Fleet
+from openrlhf.rollout.fleet import Fleet, Member
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.workers.policy import PolicyWorker
+
+ANSWER_S = 10.0  # for an engine to answer when another has failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,64 +48,87 @@ class WeightPublisher:
     timeout_s: float
     probe: Probe | None = None
     groups_made: int = field(default=0, init=False)
-    connected: bool = field(default=False, init=False)
+    version: int = field(default=0, init=False)
+    connected: list[Member] = field(default_factory=list[Member], init=False)  # the engines of the weight group
+    _one: threading.RLock = field(default_factory=threading.RLock, init=False)  # one publication at a time
 
-    def connect(self, fleet: Fleet) -> None:
-        """Form the weight group, or a new one if an engine was replaced."""
+    def publish(self, version: int) -> None:
+        """Send the policy's weights as `version` to all engines.
+
+        Engines that are lost meanwhile start again, and are sent the weights when they have. Raises PublicationError,
+        naming the differences, or WorkerError.
+        """
+        with self._one:
+            self.version = version
+            self._publish_to_all()
+            if self.probe and self.fleet:
+                self.check_engines(self.fleet, self.probe)
+                self.probe = None
+
+    def refit(self, engine: Member) -> None:
+        """Send the present weights again, because this engine has started."""
+        with self._one:
+            self.connected, engine.up = [], True
+            asked = self.policy.broadcast(PolicyWorker.current_version)[:1]
+            [self.version] = self._gather(asked, "tell the version of its weights")
+            self._publish_to_all()
+
+    def _publish_to_all(self) -> None:
+        while self.fleet and (engines := self.fleet.up):
+            try:
+                return self._publish(engines)
+            except (PublicationError, WorkerError):
+                self.connected = []  # a failed publication leaves no group behind
+                self.fleet.find_lost()
+                if self.fleet.up == engines:  # nobody was lost
+                    raise
+        if self.fleet:
+            self.fleet.check()
+
+    def connect(self, engines: list[Member], workers: int) -> None:
+        """Form the weight group of these engines, each of so many workers."""
         asked = self.policy.broadcast(PolicyWorker.weight_address)[:1]
         [(host, port)] = self._gather(asked, "tell where to send weights from")
         self.groups_made += 1
-        # One rank broadcasts; CUDA IPC reaches a rank's own GPU only.
-        senders = self.policy.layout.world_size if self.transport == "ipc" else 1
+        # One rank broadcasts; CUDA IPC reaches a rank's own GPU only, so that each rank with an engine sends.
+        senders = len(engines) * workers if self.transport == "ipc" else 1
         group = WeightGroup(
             host=host,
             port=port,
-            world_size=senders + fleet.size * fleet.workers_per_engine,
+            world_size=senders + len(engines) * workers,
             transport=self.transport,
             name=f"weights-{self.groups_made}",
             timeout_s=self.timeout_s,
             senders=senders,
         )
-        offsets = range(senders, group.world_size, fleet.workers_per_engine)
-        joining = fleet.call_each(RolloutEngine.join, [{"rank_offset": offset} for offset in offsets], group)
+        offsets = range(senders, group.world_size, workers)
+        joining = [
+            engine.call(RolloutEngine.join, group, rank_offset=offset)
+            for engine, offset in zip(engines, offsets, strict=True)
+        ]
         joining += self.policy.broadcast(PolicyWorker.join_weight_group, group)
         self._gather(joining, "join the weight group")
-        self.connected = True
+        self.connected = engines
 
-    def publish(self, version: int) -> None:
-        """Send the policy's weights as `version`. Raises PublicationError, naming the differences."""
-        if (fleet := self.fleet) is None:
-            return
-        if not self.connected:
-            self.connect(fleet)
-        listed = self.policy.broadcast(PolicyWorker.weight_manifest, version)[:1]
+    def _publish(self, engines: list[Member]) -> None:
+        assert self.fleet
+        if self.connected != engines:
+            self.connect(engines, self.fleet.workers_per_engine)
+        listed = self.policy.broadcast(PolicyWorker.weight_manifest, self.version)[:1]
         [manifest] = self._gather(listed, "list its weights")
-        receiving = fleet.call(RolloutEngine.receive, manifest)
+        receiving = [engine.call(RolloutEngine.receive, manifest) for engine in engines]
         sending = self.policy.broadcast(PolicyWorker.send_weights, manifest)
-        self.connected = False  # a failed publication leaves no group behind
-        doing = f"publish weight version {version}"
         try:
-            results = self._gather([*receiving, *sending], doing)
+            results = self._gather([*receiving, *sending], f"publish weight version {self.version}")
         except PublicationError as error:
-            # The sender may notice first. Ask each engine, so that the message names the one that died.
-            told = [str(error)]
-            for call in receiving:
-                try:
-                    self._gather([call], doing)
-                except PublicationError as engine:
-                    told.append(str(engine))
-            raise PublicationError("; ".join(dict.fromkeys(told))) from error
-        self.connected = True
+            raise told_by_all(error, receiving) from error
         sent: SentWeights = results[len(receiving)]
         for receipt in results[: len(receiving)]:
             verify_receipt(sent, receipt)
-        self._serve(fleet)
-        if self.probe:
-            self.check_engines(fleet, self.probe)
-            self.probe = None
+        self._serve(engines)
 
-    def _serve(self, fleet: Fleet) -> None:
-        self._gather(fleet.call(RolloutEngine.resume), "serve the new weights")
+    def _serve(self, engines: list[Member]) -> None:
+        self._gather([engine.call(RolloutEngine.resume) for engine in engines], "serve the new weights")
 
     def check_engines(self, fleet: Fleet, probe: Probe) -> None:
         """Let every engine answer the probe with its present weights, and score the answers with the policy.
@@ -110,13 +136,16 @@ class WeightPublisher:
         Raises PublicationError if the log-probabilities differ by more than rounding explains: engine and trainer then
         compute different functions of the same weights. The engines' caches are empty afterwards.
         """
+        engines = fleet.up
         asked = [
-            call for prompt in probe.prompts for call in fleet.call(RolloutEngine.generate, prompt, [probe.params])
+            engine.call(RolloutEngine.generate, prompt, [probe.params])
+            for prompt in probe.prompts
+            for engine in engines
         ]
         answers = self._gather(asked, "sample from the new weights")
-        self._gather(fleet.call(RolloutEngine.pause), "empty their caches")
-        self._serve(fleet)
-        asked_of = [prompt for prompt in probe.prompts for _ in range(fleet.size)]
+        self._gather([engine.call(RolloutEngine.pause) for engine in engines], "empty their caches")
+        self._serve(engines)
+        asked_of = [prompt for prompt in probe.prompts for _ in engines]
         samples: list[Generation] = [sample for [sample] in answers]
         rows = TokenRows.from_lists(
             [prompt + sample.tokens for prompt, sample in zip(asked_of, samples, strict=True)],
@@ -126,11 +155,11 @@ class WeightPublisher:
         ours: Tensor = self._gather(scoring, "score the engines' samples")[0][rows.loss_mask]
         theirs = [torch.tensor(sample.logprobs) for sample in samples]
         gaps = (ours - torch.cat(theirs)).abs().split([len(sample) for sample in theirs])
-        for engine in range(fleet.size):
-            gap = torch.cat(gaps[engine :: fleet.size])
+        for engine in range(len(engines)):
+            gap = torch.cat(gaps[engine :: len(engines)])
             if not float(gap.mean()) <= probe.tolerance:
                 raise PublicationError(
-                    f"engine {engine} gives the same tokens other log-probabilities than the trainer, with the same "
+                    f"engine {engines[engine].index} gives the same tokens other log-probabilities than the trainer, with the same "
                     f"weights: mean difference {gap.mean():.3g} nats, largest {gap.max():.3g}; rounding explains a mean "
                     f"of {probe.tolerance:g}. Engine and trainer compute this architecture differently: use another "
                     "architecture, or change --vllm.engine_args, --vllm.quantization or --ds.attn_implementation."
@@ -138,3 +167,16 @@ class WeightPublisher:
 
     def _gather(self, calls: Sequence[Call], doing: str) -> list[Any]:
         return gather(calls, timeout_s=self.timeout_s, doing=doing, flag="--train.publish_timeout")
+
+
+def told_by_all(error: PublicationError, receiving: Sequence[Call]) -> PublicationError:
+    """The error with those of the engines: the sender may notice first that one could not load."""
+    told = [str(error)]
+    for call in receiving:
+        try:
+            gather([call], timeout_s=ANSWER_S, doing="answer")
+        except PublicationError as engine:
+            told.append(str(engine))
+        except WorkerError:
+            pass  # it died, or does not answer: the fleet will find it
+    return PublicationError("; ".join(dict.fromkeys(told)))

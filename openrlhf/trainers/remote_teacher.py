@@ -39,7 +39,8 @@ class RemoteTeacher:
         if trajectory.failed or trajectory.filtered:
             return trajectory
         try:
-            return replace(trajectory, teacher_logprobs=await self._logprobs(trajectory.tokens))
+            scored = {"teacher_logprobs": await self._logprobs(trajectory.tokens)}  # nats; 0.0 for the first token
+            return replace(trajectory, columns={**trajectory.columns, **scored})
         except ServerError as error:
             return trajectory.failing(f"{self.flag}: {error}", error.failure)
 

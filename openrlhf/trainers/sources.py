@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Protocol
 
 from torch.utils.data import DataLoader
@@ -19,6 +21,7 @@ from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trajectory import Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
+READ_TOGETHER = 64  # prompts
 
 
 class Source(Protocol):
@@ -36,11 +39,17 @@ class Source(Protocol):
     @property
     def exhausted(self) -> bool: ...  # no prompt is left
 
-    def resume(self, *, step: int, consumed: int) -> None: ...  # `step` finished steps have consumed that many prompts
+    def resume(self, *, step: int, consumed: int, folder: Path) -> None: ...  # `step` steps have had so many prompts
+
+    def save(self, folder: Path) -> None: ...  # what has been drawn and not been trained on
 
     def metrics(self) -> dict[str, Metric]: ...  # the cost of generation since the last call
 
+    def publishing(self, version: int) -> AbstractContextManager[None]: ...  # within it, the weights are published
+
     def __iter__(self) -> Iterator[list[Trajectory]]: ...  # the batch of each step that is left
+
+    def close(self) -> None: ...  # end what is under way
 
 
 @dataclass(eq=False, repr=False)
@@ -96,23 +105,27 @@ class SyncSource:
     def _rest_of_epoch(self) -> Iterator[Prompt]:
         """Prompts one by one. `_drawn` counts prompts handed out, not prompts that the loader has read ahead."""
         self._drawn = self.consumed
-        for row in chain.from_iterable(self._loader()):
+        for prompt in rest_of_epoch(self.prompts, self._drawn, seed=self.train.seed, num_workers=self.num_workers):
             self._drawn += 1
-            yield replace(row, index=self._drawn - 1)
+            yield prompt
 
-    def _loader(self) -> DataLoader[Prompt]:
-        sampler = ResumableSampler(len(self.prompts), seed=self.train.seed, consumed=self.consumed, drop_last=False)
-        return DataLoader(
-            self.prompts, batch_size=self.batch_size, sampler=sampler, collate_fn=list, num_workers=self.num_workers
-        )
-
-    def resume(self, *, step: int, consumed: int) -> None:
+    def resume(self, *, step: int, consumed: int, folder: Path) -> None:
         """Continue after `step`, when `consumed` prompts had been used."""
         self.step, self.consumed = step, consumed
+
+    def save(self, folder: Path) -> None:
+        """Nothing: what has been drawn and not been trained on is drawn again."""
 
     def metrics(self) -> dict[str, Metric]:
         """The cost of generation since the last call."""
         return self.generator.metrics()
+
+    def publishing(self, version: int) -> AbstractContextManager[None]:
+        """No sample is under way between two steps."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Nothing is under way between two steps."""
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         while not self.exhausted:
@@ -166,6 +179,14 @@ class SyncSource:
                 len(groups), self.keep.low, self.keep.high,
             )  # fmt: skip
         return groups
+
+
+def rest_of_epoch(prompts: PromptDataset, drawn: int, *, seed: int, num_workers: int = 0) -> Iterator[Prompt]:
+    """The prompts that are left of an epoch when `drawn` have been drawn in all epochs, numbered as they are drawn."""
+    sampler = ResumableSampler(len(prompts), seed=seed, consumed=drawn, drop_last=False)
+    loader = DataLoader(prompts, batch_size=READ_TOGETHER, sampler=sampler, collate_fn=list, num_workers=num_workers)
+    for number, prompt in enumerate(chain.from_iterable(loader), drawn):
+        yield replace(prompt, index=number)
 
 
 def _kept(groups: Sequence[Sequence[Trajectory]]) -> list[int]:

@@ -1,9 +1,8 @@
 """Columns that workers compute: the workers and inputs of each column, and the transport of its rows."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,12 +57,10 @@ class RewardModels:
 
     def __init__(self, workers: WorkerGroup, weights: Sequence[float], *, timeout_s: float) -> None:
         self.workers, self.weights, self.timeout_s = workers, weights, timeout_s
-        self._launching = threading.Lock()  # every rank must get calls in the same order: some forwards are collective
 
     def launch(self, experience: Experience) -> Pending:
         """The rewards of every model for every row, (B, K), on their way."""
-        with self._launching:
-            return Pending(experience.texts(), self.workers, RewardWorker.rewards, per_sample=True)
+        return Pending(experience.texts(), self.workers, RewardWorker.rewards, per_sample=True)
 
     def summed(self, trajectories: Sequence[Trajectory], rewards: Tensor) -> list[Trajectory]:
         """The episodes with the weighted sum of the reward models' rewards (B, K) and their own reward."""
@@ -81,3 +78,35 @@ class RewardModels:
     async def score_group(self, group: list[Trajectory]) -> list[Trajectory]:
         """The same for the samples of one prompt, while other prompts are still being sampled."""
         return await asyncio.to_thread(self.score, group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStages:
+    """Stages that need no other samples than those of a prompt: run as soon as these are finished, side by side."""
+
+    stages: Sequence[Stage]
+    models: RewardModels | None
+    timeout_s: float
+
+    async def annotated(self, group: list[Trajectory]) -> list[Trajectory]:
+        """The samples of one prompt with their rewards and columns, while other prompts are still being sampled."""
+        return await asyncio.to_thread(self._annotated, group)
+
+    def _annotated(self, group: list[Trajectory]) -> list[Trajectory]:
+        finished = [t for t in group if not t.failed and t.num_actions]
+        if not finished:
+            return group
+        experience = Experience.from_trajectories(finished)
+        rewards = self.models.launch(experience) if self.models else None
+        pending = {stage.writes: stage.launch(experience) for stage in self.stages}
+        if self.models and rewards:
+            finished = self.models.summed(finished, rewards.collect(self.timeout_s))
+        lengths = experience.lengths.tolist()
+        columns = {name: column.collect(self.timeout_s).split(lengths) for name, column in pending.items()}
+        done = {
+            t.sample_index: replace(
+                t, columns={**t.columns, **{name: rows[place].tolist() for name, rows in columns.items()}}
+            )
+            for place, t in enumerate(finished)
+        }
+        return [done.get(t.sample_index, t) for t in group]

@@ -9,11 +9,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf import termination
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState, StagedCheckpoint
 from openrlhf.data.batching import ResumableSampler
-from openrlhf.distributed.strategy import Strategy, TrainEngine
+from openrlhf.distributed.engine import TrainEngine
+from openrlhf.distributed.strategy import Strategy
 from openrlhf.observability.metrics import Last, Max, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
@@ -51,25 +53,30 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """Train until the steps or the patience are used up, then export to --ckpt.output_dir."""
         if self.recorder:
             self.recorder.display.begin(self.total_steps, done=self.step)
-        for window in self.windows():
-            result = self.engine.optimize(
-                window,
-                counts=self.task.counts,
-                loss=lambda micro, totals: self.task.loss(self.engine, micro.to(self.strategy.device), totals),
-                before=lambda micro: self.task.before(self.engine, micro.to(self.strategy.device)),
-                max_nonfinite=self.train.max_nonfinite,
-            )
-            self.step += 1
-            numbers: dict[str, Metric] = {
-                "train/lr": Last(result.lr),
-                "train/grad_norm": Last(result.grad_norm),
-                "train/nonfinite_steps": Max(float(self.engine.nonfinite_steps)),
-            }
-            self.after_step(result.metrics | numbers)
+        with termination.whole():  # the ranks end together, after a step
+            for window in self.windows():
+                self.learn_from(window)
         returned = self.return_to_best()
         if self.eval_rows is not None and (returned or self.step == self.resumed_at):
             self.measure()  # no checkpoint has the numbers that `evaluated` stores in the model
         self.export(self.ckpt.output_dir)
+
+    def learn_from(self, window: list[Micro]) -> None:
+        """One optimizer step, and what follows it."""
+        result = self.engine.optimize(
+            window,
+            counts=self.task.counts,
+            loss=lambda micro, totals: self.task.loss(self.engine, micro.to(self.strategy.device), totals),
+            before=lambda micro: self.task.before(self.engine, micro.to(self.strategy.device)),
+            max_nonfinite=self.train.max_nonfinite,
+        )
+        self.step += 1
+        numbers: dict[str, Metric] = {
+            "train/lr": Last(result.lr),
+            "train/grad_norm": Last(result.grad_norm),
+            "train/nonfinite_steps": Max(float(self.engine.nonfinite_steps)),
+        }
+        self.after_step(result.metrics | numbers)
 
     def windows(self) -> Iterator[list[Micro]]:
         """This rank's micro-batches of each remaining optimizer step."""
@@ -100,15 +107,18 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def after_step(self, metrics: Mapping[str, Metric]) -> None:
         """Log, evaluate, checkpoint."""
-        merged = merge_all(self.strategy.gather(dict(metrics)))
+        every = self.strategy.gather((dict(metrics), termination.asked()))
+        merged, terminated = merge_all(metrics for metrics, _ in every), any(asked for _, asked in every)
         if self.recorder:
             logged = {name: m for name, m in merged.items() if name.startswith("train/")}
             self.recorder.step(self.step, values(logged))
         last = self.step == self.total_steps
         if self.eval_rows is not None and (self.step % self.eval_steps == 0 or last):
             self.evaluate()
-        if self.ckpt.save_steps > 0 and self.step % self.ckpt.save_steps == 0:
+        if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or terminated):
             self.save()
+        if terminated:
+            raise SystemExit(termination.STATUS)
 
     def evaluate(self) -> None:
         """Measure and log. A new best is saved."""

@@ -15,7 +15,8 @@ from openrlhf.checkpoints.export import export_hf
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.data.batching import batches_of_rows, batches_of_tokens
 from openrlhf.distributed.averaging import WeightAverage
-from openrlhf.distributed.strategy import Metrics, StepResult, Strategy
+from openrlhf.distributed.engine import Metrics, StepResult, TrainEngine
+from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.models.proof import prove_layout
 from openrlhf.observability.metrics import Last, Max, Mean, merge_all
@@ -93,6 +94,7 @@ class TrainedSettings:
     max_nonfinite: int
     aux_loss_coef: float = 0.0  # of the load-balancing loss of a mixture of experts
     bucket_bytes: int  # of weights that are exported or published
+    sleeps: bool = False  # its training state is in CPU memory between updates
     ema_beta: float | None = None  # decay of the exported average of the weights; None: the weights are exported
 
 
@@ -115,7 +117,14 @@ class TrainedWorker(ABC, Generic[Job]):
     def __init__(self, strategy: Strategy, settings: TrainedSettings, load_model: Callable[[], nn.Module]) -> None:
         self.strategy = strategy
         self.trained = settings
-        self.engine = strategy.trained(load_model, settings.optimizer, total_steps=settings.total_steps, name=self.name)
+        self.engine = TrainEngine.of(
+            strategy,
+            load_model,
+            settings.optimizer,
+            total_steps=settings.total_steps,
+            name=self.name,
+            sleeps=settings.sleeps,
+        )
         prove_layout(self.engine.module)
         self.average = None if settings.ema_beta is None else WeightAverage(self.engine, settings.ema_beta)
 
@@ -130,10 +139,11 @@ class TrainedWorker(ABC, Generic[Job]):
     def update(self, job: Job) -> Metrics:
         """Take the optimizer steps of an update. Returns the metrics of this rank's tokens under their logged names."""
         results: list[StepResult] = []
-        for number in range(len(job.steps)):
-            results.append(self._optimizer_step(job, number))
-            if self.has_moved_enough(results[-1].metrics):
-                break
+        with self.engine.awake():
+            for number in range(len(job.steps)):
+                results.append(self._optimizer_step(job, number))
+                if self.has_moved_enough(results[-1].metrics):
+                    break
         step_metrics: Metrics = {
             f"train/{self.name}_steps": Last(float(len(results))),
             f"train/{self.name}_lr": Last(results[-1].lr),

@@ -8,7 +8,8 @@ from torch import Tensor
 from openrlhf.algorithms.policy_losses import value_loss
 from openrlhf.algorithms.tensors import masked_sum
 from openrlhf.batches import Experience, Ragged
-from openrlhf.distributed.strategy import Metrics, Strategy
+from openrlhf.distributed.engine import Metrics
+from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.backbone import has_balanced_experts
 from openrlhf.models.scalar import ScalarModel, load_scalar, state_values
 from openrlhf.observability.metrics import Mean

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from openrlhf.batches import Ragged, TokenRows
 from openrlhf.distributed.strategy import Strategy
@@ -23,6 +22,7 @@ class ReferenceSettings:
     load: LoadSpec
     forward_limits: MicroBatchLimits
     temperature: float
+    offload: bool = False  # in CPU memory between uses
 
 
 class ReferenceWorker:
@@ -32,12 +32,16 @@ class ReferenceWorker:
         self.strategy = strategy
         self.settings = settings
         load = settings.load
-        self.model = strategy.frozen(lambda: PolicyModel(load_causal_lm(load), packing=load.packing))
-        prove_layout(self.model)
+        self.model = strategy.frozen(
+            lambda: PolicyModel(load_causal_lm(load), packing=load.packing), offload=settings.offload
+        )
+        with strategy.lent(self.model, offload=settings.offload):
+            prove_layout(self.model)
 
     def logprobs(self, rows: TokenRows) -> Tensor:
         """Log-probability of every target of this rank's rows, (N,)."""
-        return column_of(rows, self._score, self.settings.forward_limits, self.strategy)
+        with self.strategy.lent(self.model, offload=self.settings.offload):
+            return column_of(rows, self._score, self.settings.forward_limits, self.strategy)
 
     def _score(self, micro: TokenRows) -> Tensor:
         return self.model(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs
@@ -51,6 +55,7 @@ class RewardModelSettings:
     forward_limits: MicroBatchLimits
     head_prefix: str
     normalize: bool
+    offload: bool = False  # in CPU memory between uses
 
 
 class RewardWorker:
@@ -59,9 +64,10 @@ class RewardWorker:
     def __init__(self, strategy: Strategy, settings: RewardModelSettings) -> None:
         self.strategy = strategy
         self.settings = settings
-        self.models = [strategy.frozen(partial(self._load, spec)) for spec in settings.models]
+        self.models = [strategy.frozen(partial(self._load, spec), offload=settings.offload) for spec in settings.models]
         for model in self.models:
-            prove_layout(model)
+            with strategy.lent(model, offload=settings.offload):
+                prove_layout(model)
 
     def _load(self, spec: LoadSpec) -> ScalarModel:
         settings = self.settings
@@ -69,9 +75,12 @@ class RewardWorker:
 
     def rewards(self, texts: Ragged) -> Tensor:
         """Rewards of this rank's rows by every model, (B, K)."""
-        scorers = [partial(self._score, model) for model in self.models]
-        columns = [column_of(texts, s, self.settings.forward_limits, self.strategy, per_sample=True) for s in scorers]
-        return torch.stack(columns, dim=1)
+        return torch.stack([self._rewards_by(model, texts) for model in self.models], dim=1)
 
-    def _score(self, model: Any, micro: Ragged) -> Tensor:
+    def _rewards_by(self, model: nn.Module, texts: Ragged) -> Tensor:
+        score, limits = partial(self._score, model), self.settings.forward_limits
+        with self.strategy.lent(model, offload=self.settings.offload):
+            return column_of(texts, score, limits, self.strategy, per_sample=True)
+
+    def _score(self, model: nn.Module, micro: Ragged) -> Tensor:
         return last_token_scores(model(micro.tokens, micro.offsets).values, micro.offsets)

@@ -17,7 +17,8 @@ from openrlhf.batches import Experience, TokenRows
 from openrlhf.config.learning import ActorConfig, AlgoConfig
 from openrlhf.distributed.buckets import SentWeights, TensorSpec, WeightManifest
 from openrlhf.distributed.devices import free_port
-from openrlhf.distributed.strategy import Metrics, Strategy
+from openrlhf.distributed.engine import Metrics
+from openrlhf.distributed.strategy import Strategy
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
 from openrlhf.models.loading import load_causal_lm, stored_tensors
 from openrlhf.models.policy import PolicyModel
@@ -56,6 +57,7 @@ class PolicyUpdate(Update):
     """An update of the policy, with the current coefficient β of a KL in the loss."""
 
     kl_coef: float
+    version: int  # of the weights after the update
     pretraining: Sequence[TokenRows] = ()  # PPO-ptx: this rank's rows of each optimizer step
 
 
@@ -74,7 +76,17 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             settings.trained,
             lambda: PolicyModel(load_causal_lm(load), packing=load.packing, balancing=balancing),
         )
-        self.sender = WeightSender()
+        self.sender, self.version = WeightSender(), 0
+
+    def update(self, job: PolicyUpdate) -> Metrics:
+        """See `TrainedWorker`."""
+        metrics = super().update(job)
+        self.version = job.version
+        return metrics
+
+    def current_version(self) -> int:
+        """The version of the weights."""
+        return self.version
 
     def logprobs(self, rows: TokenRows) -> Tensor:
         """log π_θ of every target of this rank's rows, (N,), with the current weights: π_old of the coming update."""
@@ -172,6 +184,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
 
         Tied weights come once.
         """
+        self.version = version
         specs = (
             TensorSpec(name=stored, dtype=self.settings.wire_dtype, shape=tuple(tensor.shape))
             for name, shape in self.engine.full_shapes().items()

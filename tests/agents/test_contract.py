@@ -19,6 +19,7 @@ from openrlhf.agents import play
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RemoteEnginesConfig, RolloutConfig, RuleConfig
+from openrlhf.observability.metrics import Metric
 from openrlhf.rewards import remote_engines
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine import EngineError, RequestRefused
@@ -45,6 +46,11 @@ class Engine:
     async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         self.asked += [(tokens, each) for each in params]
         return [answer(tokens, each) for each in params]
+
+    async def rest(self) -> None: ...
+
+    def metrics(self) -> dict[str, Metric]:
+        return {}
 
 
 def answer(prompt: list[int], params: SamplingParams) -> Generation:

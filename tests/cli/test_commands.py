@@ -170,7 +170,7 @@ def test_mistakes_and_interrupts_end_without_a_traceback(capsys: pytest.CaptureF
 def test_the_help_marks_flags_whose_feature_is_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["ppo", "--help", "all"])
-    described = " ".join(capsys.readouterr().out.split("--train.async_enable ")[1].split("--")[0].split())
+    described = " ".join(capsys.readouterr().out.split("--ds.ring_attn_size INT ")[1].split("--")[0].split())
     assert described.endswith("Not available yet.")
 
 

@@ -73,14 +73,12 @@ PRINTED = {
         "--train.async_enable --train.async_queue_size 2 --train.partial_rollout_enable",
         lacks=(NO_PROMPTS,),
         missing="--data.prompt_dataset prompts",
-        not_yet=("--train.async_enable", "--train.partial_rollout_enable"),
     ),
     "asynchronous GRPO": Printed(
         text=f"{SUBMIT}-- python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path '<model>' "
         "--algo.advantage.estimator group_norm --train.async_enable --train.async_queue_size 2",
         lacks=(NO_PROMPTS, NO_REWARD, NO_GROUPS),
         missing="--data.prompt_dataset prompts --reward.verifier format --rollout.n_samples_per_prompt 2",
-        not_yet=("--train.async_enable",),
     ),
 }
 # Preference training is not there yet.

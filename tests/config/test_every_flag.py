@@ -79,10 +79,10 @@ READERS = {
     "train_rm": f"{TRAINING} trainers.reward data.feedback",
     "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data launch.processes launch.agents agents.play "
     "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers data.prompts data.first_look "
-    "trainers.sources workers.policy workers.critic checkpoints.manager",
+    "trainers.sources trainers.async_source workers.policy workers.critic checkpoints.manager rollout.fleet distributed.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
     "eval": "evaluation.runs trainers.reward launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.judge "
-    "observability.recorder observability.trackers data.prompts data.feedback",
+    "observability.recorder observability.trackers data.prompts data.feedback rollout.fleet distributed.placement",
     "reward_test": "evaluation.reward_test rewards.rule",
 }
 # What a section is called in those modules besides its own name.
@@ -187,6 +187,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield settings.reference_settings(config, "m")
         yield settings.loop_settings(config, config.run.dir, {})
         yield plan_placement(config, kind)
+        yield settings.transport(config, kind)
         yield vars(make_kl(config))
         yield correction_of(config.algo)
         yield clip_of(config.actor), config.algo.correction.level

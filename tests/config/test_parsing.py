@@ -269,8 +269,8 @@ def test_what_follows_from_a_mistake_is_not_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(PPOConfig, f"{line} --train.batchsize 8 --rollout.batch_size 4".split(), command="train_ppo_ray")
     assert len(caught.value.violations) == 1  # and nothing about a --train.batch_size of 128
-    assert violations("train_ppo_ray", "--colocate_all_models --vllm.num_engines 2") == [
-        "--train.colocate_all is not available yet: use --train.colocate_actor_ref."
+    assert violations("train_ppo_ray", "--ring_attn_size 2") == [
+        "--ds.ring_attn_size 2 is not available yet: use 1 and a smaller --data.max_len."
     ]
 
 
@@ -298,5 +298,5 @@ def test_short_help_has_what_is_required_first_and_a_word_finds_its_flags(capsys
         printed("nonsense") == "train_ppo_ray has no flag with nonsense in its name or description: try --help all.\n"
     )
     assert len(printed("all").splitlines()) > 200
-    for word in ("muon.lr", "critic.optim", "async_queue_size"):
+    for word in ("muon.lr", "critic.optim", "ring_attn_size"):
         assert " ".join(printed(word).split()).endswith("Not available yet."), word

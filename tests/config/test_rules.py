@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from openrlhf.config import machine
 from openrlhf.config.commands import ModelCommand, Root
 from openrlhf.config.flags import amend, bound_violations, spelled_out
 from openrlhf.config.options import ConfigError
@@ -101,8 +102,26 @@ BROKEN: list[tuple[str, str, str]] = [
      "with rejection_sample_method synthetic samples would be drawn from another distribution"),
     (RL, '--vllm.engine_args {"speculative_config":{"method":"ngram","num_speculative_tokens_per_batch_size":[[1,8,2]]}}',
      "Use num_speculative_tokens, or --rollout.seeded off"),
-    (RL, "--vllm.max_engines 5", "--vllm.max_engines 5 is not available yet: use as many as --vllm.num_engines 1."),
-    (RL, "--vllm.sync_backend mpi", "--vllm.sync_backend mpi is not available yet: leave it out"),
+    (RL, "--vllm.max_engines 1 --vllm.num_engines 2", "--vllm.max_engines 1 is less than --vllm.num_engines 2"),
+    (RL, "--vllm.sync_backend mpi", "--vllm.sync_backend mpi is unknown here: use nccl, or gloo"),
+    (RL, "--vllm.pipeline_parallel_size 2", "vLLM on CPUs cannot split an engine by layers"),
+    (RL, "--vllm.enable_sleep --train.async_enable", "the engines of --train.async_enable never rest"),
+    (RL, "--train.colocate_all --ref.num_gpus_per_node 2", "--train.colocate_all needs equal sizes, but they are "
+     "--actor.num_nodes 1 --actor.num_gpus_per_node 1 and --ref.num_nodes 1 --ref.num_gpus_per_node 2"),
+    (RL, "--train.colocate_all --vllm.num_engines 2",
+     "--vllm.num_engines 2 x --vllm.tensor_parallel_size 1 = 2 are more than --actor.num_nodes 1 x"),
+    (RL, "--train.colocate_all --actor.num_gpus_per_node 4 --vllm.tensor_parallel_size 3",
+     "its 3 do not divide --actor.num_gpus_per_node 4"),
+    (RL, '--placement.vllm.resources {"fast":0}', "fast of vllm is 0; an amount above 0 is a Ray resource"),
+    (RL, "--placement.cluster 2x8", "--placement.cluster 2x8 is a cluster that is not there: it needs --dry_run"),
+    (RL, "--dry_run --placement.cluster 2x", "--placement.cluster 2x is no cluster: write 2x8"),
+    (RL, "--train.async_enable --rollout.only", "--rollout.only and --train.async_enable do not go together"),
+    (RL, "--train.async_enable --rollout.dump_dir d", "--rollout.dump_dir d and --train.async_enable do not"),
+    (RL, "--train.async_enable --rollout.replay_dir .", "--rollout.replay_dir . and --train.async_enable do not"),
+    (SFT, "--ds.adam_offload --ds.zero_stage 0", "--ds.adam_offload needs --ds.zero_stage 1, 2 or 3"),
+    (RL, "--ds.param_offload cpu", "--ds.param_offload cpu needs --ds.zero_stage 3"),
+    (SFT, "--ds.param_offload nvme --ds.zero_stage 3", "--ds.param_offload nvme is not available yet: use cpu"),
+    (RL, "--ds.enable_sleep --ds.zero_stage 0", "--ds.enable_sleep needs --ds.zero_stage 1, 2 or 3"),
     (RL, "--reward.verifier math --reward.remote_url http://host,r.py",
      "--reward.remote_url http://host,r.py together with --reward.verifier math is not available yet: leave out one"),
     (SFT, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not available yet: use bf16"),
@@ -115,7 +134,7 @@ BROKEN: list[tuple[str, str, str]] = [
      "give max_num_batched_tokens at least the tokens of --data.max_len 2048"),
     (RL, "--train.colocate_actor_ref --ref.num_gpus_per_node 2",
      "--train.colocate_actor_ref needs equal sizes"),
-    (RL, "--train.colocate_critic_reward --critic.num_gpus_per_node 2 "
+    (RL, "--train.colocate_critic_reward --reward.model_name_or_path o/r --critic.num_gpus_per_node 2 "
      "--reward.num_gpus_per_node 1 --algo.advantage.estimator gae", "--train.colocate_critic_reward needs equal"),
     (SFT, "--eval.patience 3", "--eval.patience 3 waits for a better evaluation: give --eval.dataset"),
     (SFT, "--eval.patience 3 --eval.dataset e --ckpt.best_metric_key none", "--ckpt.best_metric_key, which is none"),
@@ -163,6 +182,7 @@ BROKEN: list[tuple[str, str, str]] = [
 
 def unchecked(command: str, line: str, gpu_machine: Any) -> Any:
     """The resolved configuration of a line, before its rules are asked."""
+    machine.cluster_gpus = None  # another line may have declared a cluster
     if "flash_attention_2" in line:  # rules for machines with a GPU
         gpu_machine(1, flash_attention="fp32" in line)
     smallest = SMALLEST[command] if line else ""
@@ -224,6 +244,7 @@ def test_a_command_without_flags_is_told_everything_it_needs(command: str) -> No
         "--algo.advantage.estimator reinforce",
         "--algo.advantage.estimator dr_grpo --rollout.n_samples_per_prompt 2",
         "--algo.kl.init_coef 0 --train.colocate_actor_ref --ref.num_gpus_per_node 2",
+        "--train.colocate_all --actor.num_gpus_per_node 4 --vllm.num_engines 2 --vllm.tensor_parallel_size 2",
         "--train.dynamic_batch_enable --train.micro_batch_size 48",
         "--train.dynamic_batch_enable --train.max_tokens_per_gpu 100 --rollout.max_tokens_per_gpu 50",
         "--actor.num_nodes 2 --actor.num_gpus_per_node 4 --train.micro_batch_size 4",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import Strategy
 
 STEPS, RATE = 64, 1e-3
@@ -33,7 +34,7 @@ class Ones(nn.Module):
 
 def train(strategy: Strategy) -> Tensor:
     """The weight after `STEPS` steps."""
-    engine = strategy.trained(Ones, OPTIMIZER, total_steps=STEPS)
+    engine = TrainEngine.of(strategy, Ones, OPTIMIZER, total_steps=STEPS)
     for _ in range(STEPS):
         engine.optimize(
             [torch.ones(1, 8, dtype=torch.bfloat16)],

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.distributed.layout import Axis, Place, RankLayout, order_by_node
+from openrlhf.distributed.layout import Axis, Place, RankLayout
 
 sizes = st.integers(1, 5)
 layouts = st.builds(RankLayout, dp=sizes, sp=sizes, tp=sizes)
@@ -48,11 +46,3 @@ def test_ranks_draw_the_same_noise_if_and_only_if_they_share_a_weight(layout: Ra
     for rank, seed in enumerate(seeds):
         assert [peer for peer, other in enumerate(seeds) if other == seed] == layout.peers(rank, "tp")
     assert seeds[0] == 42  # one process draws what it would draw without a layout
-
-
-@given(st.lists(st.sampled_from("abc"), min_size=1))
-def test_ranks_go_node_by_node(nodes: list[str]) -> None:
-    order = order_by_node(nodes)
-    assert sorted(order) == list(range(len(nodes))) and order[0] == 0
-    ranked = [nodes[process] for process in order]
-    assert sum(here != there for here, there in itertools.pairwise(ranked)) == len(set(nodes)) - 1

@@ -1,68 +1,148 @@
-"""The plan of who gets which devices, and what is said where there are too few."""
+"""The plan of who gets which devices, against a search of all plans, and what is said where there are too few."""
 
 from __future__ import annotations
 
-import re
+import itertools
+from collections import Counter
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from openrlhf.distributed.placement import Placement, PlacementError, check_capacity, plan
+from openrlhf.distributed.placement import HostGroup, Machine, Placement, PlacementError, Places
 
-ROLES = {"actor": (2, 4), "critic": (1, 2), "ref": (2, 4), "reward": (1, 2)}
-
-
-def groups(placement: Placement) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Roles and slots of each group, by its name."""
-    return {group.name: (group.roles, group.slots) for group in placement.groups}
-
-
-def test_roles_have_devices_of_their_own_unless_they_are_joined() -> None:
-    assert groups(plan(ROLES, engines=3, on_gpus=True)) == {
-        "actor": (("actor",), 8),
-        "critic": (("critic",), 2),
-        "ref": (("ref",), 8),
-        "reward": (("reward",), 2),
-        "vllm": (("vllm",), 3),
-    }
-    joined = plan(ROLES, engines=3, on_gpus=True, colocated=[("actor", "ref"), ("critic", "reward")])
-    assert groups(joined) == {
-        "actor+ref": (("actor", "ref"), 8),
-        "critic+reward": (("critic", "reward"), 2),
-        "vllm": (("vllm",), 3),
-    }
-    assert joined.slots == 13
-    assert "critic+reward" in [group.name for group in joined.groups]
+machines = st.lists(
+    st.builds(
+        Machine,
+        name=st.just(""),
+        slots=st.integers(0, 5),
+        resources=st.sampled_from([{}, {"fast": 1.0}, {"fast": 2.5}]),
+        labels=st.sampled_from([{}, {"zone": "a"}]),
+    ),
+    max_size=3,
+).map(lambda found: [replace(machine, name=f"m{place}") for place, machine in enumerate(found)])
+wants = st.sampled_from([{}, {}, {"fast": 0.5}, {"zone": "a"}, {"fast": 1.0, "zone": "a"}])
 
 
-def test_joining_a_role_that_the_run_does_not_have_changes_nothing() -> None:
-    alone = plan({"actor": (1, 1)}, engines=1, on_gpus=False, colocated=[("actor", "ref")])
-    assert groups(alone) == {"actor": (("actor",), 1), "vllm": (("vllm",), 1)}
+def group(name: str, nodes: int | None, per_node: int, **more: object) -> HostGroup:
+    return HostGroup(name=name, roles=(name,), nodes=nodes, per_node=per_node, **more)  # pyright: ignore[reportArgumentType]
 
 
-def test_roles_that_share_devices_have_equally_many() -> None:
-    with pytest.raises(PlacementError, match=re.escape("the flags ask for actor 2 × 4, critic 1 × 2")):
-        plan(ROLES, engines=0, on_gpus=True, colocated=[("actor", "critic")])
+plans = st.tuples(
+    st.builds(group, st.just("actor"), st.integers(1, 2), st.integers(1, 3), wants=wants),
+    st.builds(group, st.just("critic"), st.integers(1, 2), st.integers(1, 2), wants=wants),
+    st.builds(group, st.just("vllm"), st.none(), st.integers(1, 3), devices=st.integers(1, 2), wants=wants),
+).map(lambda groups: Placement(groups=groups, on_gpus=True))
 
 
-def test_too_few_devices_are_reported_with_the_sum_and_the_flags_that_make_it() -> None:
-    placement = plan(ROLES, engines=3, on_gpus=True, colocated=[("actor", "ref"), ("critic", "reward")])
-    check_capacity(placement, {"GPU": 13.0, "CPU": 1.0})
-    with pytest.raises(PlacementError) as error:
-        check_capacity(placement, {"GPU": 12.0, "CPU": 64.0})
-    assert "needs 13 GPUs (actor+ref 8 + critic+reward 2 + vllm 3 = 13 slots of 1), but Ray's cluster has 12" in str(
-        error.value
+def allowed(plan: Placement, there: list[Machine], places: Places) -> bool:
+    """Whether an assignment keeps to every rule, said once more in other words."""
+    used: Counter[str] = Counter()
+    fast: Counter[str] = Counter()
+    for each in plan.groups:
+        on = Counter(machine.name for machine in places[each.name])
+        if each.nodes is not None and not (len(on) == each.nodes and set(on.values()) == {each.per_node}):
+            return False
+        if on.total() != (each.nodes or 1) * each.per_node:
+            return False
+        for machine in places[each.name]:
+            used[machine.name] += each.devices
+            fast[machine.name] += each.wants.get("fast", 0)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if "zone" in each.wants and machine.labels.get("zone") != each.wants["zone"]:
+                return False
+    return all(
+        used[machine.name] <= machine.slots and fast[machine.name] <= machine.resources.get("fast", 0)
+        for machine in there
     )
-    assert "Lower --actor.num_gpus_per_node or --critic.num_gpus_per_node or --vllm.num_engines," in str(error.value)
 
 
-def test_a_teachers_devices_are_counted_by_the_flag_of_the_reference() -> None:
-    placement = plan({"actor": (1, 1), "teacher": (1, 2)}, engines=1, on_gpus=True)
-    with pytest.raises(PlacementError, match=r"Lower --actor.num_gpus_per_node or --ref.num_gpus_per_node or --vllm"):
-        check_capacity(placement, {"GPU": 2.0})
+def any_plan_fits(plan: Placement, there: list[Machine]) -> bool:
+    """By trying every machine for every process."""
+    ways = [itertools.combinations_with_replacement(there, each.processes) for each in plan.groups]
+    names = [each.name for each in plan.groups]
+    return any(allowed(plan, there, dict(zip(names, way, strict=True))) for way in itertools.product(*map(list, ways)))
 
 
-def test_ten_processes_share_a_cpu_core() -> None:
-    placement = plan({"actor": (1, 4)}, engines=6, on_gpus=False)
-    check_capacity(placement, {"CPU": 1.0})
-    with pytest.raises(PlacementError, match=r"needs 1 CPUs \(actor 4 \+ vllm 6 = 10 slots of 0\.1\)"):
-        check_capacity(placement, {"CPU": 0.5})
+@settings(max_examples=150, deadline=None)
+@given(plans, machines)
+def test_a_plan_is_found_if_and_only_if_there_is_one(plan: Placement, there: list[Machine]) -> None:
+    places = plan.places(there)
+    assert (places is not None) == any_plan_fits(plan, there)
+    if places is not None:
+        assert allowed(plan, there, places)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans, machines)
+def test_the_plan_that_is_named_instead_fits_and_is_no_larger(plan: Placement, there: list[Machine]) -> None:
+    nearest = plan._nearest(there)
+    shapes = {other.typed(): (each, other) for each in plan.groups for other in each.smaller(3, 5)}
+    fitting = {
+        text: sum(shape.slots for shape in (other if old is each else old for old in plan.groups))
+        for text, (each, other) in shapes.items()
+        if replace(plan, groups=tuple(other if old is each else old for old in plan.groups)).places(there) is not None
+    }
+    assert fitting.get(nearest, 0) == max(fitting.values(), default=0) <= plan.slots
+
+
+EIGHT = [Machine(name="a", slots=8), Machine(name="b", slots=8)]
+
+
+def test_groups_take_whole_machines_and_leave_the_others_whole() -> None:
+    plan = Placement(groups=(group("critic", 1, 4), group("actor", 1, 8), group("ref", 1, 4)), on_gpus=True)
+    places = plan.check(EIGHT)
+    assert {each.name for each in places["actor"]}.isdisjoint(each.name for each in [*places["critic"], *places["ref"]])
+    assert plan.check(EIGHT) == places  # the same every time
+
+
+def test_engines_share_the_devices_of_the_models_in_their_order() -> None:
+    models = HostGroup(name="actor+ref", roles=("actor", "ref"), nodes=2, per_node=4)
+    engines = HostGroup(name="vllm", roles=("vllm",), per_node=4, devices=2, shares="actor+ref")
+    plan = Placement(groups=(models, engines), on_gpus=True)
+    places = plan.check([Machine(name="a", slots=4), Machine(name="b", slots=4)])
+    assert plan.slots == 8
+    assert [machine.name for machine in places["vllm"]] == ["a", "a", "b", "b"]
+    assert plan.describe(places) == (
+        "actor, ref: 8 process(es): 4 on a, 4 on b\n"
+        "vllm: 4 process(es), 2 GPUs each: 2 on a, 2 on b, on devices of actor, ref"
+    )
+    for wrong in (replace(engines, per_node=5), replace(engines, devices=3, per_node=1)):
+        assert Placement(groups=(models, wrong), on_gpus=True).places(EIGHT) is None
+
+
+def test_what_does_not_fit_is_said_with_the_sum_and_the_flags_of_what_would() -> None:
+    plan = Placement(groups=(group("actor", 2, 8), group("vllm", None, 3, devices=2)), on_gpus=True)
+    with pytest.raises(PlacementError) as error:
+        plan.check(EIGHT)
+    assert str(error.value).startswith(
+        "the run needs 22 GPUs (2 x 8 for actor + 3 x 2 for vllm; machines x GPUs), and the cluster has 16 (2 x 8). "
+        "The nearest that fits: --actor.num_nodes 1 --actor.num_gpus_per_node 8. "
+    )
+
+
+def test_two_nodes_are_two_machines() -> None:
+    plan = Placement(groups=(group("actor", 2, 4),), on_gpus=True)
+    with pytest.raises(PlacementError, match=r"that fits: --actor\.num_nodes 1 --actor\.num_gpus_per_node 8"):
+        plan.check(EIGHT[:1])
+
+
+def test_a_teacher_has_the_flags_of_the_reference() -> None:
+    plan = Placement(groups=(group("teacher", 1, 8), group("vllm", None, 1)), on_gpus=True)
+    with pytest.raises(PlacementError, match=r"fits: --ref\.num_nodes 1 --ref\.num_gpus_per_node 7"):
+        plan.check(EIGHT[:1])
+
+
+def test_what_nobody_has_is_named() -> None:
+    plan = Placement(groups=(group("actor", 1, 1, wants={"accelerator": "H100"}),), on_gpus=True)
+    with pytest.raises(PlacementError, match=r"asks for actor: \{'accelerator': 'H100'\} \(--placement"):
+        plan.check(EIGHT)
+
+
+def test_a_large_cluster_is_planned_at_once() -> None:
+    """Machines that are alike count as one, or this would never end."""
+    groups = [group(name, 20, 7) for name in ("actor", "critic", "ref", "reward")]
+    plan = Placement(groups=(*groups, group("vllm", None, 300, devices=2)), on_gpus=True)
+    cluster = [Machine(name=f"m{place}", slots=8) for place in range(100)]
+    assert plan.places(cluster) is None
+    assert replace(plan, groups=(*groups, group("vllm", None, 80, devices=1))).places(cluster) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -53,6 +54,7 @@ def group() -> Iterator[WorkerGroup]:
     logs = [f"host-{rank}.log" for rank in range(4)]
     hosts = HostHandles.__new__(HostHandles)  # around processes that are there already
     hosts.layout, hosts.actors, hosts.logs = RankLayout(dp=2, tp=2), actors, logs
+    hosts.ordering, hosts.spans = threading.Lock(), []
     yield WorkerGroup(hosts, "actor")
     ray.shutdown()
 

@@ -10,6 +10,7 @@ import torch
 
 from openrlhf.batches import TokenRows
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
@@ -38,7 +39,9 @@ def train(
     In step `poison` the loss is NaN on the last rank.
     """
     spec = LoadSpec(path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=packing)
-    engine = strategy.trained(lambda: PolicyModel(load_causal_lm(spec), packing=packing), OPTIMIZER, total_steps=STEPS)
+    engine = TrainEngine.of(
+        strategy, lambda: PolicyModel(load_causal_lm(spec), packing=packing), OPTIMIZER, total_steps=STEPS
+    )
     norms, applied = [], []
     for step in range(STEPS):
         rows = batch(step)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.checkpoints.manifest import CheckpointError
 from openrlhf.config.evaluation import EvaluationConfig
@@ -263,8 +263,7 @@ def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(worksp
 def test_a_dry_run_prints_plan_and_prompts_and_starts_nothing(workspace: Path) -> None:
     folder = workspace / "dry"
     done = run("train_ppo_ray", grpo_flags(workspace, folder, dry_run=True), timeout=60)
-    assert "actor+ref: 1 × 1 CPU process" in done.printed
-    assert "vllm: 1 × 1" in done.printed
+    assert "actor, ref: 1 process(es): 1 on this machine\nvllm: 1 process(es): 1 on this machine\n" in done.printed
     assert f"{PROMPTS} prompts, {STEPS} steps of {BATCH} prompts" in done.printed
     assert "label 'label 0'" in done.printed
     assert not folder.exists()
@@ -335,6 +334,79 @@ def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_s
         *("actor-0.log", "actor-1.log", "ref-0.log", "ref-1.log")
     }
     check_same(folder, whole)
+
+
+def save_reward_model(folder: Path, base: Path) -> Path:
+    scores = AutoConfig.from_pretrained(base, num_labels=1)
+    AutoModelForSequenceClassification.from_config(scores).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
+
+
+def notes(folder: Path) -> list[str]:
+    """What engines and models wrote into their logs about sleep, in the order of the clock."""
+    lines = [line for log in (folder / "logs").glob("*-0.log") for line in log.read_text().splitlines()]
+    timed = [line.split(" ", 1) for line in lines if re.match(r"\d{10}\.\d{3} ", line)]
+    return [what for _, what in sorted(timed, key=lambda line: float(line[0]))]
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.verify), 3])
+def test_models_and_engines_on_the_same_devices_sleep_in_turn_and_come_to_the_same(
+    whole: Path, workspace: Path, stage: int
+) -> None:
+    """An engine of two workers on the devices of two ranks; the reference waits in CPU memory."""
+    folder = workspace / f"hybrid-{stage}"
+    changes = {
+        "train.colocate_all": True,
+        "train.colocate_actor_ref": None,
+        "vllm.enable_sleep": True,
+        "ds.enable_sleep": True,
+        "ref.offload": True,
+        "actor.num_gpus_per_node": 2,
+        "vllm.tensor_parallel_size": 2,
+        "ds.zero_stage": stage,
+        "eval.dataset": workspace / "held_out.jsonl",
+        "eval.steps": 3,
+    }
+    train(grpo_flags(workspace, folder, **changes))
+    assert [row["response"] for row in samples(folder)] == [row["response"] for row in samples(whole)]
+    check_same(folder, whole)
+    engine_wakes = ["engine 0 awake: weights", "engine 0 awake: kv_cache"]
+    rollout = [*engine_wakes[1:], "engine 0 asleep"]  # its weights are awake since they were published
+    update = ["actor awake", "actor asleep", *engine_wakes[:1]]
+    start = ["engine 0 asleep", "actor asleep", *engine_wakes[:1]]
+    steps = [*rollout, *update] * 2
+    assert notes(folder)[: len(start) + len(steps)] == start + steps
+    assert notes(folder).count("actor awake") == STEPS + 2  # for two best checkpoints
+    assert notes(folder).count("engine 0 asleep") == 1 + STEPS + 2  # after two evaluations
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_critic_and_reward_models_share_the_devices_too_and_offload_changes_nothing(workspace: Path) -> None:
+    reward = save_reward_model(workspace / "reward", workspace / "model")
+    common = {
+        "algo.advantage.estimator": "gae",
+        "reward.remote_url": None,
+        "reward.model_name_or_path": reward,
+        "algo.kl.use_loss": None,
+        "algo.kl.estimator": "k1",
+        "data.max_samples": 3 * BATCH,
+    }
+    apart, together = workspace / "apart", workspace / "together"
+    train(grpo_flags(workspace, apart, **common))
+    changes = {
+        "train.colocate_all": True,
+        "train.colocate_actor_ref": None,
+        "vllm.enable_sleep": True,
+        "ds.adam_offload": True,
+        "ref.offload": True,
+        "reward.offload": True,
+    }
+    train(grpo_flags(workspace, together, **common, **changes))
+    assert [row["response"] for row in samples(together)] == [row["response"] for row in samples(apart)]
+    check_same(together, apart)
+    assert column(together, "train/critic_loss") == pytest.approx(column(apart, "train/critic_loss"), abs=1e-4)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -244,7 +244,11 @@ def end(node: subprocess.Popen[bytes]) -> None:
 def jobs(cluster: Cluster, workspace: Path) -> dict[str, Finished]:
     """Printed jobs with the printed working directory, submitted side by side."""
     ppo, late = PRINTED["PPO as a job, from this folder"], PRINTED["asynchronous PPO"]
-    lines = {"as printed": ppo.text, "complete": f"{ppo.text} {ppo.missing}", "asynchronous": late.text}
+    models = late.text.replace("'<model>'", "OpenRLHF/Llama-3-8b-sft-mixture").replace(
+        "'<rm>'", "OpenRLHF/Llama-3-8b-rm-700k"
+    )
+    ahead = f"{models} {late.missing} --run.dir {workspace}/ahead --ckpt.output_dir {workspace}/ahead-model"
+    lines = {"as printed": ppo.text, "complete": f"{ppo.text} {ppo.missing}", "asynchronous": ahead}
     running = {name: type_in(cluster.submitted(line), workspace, cluster.variables) for name, line in lines.items()}
     return {name: finish(process, timeout=400) for name, process in running.items()}
 
@@ -258,13 +262,12 @@ def test_a_job_that_lacks_something_fails_with_the_message(jobs: dict[str, Finis
     assert "Traceback" not in shown
 
 
-def test_a_job_that_asks_for_what_is_not_there_yet_is_told_all_at_once(jobs: dict[str, Finished]) -> None:
+def test_an_asynchronous_job_trains_as_printed(jobs: dict[str, Finished], workspace: Path) -> None:
     done = jobs["asynchronous"]
-    assert done.status == 1
-    for flag in PRINTED["asynchronous PPO"].not_yet:
-        assert f"  - {flag} is not available yet: leave it out." in done.printed
-    assert "  - --data.prompt_dataset must be given." in done.printed
-    assert "Traceback" not in done.printed + done.errors
+    assert done.status == 0, done.printed + done.errors
+    (row,) = numbers(workspace / "ahead")
+    assert (row["rollout/num_samples"], row["rollout/lag_max"]) == (PROMPTS, 0.0)
+    assert "--train.async_enable trains on samples of weights up to 2 version(s) old" in done.printed
 
 
 def test_a_complete_job_trains_on_all_nodes_and_shows_its_progress(jobs: dict[str, Finished], cluster: Cluster) -> None:
@@ -412,8 +415,9 @@ def test_devices_are_those_of_the_running_ray_and_not_those_of_the_machine(
     note = (Path(gpu_ray["RAY_TMPDIR"]) / "ray/ray_current_cluster").read_text()
     for variables in (gpu_ray, environment(HOME=gpu_ray["HOME"], RAY_AUTH_MODE="disabled", RAY_ADDRESS=note)):
         done = of_default_size(workspace, variables, "--dry_run")
-        assert done.status == 0, done.printed + done.errors
-        assert "actor: 1 × 8 GPU(s) for actor\nref: 1 × 8 GPU(s) for ref\nvllm: 1 × 1 GPU(s)" in done.printed
+        assert done.status == 2, done.printed + done.errors
+        needed = "the run needs 17 GPUs (1 x 8 for actor + 1 x 8 for ref + 1 for vllm; machines x GPUs), and the cluster has 2"
+        assert needed in done.errors
         assert "There is no GPU" not in done.errors
 
 
@@ -425,7 +429,7 @@ def test_a_dry_run_holds_nothing_of_the_ray_it_joins(workspace: Path, gpu_ray: d
         sizes = [f"--{role}.num_gpus_per_node 1" for role in ("actor", "ref")]
         done = of_default_size(workspace, gpu_ray, "--dry_run --train.colocate_actor_ref", *sizes)
         assert done.status == 0, done.errors
-        assert "actor+ref: 1 × 1 GPU(s)" in done.printed
+        assert "actor, ref: 1 process(es): 1 on" in done.printed
     finally:
         holder.kill()
         holder.communicate()
@@ -434,8 +438,8 @@ def test_a_dry_run_holds_nothing_of_the_ray_it_joins(workspace: Path, gpu_ray: d
 def test_a_run_that_asks_for_more_gpus_than_the_ray_has_is_told(workspace: Path, gpu_ray: dict[str, str]) -> None:
     done = of_default_size(workspace, gpu_ray)
     assert done.status == 2
-    assert "error: the run needs 17 GPUs (actor 8 + ref 8 + vllm 1 = " in done.errors
-    assert "but Ray's cluster has 2." in done.errors
+    assert "error: the run needs 17 GPUs (1 x 8 for actor + 1 x 8 for ref + 1 for vllm" in done.errors
+    assert "and the cluster has 2 (1 x 2)." in done.errors
 
 
 @pytest.mark.parametrize("address", ["local", None])
@@ -445,7 +449,7 @@ def test_without_a_running_ray_devices_are_those_of_the_machine(
     named = {"RAY_ADDRESS": address} if address else {"RAY_TMPDIR": str(tmp_path)}
     done = of_default_size(workspace, environment(**named), "--dry_run")
     assert done.status == 0, done.errors
-    assert "actor: 1 × 1 CPU process(s)" in done.printed
+    assert "actor: 1 process(es): 1 on this machine" in done.printed
     assert "There is no GPU: " in done.errors
 
 

@@ -188,7 +188,7 @@ def test_a_dry_run_of_a_replay_has_no_engines_in_its_plan(
 ) -> None:
     replay(written, workspace / "dry", dry_run=True)
     printed = capsys.readouterr().out
-    assert "actor+ref: 1 × 1" in printed and "vllm" not in printed
+    assert "actor, ref: 1 process(es)" in printed and "vllm" not in printed
 
 
 def test_only_generating_makes_the_steps_with_the_weights_of_the_folder_and_no_workers(

@@ -29,6 +29,8 @@ CHECKS = {  # in order of what is most likely to break, with the seconds that ea
     "test_publication.py::test_weights_reach_another_gpu_by_nccl": 90,
     "test_publication.py::test_a_hash_is_the_same_on_gpu_and_cpu": 60,
     "test_publication.py::test_an_engine_on_the_trainers_gpu_serves_what_was_published": 180,
+    "test_hybrid.py::test_an_engine_frees_its_gpu_in_its_sleep_and_wakes_when_it_is_asked": 120,
+    "test_hybrid.py::test_grpo_with_models_and_engine_on_one_gpu": 180,
     "test_packing.py::test_packed_rows_score_as_single_rows[flash_attention_2]": 90,
     "test_packing.py::test_packed_rows_score_as_single_rows[sdpa]": 90,
     "test_speed.py::test_generation": 180,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
@@ -25,7 +26,7 @@ def run(stage: int, path: str, out: str) -> dict[str, Any]:
     strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype="fp32"), seed=0)
     spec = LoadSpec(path=path, param_dtype="fp32", attention="sdpa", packing=True)
     frozen = strategy.frozen(lambda: load_scalar(spec, seed=5))
-    engine = strategy.trained(lambda: load_scalar(spec, seed=5), OPTIMIZER, total_steps=3)
+    engine = TrainEngine.of(strategy, lambda: load_scalar(spec, seed=5), OPTIMIZER, total_steps=3)
     tokens, offsets = batch()
 
     def values(model: Any) -> Tensor:

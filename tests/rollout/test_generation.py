@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -23,7 +23,7 @@ from openrlhf.observability.metrics import values
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.engine import RequestRefused, RolloutEngine
 from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
-from openrlhf.rollout.fleet import Fleet
+from openrlhf.rollout.fleet import Fleet, Member
 from openrlhf.rollout.generator import Request, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.routing import Router
 from openrlhf.rollout.sampling import SamplingParams
@@ -78,7 +78,11 @@ class Started(Fleet):
     """A fleet of engines that run already."""
 
     def __init__(self, engines: list[Any]) -> None:
-        self._engines, self._router = engines, Router(len(engines))
+        self._members = {
+            index: Member(index=index, slots=cast(Any, None), actor=engine, up=True, serving=True)
+            for index, engine in enumerate(engines)
+        }
+        self._router, self.settings = Router(self._members), settings_of("", "plain")
 
 
 Draw = Callable[..., tuple[list[Trajectory], dict[str, float]]]

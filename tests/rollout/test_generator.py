@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from openrlhf.config.rollout import RolloutConfig
-from openrlhf.observability.metrics import values
+from openrlhf.observability.metrics import Metric, values
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.fleet import checked
@@ -51,6 +51,12 @@ class Engines:
             )
             for sample, each in enumerate(params)
         ]
+
+    async def rest(self) -> None:
+        pass
+
+    def metrics(self) -> dict[str, Metric]:
+        return {}
 
 
 class Decoder:

@@ -93,7 +93,7 @@ def run(
         keep=FILTER if filtered else None,
         last_step=last_step,
     )
-    source.resume(step=done, consumed=consumed)
+    source.resume(step=done, consumed=consumed, folder=Path())
     seen = []
     for trajectories in source:
         rest = all(t.filtered for t in trajectories)  # of an epoch: it makes no step

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from openrlhf.observability.metrics import Mean
 from openrlhf.rollout import routing
 from openrlhf.rollout.routing import SLACK, Router
 
 
 def test_prompts_are_spread_by_samples_in_flight() -> None:
-    router = Router(3)
+    router = Router(range(3))
     assert [router.pick(prompt, 4) for prompt in range(6)] == [0, 1, 2, 0, 1, 2]
     router.done(1, 1, 4)
     assert router.pick(6, 4) == 1
 
 
 def test_the_samples_of_a_prompt_go_to_one_engine_whatever_their_number() -> None:
-    router = Router(2)
+    router = Router(range(2))
     assert {router.pick("prompt") for _ in range(100)} == {0}
     assert {router.pick("another") for _ in range(100)} == {1}
 
 
 def test_a_later_turn_goes_to_the_engine_that_has_its_prefix() -> None:
-    router = Router(2)
+    router = Router(range(2))
     assert [router.pick(episode) for episode in range(4)] == [0, 1, 0, 1]
     for episode in range(4):
         router.done(episode, episode % 2)
@@ -29,7 +30,7 @@ def test_a_later_turn_goes_to_the_engine_that_has_its_prefix() -> None:
 
 
 def test_an_engine_with_much_more_to_do_for_others_is_left_and_the_new_one_is_remembered() -> None:
-    router = Router(2)
+    router = Router(range(2))
     router.done("turn", router.pick("turn"))
     assert router.pick("long", SLACK) == 0
     assert router.pick("turn") == 0  # as busy as it may be
@@ -41,7 +42,7 @@ def test_an_engine_with_much_more_to_do_for_others_is_left_and_the_new_one_is_re
 
 
 def test_on_busy_engines_half_again_as_much_is_no_reason_to_move() -> None:
-    router = Router(2)
+    router = Router(range(2))
     router.done("turn", router.pick("turn"))
     assert (router.pick("a", 150), router.pick("b", 100)) == (0, 1)
     assert router.pick("turn") == 0
@@ -51,19 +52,32 @@ def test_on_busy_engines_half_again_as_much_is_no_reason_to_move() -> None:
 
 
 def test_an_engine_is_free_again_when_its_samples_are_done() -> None:
-    router = Router(2)
+    router = Router(range(2))
     for key in "abab":
         router.pick(key, 5)
     router.done("a", 0, 5)
     router.done("a", 0, 5)
-    assert router.in_flight == [0, 10]
+    assert router.in_flight == {0: 0, 1: 10}
 
 
 def test_only_so_many_keys_are_remembered(monkeypatch) -> None:
     monkeypatch.setattr(routing, "MOST_KEYS", 2)
-    router = Router(2)
+    router = Router(range(2))
     homes = {key: router.pick(key) for key in "xyz"}
     for key, engine in homes.items():
         router.done(key, engine)
-    router.in_flight = [1, 0]  # x is forgotten and goes where less is to do; z is not
+    router.in_flight = {0: 1, 1: 0}  # x is forgotten and goes where less is to do; z is not
     assert (homes["x"], router.pick("x"), router.pick("z")) == (0, 1, 0)
+
+
+def test_an_engine_without_samples_is_idle_and_one_that_is_lost_is_not_asked() -> None:
+    now = [0.0]
+    router = Router(range(2), clock=lambda: now[0])
+    assert router.pick("a", 3) == 0
+    now[0] = 4.0
+    router.done("a", 0, 3)
+    now[0] = 10.0
+    assert router.idle() == Mean(6.0 + 10.0, 20.0)
+    assert router.pick("a", among=[1]) == 1  # its home was lost
+    now[0] = 12.0
+    assert router.idle() == Mean(2.0, 4.0)

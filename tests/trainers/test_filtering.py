@@ -7,6 +7,7 @@ import random
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 
 from openrlhf.config.learning import RLTrainConfig
 from openrlhf.config.rollout import RolloutConfig
-from openrlhf.observability.metrics import values
+from openrlhf.observability.metrics import Metric, values
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
@@ -108,6 +109,12 @@ class Engines:
             for _ in params
         ]
 
+    async def rest(self) -> None:
+        pass
+
+    def metrics(self) -> dict[str, Metric]:
+        return {}
+
 
 class Decoder:
     """All of a tokenizer that is needed."""
@@ -164,7 +171,7 @@ def steps_of(
         keep=between_zero_and_one(),
         annotated=table.scored if by_model else as_sampled,
     )
-    source.resume(step=0, consumed=consumed)
+    source.resume(step=0, consumed=consumed, folder=Path())
     for step in source:
         yield step, source.consumed
     assert source.exhausted

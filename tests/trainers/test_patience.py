@@ -6,6 +6,7 @@ The model is a number, the step that made it; what an evaluation finds is writte
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig, EvalConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
-from openrlhf.distributed.strategy import StepResult
+from openrlhf.distributed.engine import StepResult
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.experience_maker import Annotated
@@ -148,8 +149,14 @@ class Prompts:
             self.consumed += 1
             yield [episode(score=1.0)]
 
-    def resume(self, *, step: int, consumed: int) -> None:
+    def resume(self, *, step: int, consumed: int, folder: Path) -> None:
         self.consumed = consumed
+
+    def save(self, folder: Path) -> None:
+        pass
+
+    def publishing(self, version: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def metrics(self) -> dict[str, Metric]:
         return {}
@@ -197,6 +204,7 @@ class OnPolicy(PPOTrainer):
             checkpoints=CheckpointManager(folder, parts=["_actor"], max_num=STEPS),
             tokenizer=character_tokenizer(),
             recorder=log,
+            hosts=[],
             settings=settings,
         )
 

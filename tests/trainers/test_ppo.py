@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,9 @@ class Steps:
     def metrics(self) -> dict[str, Metric]:
         return {}
 
+    def publishing(self, version: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def __iter__(self) -> Iterator[list[Trajectory]]:
         for number, step in enumerate(self.steps, 1):
             self.exhausted = number == len(self.steps)
@@ -156,7 +160,7 @@ def events(
     parts: dict[str, Any] = {
         "source": Steps(steps), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
         "kl": KLController(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": None,
-        "tokenizer": None, "recorder": notes, "settings": settings,
+        "tokenizer": None, "recorder": notes, "settings": settings, "hosts": [],
     }  # fmt: skip
     Untrained(**parts).fit()
     return notes.events

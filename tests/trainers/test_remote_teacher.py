@@ -35,7 +35,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAIServer]:
 
 def test_every_token_but_the_first_has_the_teachers_logprob(server: OpenAIServer) -> None:
     annotated = RemoteTeacher("wise").annotated([episode(actions=3, score=1.0), episode(1, actions=1, score=0.0)])
-    assert [t.teacher_logprobs for t in annotated] == [[0.0, -0.1, -0.2, -0.3], [0.0, -0.1]]
+    assert [t.columns["teacher_logprobs"] for t in annotated] == [[0.0, -0.1, -0.2, -0.3], [0.0, -0.1]]
     wanted = {"model": "loud", "prompt": [0, 1, 2, 3], "prompt_logprobs": 0, "max_tokens": 1}
     assert ("/v1/completions", wanted) in server.asked
     column = Experience.from_trajectories(annotated).teacher_logprobs

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def source(loop: BackgroundLoop) -> Callable[..., SyncSource]:
         rows: Any = Prompts(prompts)
         spec = replace(SPEC, rollout=rollout)
         made = SyncSource(rows, generator or EchoGenerator(), loop, spec, train, errors=errors, **changes)
-        made.resume(step=0, consumed=consumed)
+        made.resume(step=0, consumed=consumed, folder=Path())
         return made
 
     return make
@@ -199,7 +200,7 @@ def test_a_lost_batch_ends_early_if_the_batch_is_one_step(source: Make, at_once:
 
 def test_the_step_travels_with_the_request(source: Make) -> None:
     made = source(at_once=8)
-    made.resume(step=5, consumed=0)
+    made.resume(step=5, consumed=0, folder=Path())
     for _ in made:
         pass
     assert [request.step for request in made.generator.requests] == [6, 8, 9, 9, 11]  # the first 9 finds the epoch over

@@ -105,7 +105,9 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
             experience.lengths.tolist(), ranks=1, batch_size=config.train.batch_size, epochs=1, seed=seed + step
         )
         weights = flat_weights(policy.engine.hf)
-        update = policy.update(PolicyUpdate(experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=0.0))
+        update = policy.update(
+            PolicyUpdate(experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=0.0, version=1)
+        )
         metrics = values(credit) | values(update)
         seen.solved.append(metrics["train/reward"])
         seen.kl.append(metrics["train/kl"])

@@ -110,5 +110,4 @@ def test_a_remote_teacher_behind_a_stock_server_says_what_transformers_say(
     with torch.no_grad():
         logprobs = hf(torch.tensor([judged.tokens])).logits[0].log_softmax(-1)
     expected = [logprobs[t - 1, token].item() for t, token in enumerate(judged.tokens)][1:]
-    assert judged.teacher_logprobs is not None
-    assert judged.teacher_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+    assert judged.columns["teacher_logprobs"][1:] == pytest.approx(expected, abs=1e-4)

@@ -40,9 +40,9 @@ def run(stage: int, dtype: str, model: str, out: str) -> list[dict[str, Any]]:
     path = [weights(policy)]
     for number, step in enumerate(plan.steps):
         if number == 2:
-            policy.update(PolicyUpdate(experience=poisoned, steps=[step], kl_coef=0.0))  # not applied
+            policy.update(PolicyUpdate(experience=poisoned, steps=[step], kl_coef=0.0, version=1))  # not applied
             policy.save_checkpoint(f"{out}/checkpoint", "global_step2")
-        policy.update(PolicyUpdate(experience=rows, steps=[step], kl_coef=0.0))
+        policy.update(PolicyUpdate(experience=rows, steps=[step], kl_coef=0.0, version=1))
         path.append(weights(policy))
     policy.export(get_tokenizer(model), f"{out}/whole")
     after = weights(policy)
@@ -50,7 +50,7 @@ def run(stage: int, dtype: str, model: str, out: str) -> list[dict[str, Any]]:
 
     resumed = PolicyWorker(strategy, settings)
     resumed.load_checkpoint(f"{out}/checkpoint", "global_step2")
-    resumed.update(PolicyUpdate(experience=rows, steps=[plan.steps[2]], kl_coef=0.0))
+    resumed.update(PolicyUpdate(experience=rows, steps=[plan.steps[2]], kl_coef=0.0, version=1))
     resumed.export(get_tokenizer(model), f"{out}/resumed")
     return path
 

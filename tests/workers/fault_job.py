@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from openrlhf.batches import Experience
-from openrlhf.distributed.strategy import NonFiniteError, Strategy
+from openrlhf.distributed.engine import NonFiniteError
+from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import values
 from openrlhf.workers.base import MicroBatchLimits, TrainedSettings, Update
@@ -40,7 +41,7 @@ def rows_of(strategy: Strategy) -> list[int]:
 def step(policy: PolicyWorker, experience: Experience) -> dict[str, float]:
     """One optimizer step over all rows; its metrics on this rank."""
     rows = rows_of(policy.strategy)
-    job = PolicyUpdate(experience=experience.select(rows), steps=[list(range(len(rows)))], kl_coef=KL_COEF)
+    job = PolicyUpdate(experience=experience.select(rows), steps=[list(range(len(rows)))], kl_coef=KL_COEF, version=1)
     return values(policy.update(job))
 
 

@@ -13,7 +13,8 @@ from openrlhf.batches import Experience, Layout, TokenRows, offsets_of
 from openrlhf.config.learning import ActorConfig, AlgoConfig, CorrectionConfig, KLConfig, PtxConfig
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.strategy import Metrics, Strategy
+from openrlhf.distributed.engine import Metrics
+from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import merge_all, values
 from openrlhf.trainers.update_plan import plan_update, rows_of_rank, share
@@ -126,6 +127,7 @@ def update(policy: PolicyWorker, experience: Experience) -> Metrics:
         experience=rows_of_rank(experience, plan),
         steps=plan.steps,
         kl_coef=KL_COEF,
+        version=1,
         pretraining=texts * len(plan.steps),
     )
     return merge_all(strategy.gather(policy.update(job)))

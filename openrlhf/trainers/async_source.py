@@ -1,0 +1,214 @@
+"""Asynchronous training: samples are generated while the loop trains on earlier ones."""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+
+from openrlhf.config.learning import RLTrainConfig
+from openrlhf.data.prompts import PromptDataset
+from openrlhf.observability.metrics import Last, Max, Mean, Metric
+from openrlhf.rollout.background import CLOSE_S, BackgroundLoop
+from openrlhf.rollout.episode_files import EpisodeFolder
+from openrlhf.rollout.generator import Annotate, Generator, Group, Request, SamplingSpec, as_sampled
+from openrlhf.trainers.capacity import Capacity, Held
+from openrlhf.trainers.filtering import DynamicFilter
+from openrlhf.trainers.sources import rest_of_epoch
+from openrlhf.trajectory import Prompt, Trajectory
+
+
+@dataclass(kw_only=True)
+class Started(Held):
+    """A prompt that has started, with its samples when they are finished."""
+
+    prompt: Prompt
+    group: Group = field(default_factory=list[Trajectory])
+
+
+@dataclass(eq=False, repr=False)
+class AsyncSource:
+    """Keeps as many prompts in generation as `Capacity` allows, and gives the loop finished ones.
+
+    Everything but `__iter__` and `publishing` happens in the event loop. Prompts start in their order; an epoch follows
+    the other without a break. `partial`: samples under way go on under new weights. Otherwise a publication waits for
+    them, and every sample has one version.
+    """
+
+    prompts: PromptDataset
+    generator: Generator
+    loop: BackgroundLoop
+    spec: SamplingSpec
+    train: RLTrainConfig
+    _: KW_ONLY
+    keep: DynamicFilter | None = None
+    annotated: Annotate = as_sampled
+    partial: bool = False
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        self.rule = Capacity(
+            batch=self.spec.rollout.batch_size, queue=self.train.async_queue_size, staleness=self.train.max_staleness
+        )
+        self.step = self.consumed = self.version = 0  # steps handed out; prompts drawn; weights of the engines
+        self.held: list[Started] = []
+        self._left = self._prompts()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._publishing = False
+        self._changed = asyncio.Event()
+        self._lags: Counter[int] = Counter()
+        self._waiting = 0  # finished prompts when the last step was taken
+
+    @property
+    def total_prompts(self) -> int:
+        """Prompts of all epochs."""
+        return len(self.prompts) * self.train.num_episodes
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of the whole run; an upper limit if prompts are filtered."""
+        return -(-self.total_prompts // self.rule.batch)
+
+    @property
+    def epoch(self) -> int:
+        """Number of complete passes over the prompts."""
+        return self.consumed // len(self.prompts)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no prompt is left, and none is held."""
+        return self.consumed >= self.total_prompts and not self.held
+
+    def _prompts(self) -> Iterator[Prompt]:
+        while self.consumed < self.total_prompts:
+            for prompt in rest_of_epoch(
+                self.prompts, self.consumed, seed=self.train.seed, num_workers=self.num_workers
+            ):
+                self.consumed += 1
+                yield prompt
+
+    def resume(self, *, step: int, consumed: int, folder: Path) -> None:
+        """Continue after `step`, when `consumed` prompts had been drawn. `folder`: where `save` wrote.
+
+        Samples that had not finished are drawn again, with the present weights.
+        """
+        self.step, self.version, self.consumed = step, step, consumed
+        files = EpisodeFolder(folder)
+        groups: dict[int, Group] = defaultdict(list)
+        for episode in files.read("step", step):
+            groups[episode.prompt.index].append(episode)
+        for index, version in files.header("step", step)["run"]["held"]:
+            prompt = next(rest_of_epoch(self.prompts, index, seed=self.train.seed))
+            group = [replace(t, prompt=prompt) for t in groups[index]]  # the label as it is in the data
+            filtered = bool(group) and group[0].filtered
+            self.held.append(
+                Started(
+                    version=version if group else step,
+                    finished=bool(group),
+                    filtered=filtered,
+                    prompt=prompt,
+                    group=group,
+                )
+            )
+
+    def save(self, folder: Path) -> None:
+        """Write the prompts that have started and not been trained on, with the samples that are finished."""
+        held = self.loop.run(self._snapshot(), self.train.step_timeout)
+        episodes = [t for each in held for t in each.group]
+        drawn = [(each.prompt.index, each.version) for each in held]
+        EpisodeFolder(folder).write("step", self.step, episodes, run={"held": drawn})
+
+    async def _snapshot(self) -> list[Started]:
+        return [replace(each) for each in self.held]
+
+    def __iter__(self) -> Iterator[list[Trajectory]]:
+        while not self.exhausted:
+            while (groups := self.loop.run(self._progress(), self.train.step_timeout)) is None:
+                pass  # something has finished in time
+            self.step += any(not group[0].filtered for group in groups)
+            yield list(chain.from_iterable(groups))
+
+    async def _progress(self) -> list[Group] | None:
+        """The groups of the next step; None if it has to wait for more, and something has changed meanwhile."""
+        self._start()
+        places = self.rule.step(self.held, self.version, last=self.consumed >= self.total_prompts)
+        if places is None:
+            await self._changed.wait()
+            self._changed.clear()
+            await asyncio.gather(*(task for task in self._tasks if task.done()))  # raises what they raised
+            self._tasks = {task for task in self._tasks if not task.done()}
+            return None
+        self._waiting = sum(each.finished for each in self.held) - len(places)
+        groups = [self.held[place].group for place in places]
+        self.held = [each for place, each in enumerate(self.held) if place not in places]
+        kept = [t for group in groups for t in group if not t.filtered]
+        self._lags += Counter(self.version - min(t.weight_versions, default=self.version) for t in kept)
+        self._start()
+        return groups
+
+    def _start(self) -> None:
+        """Start as many prompts as there is room for; first those of a resumed run that have not finished."""
+        if self._publishing:
+            return
+        if not self._tasks:
+            again = [each for each in self.held if not each.finished]
+            self._tasks |= {asyncio.ensure_future(self._generate(each)) for each in again}
+        for _ in range(self.rule.room(self.held)):
+            if (prompt := next(self._left, None)) is None:
+                return
+            started = Started(version=self.version, prompt=prompt)
+            self.held.append(started)
+            self._tasks.add(asyncio.ensure_future(self._generate(started)))
+
+    async def _generate(self, started: Started) -> None:
+        """Generate the samples of a prompt, and judge them."""
+        request = Request(spec=self.spec, step=self.step + 1, annotated=self._judged)
+        try:
+            async for group in self.generator.stream([started.prompt], request, groups=1):
+                started.group, started.filtered, started.finished = group, group[0].filtered, True
+        finally:
+            self._changed.set()
+
+    async def _judged(self, group: Group) -> Group:
+        """The group with all scores that the filter reads, marked if the filter rejects it."""
+        group = await self.annotated(group)
+        return self.keep.marked(group) if self.keep else group
+
+    @contextmanager
+    def publishing(self, version: int) -> Iterator[None]:
+        """Within it, no prompt starts; unless samples may be `partial`, none is under way either."""
+        self.loop.run(self._hold(), self.train.step_timeout)
+        yield
+        self.loop.run(self._go_on(version), self.train.step_timeout)
+
+    async def _hold(self) -> None:
+        self._publishing = True
+        if not self.partial:
+            await asyncio.gather(*self._tasks)
+
+    async def _go_on(self, version: int) -> None:
+        self._publishing, self.version = False, version
+        self._start()
+
+    def close(self) -> None:
+        """End the samples under way."""
+        self.loop.run(self._cancel(), CLOSE_S)
+
+    async def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def metrics(self) -> dict[str, Metric]:
+        """The cost of generation, the age of the samples, and the prompts that waited, since the last call."""
+        lags, self._lags = self._lags, Counter[int]()
+        number = lags.total()
+        return self.generator.metrics() | {
+            **{f"rollout/lag_{lag}": Mean(count, number) for lag, count in sorted(lags.items())},
+            "rollout/lag_mean": Mean(sum(lag * count for lag, count in lags.items()), number),
+            "rollout/lag_max": Max(float(max(lags, default=0))),
+            "rollout/waiting_prompts": Last(float(self._waiting)),
+            "rollout/prompts_under_way": Last(float(sum(not each.finished for each in self.held))),
+        }

@@ -1,0 +1,153 @@
+"""Asynchronous training as a user runs it: samples come from older weights, every prompt is trained on once, also after a kill."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.config.options import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.launch.start import run_ppo
+from openrlhf.observability.run_folder import read_lines
+from openrlhf.rollout.episode_files import EpisodeFolder
+from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
+from tests.tiny import save_tiny_model
+
+REWARDS = Path(__file__).parent / "reward_files"
+PROMPTS, BATCH, SAMPLES, EPOCHS = 22, 4, 2, 2
+STEPS = -(-PROMPTS * EPOCHS // BATCH)
+HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # vLLM's kernels know heads of 32
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("async")
+    save_tiny_model(folder / "model", **HEADS)
+    draw = random.Random(1)
+    rows = [{"input": "".join(draw.choices("bcdefgh", k=4)) + f"{number:02}="} for number in range(PROMPTS)]
+    write_rows(folder / "prompts.jsonl", rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    yield
+    ray.shutdown()
+
+
+def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Eleven steps of four prompts times two episodes of two turns."""
+    return {
+        "actor.model_name_or_path": workspace / "model",
+        "data.prompt_dataset": workspace / "prompts.jsonl",
+        "data.max_len": 40,
+        "train.agent_func_path": REWARDS / "waiting_agent.py",
+        "train.async_enable": True,
+        "train.async_queue_size": 2,
+        "train.num_episodes": EPOCHS,
+        "algo.advantage.is_correction_enable": True,
+        "rollout.max_new_tokens": 8,
+        "rollout.batch_size": BATCH,
+        "rollout.n_samples_per_prompt": SAMPLES,
+        "rollout.micro_batch_size": 4,
+        "train.batch_size": BATCH * SAMPLES,
+        "train.micro_batch_size": 4,
+        "ds.param_dtype": "fp32",
+        "actor.adam.lr": 1e-3,
+        "algo.advantage.estimator": "group_norm",
+        "algo.kl.use_loss": True,
+        "algo.kl.estimator": "k3",
+        "run.dir": folder,
+        "ckpt.output_dir": folder / "model",
+        "ckpt.path": folder / "checkpoints",
+        **changes,
+    }
+
+
+def train(settings: dict[str, Any]) -> None:
+    run_ppo(parse_config(PPOConfig, as_arguments(settings), command="train_ppo_ray"))
+
+
+def lags(folder: Path) -> list[int]:
+    """Of every sample: the version in training minus the version of its first token."""
+    return [row["step"] - 1 - min(row["weight_versions"]) for row in samples(folder)]
+
+
+def check_every_prompt_was_trained_on_once(folder: Path) -> None:
+    rows = samples(folder)
+    episodes = Counter((row["prompt_index"], row["sample_index"]) for row in rows)
+    assert set(episodes.values()) == {1}
+    assert {index for index, _ in episodes} == set(range(PROMPTS * EPOCHS))
+    assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, STEPS + 1), BATCH * SAMPLES)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_samples_under_way_go_on_under_new_weights_and_none_is_too_old(workspace: Path) -> None:
+    folder = workspace / "partial"
+    train(flags(workspace, folder, **{"train.partial_rollout_enable": True, "train.max_staleness": 4}))
+    check_every_prompt_was_trained_on_once(folder)
+    assert {1, 2} <= set(lags(folder)) <= {0, 1, 2, 3, 4}
+    assert any(len(row["weight_versions"]) > 1 for row in samples(folder))
+    for step, row in enumerate(numbers(folder), 1):
+        mine = [lag for lag, sample in zip(lags(folder), samples(folder), strict=True) if sample["step"] == step]
+        assert row["rollout/lag_mean"] == pytest.approx(sum(mine) / len(mine))
+        assert row["rollout/lag_max"] == max(mine)
+        assert (
+            row["rollout/lag_1"] == pytest.approx(mine.count(1) / len(mine))
+            if 1 in mine
+            else "rollout/lag_1" not in row
+        )
+    timing = [row for row in read_lines(folder / "metrics.jsonl")]
+    assert any(row["timing/models_overlap"] > 0 for row in timing)
+    assert all(0 <= row["timing/engines_idle"] <= 1 and 0 <= row["timing/models_idle"] <= 1 for row in timing)
+    assert max(column(folder, "train/vllm_kl")) < 0.1
+
+
+@pytest.mark.usefixtures("cluster")
+def test_without_partial_rollouts_every_sample_has_one_version(workspace: Path) -> None:
+    folder = workspace / "whole"
+    train(flags(workspace, folder, **{"train.async_queue_size": 1, "data.max_samples": 12}))
+    assert {len(row["weight_versions"]) for row in samples(folder)} == {1}
+    assert set(lags(folder)) == {0, 1}
+    assert lags(folder).count(0) == BATCH * SAMPLES  # the first step's
+
+
+@pytest.mark.usefixtures("cluster")
+def test_rejected_prompts_are_replaced_while_training_goes_on(workspace: Path) -> None:
+    folder = workspace / "filtered"
+    changes = {
+        "algo.dynamic_filtering_enable": True,
+        "algo.dynamic_filtering_range": [0.01, 0.2],
+        "train.partial_rollout_enable": True,
+    }
+    train(flags(workspace, folder, **changes))
+    counted = [row["rollout/num_samples"] for row in numbers(folder)]
+    assert set(counted[:-1]) == {BATCH * SAMPLES} and len(counted) < STEPS
+    assert {row["prompt_index"] for row in samples(folder)} == set(range(PROMPTS * EPOCHS))
+
+
+def test_a_killed_run_trains_on_the_samples_that_waited(workspace: Path) -> None:
+    folder = workspace / "killed"
+    settings = flags(workspace, folder, **{"train.partial_rollout_enable": True, "ckpt.save_steps": 1})
+    kill_when(launch("train_ppo_ray", settings), lambda: steps_logged(folder) >= 4)
+    newest = CheckpointManager(folder / "checkpoints", parts=("_actor", "_source")).latest()
+    assert newest
+    step = newest.state.step
+    waited = EpisodeFolder(Path(newest.engine_dir("_source")) / newest.tag).read("step", step)
+    run("train_ppo_ray", {**settings, "ckpt.load_enable": True})
+    check_every_prompt_was_trained_on_once(folder)
+    after = {(row["prompt_index"], row["sample_index"]): row for row in samples(folder) if row["step"] > step}
+    for episode in waited:
+        row = after[episode.prompt.index, episode.sample_index]
+        assert (row["response"], row["weight_versions"]) == (episode.response_text, list(episode.weight_versions))
+    assert steps_logged(folder) == STEPS

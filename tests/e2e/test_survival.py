@@ -1,0 +1,169 @@
+"""Processes of a run are killed by hand while it trains: it goes on, and comes to the numbers of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.commands import column, finish, launch, numbers, run, samples, steps_logged, write_rows
+from tests.e2e.processes import descendants
+from tests.tiny import save_tiny_model
+
+REWARDS = Path(__file__).parent / "reward_files"
+PROMPTS, BATCH, SAMPLES = 24, 4, 4
+STEPS = PROMPTS // BATCH
+HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # vLLM's kernels know heads of 32
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("survival")
+    save_tiny_model(folder / "model", **HEADS)
+    draw = random.Random(1)
+    words = ["".join(draw.choices("bcdefgh", k=4)) for _ in range(PROMPTS)]
+    write_rows(folder / "prompts.jsonl", [{"input": f"{word}="} for word in words])
+    write_rows(folder / "rows.jsonl", [{"input": f"{word}=", "output": word[::-1] + "<eos>"} for word in words * 8])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        yield folder
+
+
+def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "actor.model_name_or_path": workspace / "model",
+        "data.prompt_dataset": workspace / "prompts.jsonl",
+        "data.max_len": 16,
+        "reward.remote_url": REWARDS / "letters.py",
+        "rollout.max_new_tokens": 8,
+        "rollout.batch_size": BATCH,
+        "rollout.n_samples_per_prompt": SAMPLES,
+        "rollout.micro_batch_size": 4,
+        "train.batch_size": BATCH * SAMPLES,
+        "train.micro_batch_size": 4,
+        "ds.param_dtype": "fp32",
+        "actor.adam.lr": 1e-3,
+        "algo.advantage.estimator": "group_norm",
+        "algo.kl.init_coef": 0.0,
+        "ckpt.save_steps": 1,
+        "run.dir": folder,
+        "ckpt.output_dir": folder / "model",
+        "ckpt.path": folder / "checkpoints",
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(workspace: Path) -> Path:
+    """The run that nothing disturbed."""
+    run("train_ppo_ray", flags(workspace, workspace / "whole"))
+    return workspace / "whole"
+
+
+def send_when(
+    process: subprocess.Popen[str], folder: Path, number: signal.Signals, *, to: str, step: int, delay: float = 0.0
+) -> None:
+    """Send a signal to a process of the run, by a part of its name, when a step has been logged."""
+    deadline = time.monotonic() + 200
+    while steps_logged(folder) < step:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.005)
+    time.sleep(delay)
+    victims = [each.pid for each in descendants(process.pid) if to in each.command] if to else [process.pid]
+    os.kill(victims[0], number)
+
+
+@pytest.mark.parametrize(
+    ("number", "delay"),
+    [
+        (signal.SIGKILL, 0.0),
+        pytest.param(signal.SIGKILL, 0.15, marks=pytest.mark.verify),
+        pytest.param(signal.SIGSTOP, 0.05, marks=pytest.mark.verify),
+    ],
+)
+def test_an_engine_that_is_killed_or_hangs_starts_again_and_nothing_is_lost(
+    whole: Path, workspace: Path, number: signal.Signals, delay: float
+) -> None:
+    """While it generates, while it rests, or while it is sent weights: whatever it was doing."""
+    folder = workspace / f"engine-{number}-{delay}"
+    process = launch("train_ppo_ray", flags(workspace, folder, **{"vllm.num_engines": 2, "vllm.hang_timeout": 3}))
+    send_when(process, folder, number, to="RolloutEngine", step=2, delay=delay)
+    done = finish(process, timeout=200)
+    assert done.status == 0, done.errors
+    assert "was lost (" in done.printed and "Restart 1 of 3" in done.printed
+    assert [row["response"] for row in samples(folder)] == [row["response"] for row in samples(whole)]
+    assert column(folder, "train/reward") == column(whole, "train/reward")
+    assert column(folder, "train/actor_grad_norm") == pytest.approx(column(whole, "train/actor_grad_norm"), rel=1e-4)
+
+
+@pytest.mark.verify
+def test_an_engine_joins_while_the_run_goes_on(whole: Path, workspace: Path) -> None:
+    folder = workspace / "joined"
+    more = {"vllm.max_engines": 2, "train.num_episodes": 30, "ckpt.save_steps": -1}
+    done = run("train_ppo_ray", flags(workspace, folder, **more))
+    said = done.printed
+    assert said.index("Engine 1 joins on") < said.index("Engine 1 serves.") < said.index(f"step {30 * STEPS}/")
+    rewards = column(folder, "train/reward")
+    assert len(rewards) == 30 * STEPS and rewards[:1] == column(whole, "train/reward")[:1]
+    assert max(column(folder, "train/logprob_gap_mean")) < 1e-5  # the new engine has the present weights
+
+
+def test_a_training_process_that_is_killed_starts_the_run_again_from_its_newest_checkpoint(
+    whole: Path, workspace: Path
+) -> None:
+    folder = workspace / "worker"
+    process = launch("train_ppo_ray", flags(workspace, folder, **{"train.max_restarts": 1}))
+    send_when(process, folder, signal.SIGKILL, to="WorkerHost", step=3)
+    done = finish(process, timeout=300)
+    assert done.status == 0, done.errors
+    assert "The run starts again from its newest checkpoint: restart 1 of 1" in done.errors
+    assert numbers(folder) == numbers(whole)
+    assert samples(folder) == samples(whole)
+
+
+def test_a_terminated_run_saves_its_last_step_and_goes_on_to_the_same_numbers(whole: Path, workspace: Path) -> None:
+    folder = workspace / "terminated"
+    settings = flags(workspace, folder, **{"ckpt.save_steps": 100})
+    process = launch("train_ppo_ray", settings)
+    send_when(process, folder, signal.SIGTERM, to="", step=2, delay=0.1)
+    done = finish(process, timeout=120)
+    assert (done.status, done.errors.strip().splitlines()[-1]) == (143, "terminated"), done.errors
+    assert [path.name for path in (folder / "checkpoints").glob("*.json")] == [
+        f"global_step{steps_logged(folder)}.manifest.json"
+    ]
+    run("train_ppo_ray", {**settings, "ckpt.load_enable": True})
+    assert numbers(folder) == numbers(whole)
+
+
+def test_a_terminated_offline_run_saves_its_last_step_and_goes_on_to_the_same_numbers(workspace: Path) -> None:
+    def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+        return {
+            "model.model_name_or_path": workspace / "model",
+            "data.dataset": workspace / "rows.jsonl",
+            "data.output_key": "output",
+            "data.max_len": 32,
+            "train.batch_size": 8,
+            "train.max_epochs": 20,
+            "ds.param_dtype": "fp32",
+            "ckpt.save_steps": 1000,
+            "run.dir": folder,
+            "ckpt.output_dir": folder / "model",
+            "ckpt.path": folder / "checkpoints",
+            **changes,
+        }
+
+    unbroken, folder = workspace / "sft", workspace / "sft-terminated"
+    run("train_sft", settings(unbroken))
+    process = launch("train_sft", settings(folder))
+    send_when(process, folder, signal.SIGTERM, to="", step=5)
+    done = finish(process, timeout=120)
+    assert (done.status, done.errors.strip().splitlines()[-1]) == (143, "terminated"), done.errors
+    run("train_sft", settings(folder, **{"ckpt.load_enable": True}))
+    assert numbers(folder) == numbers(unbroken)
