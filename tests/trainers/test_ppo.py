@@ -12,6 +12,7 @@ import pytest
 
 from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience
+from openrlhf.checkpoints.manifest import CheckpointError
 from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.observability.metrics import Metric, values
@@ -149,21 +150,39 @@ class Untrained(PPOTrainer):
 
 
 def events(
-    steps: list[list[Trajectory]], *, eval_steps: int = -1, freezing_steps: int = 0, weights: Nothing | None = None
+    steps: list[list[Trajectory]],
+    *,
+    eval_steps: int = -1,
+    freezing_steps: int = 0,
+    weights: Nothing | None = None,
+    checkpoints: Any = None,
 ) -> list[str]:
     """What a run over these steps does."""
     notes, nothing = Notes(), weights or Nothing()
     settings: Any = LoopSettings(
-        train=RLTrainConfig(batch_size=2), eval=RLEvalConfig(steps=eval_steps), ckpt=CheckpointConfig(best_metric_key="none"),
+        train=RLTrainConfig(batch_size=2), eval=RLEvalConfig(steps=eval_steps), ckpt=CheckpointConfig(best_metric_key="none", save_steps=1 if checkpoints else -1),
         stop_run=None, updates_per_step=1, freezing_steps=freezing_steps, save_critic=False, run_dir="", identity={}, layouts={},
     )  # fmt: skip
     parts: dict[str, Any] = {
         "source": Steps(steps), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
-        "kl": KLController(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": None,
+        "kl": KLController(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": checkpoints,
         "tokenizer": None, "recorder": notes, "settings": settings, "hosts": [],
     }  # fmt: skip
     Untrained(**parts).fit()
     return notes.events
+
+
+class Full:
+    """A folder of checkpoints on a full disk."""
+
+    def begin(self, step: int, **_: object) -> None:
+        raise CheckpointError("no room")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() -> None:
+    told = [f"The run goes on without a checkpoint of step {step}: no room" for step in (1, 2)]
+    end = ["Nothing is left to learn from after step 2.", "export"]
+    assert events([KEPT, KEPT], checkpoints=Full()) == ["step 1, 100%", told[0], "step 2, 100%", told[1], *end]
 
 
 KEPT = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
