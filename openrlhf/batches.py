@@ -205,11 +205,9 @@ class Experience(Ragged):
 
         The group of a sample is the running number of its prompt.
         """
-        known = (
-            [name for name in trajectories[0].columns if all(name in t.columns for t in trajectories)]
-            if trajectories
-            else []
-        )
+        known = [
+            name for first in trajectories[:1] for name in first.columns if all(name in t.columns for t in trajectories)
+        ]
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
         return cls(
             tokens=_flat([t.tokens for t in trajectories], torch.long),

@@ -148,6 +148,11 @@ class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
         "score", "Name of the scalar head; a stored one wins.", needs=f"{CRITIC}|reward.models")
     lora: RLLoraConfig = RLLoraConfig()
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether the training state waits in CPU memory between updates."""
+        return self.enable_sleep and not self.adam_offload
+
 class RLDataConfig(PromptConfig, shared.DataConfig):
     """Tokenizer and prompts."""
     image_key: str = option("images", "Column with images.", needs="max_images_per_prompt")

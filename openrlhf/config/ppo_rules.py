@@ -124,17 +124,18 @@ def device_mistakes(config: RLFlags) -> Sentences:
     """Roles that share devices have as many; engines fit on the devices that they share."""
     train, vllm, cluster = config.train, config.vllm, config.placement.cluster
     groups = {"actor": config.actor, "ref": config.ref, "critic": config.critic, "reward": config.reward}
+    sizes = {role: (group.num_nodes, group.num_gpus_per_node) for role, group in groups.items()}
     used = {"actor": True, "ref": config.algo.kl.init_coef or config.local_teacher,
             "critic": config.estimator.needs_critic, "reward": config.reward.models}
     sharing = [[role for role in roles if used.get(role)] for roles in train.colocated]
     unequal = next(((roles[0], role) for roles in sharing for role in roles[1:]
-                    if groups[role].shape != groups[roles[0]].shape), None)
+                    if sizes[role] != sizes[roles[0]]), None)
     first, other = unequal or ("actor", "ref")
     wanted = [(role, name, amount) for role in (*groups, "vllm") for name, amount in config.placement.wants([role]).items()]
     wrong = [f"{name} of {role} is {amount!r}" for role, name, amount in wanted
              if not isinstance(amount, str) and not (isinstance(amount, int | float) and amount > 0)]
     flags = [name for name in ("colocate_all", "colocate_actor_ref", "colocate_critic_reward") if getattr(train, name)]
-    devices, per_node = vllm.tensor_parallel_size * vllm.pipeline_parallel_size, config.actor.num_gpus_per_node
+    devices, per_node = vllm.devices, config.actor.num_gpus_per_node
     engines = "<vllm.num_engines> x <vllm.tensor_parallel_size>" + (
         " x <vllm.pipeline_parallel_size>" if vllm.pipeline_parallel_size > 1 else "")
     hybrid = config.hybrid and not (config.rollout.only or config.rollout.replay_dir)

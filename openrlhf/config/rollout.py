@@ -35,6 +35,11 @@ class VLLMConfig(Section):
     sync_with_ray: bool = option(False, "Send weights through Ray's collectives.")
     engine_args: Mapping[str, Any] = option({}, "More arguments of vLLM's engine.", metavar="JSON")
 
+    @property
+    def devices(self) -> int:
+        """Device slots of an engine, one for each of its workers."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
 class RemoteEnginesConfig(Section):
     """Engines that the run did not start."""
     remote_engines: tuple[str, ...] = option(
@@ -125,11 +130,6 @@ class RewardConfig(RuleConfig):
     offload: bool = option(False, "Keep the models in CPU memory between uses.", needs="models")
     num_nodes: int = option(1, "Nodes of the reward models.", ge=1, needs="models")
     num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1, needs="models")
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Nodes, and devices of each."""
-        return self.num_nodes, self.num_gpus_per_node
 
     @property
     def fallback(self) -> float | None:

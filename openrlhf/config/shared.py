@@ -111,6 +111,11 @@ class DeepSpeedConfig(LoadingConfig):
         1, "Heads per ring step; more: faster, more memory.", ge=1, needs="!ring_attn_size=1")
     lora: LoraConfig = LoraConfig()
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether the training state waits in CPU memory between updates."""
+        return False
+
 class LMDeepSpeedConfig(DeepSpeedConfig):  # of commands that train a language model
     use_liger_kernel: bool = option(False, "Load the model with Liger's fused kernels.")
 
@@ -165,11 +170,6 @@ class GroupConfig(Section):
     """The devices of a role."""
     num_nodes: int = option(1, "Nodes of this role.", ge=1)
     num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Nodes, and devices of each."""
-        return self.num_nodes, self.num_gpus_per_node
 
 class ModelSourceConfig(Section):
     """Where models come from."""

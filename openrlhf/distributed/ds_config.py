@@ -27,7 +27,7 @@ def training_stage(engine: DeepSpeedConfig, ranks: int) -> int:
     nobody to share gradients with: it would copy the gradients of every micro-batch once more. Stages 0 and 1 in
     bfloat16 with --ds.enable_sleep run as stage 2, because DeepSpeed's optimizer of the others cannot be moved.
     """
-    if getattr(engine, "enable_sleep", False) and engine.param_dtype == "bf16" and not engine.adam_offload:
+    if engine.sleeps and engine.param_dtype == "bf16":
         return max(2, engine.zero_stage)
     unsummed = engine.zero_stage == 0 and engine.param_dtype == "bf16"
     alone = engine.zero_stage == 2 and ranks == 1

@@ -111,10 +111,8 @@ class HostGroup:
 
 def engine_group(vllm: VLLMConfig, name: str, *, shares: str | None = None, wants: Wants | None = None) -> HostGroup:
     """The engines of a model: a process each, with the devices of all its workers."""
-    devices = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
-    roles = (name,)
     return HostGroup(
-        name=name, roles=roles, per_node=vllm.num_engines, devices=devices, shares=shares, wants=wants or {}
+        name=name, roles=(name,), per_node=vllm.num_engines, devices=vllm.devices, shares=shares, wants=wants or {}
     )
 
 

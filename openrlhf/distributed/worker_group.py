@@ -131,7 +131,8 @@ class HostHandles:
 
     def take_spans(self) -> list[Span]:
         """When the roles worked, since the last call."""
-        spans, self.spans[:] = list(self.spans), []
+        spans = list(self.spans)
+        del self.spans[: len(spans)]  # other threads may add spans meanwhile
         return spans
 
     def close(self) -> None:

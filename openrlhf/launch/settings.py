@@ -120,7 +120,7 @@ def trained_settings(config: PPOConfig, model: ActorConfig | CriticConfig, kind:
         max_nonfinite=train.max_nonfinite,
         aux_loss_coef=actor.aux_loss_coef,
         bucket_bytes=BUCKET_BYTES[kind],
-        sleeps=config.ds.enable_sleep and not config.ds.adam_offload,
+        sleeps=config.ds.sleeps,
         ema_beta=train.ema_beta if train.enable_ema and model is actor else None,
     )
 

@@ -52,8 +52,8 @@ class Fleet:
     `generate` from one event loop only. With `hosts`, the engines use the devices of these processes.
 
     An engine that dies or hangs is started again, with the present weights, which `refit` sends; its unfinished samples
-    are drawn again. If its machine is gone, it moves to another or leaves the fleet. Engines join, up to `most`, when
-    the cluster has room.
+    are drawn again. If its machine is gone, it moves to another or leaves the fleet. Engines join, up to
+    --vllm.max_engines, when the cluster has room.
     """
 
     def __init__(
@@ -185,31 +185,22 @@ class Fleet:
 
     def _restart(self, member: Member) -> None:
         """Start an engine again, on its machine if that is there, otherwise on another."""
-        began = time.monotonic()
-        try:
-            ray.kill(member.actor)
-            if not self.hosts and member.slots.machine.id not in {machine.id for machine in machines(self.on_gpus)}:
-                member.slots.release()
-                if (slots := self._room()) is None:
-                    del self._members[member.index]
-                    self.say(f"The machine of engine {member.index} is gone: {len(self._members)} engine(s) are left.")
-                    return
-                member.slots = slots
-            self._bring_up(self._begun(member))
-            self.say(f"Engine {member.index} serves again after {time.monotonic() - began:.1f} s.")
-        except (UserError, RayActorError, EngineError) as error:
-            self._try_again(member, error)
+        ray.kill(member.actor)
+        if not self.hosts and member.slots.machine.id not in {machine.id for machine in machines(self.on_gpus)}:
+            member.slots.release()
+            if (slots := self._room()) is None:
+                del self._members[member.index]
+                self.say(f"The machine of engine {member.index} is gone: {len(self._members)} engine(s) are left.")
+                return
+            member.slots = slots
+        self._bring_up(member)
 
     def _join(self, slots: Slots) -> None:
         """Start one more engine."""
         index = max(self._members, default=-1) + 1
         self.say(f"Engine {index} joins on {slots.machine.name}.")
-        self._members[index] = member = Member(index=index, slots=slots)
-        try:
-            self._bring_up(self._begun(member))
-            self.say(f"Engine {index} serves.")
-        except (UserError, RayActorError, EngineError) as error:
-            self._try_again(member, error)
+        self._members[index] = Member(index=index, slots=slots)
+        self._bring_up(self._members[index])
 
     def _room(self) -> Slots | None:
         """Free slots for one more engine."""
@@ -218,13 +209,19 @@ class Fleet:
         return Slots(group, places[group.name], on_gpus=self.on_gpus) if places else None
 
     def _bring_up(self, member: Member) -> None:
-        """Give a process model and weights. Then it serves."""
-        member.slots.wait(self.timeout_s)
-        gather([self._started(member)], timeout_s=self.timeout_s, doing="start the engine")
-        if self.refit:
-            self.refit(member)
-        self._router.add(member.index)
-        member.up = member.serving = True
+        """Give a member a process with model and weights. Then it serves."""
+        began = time.monotonic()
+        try:
+            self._begun(member).slots.wait(self.timeout_s)
+            gather([self._started(member)], timeout_s=self.timeout_s, doing="start the engine")
+            if self.refit:
+                self.refit(member)
+            self._router.add(member.index)
+            member.up = member.serving = True
+            again = f" again after {time.monotonic() - began:.1f} s" if member.restarts else ""
+            self.say(f"Engine {member.index} serves{again}.")
+        except (UserError, RayActorError, EngineError) as error:
+            self._try_again(member, error)
 
     def _watch(self) -> None:
         """Look for engines that do not answer, and for room for more."""
