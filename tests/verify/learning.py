@@ -26,8 +26,9 @@ class LearningRun:
     flags: str  # the method's, as the page of algorithms has them, and what the task changes in them
     solved: list[float]  # share of each step's samples; every prompt is drawn once, so none was seen before
     pass_at_1: list[float]  # on held-out problems: before, after
-    seconds: float
     versions: str
+    seconds: float = 0.0
+    lag: float = 0.0  # mean age of the samples, in versions
 
     @property
     def first(self) -> float:
