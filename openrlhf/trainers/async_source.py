@@ -8,15 +8,12 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-from openrlhf.config.learning import RLTrainConfig
-from openrlhf.data.prompts import PromptDataset
 from openrlhf.observability.metrics import Last, Max, Mean, Metric
-from openrlhf.rollout.background import CLOSE_S, BackgroundLoop
+from openrlhf.rollout.background import CLOSE_S
 from openrlhf.rollout.episode_files import EpisodeFolder
-from openrlhf.rollout.generator import Annotate, Generator, Group, Request, SamplingSpec, as_sampled
+from openrlhf.rollout.generator import Group, Request
 from openrlhf.trainers.capacity import Capacity, Held
-from openrlhf.trainers.filtering import DynamicFilter
-from openrlhf.trainers.sources import rest_of_epoch
+from openrlhf.trainers.sources import PromptSource
 from openrlhf.trajectory import Prompt, Trajectory
 
 
@@ -29,30 +26,23 @@ class Started(Held):
 
 
 @dataclass(eq=False, repr=False)
-class AsyncSource:
+class AsyncSource(PromptSource):
     """Keeps as many prompts in generation as `Capacity` allows, and gives the loop finished ones.
 
     Everything but `__iter__` and `publishing` happens in the event loop. Prompts start in their order; an epoch follows
     the other without a break. `partial`: samples under way go on under new weights. Otherwise a publication waits for
-    them, and every sample has one version.
+    them, and every sample has one version. `consumed`: prompts drawn.
     """
 
-    prompts: PromptDataset
-    generator: Generator
-    loop: BackgroundLoop
-    spec: SamplingSpec
-    train: RLTrainConfig
     _: KW_ONLY
-    keep: DynamicFilter | None = None
-    annotated: Annotate = as_sampled
     partial: bool = False
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.rule = Capacity(
             batch=self.spec.rollout.batch_size, queue=self.train.async_queue_size, staleness=self.train.max_staleness
         )
-        self.step = self.consumed = self.version = 0  # steps handed out; prompts drawn; weights of the engines
+        self.version = 0  # of the engines' weights
         self.held: list[Started] = []
         self._left = self._prompts()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,20 +62,13 @@ class AsyncSource:
         return -(-self.total_prompts // self.rule.batch)
 
     @property
-    def epoch(self) -> int:
-        """Number of complete passes over the prompts."""
-        return self.consumed // len(self.prompts)
-
-    @property
     def exhausted(self) -> bool:
         """Whether no prompt is left, and none is held."""
         return self.consumed >= self.total_prompts and not self.held
 
     def _prompts(self) -> Iterator[Prompt]:
         while self.consumed < self.total_prompts:
-            for prompt in rest_of_epoch(
-                self.prompts, self.consumed, seed=self.train.seed, num_workers=self.num_workers
-            ):
+            for prompt in self.rest_of_epoch(self.consumed):
                 self.consumed += 1
                 yield prompt
 
@@ -100,7 +83,7 @@ class AsyncSource:
         for episode in files.read("step", step):
             groups[episode.prompt.index].append(episode)
         for index, version in files.header("step", step)["run"]["held"]:
-            prompt = next(rest_of_epoch(self.prompts, index, seed=self.train.seed))
+            prompt = self.prompt(index)
             group = [replace(t, prompt=prompt) for t in groups[index]]  # the label as it is in the data
             filtered = bool(group) and group[0].filtered
             self.held.append(
@@ -164,17 +147,12 @@ class AsyncSource:
 
     async def _generate(self, started: Started) -> None:
         """Generate the samples of a prompt, and judge them."""
-        request = Request(spec=self.spec, step=self.step + 1, annotated=self._judged)
+        request = Request(spec=self.spec, step=self.step + 1, annotated=self.judged)
         try:
             async for group in self.generator.stream([started.prompt], request, groups=1):
                 started.group, started.filtered, started.finished = group, group[0].filtered, True
         finally:
             self._changed.set()
-
-    async def _judged(self, group: Group) -> Group:
-        """The group with all scores that the filter reads, marked if the filter rejects it."""
-        group = await self.annotated(group)
-        return self.keep.marked(group) if self.keep else group
 
     @contextmanager
     def publishing(self, version: int) -> Iterator[None]:
@@ -205,7 +183,7 @@ class AsyncSource:
         """The cost of generation, the age of the samples, and the prompts that waited, since the last call."""
         lags, self._lags = self._lags, Counter[int]()
         number = lags.total()
-        return self.generator.metrics() | {
+        return super().metrics() | {
             **{f"rollout/lag_{lag}": Mean(count, number) for lag, count in sorted(lags.items())},
             "rollout/lag_mean": Mean(sum(lag * count for lag, count in lags.items()), number),
             "rollout/lag_max": Max(float(max(lags, default=0))),

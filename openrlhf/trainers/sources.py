@@ -53,15 +53,10 @@ class Source(Protocol):
 
 
 @dataclass(eq=False, repr=False)
-class SyncSource:
-    """Generates when the loop asks for a step and no finished step is waiting, with the weights of the last publication.
+class PromptSource:
+    """What every source has: the prompts in the order of the run, and what makes judged groups of them.
 
-    `batch_size`: prompts per step, without rejected prompts; the last batch of an epoch may be short. `at_once`: prompts
-    generated together, at least one step. If they make several steps, the later steps train weights newer than the
-    weights that sampled them. `annotated` adds the scores of reward models before the filter `keep` reads a group.
-    `last_step`: the generator gives nothing after that step.
-    `consumed`: prompts that steps have had, over all epochs. A resumed run starts there, and draws the waiting prompts
-    again.
+    `annotated` adds the scores that the filter `keep` reads. `consumed`: prompts drawn, or had by steps, over all epochs.
     """
 
     prompts: PromptDataset
@@ -70,16 +65,65 @@ class SyncSource:
     spec: SamplingSpec
     train: RLTrainConfig
     _: KW_ONLY
-    errors: ErrorBudget
     keep: DynamicFilter | None = None
     annotated: Annotate = as_sampled
-    last_step: int | None = None
     num_workers: int = 0
 
     def __post_init__(self) -> None:
+        self.step = self.consumed = 0  # steps handed out; prompts
+
+    @property
+    def epoch(self) -> int:
+        """Number of complete passes over the prompts."""
+        return self.consumed // len(self.prompts)
+
+    def rest_of_epoch(self, drawn: int) -> Iterator[Prompt]:
+        """The prompts that are left of an epoch when `drawn` have been drawn in all epochs, numbered as they are drawn."""
+        loader = DataLoader(
+            self.prompts,
+            batch_size=READ_TOGETHER,
+            sampler=self._order(drawn),
+            collate_fn=list,
+            num_workers=self.num_workers,
+        )
+        for number, prompt in enumerate(chain.from_iterable(loader), drawn):
+            yield replace(prompt, index=number)
+
+    def prompt(self, number: int) -> Prompt:
+        """The prompt that is drawn after `number` others."""
+        return replace(self.prompts[next(iter(self._order(number)))], index=number)
+
+    def _order(self, drawn: int) -> ResumableSampler:
+        return ResumableSampler(len(self.prompts), seed=self.train.seed, consumed=drawn, drop_last=False)
+
+    async def judged(self, group: Group) -> Group:
+        """The group with all scores that the filter reads, marked if the filter rejects it."""
+        group = await self.annotated(group)
+        return self.keep.marked(group) if self.keep else group
+
+    def metrics(self) -> dict[str, Metric]:
+        """The cost of generation since the last call."""
+        return self.generator.metrics()
+
+
+@dataclass(eq=False, repr=False)
+class SyncSource(PromptSource):
+    """Generates when the loop asks for a step and no finished step is waiting, with the weights of the last publication.
+
+    `batch_size`: prompts per step, without rejected prompts; the last batch of an epoch may be short. `at_once`: prompts
+    generated together, at least one step. If they make several steps, the later steps train weights newer than the
+    weights that sampled them. `last_step`: the generator gives nothing after that step. `consumed`: prompts that steps
+    have had. A resumed run starts there, and draws the waiting prompts again.
+    """
+
+    _: KW_ONLY
+    errors: ErrorBudget
+    last_step: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.batch_size = self.spec.rollout.batch_size
         self.at_once = self.spec.rollout.vllm_generate_batch_size or self.batch_size
-        self.step = self.consumed = 0  # steps handed out; prompts they have had
         self._drawn = 0  # prompts handed to the generator, over all epochs
 
     @property
@@ -93,11 +137,6 @@ class SyncSource:
         return self.steps_per_epoch * self.train.num_episodes
 
     @property
-    def epoch(self) -> int:
-        """Number of complete passes over the prompts."""
-        return self.consumed // len(self.prompts)
-
-    @property
     def exhausted(self) -> bool:
         """Whether all epochs have ended, or the generator gives nothing more."""
         return self.epoch >= self.train.num_episodes or (self.last_step is not None and self.step >= self.last_step)
@@ -105,7 +144,7 @@ class SyncSource:
     def _rest_of_epoch(self) -> Iterator[Prompt]:
         """Prompts one by one. `_drawn` counts prompts handed out, not prompts that the loader has read ahead."""
         self._drawn = self.consumed
-        for prompt in rest_of_epoch(self.prompts, self._drawn, seed=self.train.seed, num_workers=self.num_workers):
+        for prompt in self.rest_of_epoch(self._drawn):
             self._drawn += 1
             yield prompt
 
@@ -115,10 +154,6 @@ class SyncSource:
 
     def save(self, folder: Path) -> None:
         """Nothing: what has been drawn and not been trained on is drawn again."""
-
-    def metrics(self) -> dict[str, Metric]:
-        """The cost of generation since the last call."""
-        return self.generator.metrics()
 
     def publishing(self, version: int) -> AbstractContextManager[None]:
         """No sample is under way between two steps."""
@@ -147,11 +182,6 @@ class SyncSource:
             self.step += bool(_kept(step))  # no step if the rest of an epoch teaches nothing
             yield list(chain.from_iterable(step))
 
-    async def _judged(self, group: Group) -> Group:
-        """The group with all scores that the filter reads, marked if the filter rejects it."""
-        group = await self.annotated(group)
-        return self.keep.marked(group) if self.keep else group
-
     def _generate(self, prompts: Iterator[Prompt]) -> list[Group]:
         """The groups of the next prompts, in prompt order; none if the epoch is over.
 
@@ -159,7 +189,7 @@ class SyncSource:
         loop reports the errors. A batch of several steps never ends early, because its cancelled prompts would be
         missing in the epoch.
         """
-        request = Request(spec=self.spec, step=self.step + 1, annotated=self._judged)
+        request = Request(spec=self.spec, step=self.step + 1, annotated=self.judged)
         may_end_early = self.keep is not None or self.at_once == self.batch_size
         groups: list[Group] = []
         failed = samples = 0
@@ -179,14 +209,6 @@ class SyncSource:
                 len(groups), self.keep.low, self.keep.high,
             )  # fmt: skip
         return groups
-
-
-def rest_of_epoch(prompts: PromptDataset, drawn: int, *, seed: int, num_workers: int = 0) -> Iterator[Prompt]:
-    """The prompts that are left of an epoch when `drawn` have been drawn in all epochs, numbered as they are drawn."""
-    sampler = ResumableSampler(len(prompts), seed=seed, consumed=drawn, drop_last=False)
-    loader = DataLoader(prompts, batch_size=READ_TOGETHER, sampler=sampler, collate_fn=list, num_workers=num_workers)
-    for number, prompt in enumerate(chain.from_iterable(loader), drawn):
-        yield replace(prompt, index=number)
 
 
 def _kept(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
