@@ -16,6 +16,7 @@ on one file system that all processes see.
 """
 
 import errno
+import glob
 import json
 import logging
 import math
@@ -47,11 +48,12 @@ class CheckpointManager:
     def __init__(
         self, root: str | Path, *, parts: Sequence[str] = ("",), max_num: int = 3, max_mem_gib: float = math.inf
     ) -> None:
-        if max_num < 1:
-            raise CheckpointError(
-                f"--ckpt.max_num is {max_num}, but the newest checkpoint always stays: set 1 or more."
-            )
         self.root = Path(root).absolute()
+        if glob.has_magic(str(self.root)):
+            raise CheckpointError(
+                f"--ckpt.path {self.root}: DeepSpeed takes paths as patterns and would not find its files again under a "
+                "name with [, * or ?. Choose another --ckpt.path."
+            )
         self.parts = tuple(parts)
         self.max_num = max_num
         self.max_bytes = max_mem_gib * GIB

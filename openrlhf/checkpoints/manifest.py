@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +16,10 @@ from openrlhf.files import fingerprint
 
 FORMAT = 1
 GONE = ("loader", "rng", "extra")  # fields of the state that older manifests have
+CONVERTS = (
+    "--ds.use_universal_ckpt continues with another number of processes, and with ZeRO 1 after 2 or 2 after 1; "
+    "not from ZeRO 3 to another stage or back."
+)
 MINIMISED = ("loss", "truncated_rate", "failed_episodes")  # ends of the names of metrics of which less is better
 
 
@@ -118,18 +122,21 @@ class Checkpoint(StagedCheckpoint):
         return tuple(os.path.dirname(place) for place in self.places if not place.endswith("_hf"))
 
     def check_continued_by(
-        self, engines: Mapping[str, EngineLayout], *, layout: str, identity: Mapping[str, Any]
+        self, engines: Mapping[str, EngineLayout], *, layout: str, identity: Mapping[str, Any], converts: bool = False
     ) -> None:
         """Raise CheckpointError, naming every difference, if a run with these engines and this identity cannot continue it.
 
-        `layout`: the flags that set the layout of the engines, in words.
+        `layout`: the flags that set the layout of the engines, in words. `converts`: a layout that can be converted fits.
         """
-        then = {**self.state.identity, layout: _in_words(self.state.engines)}
+        written = self.state.engines
+        fits = converts and _convertible(written) == _convertible(engines)
+        then = {**self.state.identity, layout: _in_words(engines if fits else written)}
         now = {**identity, layout: _in_words(engines)}
         if different := differences(then, now):
+            hint = f"\n{CONVERTS}" if written != engines else ""
             raise CheckpointError(
                 f"{self.tag} in --ckpt.path {self.directory} is of another run. Continue it with what it was written with, or "
-                "choose another --ckpt.path:" + "".join(f"\n  {difference}" for difference in different)
+                "choose another --ckpt.path:" + "".join(f"\n  {difference}" for difference in different) + hint
             )
 
     def manifest(self) -> str:
@@ -176,6 +183,12 @@ class Checkpoint(StagedCheckpoint):
             if fingerprint(path) != digest:
                 return f"the contents of {name} are not those that were saved"
         return None
+
+
+def _convertible(engines: Mapping[str, EngineLayout]) -> dict[str, EngineLayout]:
+    """The same for all layouts that can be converted into each other: any number of processes, ZeRO 1 or 2."""
+    stages = {part: 1 if each.zero_stage == 2 else each.zero_stage for part, each in engines.items()}
+    return {part: replace(each, world_size=0, zero_stage=stages[part]) for part, each in engines.items()}
 
 
 def _in_words(engines: Mapping[str, EngineLayout]) -> str:

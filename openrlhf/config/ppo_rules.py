@@ -153,6 +153,9 @@ def device_mistakes(config: RLFlags) -> Sentences:
         (vllm.pipeline_parallel_size > 1 and not machine.count_gpus(),
          "<vllm.pipeline_parallel_size>: vLLM on CPUs cannot split an engine by layers. Use 1."),
         (wrong, f"--placement.*.resources: {', '.join(wrong)}; an amount above 0 is a Ray resource, a text is a label."),
+        (config.ds.use_universal_ckpt and config.ds.zero_stage == 3 and train.enable_ema,
+         "--ds.use_universal_ckpt cannot convert the average of --train.enable_ema, which <ds.zero_stage> has cut: "
+         "continue with as many processes as before, or leave out the average."),
         (config.ds.enable_sleep and not config.ds.zero_stage, "<ds.enable_sleep> needs --ds.zero_stage 1, 2 or 3."),
         (cluster and not config.dry_run, "<placement.cluster> is a cluster that is not there: it needs --dry_run."),
         (cluster and not machine.declared_machines(cluster), "<placement.cluster> is no cluster: write 2x8 for two machines of 8 GPUs."),

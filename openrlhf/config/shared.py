@@ -100,7 +100,8 @@ class DeepSpeedConfig(LoadingConfig):
     adam_offload: bool = option(False, "Keep the optimizer's state in CPU memory, and step there.")
     param_offload: str = option("none", "Where parameters wait (ZeRO 3).", choices=("none", "cpu", "nvme"))
     nvme_path: str | None = option(None, "Folder on NVMe for offloaded state.")
-    use_universal_ckpt: bool = option(False, "Load a checkpoint in universal format.")
+    use_universal_ckpt: bool = option(
+        False, "Continue with another number of processes, or ZeRO 1 after 2 or 2 after 1.", needs="ckpt.load_enable")
     grad_accum_dtype: str | None = option(None, "Of gradient sums; unset: fp32.", choices=DTYPES)
     overlap_comm: bool = option(False, "Reduce gradients while the backward pass runs.", needs="zero_stage=2,3")
     deepcompile: bool = option(False, "DeepSpeed's DeepCompile.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from openrlhf.distributed import devices, ds_config
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.distributed.quiet_deepspeed import OffloadStateTypeEnum, deepspeed
 from openrlhf.distributed.strategy import Strategy, initialize
+from openrlhf.distributed.universal import converted, was_sharded_otherwise
 from openrlhf.observability.metrics import Metric, merge_all, values
 
 Totals = Mapping[str, float]
@@ -265,24 +266,30 @@ class TrainEngine:
         self.strategy.barrier()
 
     def load(self, directory: str, tag: str) -> None:
-        """Read the files of `save`, in a run with as many ranks and the same ZeRO stage. Collective.
+        """Read the files of `save`, in a run with the same ZeRO stage, or 1 instead of 2 or 2 instead of 1. Collective.
 
-        Learning rate, schedule and the optimizer's other settings stay as the flags of this run say.
+        Files of another number of ranks are converted if --ds.use_universal_ckpt allows it. Learning rate, schedule and the optimizer's other settings stay as the flags of this run say.
         """
         flags = [{key: each[key] for key in each.keys() - {"params"}} for each in self.engine.optimizer.param_groups]
-        with self.awake():
-            path, skipped = self.engine.load_checkpoint(directory, tag=tag)
+        checkpoint, ranks = Path(directory) / tag, self.strategy.layout.world_size
+        convert = self.strategy.config.use_universal_ckpt and was_sharded_otherwise(checkpoint, ranks)
+        self.engine._config.load_universal_checkpoint = convert
+        universal = converted(self.strategy, directory, tag) if convert else nullcontext(directory)
+        with self.awake(), universal as readable:
+            path, skipped = self.engine.load_checkpoint(readable, tag=tag)
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
+        for state in self.engine.optimizer.state.values() if convert else ():
+            state["step"] = state["step"].clone()  # DeepSpeed gives all parameters of ZeRO 3 one tensor to count in
         schedule = self.engine.lr_scheduler
         for group, given, factor in zip(self.engine.optimizer.param_groups, flags, schedule.lr_lambdas, strict=True):
             group.update(given, lr=given["initial_lr"] * factor(schedule.last_epoch))
         schedule.base_lrs = [given["initial_lr"] for given in flags]
         self.nonfinite_steps = skipped.get("nonfinite_steps", 0)
         self.nonfinite_in_a_row = skipped.get("nonfinite_in_a_row", 0)
-        restore_random_state(
-            torch.load(Path(directory) / tag / f"random_state_{self.strategy.rank}.pt", weights_only=False)
-        )
+        noise = checkpoint / f"random_state_{self.strategy.rank}.pt"
+        if noise.exists():  # not for a rank that did not exist
+            restore_random_state(torch.load(noise, weights_only=False))
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors of `full_parameters`, in the same order and under the same names."""

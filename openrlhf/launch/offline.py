@@ -60,7 +60,9 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     checkpoint: Checkpoint | None = strategy.broadcast(found)
     if checkpoint:
         parts = "number of processes, --ds.zero_stage and --ds.param_dtype"
-        checkpoint.check_continued_by({"": layout_of(strategy)}, layout=parts, identity=identity)
+        checkpoint.check_continued_by(
+            {"": layout_of(strategy)}, layout=parts, identity=identity, converts=config.ds.use_universal_ckpt
+        )
     engine = load_models(task, strategy, total_steps)
     run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
     resume_step = checkpoint and checkpoint.state.step

@@ -46,7 +46,9 @@ def train(config: PPOConfig, processes: Processes) -> None:
     identity = rl_identity(config, data.train, data.tokenizer)
     if checkpoint:
         words = "estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role"
-        checkpoint.check_continued_by(settings.engine_layouts(config), layout=words, identity=identity)
+        checkpoint.check_continued_by(
+            settings.engine_layouts(config), layout=words, identity=identity, converts=config.ds.use_universal_ckpt
+        )
     done, consumed = (checkpoint.state.step, checkpoint.state.consumed) if checkpoint else (0, 0)
     replay = replay_folder(config, data, done=done, consumed=consumed)
     if config.dry_run:

@@ -376,9 +376,9 @@ def test_a_best_checkpoint_outlives_regular_ones_until_the_next_best_stands(tmp_
     assert not (tmp_path / "best_global_step1").exists()
 
 
-def test_at_least_one_checkpoint_must_be_allowed(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"--ckpt\.max_num is 0"):
-        CheckpointManager(tmp_path, max_num=0)
+def test_a_folder_in_which_deepspeed_would_not_find_its_files_again_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--ckpt\.path .*run\[1\]: DeepSpeed takes paths as patterns"):
+        CheckpointManager(tmp_path / "run[1]")
 
 
 # ---------------------------------------------------------------- saves that do not happen

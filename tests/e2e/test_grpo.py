@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import shutil
 import signal
 import time
 from collections import Counter
@@ -333,6 +334,22 @@ def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_s
     assert {path.name for path in (folder / "logs").glob("*-?.log")} >= {
         *("actor-0.log", "actor-1.log", "ref-0.log", "ref-1.log")
     }
+    check_same(folder, whole)
+
+
+@pytest.mark.verify
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("stages", [(2, 1), (3, 3)])
+def test_a_run_goes_on_with_another_number_of_ranks(whole: Path, workspace: Path, stages: tuple[int, int]) -> None:
+    folder = workspace / f"cut{stages}"
+    flags = grpo_flags(workspace, folder, **{"ckpt.save_steps": 2, "ckpt.max_num": 9})
+    train({**flags, "actor.num_gpus_per_node": 2, "ds.zero_stage": stages[0], "ref.num_gpus_per_node": 2})
+    for path in (folder / "checkpoints").glob("global_step*.manifest.json"):
+        if path.name != "global_step2.manifest.json":
+            path.unlink()
+    shutil.rmtree(folder / "model")
+    train({**flags, "ds.zero_stage": stages[1], "ds.use_universal_ckpt": True, "ckpt.load_enable": True})
+    assert [row["response"] for row in samples(folder)] == [row["response"] for row in samples(whole)]
     check_same(folder, whole)
 
 

@@ -161,11 +161,10 @@ def loss_in_transformers(model: Path) -> float:
 def test_two_processes_do_what_one_does(whole: Path, workspace: Path, launcher: tuple[str, ...], stage: int) -> None:
     """To 1e-4 in the loss: sums in another order, which AdamW's steps amplify."""
     folder = workspace / launcher[0]
-    flags = sft_flags(workspace, folder, **{"ds.zero_stage": stage, "ckpt.save_steps": -1})
+    flags = sft_flags(workspace, folder, **{"ds.zero_stage": stage, "ckpt.save_steps": 20})
     launcher = (launcher[0], "--master_port", str(free_port()), *launcher[1:])
     run("train_sft", flags, launcher=launcher)
-    for name in ("train/gpt_loss", "eval/eval gpt_loss", "train/lr"):
-        assert column(folder, name) == pytest.approx(column(whole, name), abs=1e-4), name
+    check_numbers(folder, whole)
     assert column(folder, "train/grad_norm")[0] == pytest.approx(column(whole, "train/grad_norm")[0], rel=1e-5)
     ours, theirs = (
         AutoModelForCausalLM.from_pretrained(path / "model", dtype=torch.float32).state_dict()
@@ -174,6 +173,27 @@ def test_two_processes_do_what_one_does(whole: Path, workspace: Path, launcher: 
     for name, weight in theirs.items():
         if not name.endswith("k_proj.bias"):  # attention does not see it: AdamW steps along rounding
             torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
+    if stage == 3:
+        check_that_one_process_goes_on(flags, folder, whole)
+
+
+def check_numbers(folder: Path, whole: Path) -> None:
+    for name in ("train/gpt_loss", "eval/eval gpt_loss", "train/lr"):
+        assert column(folder, name) == pytest.approx(column(whole, name), abs=1e-4), name
+
+
+def check_that_one_process_goes_on(flags: dict[str, Any], folder: Path, whole: Path) -> None:
+    """After step 20, where two processes have saved: refused first, with the flag that allows it."""
+    for path in (folder / "checkpoints").glob("global_step*.manifest.json"):
+        if path.name != "global_step20.manifest.json":
+            path.unlink()
+    shutil.rmtree(folder / "model")
+    resumed = {**flags, "ckpt.load_enable": True}
+    done = run("train_sft", resumed, status=2)
+    assert "2 process(es) with ZeRO stage 3" in done.errors and "--ds.use_universal_ckpt continues" in done.errors
+    run("train_sft", {**resumed, "ds.use_universal_ckpt": True})
+    assert len(column(folder, "train/lr")) == STEPS
+    check_numbers(folder, whole)
 
 
 @pytest.mark.parametrize(
