@@ -6,7 +6,10 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -89,3 +92,11 @@ def unbalance(hf: PreTrainedModel) -> None:
         for name, parameter in hf.named_parameters():
             if name.endswith("gate.weight"):
                 parameter.mul_(torch.linspace(1, 50, len(parameter))[:, None])
+
+
+def save_reward_model(folder: Path, base: Path) -> Path:
+    """The model in `base` with one scalar output, which nobody has trained."""
+    scores = AutoConfig.from_pretrained(base, num_labels=1)
+    AutoModelForSequenceClassification.from_config(scores).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from openrlhf.launch.start import run_ppo
 from openrlhf.observability.run_folder import read_lines
 from openrlhf.rollout.episode_files import EpisodeFolder
 from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
-from tests.tiny import save_tiny_model
+from tests.tiny import save_reward_model, save_tiny_model
 
 REWARDS = Path(__file__).parent / "reward_files"
 PROMPTS, BATCH, SAMPLES, EPOCHS = 22, 4, 2, 2
@@ -134,6 +137,33 @@ def test_rejected_prompts_are_replaced_while_training_goes_on(workspace: Path) -
     counted = [row["rollout/num_samples"] for row in numbers(folder)]
     assert set(counted[:-1]) == {BATCH * SAMPLES} and len(counted) < STEPS
     assert {row["prompt_index"] for row in samples(folder)} == set(range(PROMPTS * EPOCHS))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_models_score_a_prompt_side_by_side_while_other_samples_are_under_way(workspace: Path) -> None:
+    """An agent lets no other prompt end before models score the first; a run that scored whole batches would never end."""
+    folder = workspace / "side-by-side"
+    plugin, agent = (folder / "user" / name for name in ("slow_scores.py", "patient_agent.py"))
+    shutil.copytree(REWARDS.parent / "plugin_files", plugin.parent)
+    roles = {"critic.num_gpus_per_node": 1, "ref.num_gpus_per_node": 1, "reward.num_gpus_per_node": 1}
+    changes = {
+        "plugin": plugin,
+        "train.agent_func_path": agent,
+        "train.async_queue_size": 1,
+        "data.max_samples": 8,
+        "reward.model_name_or_path": save_reward_model(folder / "rm", workspace / "model"),
+        "algo.advantage.estimator": "gae",
+        **roles,
+    }
+    train(flags(workspace, folder, **changes))
+    spans = [json.loads(line) for line in (plugin.parent / "spans.jsonl").read_text().splitlines()]
+    by_role = [
+        [span for span in spans if span["role"] == f"{role}Worker"] for role in ("Reference", "Critic", "Reward")
+    ]
+    assert [len(spans) for spans in by_role] == [16] * 3  # groups
+    together = [trio for trio in product(*by_role) if max(s["began"] for s in trio) < min(s["ended"] for s in trio)]
+    assert len({trio[0]["began"] for trio in together}) >= 8
+    assert any(row["timing/models_overlap"] > 0 for row in read_lines(folder / "metrics.jsonl"))
 
 
 def test_a_killed_run_trains_on_the_samples_that_waited(workspace: Path) -> None:

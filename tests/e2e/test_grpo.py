@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.checkpoints.manifest import CheckpointError
 from openrlhf.config.evaluation import EvaluationConfig
@@ -43,7 +43,7 @@ from tests.e2e.commands import (
 )
 from tests.e2e.processes import Process, descendants, survivors
 from tests.reward_server import reward_server
-from tests.tiny import save_tiny_model, sayable
+from tests.tiny import save_reward_model, save_tiny_model, sayable
 
 REWARDS = Path(__file__).parent / "reward_files"
 PROMPTS, BATCH, SAMPLES = 24, 4, 4
@@ -351,13 +351,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(whole: Path, workspace: Path
     train({**flags, "ds.zero_stage": stages[1], "ds.use_universal_ckpt": True, "ckpt.load_enable": True})
     assert [row["response"] for row in samples(folder)] == [row["response"] for row in samples(whole)]
     check_same(folder, whole)
-
-
-def save_reward_model(folder: Path, base: Path) -> Path:
-    scores = AutoConfig.from_pretrained(base, num_labels=1)
-    AutoModelForSequenceClassification.from_config(scores).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
-    return folder
 
 
 def notes(folder: Path) -> list[str]:
