@@ -45,7 +45,7 @@ from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.generator import Engines, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trainers.sources import evaluate
-from openrlhf.trainers.stages import RewardModels
+from openrlhf.trainers.stages import EarlyStages, RewardModels
 from openrlhf.trajectory import Trajectory
 from openrlhf.workers.frozen import RewardWorker
 
@@ -222,7 +222,9 @@ class Evaluation:
             created = models.create(RewardWorker, settings.reward_settings(config))
             gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
             weights = config.reward.weights or ()
-            return RewardModels(models, weights, timeout_s=config.train.step_timeout).score(answers)
+            return EarlyStages(models=RewardModels(models, weights), timeout_s=config.train.step_timeout).annotated(
+                answers
+            )
 
     def compared(self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
         """The pairs; the answer with the larger reward is the better one."""

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +36,7 @@ from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import SyncSource, evaluate
-from openrlhf.trainers.stages import GroupStages, RewardModels, Stage
+from openrlhf.trainers.stages import EarlyStages, RewardModels, Stage
 from openrlhf.trajectory import Trajectory
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
@@ -127,7 +127,7 @@ class Run:
         models = None
         if "reward" in groups:
             weights = config.reward.weights or ()
-            models = RewardModels(groups["reward"], weights, timeout_s=config.train.step_timeout)
+            models = RewardModels(groups["reward"], weights)
         generator = self._make_generator()
         stages = make_stages(config, groups)
         source = self._make_source(generator, models, stages, errors)
@@ -203,9 +203,10 @@ class Run:
         config = self.config
         low, high = config.algo.dynamic_filtering_range
         keep = DynamicFilter(low=low, high=high) if config.algo.dynamic_filtering_enable else None
+        scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)
         if config.train.async_enable:
             early = [stage for stage in stages if stage.writes != "old_logprobs"]  # π_old is the policy of the update
-            scored = GroupStages(stages=early, models=models, timeout_s=config.train.step_timeout)
+            scored = replace(scored, stages=early)
             return AsyncSource(
                 self.data.train,
                 generator,
@@ -213,7 +214,7 @@ class Run:
                 settings.train_sampling(config),
                 config.train,
                 keep=keep,
-                annotated=scored.annotated if early or models else as_sampled,
+                annotated=scored.of_group,
                 partial=config.train.partial_rollout_enable,
                 num_workers=config.data.dataloader_num_workers,
             )
@@ -225,7 +226,7 @@ class Run:
             config.train,
             errors=errors,
             keep=keep,
-            annotated=models.score_group if keep and models else as_sampled,
+            annotated=scored.of_group if keep else as_sampled,
             last_step=self.replay.last_step if self.replay else None,
             num_workers=config.data.dataloader_num_workers,
         )
@@ -251,7 +252,7 @@ class Run:
                 at_once=config.rollout.batch_size,
                 timeout_s=config.train.step_timeout,
             )
-            return models.score(trajectories) if models else trajectories
+            return EarlyStages(models=models, timeout_s=config.train.step_timeout).annotated(trajectories)
 
         return evaluation
 

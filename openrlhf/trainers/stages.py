@@ -55,8 +55,8 @@ class Stage:
 class RewardModels:
     """The reward workers. Their rewards are added to the reward function's with `weights`."""
 
-    def __init__(self, workers: WorkerGroup, weights: Sequence[float], *, timeout_s: float) -> None:
-        self.workers, self.weights, self.timeout_s = workers, weights, timeout_s
+    def __init__(self, workers: WorkerGroup, weights: Sequence[float]) -> None:
+        self.workers, self.weights = workers, weights
 
     def launch(self, experience: Experience) -> Pending:
         """The rewards of every model for every row, (B, K), on their way."""
@@ -66,47 +66,32 @@ class RewardModels:
         """The episodes with the weighted sum of the reward models' rewards (B, K) and their own reward."""
         return [combined(t, row, self.weights) for t, row in zip(trajectories, rewards.tolist(), strict=True)]
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The episodes; each finished episode has the sum of all its rewards."""
-        finished = [t for t in trajectories if not t.failed]
-        if not finished:
-            return list(trajectories)
-        rewards = self.launch(Experience.from_trajectories(finished)).collect(self.timeout_s)
-        scored = iter(self.summed(finished, rewards))
-        return [t if t.failed else next(scored) for t in trajectories]
-
-    async def score_group(self, group: list[Trajectory]) -> list[Trajectory]:
-        """The same for the samples of one prompt, while other prompts are still being sampled."""
-        return await asyncio.to_thread(self.score, group)
-
 
 @dataclass(frozen=True, kw_only=True)
-class GroupStages:
-    """Stages that need no other samples than those of a prompt: run as soon as these are finished, side by side."""
+class EarlyStages:
+    """Rewards of models and columns that need no samples of other prompts."""
 
-    stages: Sequence[Stage]
     models: RewardModels | None
+    stages: Sequence[Stage] = ()
     timeout_s: float
 
-    async def annotated(self, group: list[Trajectory]) -> list[Trajectory]:
-        """The samples of one prompt with their rewards and columns, while other prompts are still being sampled."""
-        return await asyncio.to_thread(self._annotated, group)
+    async def of_group(self, group: list[Trajectory]) -> list[Trajectory]:
+        """`annotated` for the samples of one prompt, while other prompts are still being sampled."""
+        return await asyncio.to_thread(self.annotated, group)
 
-    def _annotated(self, group: list[Trajectory]) -> list[Trajectory]:
-        finished = [t for t in group if not t.failed and t.num_actions]
-        if not finished:
-            return group
+    def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The episodes; finished ones have the sum of all their rewards, and the columns. Workers compute side by side."""
+        finished = [t for t in trajectories if not t.failed]
+        if not finished or not (self.models or self.stages):
+            return list(trajectories)
         experience = Experience.from_trajectories(finished)
         rewards = self.models.launch(experience) if self.models else None
         pending = {stage.writes: stage.launch(experience) for stage in self.stages}
+        done = finished
         if self.models and rewards:
-            finished = self.models.summed(finished, rewards.collect(self.timeout_s))
-        lengths = experience.lengths.tolist()
-        columns = {name: column.collect(self.timeout_s).split(lengths) for name, column in pending.items()}
-        done = {
-            t.sample_index: replace(
-                t, columns={**t.columns, **{name: rows[place].tolist() for name, rows in columns.items()}}
-            )
-            for place, t in enumerate(finished)
-        }
-        return [done.get(t.sample_index, t) for t in group]
+            done = self.models.summed(finished, rewards.collect(self.timeout_s))
+        for name, column in pending.items():
+            rows = column.collect(self.timeout_s).split(experience.lengths.tolist())
+            done = [replace(t, columns={**t.columns, name: row.tolist()}) for t, row in zip(done, rows, strict=True)]
+        of = {id(before): after for before, after in zip(finished, done, strict=True)}
+        return [of.get(id(t), t) for t in trajectories]

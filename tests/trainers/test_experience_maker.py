@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import fields
 from typing import Any
@@ -17,7 +18,7 @@ from openrlhf.observability.metrics import values
 from openrlhf.rewards.protocol import combined
 from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker, group_metrics, trainable
 from openrlhf.trainers.filtering import thrown_away
-from openrlhf.trainers.stages import RewardModels, Stage
+from openrlhf.trainers.stages import EarlyStages, RewardModels, Stage
 from openrlhf.workers.critic import CriticWorker
 from tests.reference import credit as reference
 from tests.trainers.episodes import episode, failed
@@ -309,7 +310,7 @@ def annotated(
         Lengths(writes="old_logprobs", by=NOBODY, method=NOBODY),
         Lengths(writes="values", by=NOBODY, method=NOBODY, reads=Experience.texts),
     ]
-    judge = None if broken is None else Judge(NOBODY, [0.5, 2.0, 1.0], timeout_s=1.0)
+    judge = None if broken is None else Judge(NOBODY, [0.5, 2.0, 1.0])
     if judge and broken:
         judge.broken = broken
     return maker_of(stages, judge, needs_groups=needs_groups).annotate(trajectories)
@@ -323,6 +324,18 @@ def test_a_stage_is_sent_the_columns_that_it_reads_and_nothing_else() -> None:
     assert batch.experience.old_logprobs.tolist() == [0, 2, 0, 3, 3]
     assert batch.experience.values.tolist() == [2, 2, 3, 3, 3]
     assert set(batch.timing) == {"timing/old_logprobs", "timing/values"}
+
+
+def test_stages_of_one_prompt_leave_failed_episodes_and_their_places_alone() -> None:
+    group = [episode(0, 0, score=1.0), failed(0, 1), episode(0, 2, score=0.0, actions=0)]
+    lengths = Lengths(writes="values", by=NOBODY, method=NOBODY, reads=Experience.texts)
+    early = EarlyStages(models=Judge(NOBODY, [0.5, 2.0, 1.0]), stages=[lengths], timeout_s=1.0)
+    first, untouched, last = asyncio.run(early.of_group(group))
+    assert untouched is group[1]
+    assert (first.reward, last.reward) == (0.5 + 0.0 + 1.0, 0.5 + 2.0)
+    assert first.columns["values"] == [float(len(first.tokens))] * len(first.tokens)
+    assert last.columns["values"] == [float(len(last.tokens))] * len(last.tokens)
+    assert EarlyStages(models=None, timeout_s=1.0).annotated(group) == group
 
 
 def test_an_update_is_sent_the_columns_that_its_role_reads() -> None:
