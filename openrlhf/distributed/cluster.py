@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -70,8 +70,11 @@ def join_ray() -> int | None:
 
 
 def machines(on_gpus: bool, *, free: bool = False) -> list[Machine]:
-    """The nodes of the cluster that has been joined, with all their slots and resources, or with the free ones."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    """The nodes of the cluster that has been joined, with all their slots and resources, or with the free ones.
+
+    Nodes with something free have answered just now: Ray takes half a minute to see that a node is gone.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"] and (not free or _answers(node))]
     left = available_resources_per_node() if free else {node["NodeID"]: node["Resources"] for node in nodes}
     found: list[Machine] = []
     for node in nodes:
@@ -87,6 +90,12 @@ def machines(on_gpus: bool, *, free: bool = False) -> list[Machine]:
             )
         )
     return found
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    with suppress(OSError), socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=5):
+        return True
+    return False
 
 
 def expected_machines(on_gpus: bool, declared: str | None) -> list[Machine]:

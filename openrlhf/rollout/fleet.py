@@ -186,7 +186,8 @@ class Fleet:
     def _restart(self, member: Member) -> None:
         """Start an engine again, on its machine if that is there, otherwise on another."""
         ray.kill(member.actor)
-        if not self.hosts and member.slots.machine.id not in {machine.id for machine in machines(self.on_gpus)}:
+        there = {machine.id for machine in machines(self.on_gpus, free=True)}
+        if not self.hosts and member.slots.machine.id not in there:
             member.slots.release()
             if (slots := self._room()) is None:
                 del self._members[member.index]

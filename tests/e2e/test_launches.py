@@ -11,9 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,8 @@ from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.placement import Placement, PlacementError
 from tests.config.printed import PRINTED
-from tests.e2e.commands import LAUNCHER_VARIABLES, Finished, column, finish, numbers, run, write_rows
+from tests.e2e.commands import Finished, column, finish, numbers, run, write_rows
+from tests.e2e.nodes import end, environment, start_node, type_in
 from tests.e2e.processes import Process, descendants, survivors
 from tests.ranks import ROOT
 from tests.tiny import character_tokenizer, save_tiny_model
@@ -61,20 +60,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.mkdir()
         write_rows(path / "train.jsonl", content)
     return folder
-
-
-def environment(**changes: str) -> dict[str, str]:
-    """That of a user in whose shell the virtual environment is active."""
-    kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES and not k.startswith("RAY_")}
-    return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"} | changes
-
-
-def type_in(line: str, folder: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
-    """Start a line of a shell in a folder, in a session of its own."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        ["bash", "-c", line], cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    )
 
 
 # ---- reward models in several processes
@@ -210,34 +195,6 @@ def cluster(workspace: Path) -> Iterator[Cluster]:
         for node in reversed(nodes):
             end(node)
         shutil.rmtree(home, ignore_errors=True)
-
-
-def start_node(flags: str, folder: Path, variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """`ray start`, as a process to end it by; returns when it says that it is up."""
-    with log.open("wb") as output:
-        node = subprocess.Popen(
-            ["ray", "start", *flags.split()],
-            cwd=folder, env=variables, stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while "will now block" not in log.read_text():
-        assert node.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
-    return node
-
-
-def end(node: subprocess.Popen[bytes]) -> None:
-    """End a node, and whatever of it does not end by itself."""
-    below = descendants(node.pid)
-    node.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        node.wait(timeout=60)
-    node.kill()
-    node.wait()
-    for process in below:
-        if process.running:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

@@ -67,14 +67,19 @@ def whole(workspace: Path) -> Path:
     return workspace / "whole"
 
 
-def send_when(
-    process: subprocess.Popen[str], folder: Path, number: signal.Signals, *, to: str, step: int, delay: float = 0.0
-) -> None:
-    """Send a signal to a process of the run, by a part of its name, when a step has been logged."""
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    """Return when a run has logged a step."""
     deadline = time.monotonic() + 200
     while steps_logged(folder) < step:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.005)
+
+
+def send_when(
+    process: subprocess.Popen[str], folder: Path, number: signal.Signals, *, to: str, step: int, delay: float = 0.0
+) -> None:
+    """Send a signal to a process of the run, by a part of its name, when a step has been logged."""
+    wait_for_step(process, folder, step)
     time.sleep(delay)
     victims = [each.pid for each in descendants(process.pid) if to in each.command] if to else [process.pid]
     os.kill(victims[0], number)

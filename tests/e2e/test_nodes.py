@@ -1,0 +1,75 @@
+"""Machines of unlike kinds: each role is where it was asked to be, and the loss of a machine with engines loses no step."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from openrlhf.distributed.devices import free_port
+from tests.e2e.commands import as_arguments, column, finish, samples
+from tests.e2e.nodes import end, environment, start_node, type_in
+from tests.e2e.processes import descendants
+from tests.e2e.test_survival import PROMPTS, SAMPLES, STEPS, flags, wait_for_step, workspace
+from tests.ranks import ROOT
+
+__all__ = ["workspace"]
+ROOM = '{"engines":1}'  # of each machine, for one engine
+
+
+@pytest.fixture(scope="module")
+def cluster(workspace: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
+    """What a shell needs for two machines, one for training and both for engines; and the second machine."""
+    home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    port, api = free_port(), free_port()
+    variables = environment(HOME=str(home), RAY_AUTH_MODE="disabled", PYTHONPATH=str(ROOT))
+    common = f"--num-cpus 1 --block --min-worker-port 0 --max-worker-port 0 --dashboard-agent-listen-port 0 --resources {ROOM}"
+    head = f"--head --port {port} --dashboard-port {api} --ray-client-server-port {free_port()} --labels kind=training"
+    second = f"--address 127.0.0.1:{port} --labels kind=generation"
+    nodes: list[subprocess.Popen[bytes]] = []
+    try:
+        for name, kind in (("first", head), ("second", second)):
+            nodes.append(
+                start_node(f"{kind} {common} --temp-dir {home / name}", workspace, variables, home / f"{name}.log")
+            )
+        yield variables | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{api}"}, nodes[1]
+    finally:
+        for node in reversed(nodes):
+            end(node)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def test_a_machine_with_an_engine_is_gone_and_the_run_goes_on_with_the_others(
+    workspace: Path, cluster: tuple[dict[str, str], subprocess.Popen[bytes]]
+) -> None:
+    variables, second = cluster
+    folder = workspace / "lost-machine"
+    places = {
+        "vllm.num_engines": 2,
+        "placement.actor.resources": '{"kind": "training"}',
+        "placement.vllm.resources": ROOM,
+        "train.num_episodes": 6,
+    }
+    command = ["python", "-m", "openrlhf.cli.train_ppo_ray", *as_arguments(flags(workspace, folder, **places))]
+    process = type_in(shlex.join(["ray", "job", "submit", "--", *command]), workspace, variables)
+    wait_for_step(process, folder, 3)
+    there = descendants(second.pid)
+    started = [each.command.partition(".")[0] for each in there if each.command.startswith("ray::")]
+    assert "ray::RolloutEngine" in started and "ray::WorkerHost" not in started
+    for pid in [*(each.pid for each in there), second.pid]:
+        os.kill(pid, signal.SIGKILL)
+    done = finish(process, timeout=300)
+    assert done.status == 0, done.printed + done.errors
+    assert re.search(r"The machine of engine . is gone: 1 engine\(s\) are left\.", done.printed)
+    assert len(column(folder, "train/reward")) == 6 * STEPS
+    counted = Counter((row["step"], row["prompt_index"], row["sample_index"]) for row in samples(folder))
+    assert set(counted.values()) == {1} and len(counted) == 6 * PROMPTS * SAMPLES
