@@ -17,7 +17,7 @@ from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import Strategy
-from openrlhf.launch.identity import offline_identity
+from openrlhf.launch.identity import Identity, offline_identity
 from openrlhf.models.loading import configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
 from openrlhf.observability.recorder import Recorder
@@ -55,14 +55,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         return
     identity = offline_identity(task, train_rows)
     checkpoints = CheckpointManager.of(config.ckpt, [""])
-    # One process looks: finding the newest checkpoint also tidies up after a save that was killed.
-    found = checkpoints.latest() if config.ckpt.load_enable and strategy.is_main else None
-    checkpoint: Checkpoint | None = strategy.broadcast(found)
-    if checkpoint:
-        parts = "number of processes, --ds.zero_stage and --ds.param_dtype"
-        checkpoint.check_continued_by(
-            {"": layout_of(strategy)}, layout=parts, identity=identity, converts=config.ds.use_universal_ckpt
-        )
+    checkpoint = to_continue(config, checkpoints, strategy, identity) if config.ckpt.load_enable else None
     engine = load_models(task, strategy, total_steps)
     run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
     resume_step = checkpoint and checkpoint.state.step
@@ -88,6 +81,19 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
             trainer.resume(checkpoint)
         trainer.fit()
     torch.distributed.destroy_process_group()
+
+
+def to_continue(
+    config: SupervisedConfig, checkpoints: CheckpointManager, strategy: Strategy, identity: Identity
+) -> Checkpoint | None:
+    """The newest complete checkpoint, if there is one. Raises CheckpointError if this run cannot continue it."""
+    # One process looks: finding the newest checkpoint also tidies up after a save that was killed.
+    checkpoint: Checkpoint | None = strategy.broadcast(checkpoints.latest() if strategy.is_main else None)
+    if checkpoint:
+        flags = "number of processes, --ds.zero_stage and --ds.param_dtype"
+        engines, converts = {"": layout_of(strategy)}, config.ds.use_universal_ckpt
+        checkpoint.check_continued_by(engines, layout=flags, identity=identity, converts=converts)
+    return checkpoint
 
 
 def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total_steps: int) -> TrainEngine:
