@@ -32,7 +32,7 @@ class VLLMConfig(Section):
     disable_prefix_caching: bool = option(False, "Never cache them.")
     enable_sleep: bool = option(False, "Free the GPU between rollouts.", needs="train.colocate_all")
     sync_backend: str = option("nccl", "Transport of the weights; gloo where there is no GPU.")
-    sync_with_ray: bool = option(False, "Send weights through Ray's collectives.")
+    sync_with_ray: bool = option(False, "No effect: weights do not go through Ray.", needs="!always")
     engine_args: Mapping[str, Any] = option({}, "More arguments of vLLM's engine.", metavar="JSON")
 
     @property
