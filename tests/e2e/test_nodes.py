@@ -48,19 +48,24 @@ def cluster(workspace: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[
         shutil.rmtree(home, ignore_errors=True)
 
 
+def submitted(arguments: list[str]) -> str:
+    """A job with the models on the first machine, and an engine on each."""
+    places = {
+        "vllm.num_engines": 2,
+        "placement.actor.resources": '{"kind": "training"}',
+        "placement.vllm.resources": ROOM,
+    }
+    command = ["python", "-m", "openrlhf.cli.train_ppo_ray", *arguments, *as_arguments(places)]
+    return shlex.join(["ray", "job", "submit", "--", *command])
+
+
 def test_a_machine_with_an_engine_is_gone_and_the_run_goes_on_with_the_others(
     workspace: Path, cluster: tuple[dict[str, str], subprocess.Popen[bytes]]
 ) -> None:
     variables, second = cluster
     folder = workspace / "lost-machine"
-    places = {
-        "vllm.num_engines": 2,
-        "placement.actor.resources": '{"kind": "training"}',
-        "placement.vllm.resources": ROOM,
-        "train.num_episodes": 6,
-    }
-    command = ["python", "-m", "openrlhf.cli.train_ppo_ray", *as_arguments(flags(workspace, folder, **places))]
-    process = type_in(shlex.join(["ray", "job", "submit", "--", *command]), workspace, variables)
+    line = submitted(as_arguments(flags(workspace, folder, **{"train.num_episodes": 6})))
+    process = type_in(line, workspace, variables)
     wait_for_step(process, folder, 3)
     there = descendants(second.pid)
     started = [each.command.partition(".")[0] for each in there if each.command.startswith("ray::")]

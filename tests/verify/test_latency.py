@@ -1,0 +1,44 @@
+"""Synchronous and asynchronous training beside each other, with an environment that is slow at random: a page of docs/results/."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks import ROOT
+from tests.verify.results import write_result
+
+pytestmark = pytest.mark.verify
+NUMBERS = r"synchronous ([\d.]+) s, asynchronous ([\d.]+) s per step: ([\d.]+) x\nthe simulator says ([\d.]+) x"
+
+
+def test_the_comparison_is_put_on_record() -> None:
+    """Speeds are not asserted: they are this machine's, and of this hour."""
+    rows = []
+    for queue, staleness in ((2, 16), (4, 16)):
+        command = ["-m", "benchmarks.latency", "--queue", str(queue), "--staleness", str(staleness)]
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
+        found = re.search(NUMBERS, done.stdout)
+        assert found, done.stdout
+        *_, gained, predicted = map(float, found.groups())
+        rows.append([queue, staleness, *found.groups(), f"{gained / predicted:.2f}"])
+    write_result(
+        "latency",
+        "Asynchronous training with a slow environment",
+        "python -m pytest -m verify tests/verify/test_latency.py",
+        [
+            "queue",
+            "staleness",
+            "synchronous, s per step",
+            "asynchronous",
+            "times as fast",
+            "simulator",
+            "measured / simulator",
+        ],
+        rows,
+        "`python -m benchmarks.latency`: 16 prompts of 4 samples on one engine with a model of 3 M parameters and partial rollouts; each "
+        "sample waits for its environment, log-normal with a median of 1 s, the slowest 1 % ten times as long.",
+    )

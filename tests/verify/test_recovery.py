@@ -1,0 +1,155 @@
+"""Seconds until a fault is noticed and until the run goes on as before: a table of docs/fault_tolerance.md.
+
+The engine hangs and the machine's loss are noticed by deadlines, so their seconds follow from flags and from Ray's settings.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from tests.e2e.commands import as_arguments, launch
+from tests.e2e.nodes import type_in
+from tests.e2e.processes import descendants
+from tests.e2e.test_nodes import cluster, submitted
+from tests.e2e.test_survival import flags, workspace
+from tests.ranks import ROOT
+from tests.verify.results import versions
+
+pytestmark = pytest.mark.verify
+__all__ = ["cluster", "workspace"]
+PAGE = ROOT / "docs/fault_tolerance.md"
+BEGIN, END = "<!-- seconds -->", "<!-- end of seconds -->"
+LONG = {"train.num_episodes": 80, "ckpt.save_steps": 1}
+FOUND: dict[str, str] = {}
+
+
+class Watched:
+    """A running command, and when it printed each line."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[tuple[float, str]] = []
+        for stream in (process.stdout, process.stderr):
+            threading.Thread(target=self._read, args=(stream,), daemon=True).start()
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            self.lines.append((time.monotonic(), line))
+
+    def wait_for(self, pattern: str, *, after: float = 0.0) -> float:
+        """When the first line after a moment matched the pattern."""
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline:
+            for moment, line in list(self.lines):
+                if moment > after and re.search(pattern, line):
+                    return moment
+            assert self.process.poll() is None, "".join(line for _, line in self.lines)
+            time.sleep(0.02)
+        raise AssertionError(f"{pattern} was not printed:\n" + "".join(line for _, line in self.lines))
+
+    def kill(self, number: signal.Signals, to: str) -> float:
+        """Send a signal to the first process of the run with a name, or to the command itself. Returns the moment."""
+        pids = [each.pid for each in descendants(self.process.pid) if to in each.command] if to else [self.process.pid]
+        moment = time.monotonic()
+        os.kill(pids[0], number)
+        return moment
+
+
+@contextmanager
+def watched(process: subprocess.Popen[str]) -> Iterator[Watched]:
+    """Within it, the command runs. Then it is killed with all that it started."""
+    try:
+        yield Watched(process)
+    finally:
+        below = descendants(process.pid)
+        for pid in [process.pid, *(each.pid for each in below if each.running)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def put_on_record(fault: str, noticed: float | None, goes_on: float, how: str) -> None:
+    """Write the row of a fault, and the table of those that this session has seen."""
+    seen = "" if noticed is None else f"{noticed:.1f}"
+    FOUND[fault] = f"| {fault} | {seen} | {goes_on:.1f} | {how} |"
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    head = ["| fault | noticed, s | as before, s | what that is |", "|---|---|---|---|"]
+    note = f"`python -m pytest -m verify tests/verify/test_recovery.py`, {versions()}, two cores; a model of 0.1 M parameters, so that only the mechanism counts:"
+    PAGE.write_text(
+        before + "\n\n".join([BEGIN, note, "\n".join([*head, *FOUND.values()]), END]) + after, encoding="utf-8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "number", "more"),
+    [
+        ("an engine is killed", signal.SIGKILL, {}),
+        ("an engine hangs (`--vllm.hang_timeout 3`)", signal.SIGSTOP, {"vllm.hang_timeout": 3}),
+    ],
+)
+def test_an_engine_is_lost(fault: str, number: signal.Signals, more: dict[str, Any], workspace: Path) -> None:
+    folder = workspace / f"engine-{number}"
+    with watched(launch("train_ppo_ray", flags(workspace, folder, **LONG, **more, **{"vllm.num_engines": 2}))) as run:
+        run.wait_for("^step +2/")
+        moment = run.kill(number, "RolloutEngine")
+        lost = run.wait_for("was lost", after=moment)
+        back = run.wait_for("serves again", after=lost)
+        run.wait_for("^step ", after=back)
+    put_on_record(fault, lost - moment, back - moment, "the engine serves again; the others went on")
+
+
+def test_a_training_process_is_killed(workspace: Path) -> None:
+    with watched(
+        launch("train_ppo_ray", flags(workspace, workspace / "worker", **LONG, **{"train.max_restarts": 1}))
+    ) as run:
+        run.wait_for("^step +2/")
+        moment = run.kill(signal.SIGKILL, "WorkerHost")
+        lost = run.wait_for("The run starts again", after=moment)
+        back = run.wait_for("^step ", after=lost)
+    put_on_record(
+        "a training process is killed", lost - moment, back - moment, "the first step after the newest checkpoint"
+    )
+
+
+def test_the_command_is_killed_or_terminated(workspace: Path) -> None:
+    settings = flags(workspace, workspace / "command", **LONG)
+    with watched(launch("train_ppo_ray", settings)) as run:
+        run.wait_for("^step +2/")
+        run.kill(signal.SIGKILL, "")
+    again = time.monotonic()
+    with watched(launch("train_ppo_ray", settings | {"ckpt.load_enable": True})) as run:
+        back = run.wait_for("^step ")
+        moment = run.kill(signal.SIGTERM, "")
+        assert run.process.wait(timeout=60) == 143
+        ended = time.monotonic()
+    put_on_record(
+        "the command is killed", None, back - again, "the first step of the command that is started again by hand"
+    )
+    put_on_record("SIGTERM", None, ended - moment, "the step is saved, and all processes have ended")
+
+
+def test_a_machine_is_lost(workspace: Path, cluster: tuple[dict[str, str], subprocess.Popen[bytes]]) -> None:
+    variables, second = cluster
+    line = submitted(as_arguments(flags(workspace, workspace / "machine", **LONG)))
+    with watched(type_in(line, workspace, variables | {"PYTHONUNBUFFERED": "1"})) as run:
+        run.wait_for("^step +3/")
+        moment = time.monotonic()
+        for pid in [*(each.pid for each in descendants(second.pid)), second.pid]:
+            os.kill(pid, signal.SIGKILL)
+        lost = run.wait_for("was lost", after=moment)
+        gone = run.wait_for("The machine of engine . is gone", after=lost)
+    put_on_record(
+        "a machine with an engine is gone", lost - moment, gone - moment, "the other engines have its samples"
+    )
