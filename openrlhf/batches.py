@@ -28,10 +28,6 @@ def per_sample(**kwargs: Any) -> Any:
     return field(metadata={"role": PER_SAMPLE}, **kwargs)
 
 
-def _offsets() -> Any:
-    return field(metadata={"role": OFFSETS})
-
-
 def offsets_of(lengths: Sequence[int] | Tensor) -> Int[Tensor, " B+1"]:
     """The start of each sequence, and the end of the last one: lengths [2, 3] -> [0, 2, 5]."""
     ends = torch.as_tensor(lengths, dtype=torch.long).cumsum(0)
@@ -74,7 +70,7 @@ class Ragged:
     """
 
     tokens: Int[Tensor, " N"] = per_token()
-    offsets: Int[Tensor, " B+1"] = _offsets()
+    offsets: Int[Tensor, " B+1"] = field(metadata={"role": OFFSETS})
 
     def __post_init__(self) -> None:
         expected = {PER_TOKEN: int(self.offsets[-1]), PER_SAMPLE: len(self.offsets) - 1}

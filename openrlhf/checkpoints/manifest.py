@@ -15,11 +15,7 @@ from openrlhf.config.flags import UserError
 from openrlhf.files import fingerprint
 
 FORMAT = 1
-GONE = ("loader", "rng", "extra")  # fields of the state that older manifests have
-CONVERTS = (
-    "--ds.use_universal_ckpt continues with another number of processes, and with ZeRO 1 after 2 or 2 after 1; "
-    "not from ZeRO 3 to another stage or back."
-)
+CONVERTS = "--ds.use_universal_ckpt allows another number of processes, ZeRO 1 after 2, and 2 after 1: no more."
 MINIMISED = ("loss", "truncated_rate", "failed_episodes")  # ends of the names of metrics of which less is better
 
 
@@ -163,8 +159,7 @@ class Checkpoint(StagedCheckpoint):
         if manifest["sha256"] != _json_hash(values):
             raise ValueError("its contents do not match its hash")
         engines = {part: EngineLayout(**layout) for part, layout in values["state"]["engines"].items()}
-        state = {name: value for name, value in values["state"].items() if name not in GONE}
-        values["state"] = RunState(**{**state, "engines": engines})
+        values["state"] = RunState(**{**values["state"], "engines": engines})
         values["places"] = tuple(values["places"])
         values["files"] = {name: (size, digest) for name, (size, digest) in values["files"].items()}
         return cls(directory=root, **values)

@@ -133,7 +133,9 @@ class Placement:
 
     def places(self, machines: Sequence[Machine]) -> Places | None:
         """The machine of every process; None if the groups do not fit. The fullest machines are used first."""
-        own = sorted((group for group in self.groups if not group.shares), key=_hardest_first)
+        own = [group for group in self.groups if not group.shares]
+        # Groups on whole machines go before groups that go anywhere, large ones before small ones.
+        own.sort(key=lambda group: (group.nodes is None, -group.per_node * group.devices))
         found = next(_fillings(own, machines), None)
         if found is None:
             return None
@@ -187,11 +189,6 @@ class Placement:
             shared = f", on devices of {group.shares.replace('+', ', ')}" if group.shares else ""
             lines.append(f"{_named(group)}: {group.processes} process(es){devices}: {where}{shared}")
         return "\n".join(lines)
-
-
-def _hardest_first(group: HostGroup) -> tuple[bool, int]:
-    """Groups on whole machines before groups that go anywhere, large ones before small ones."""
-    return group.nodes is None, -group.per_node * group.devices
 
 
 def _fillings(groups: Sequence[HostGroup], machines: Sequence[Machine]) -> Iterator[dict[str, list[int]]]:

@@ -25,22 +25,24 @@ def converted(strategy: Strategy, directory: str, tag: str) -> Iterator[str]:
 
     Rank 0 converts, in CPU memory. The copy needs as much room as the checkpoint, twice while it is made.
     """
-    aside = f".universal-{tag}"
-    problem = _convert(Path(directory), tag, aside) if strategy.is_main else None
-    if problem := strategy.broadcast(problem):
-        raise UserError(f"{tag} in {directory} could not be converted (--ds.use_universal_ckpt): {problem}")
-    yield str(Path(directory, aside))
+    aside = Path(directory, f".universal-{tag}")
+    if strategy.is_main:
+        _convert(Path(directory), tag, aside.name)
+    strategy.barrier()
+    yield str(aside)
     strategy.barrier()
     if strategy.is_main:
-        shutil.rmtree(Path(directory, aside))
+        shutil.rmtree(aside)
 
 
-def _convert(directory: Path, tag: str, aside: str) -> str | None:
-    """What went wrong; None if the copy is there. Another process converts: it would keep the memory it takes."""
+def _convert(directory: Path, tag: str, aside: str) -> None:
+    """Write the copy `aside/tag` in another process, which gives its memory back. Raises UserError."""
     shutil.rmtree(directory / aside, ignore_errors=True)  # of a conversion that was killed
     (directory / aside).mkdir()
     # Relative paths: the converter takes what it is given as patterns, in which brackets have a meaning.
     command = [sys.executable, *CONVERTER, "--input_folder", tag, "--output_folder", f"{aside}/{tag}"]
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
-    return done.stderr.strip()[-2000:] if done.returncode else None
+    if done.returncode:
+        why = done.stderr.strip()[-2000:]
+        raise UserError(f"{tag} in {directory} could not be converted (--ds.use_universal_ckpt): {why}")

@@ -34,7 +34,7 @@ Transport = Literal["gloo", "nccl", "ipc"]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """The members of a weight sync and their meeting point: `host:port` of rank 0. The first `senders` ranks send."""
+    """The members of a weight sync and their meeting point: `host:port` of rank 0. The first ranks are the `senders`."""
 
     host: str
     port: int
@@ -42,7 +42,7 @@ class WeightGroup:
     transport: Transport
     name: str  # a fresh one for every group: a failed group's messages must not reach the next
     timeout_s: float = 120.0
-    senders: int = 1
+    senders: tuple[int, ...] = (0,)  # their ranks among the policy's processes
 
 
 def _meet(group: WeightGroup, rank: int) -> Store:

@@ -218,13 +218,10 @@ class Evaluation:
         group = reward_hosts(config)
         with closing(make_hosts(group, self._places(group), on_gpus=self.kind == "cuda")) as hosts:
             connect_hosts(config, hosts, log_dir=self.log_dir)
-            models = WorkerGroup(hosts, "reward")
-            created = models.create(RewardWorker, settings.reward_settings(config))
+            models = RewardModels(WorkerGroup(hosts, "reward"), config.reward.weights or ())
+            created = models.workers.create(RewardWorker, settings.reward_settings(config))
             gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
-            weights = config.reward.weights or ()
-            return EarlyStages(models=RewardModels(models, weights), timeout_s=config.train.step_timeout).annotated(
-                answers
-            )
+            return EarlyStages(models=models, timeout_s=config.train.step_timeout).annotated(answers)
 
     def compared(self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
         """The pairs; the answer with the larger reward is the better one."""

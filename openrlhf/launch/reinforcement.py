@@ -1,5 +1,7 @@
 """From the flags of RL to a finished run: all checks before a model is loaded, then `Run`."""
 
+import os
+
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.prompts import PromptDataset
@@ -36,6 +38,9 @@ def train(config: PPOConfig, processes: Processes) -> None:
     parts = [*settings.engine_layouts(config), *[SOURCE] * config.train.async_enable]
     checkpoints = CheckpointManager.of(config.ckpt, parts)
     checkpoint = checkpoints.latest() if config.ckpt.load_enable else None
+    restarted = "ckpt.load_enable" not in config.given  # it continues this run, and no other with the same --ckpt.path
+    if checkpoint and restarted and checkpoint.state.run_dir != os.path.abspath(config.run.dir):
+        checkpoint = None
     data = load_prompts(config)
     if generates:
         check_agents(config, data.tokenizer)

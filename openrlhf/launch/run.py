@@ -126,8 +126,7 @@ class Run:
         errors = ErrorBudget.of(config.reward)
         models = None
         if "reward" in groups:
-            weights = config.reward.weights or ()
-            models = RewardModels(groups["reward"], weights)
+            models = RewardModels(groups["reward"], config.reward.weights or ())
         generator = self._make_generator()
         stages = make_stages(config, groups)
         source = self._make_source(generator, models, stages, errors)

@@ -6,6 +6,7 @@ from contextlib import closing, nullcontext
 from importlib import import_module
 from typing import Any
 
+from openrlhf import termination
 from openrlhf.config.flags import amend
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.ppo import PPOConfig
@@ -33,10 +34,10 @@ def run_ppo(config: PPOConfig) -> None:
                             processes.start()
                         return rest.result().train(config, processes)
                 except WorkerError as error:
-                    if restarts == config.train.max_restarts:
+                    if restarts == config.train.max_restarts or termination.asked():
                         raise
-                    more = f"restart {restarts + 1} of {config.train.max_restarts} (--train.max_restarts)"
-                    print(f"{error}\nThe run starts again from its newest checkpoint: {more}.", file=sys.stderr)
+                    more = f"Restart {restarts + 1} of {config.train.max_restarts} (--train.max_restarts)"
+                    print(f"{error}\n{more}, from the newest checkpoint of the run if it has one.", file=sys.stderr)
                     config = amend(config, {"ckpt.load_enable": True})
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from openrlhf.config.flags import UserError
 from openrlhf.distributed.cluster import machines
 from openrlhf.distributed.placement import HostGroup, Machine, Placement, Slots
 from openrlhf.distributed.worker_group import Call, HostHandles, WorkerError, gather
@@ -30,14 +29,13 @@ WATCH_S = 2.0  # between two looks at all engines
 
 @dataclass(eq=False, kw_only=True)
 class Member:
-    """One engine of a fleet. `up`: it has a model, and gets weights. `serving`: it may be asked for samples."""
+    """One engine of a fleet. `up`: it has a model with the present weights, and may be asked for samples."""
 
     index: int
     slots: Slots
     actor: Any = None
     log: str = ""
     up: bool = False
-    serving: bool = False
     restarts: int = 0
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
@@ -92,11 +90,6 @@ class Fleet:
         """The engines that have a model, in order."""
         return [member for member in list(self._members.values()) if member.up]
 
-    @property
-    def logs(self) -> list[str]:
-        """The log files of all engines."""
-        return [member.log for member in self._members.values()]
-
     def start(self, settings: EngineSettings, *, log_dir: str, timeout_s: float) -> None:
         """Let all engines load the model, each in its own time. Raises PlacementError if their devices are not free."""
         self.settings, self.timeout_s, self._log_dir = settings, timeout_s, log_dir
@@ -114,7 +107,7 @@ class Fleet:
             return
         gather(self._starting, timeout_s=self.timeout_s, doing="start the engines")
         for member in self._members.values():
-            member.up = member.serving = True
+            member.up = True
         if self.settings.vllm.enable_sleep:
             asked = [member.call(RolloutEngine.sleep) for member in self.up]
             gather(asked, timeout_s=self.timeout_s, doing="put the engines to sleep")
@@ -126,8 +119,14 @@ class Fleet:
 
     async def rest(self) -> None:
         """Free the memory that others use on the same devices, until the next sample or publication."""
-        for answer in [member.actor.sleep.remote() for member in self.up if self.settings.vllm.enable_sleep]:
-            await answer
+        asked = [
+            (member, member.actor, member.actor.sleep.remote()) for member in self.up if self.settings.vllm.enable_sleep
+        ]
+        for member, actor, answer in asked:
+            try:
+                await answer
+            except (RayActorError, EngineDied) as error:
+                self.lose(member, actor, error)
 
     async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         """One sample of the prompt for each of `params`, all from one engine.
@@ -136,20 +135,22 @@ class Fleet:
         """
         while True:
             member = await self._serving(key, len(params))
-            answer = member.actor.generate.remote(tokens, params)
+            actor = member.actor
+            answer = actor.generate.remote(tokens, params)
             try:
                 return [checked(generation, member.index) for generation in await answer]
             except asyncio.CancelledError:  # cancel the samples in the engine too
                 ray.cancel(answer)
                 raise
             except (RayActorError, EngineDied) as error:
-                self.lose(member, error)
+                self.lose(member, actor, error)
             finally:
                 self._router.done(key, member.index, len(params))
 
     async def _serving(self, key: Hashable, samples: int) -> Member:
-        """The engine to ask. Waits while none serves."""
-        while not (serving := [member.index for member in self._members.values() if member.serving]):
+        """The engine to ask. Waits while none serves. Raises RolloutError if an engine was lost too often."""
+        self.check()
+        while not (serving := [member.index for member in self.up]):
             self.check()
             await asyncio.sleep(0.1)
         return self._members[self._router.pick(key, samples, among=serving)]
@@ -159,12 +160,12 @@ class Fleet:
         if self._failure:
             raise self._failure
 
-    def lose(self, member: Member, error: Exception) -> None:
-        """Note that an engine has died. It is started again, unless that has been tried too often."""
+    def lose(self, member: Member, actor: Any, error: Exception) -> None:
+        """Note that the process of an engine has died. It is started again, unless that has been tried too often."""
         with self._changing:
-            if not member.up or self._closed.is_set():
+            if not member.up or member.actor is not actor or self._closed.is_set():
                 return  # somebody else has noticed
-            member.up = member.serving = False
+            member.up = False
         self._try_again(member, error)
 
     def _try_again(self, member: Member, error: Exception) -> None:
@@ -191,6 +192,8 @@ class Fleet:
             member.slots.release()
             if (slots := self._room()) is None:
                 del self._members[member.index]
+                if not self._members:
+                    self._failure = RolloutError("the machine of the last engine is gone. Start the run again.")
                 self.say(f"The machine of engine {member.index} is gone: {len(self._members)} engine(s) are left.")
                 return
             member.slots = slots
@@ -215,35 +218,38 @@ class Fleet:
         try:
             self._begun(member).slots.wait(self.timeout_s)
             gather([self._started(member)], timeout_s=self.timeout_s, doing="start the engine")
-            if self.refit:
-                self.refit(member)
             self._router.add(member.index)
-            member.up = member.serving = True
+            if self.refit:
+                self.refit(member)  # from then on it is up, so that it misses no publication
+            member.up = True
             again = f" again after {time.monotonic() - began:.1f} s" if member.restarts else ""
             self.say(f"Engine {member.index} serves{again}.")
-        except (UserError, RayActorError, EngineError) as error:
+        except Exception as error:  # in a thread, where nobody else would see it
             self._try_again(member, error)
 
     def _watch(self) -> None:
         """Look for engines that do not answer, and for room for more."""
         while not self._closed.wait(WATCH_S):
-            self.find_lost()
-            missing = len(self._members) < self.settings.vllm.max_engines and not self.hosts
-            if missing and (slots := self._room()):
-                self._join(slots)
+            try:
+                self.find_lost()
+                missing = len(self._members) < self.settings.vllm.max_engines and not self.hosts
+                if missing and (slots := self._room()):
+                    self._join(slots)
+            except Exception as error:  # in a thread, where nobody else would see it
+                self.say(f"The engines could not be looked after: {error}")
 
     def find_lost(self) -> None:
         """Ask all engines whether they live. Those that do not answer are started again."""
-        asked = {member.actor.ping.remote(): member for member in self.up}
+        asked = {member.actor.ping.remote(): (member, member.actor) for member in self.up}
         answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=self.settings.vllm.hang_timeout)
         for reference in silent:
             waited = f"it did not answer within --vllm.hang_timeout {self.settings.vllm.hang_timeout:g} s"
-            self.lose(asked[reference], WorkerError(waited))
+            self.lose(*asked[reference], WorkerError(waited))
         for reference in answered:
             try:
                 ray.get(reference)
             except (RayActorError, EngineError) as error:
-                self.lose(asked[reference], error)
+                self.lose(*asked[reference], error)
 
     @contextmanager
     def naming_logs(self) -> Iterator[None]:
@@ -251,7 +257,9 @@ class Fleet:
         try:
             yield
         except (RayActorError, EngineError) as error:
-            raise RolloutError(f"an engine failed: {error}. Logs: {', '.join(self.logs)}") from error
+            raise RolloutError(
+                f"an engine failed: {error}. Logs: {', '.join(member.log for member in list(self._members.values()))}"
+            ) from error
 
     def stop(self) -> None:
         """Free the memory of the devices for other processes."""

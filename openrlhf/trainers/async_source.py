@@ -23,6 +23,7 @@ class Started(Held):
 
     prompt: Prompt
     group: Group = field(default_factory=list[Trajectory])
+    skipped: int = 0  # versions that no weights had, since it started
 
 
 @dataclass(eq=False, repr=False)
@@ -85,16 +86,9 @@ class AsyncSource(PromptSource):
         for index, version in files.header("step", step)["run"]["held"]:
             prompt = self.prompt(index)
             group = [replace(t, prompt=prompt) for t in groups[index]]  # the label as it is in the data
-            filtered = bool(group) and group[0].filtered
-            self.held.append(
-                Started(
-                    version=version if group else step,
-                    finished=bool(group),
-                    filtered=filtered,
-                    prompt=prompt,
-                    group=group,
-                )
-            )
+            begun = Started(version=version if group else step, prompt=prompt, group=group)
+            begun.finished, begun.filtered = bool(group), bool(group) and group[0].filtered
+            self.held.append(begun)
 
     def save(self, folder: Path) -> None:
         """Write the prompts that have started and not been trained on, with the samples that are finished."""
@@ -110,7 +104,6 @@ class AsyncSource(PromptSource):
         while not self.exhausted:
             while (groups := self.loop.run(self._progress(), self.train.step_timeout)) is None:
                 pass  # something has finished in time
-            self.step += any(not group[0].filtered for group in groups)
             yield list(chain.from_iterable(groups))
 
     async def _progress(self) -> list[Group] | None:
@@ -124,12 +117,13 @@ class AsyncSource(PromptSource):
             self._tasks = {task for task in self._tasks if not task.done()}
             return None
         self._waiting = sum(each.finished for each in self.held) - len(places)
-        groups = [self.held[place].group for place in places]
+        taken = [self.held[place] for place in places]
         self.held = [each for place, each in enumerate(self.held) if place not in places]
-        kept = [t for group in groups for t in group if not t.filtered]
-        self._lags += Counter(self.version - min(t.weight_versions, default=self.version) for t in kept)
+        self.step += any(not each.filtered for each in taken)
+        kept = [(t, each.skipped) for each in taken for t in each.group if t.weight_versions and not each.filtered]
+        self._lags += Counter(self.version - skipped - min(t.weight_versions) for t, skipped in kept)
         self._start()
-        return groups
+        return [each.group for each in taken]
 
     def _start(self) -> None:
         """Start as many prompts as there is room for; first those of a resumed run that have not finished."""
@@ -167,6 +161,9 @@ class AsyncSource(PromptSource):
             await asyncio.gather(*self._tasks)
 
     async def _go_on(self, version: int) -> None:
+        for each in self.held:  # steps that left the weights as they were had versions of their own
+            each.version += version - self.version - 1
+            each.skipped += version - self.version - 1
         self._publishing, self.version = False, version
         self._start()
 

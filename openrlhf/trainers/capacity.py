@@ -42,7 +42,10 @@ class Capacity:
         left = [each for place, each in enumerate(held) if not each.filtered and place not in kept]
         if len(kept) < self.batch and not (last and not left):
             return None
-        if any(each.version + self.staleness <= version + place // self.batch for place, each in enumerate(left)):
+        waits = not all(each.finished for each in left)
+        if waits and any(
+            each.version + self.staleness <= version + place // self.batch for place, each in enumerate(left)
+        ):
             return None
         end = kept[-1] if kept and left else len(held)
         return sorted({*kept, *(place for place, each in enumerate(held[:end]) if each.filtered)})

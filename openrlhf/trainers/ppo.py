@@ -92,12 +92,12 @@ class PPOTrainer:
             self.run_evaluation()
         with self.saved_when_terminated():
             for trajectories in self.timed("generation", self.source):  # τ ~ π_rollout
-                with self.clock("make_experience"):
-                    batch = self.maker.annotate(trajectories)  # R, log π_old, log π_ref, V
-                self.record(batch)
-                if all(t.filtered for t in trajectories):  # the rest of an epoch teaches nothing
-                    continue
                 with termination.whole():
+                    with self.clock("make_experience"):
+                        batch = self.maker.annotate(trajectories)  # R, log π_old, log π_ref, V
+                    self.record(batch)
+                    if all(t.filtered for t in trajectories):  # the rest of an epoch teaches nothing
+                        continue
                     self.learn_from(batch)
                 if self.stopped:
                     break
@@ -127,7 +127,7 @@ class PPOTrainer:
         try:
             yield
         except SystemExit:
-            if self.ckpt.save_steps > 0 and self.saved < self.step:
+            if self.ckpt.save_steps > 0 and self.saved < self.step == self.source.step:  # no batch was on its way here
                 self.save()
             raise
 
@@ -175,7 +175,8 @@ class PPOTrainer:
                 )
                 for plan, text in zip(plans, texts, strict=True)
             ]
-            launched += self.policy.launch(PolicyWorker.update, jobs)
+            with self.weights.one:  # no engine is being sent the weights
+                launched += self.policy.launch(PolicyWorker.update, jobs)
         return merge_all(self._gather(launched, "update the models"))
 
     def _plans(self, lengths: list[int], ranks: int) -> list[RankUpdate]:

@@ -12,7 +12,7 @@ from openrlhf.batches import TokenRows
 from openrlhf.distributed.buckets import PublicationError, SentWeights, verify_receipt
 from openrlhf.distributed.weight_sync import Transport, WeightGroup
 from openrlhf.distributed.worker_group import Call, WorkerError, WorkerGroup, gather
-from openrlhf.rollout.engine import RolloutEngine
+from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.fleet import Fleet, Member
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.workers.policy import PolicyWorker
@@ -48,9 +48,8 @@ class WeightPublisher:
     timeout_s: float
     probe: Probe | None = None
     groups_made: int = field(default=0, init=False)
-    version: int = field(default=0, init=False)
     connected: list[Member] = field(default_factory=list[Member], init=False)  # the engines of the weight group
-    _one: threading.RLock = field(default_factory=threading.RLock, init=False)  # one publication at a time
+    one: threading.RLock = field(default_factory=threading.RLock, init=False)  # one publication or start of an update
 
     def publish(self, version: int) -> None:
         """Send the policy's weights as `version` to all engines.
@@ -58,29 +57,28 @@ class WeightPublisher:
         Engines that are lost meanwhile start again, and are sent the weights when they have. Raises PublicationError,
         naming the differences, or WorkerError.
         """
-        with self._one:
-            self.version = version
-            self._publish_to_all()
-            if self.probe and self.fleet:
+        with self.one:
+            self._publish_to_all(version)
+            if self.probe and self.fleet and self.fleet.up:
                 self.check_engines(self.fleet, self.probe)
                 self.probe = None
 
     def refit(self, engine: Member) -> None:
-        """Send the present weights again, because this engine has started."""
-        with self._one:
-            self.connected, engine.up = [], True
-            asked = self.policy.broadcast(PolicyWorker.current_version)[:1]
-            [self.version] = self._gather(asked, "tell the version of its weights")
-            self._publish_to_all()
+        """Send the present weights to an engine that has started. From now on it is up."""
+        with self.one:
+            self.connected = []
+            self._publish([engine])
+            engine.up = True
 
-    def _publish_to_all(self) -> None:
+    def _publish_to_all(self, version: int) -> None:
         while self.fleet and (engines := self.fleet.up):
             try:
-                return self._publish(engines)
-            except (PublicationError, WorkerError):
+                return self._publish(engines, version)
+            except (PublicationError, WorkerError, EngineError):
                 self.connected = []  # a failed publication leaves no group behind
                 self.fleet.find_lost()
-                if self.fleet.up == engines:  # nobody was lost
+                if self.fleet.up == engines:  # no engine was lost; the loss of a sender is a WorkerError
+                    self._gather(self.policy.broadcast(PolicyWorker.weight_address), "answer")
                     raise
         if self.fleet:
             self.fleet.check()
@@ -91,17 +89,18 @@ class WeightPublisher:
         [(host, port)] = self._gather(asked, "tell where to send weights from")
         self.groups_made += 1
         # One rank broadcasts; CUDA IPC reaches a rank's own GPU only, so that each rank with an engine sends.
-        senders = len(engines) * workers if self.transport == "ipc" else 1
+        ranks = [engine.index * workers + worker for engine in engines for worker in range(workers)]
+        senders = ranks if self.transport == "ipc" else [0]
         group = WeightGroup(
             host=host,
             port=port,
-            world_size=senders + len(engines) * workers,
+            world_size=len(senders) + len(ranks),
             transport=self.transport,
             name=f"weights-{self.groups_made}",
             timeout_s=self.timeout_s,
-            senders=senders,
+            senders=tuple(senders),
         )
-        offsets = range(senders, group.world_size, workers)
+        offsets = range(len(senders), group.world_size, workers)
         joining = [
             engine.call(RolloutEngine.join, group, rank_offset=offset)
             for engine, offset in zip(engines, offsets, strict=True)
@@ -110,24 +109,22 @@ class WeightPublisher:
         self._gather(joining, "join the weight group")
         self.connected = engines
 
-    def _publish(self, engines: list[Member]) -> None:
+    def _publish(self, engines: list[Member], version: int | None = None) -> None:
+        """Send the weights as a new version, or as the version that they are."""
         assert self.fleet
         if self.connected != engines:
             self.connect(engines, self.fleet.workers_per_engine)
-        listed = self.policy.broadcast(PolicyWorker.weight_manifest, self.version)[:1]
+        listed = self.policy.broadcast(PolicyWorker.weight_manifest, version)[:1]
         [manifest] = self._gather(listed, "list its weights")
         receiving = [engine.call(RolloutEngine.receive, manifest) for engine in engines]
         sending = self.policy.broadcast(PolicyWorker.send_weights, manifest)
         try:
-            results = self._gather([*receiving, *sending], f"publish weight version {self.version}")
+            results = self._gather([*receiving, *sending], f"publish weight version {manifest.version}")
         except PublicationError as error:
             raise told_by_all(error, receiving) from error
-        sent: SentWeights = results[len(receiving)]
+        sent: SentWeights = next(result for result in results[len(receiving) :] if result)
         for receipt in results[: len(receiving)]:
             verify_receipt(sent, receipt)
-        self._serve(engines)
-
-    def _serve(self, engines: list[Member]) -> None:
         self._gather([engine.call(RolloutEngine.resume) for engine in engines], "serve the new weights")
 
     def check_engines(self, fleet: Fleet, probe: Probe) -> None:
@@ -144,7 +141,7 @@ class WeightPublisher:
         ]
         answers = self._gather(asked, "sample from the new weights")
         self._gather([engine.call(RolloutEngine.pause) for engine in engines], "empty their caches")
-        self._serve(engines)
+        self._gather([engine.call(RolloutEngine.resume) for engine in engines], "serve the new weights")
         asked_of = [prompt for prompt in probe.prompts for _ in engines]
         samples: list[Generation] = [sample for [sample] in answers]
         rows = TokenRows.from_lists(
@@ -177,6 +174,6 @@ def told_by_all(error: PublicationError, receiving: Sequence[Call]) -> Publicati
             gather([call], timeout_s=ANSWER_S, doing="answer")
         except PublicationError as engine:
             told.append(str(engine))
-        except WorkerError:
+        except (WorkerError, EngineError):
             pass  # it died, or does not answer: the fleet will find it
     return PublicationError("; ".join(dict.fromkeys(told)))

@@ -28,6 +28,7 @@ class Source(Protocol):
     """The loop's only view of generation: batches of finished groups, and how far the prompts are used up."""
 
     keep: DynamicFilter | None
+    step: int  # steps handed out
     consumed: int  # prompts, in the order of the run; kept in checkpoints
 
     @property

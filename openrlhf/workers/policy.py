@@ -84,10 +84,6 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         self.version = job.version
         return metrics
 
-    def current_version(self) -> int:
-        """The version of the weights."""
-        return self.version
-
     def logprobs(self, rows: TokenRows) -> Tensor:
         """log π_θ of every target of this rank's rows, (N,), with the current weights: π_old of the coming update."""
         with self.engine.evaluating():
@@ -179,27 +175,28 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         total, tokens = self.strategy.all_reduce([moved.sum, moved.count])
         return total > limit * tokens
 
-    def weight_manifest(self, version: int) -> WeightManifest:
+    def weight_manifest(self, version: int | None = None) -> WeightManifest:
         """The tensors of a publication of the current weights, under their names in the model's files.
 
-        Tied weights come once.
+        Tied weights come once. Without a `version`, the weights keep theirs.
         """
-        self.version = version
+        self.version = self.version if version is None else version
         specs = (
             TensorSpec(name=stored, dtype=self.settings.wire_dtype, shape=tuple(tensor.shape))
             for name, shape in self.engine.full_shapes().items()
             for stored, tensor in stored_tensors(self.engine.hf, name, torch.empty(shape, device="meta"))
         )
-        return WeightManifest(version=version, specs=tuple(specs), bucket_bytes=self.trained.bucket_bytes)
+        return WeightManifest(version=self.version, specs=tuple(specs), bucket_bytes=self.trained.bucket_bytes)
 
     def weight_address(self) -> tuple[str, int]:
         """The address and port at which rank 0 will wait for the engines."""
         return os.environ["MASTER_ADDR"], free_port()
 
     def join_weight_group(self, group: WeightGroup) -> None:
-        """Join the engines' weight group, if this rank is a sender."""
-        if self.strategy.rank < group.senders:
-            self.sender.join(group, self.strategy.rank)
+        """Join the engines' weight group, if this rank is a sender. Every rank leaves the group before."""
+        self.sender.leave()
+        if self.strategy.rank in group.senders:
+            self.sender.join(group, group.senders.index(self.strategy.rank))
 
     def send_weights(self, manifest: WeightManifest) -> SentWeights | None:
         """Send the weights to the engines. Senders return what they sent.
@@ -208,7 +205,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """
         buckets = self.engine.full_parameters(manifest.bucket_bytes)
         stream = (pair for bucket in buckets for pair in bucket)
-        if self.strategy.is_main or self.sender.joined:
+        if self.sender.joined:
             return self.sender.send(
                 manifest, (stored for pair in stream for stored in stored_tensors(self.engine.hf, *pair))
             )

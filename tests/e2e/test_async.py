@@ -174,6 +174,7 @@ def test_a_killed_run_trains_on_the_samples_that_waited(workspace: Path) -> None
     assert newest
     step = newest.state.step
     waited = EpisodeFolder(Path(newest.engine_dir("_source")) / newest.tag).read("step", step)
+    assert waited
     run("train_ppo_ray", {**settings, "ckpt.load_enable": True})
     check_every_prompt_was_trained_on_once(folder)
     after = {(row["prompt_index"], row["sample_index"]): row for row in samples(folder) if row["step"] > step}

@@ -67,7 +67,7 @@ def test_no_sample_is_too_old_none_is_lost_and_the_run_goes_on(
 def test_with_as_much_staleness_as_queue_steps_are_nearly_in_order(
     batch: int, queue: int, prompts: int, seed: int
 ) -> None:
-    """A prompt is at most one batch early: the first batch of a run has slack, all later ones have none."""
+    """A prompt is early by no more than the queue."""
     rule = Capacity(batch=batch, queue=queue, staleness=queue)
     trained = [prompt for kept, _, _ in run(rule, prompts, random.Random(seed), 0.0) for prompt in kept]
     assert all(abs(place - prompt) <= queue * batch for place, prompt in enumerate(trained))

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.verify
 NUMBERS = r"synchronous ([\d.]+) s, asynchronous ([\d.]+) s per step: ([\d.]+) x\nthe simulator says ([\d.]+) x"
 
 
+@pytest.mark.timeout(1800)
 def test_the_comparison_is_put_on_record() -> None:
     """Speeds are not asserted: they are this machine's, and of this hour."""
     rows = []

@@ -116,7 +116,7 @@ def test_a_training_process_is_killed(workspace: Path) -> None:
     ) as run:
         run.wait_for("^step +2/")
         moment = run.kill(signal.SIGKILL, "WorkerHost")
-        lost = run.wait_for("The run starts again", after=moment)
+        lost = run.wait_for("Restart 1 of 1", after=moment)
         back = run.wait_for("^step ", after=lost)
     put_on_record(
         "a training process is killed", lost - moment, back - moment, "the first step after the newest checkpoint"
