@@ -392,6 +392,7 @@ def test_models_and_engines_on_the_same_devices_sleep_in_turn_and_come_to_the_sa
     assert notes(folder).count("engine 0 asleep") == 1 + STEPS + 2  # after two evaluations
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_a_critic_and_reward_models_share_the_devices_too_and_offload_changes_nothing(workspace: Path) -> None:
     reward = save_reward_model(workspace / "reward", workspace / "model")

@@ -88,6 +88,7 @@ def alone(workspace: Path) -> Path:
     return folder
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     ("launcher", "stage"),
     [(("deepspeed", "--num_gpus", "2", "--module"), 2), (("torchrun", "--nproc_per_node", "2", "-m"), 3)],

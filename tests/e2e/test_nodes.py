@@ -59,6 +59,7 @@ def submitted(arguments: list[str]) -> str:
     return shlex.join(["ray", "job", "submit", "--", *command])
 
 
+@pytest.mark.verify
 def test_a_machine_with_an_engine_is_gone_and_the_run_goes_on_with_the_others(
     workspace: Path, cluster: tuple[dict[str, str], subprocess.Popen[bytes]]
 ) -> None:
