@@ -212,10 +212,10 @@ class RolloutGenerator:
         asked = time.perf_counter()
         generations = await self.engines.generate((spec.purpose, prompt.index), tokens, params)
         if spec.purpose == "train":
-            self._costs += [
+            self._costs.extend(  # never assigned here: another thread takes the list away
                 SampleCost(asked=asked, seconds=g.seconds, prompt_tokens=len(tokens), cached_tokens=g.cached_tokens)
                 for g in generations
-            ]
+            )
         return generations
 
     def metrics(self) -> dict[str, Metric]:

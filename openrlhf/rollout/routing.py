@@ -11,7 +11,7 @@ MOST_KEYS = 100_000  # keys to remember; the prefix of an older key has left the
 
 
 class Router:
-    """Spreads samples over engines by the number of samples in flight. Not thread-safe.
+    """Spreads samples over engines by the number of samples in flight. `pick` and `done` belong to one thread.
 
     Samples with the same prefix have the same key (the samples of a prompt, the turns of an episode). They go to the
     engine that the key had last, because that engine need not prefill the prefix again. The exception is a busy engine:
@@ -67,7 +67,7 @@ class Router:
     def idle(self) -> Mean:
         """The share of the engines' time without a sample, since the last call."""
         now = self._clock()
-        for engine in self.in_flight:
+        for engine in list(self.in_flight):  # engines may join meanwhile
             self._note(engine, now)
         idle, self._idle = sum(self._idle.values()), dict.fromkeys(self._idle, 0.0)
         asked, self._asked = self._asked, now

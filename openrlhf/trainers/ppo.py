@@ -36,7 +36,7 @@ from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 
 logger = logging.getLogger(__name__)
-SOURCE = "_source"  # what of the samples is in a checkpoint, as the parts of the models are
+SOURCE = "_source"  # the part of a checkpoint with the samples that wait, beside those of the models
 Evaluate = Callable[[int], list[Trajectory]]  # of the weights after that step
 
 
