@@ -21,6 +21,7 @@ from openrlhf.distributed.worker_group import Call, HostHandles, WorkerGroup, ga
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import evaluation_metrics, rollout_metrics
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker
@@ -90,7 +91,7 @@ class PPOTrainer:
         self.weights.publish(self.step)  # π_rollout ← π_θ, also after a resume
         if self.settings.eval.at_start and self.step == 0 and self.best.step is None:
             self.run_evaluation()
-        with self.saved_when_terminated():
+        with self.saved_when_it_ends():
             for trajectories in self.timed("generation", self.source):  # τ ~ π_rollout
                 with termination.whole():
                     with self.clock("make_experience"):
@@ -122,11 +123,11 @@ class PPOTrainer:
         self.after_step(merge_all(metrics))
 
     @contextmanager
-    def saved_when_terminated(self) -> Iterator[None]:
-        """Within it, a run that writes checkpoints and is terminated saves its last finished step."""
+    def saved_when_it_ends(self) -> Iterator[None]:
+        """Within it, a run that writes checkpoints saves its last finished step if it is terminated, or loses its engines."""
         try:
             yield
-        except SystemExit:
+        except (SystemExit, RolloutError):
             if self.ckpt.save_steps > 0 and self.saved < self.step == self.source.step:  # no batch was on its way here
                 self.save()
             raise

@@ -17,6 +17,7 @@ from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.observability.metrics import Metric, values
 from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import rollout_metrics
 from openrlhf.trainers.experience_maker import Annotated, trainable
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
@@ -85,9 +86,9 @@ class Steps:
     keep = DynamicFilter(low=0.0, high=1.0)
     epoch, consumed, total_steps = 0, 0, 4
 
-    def __init__(self, steps: list[list[Trajectory]]) -> None:
-        self.steps = steps
-        self.exhausted = False
+    def __init__(self, steps: list[list[Trajectory]], ends: tuple[BaseException, int] | None) -> None:
+        self.steps, self.ends = steps, ends
+        self.exhausted, self.step = False, 0
 
     def metrics(self) -> dict[str, Metric]:
         return {}
@@ -97,8 +98,11 @@ class Steps:
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         for number, step in enumerate(self.steps, 1):
-            self.exhausted = number == len(self.steps)
+            self.exhausted, self.step = number == len(self.steps), number
             yield step
+        if self.ends:
+            error, self.step = self.ends
+            raise error
 
 
 class Notes:
@@ -148,6 +152,11 @@ class Untrained(PPOTrainer):
     def export_final(self, folder: Path) -> None:
         self.recorder.display.note("export")
 
+    def save(self) -> None:
+        if self.settings.ckpt.save_steps == 1:
+            return super().save()
+        self.recorder.display.note(f"save {self.step}")
+
 
 def events(
     steps: list[list[Trajectory]],
@@ -156,19 +165,21 @@ def events(
     freezing_steps: int = 0,
     weights: Nothing | None = None,
     checkpoints: Any = None,
+    ends: tuple[BaseException, int] | None = None,
 ) -> list[str]:
-    """What a run over these steps does."""
+    """What a run over these steps does. `ends`: an error after them, and the steps handed out when it comes."""
     notes, nothing = Notes(), weights or Nothing()
     settings: Any = LoopSettings(
-        train=RLTrainConfig(batch_size=2), eval=RLEvalConfig(steps=eval_steps), ckpt=CheckpointConfig(best_metric_key="none", save_steps=1 if checkpoints else -1),
+        train=RLTrainConfig(batch_size=2), eval=RLEvalConfig(steps=eval_steps), ckpt=CheckpointConfig(best_metric_key="none", save_steps=1 if checkpoints else 9 if ends else -1),
         stop_run=None, updates_per_step=1, freezing_steps=freezing_steps, save_critic=False, run_dir="", identity={}, layouts={},
     )  # fmt: skip
     parts: dict[str, Any] = {
-        "source": Steps(steps), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
+        "source": Steps(steps, ends), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
         "kl": KLController(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": checkpoints,
         "tokenizer": None, "recorder": notes, "settings": settings, "hosts": [],
     }  # fmt: skip
-    Untrained(**parts).fit()
+    with pytest.raises(type(ends[0])) if ends else nullcontext():
+        Untrained(**parts).fit()
     return notes.events
 
 
@@ -183,6 +194,16 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() -> No
     told = [f"The run goes on without a checkpoint of step {step}: no room" for step in (1, 2)]
     end = ["Nothing is left to learn from after step 2.", "export"]
     assert events([KEPT, KEPT], checkpoints=Full()) == ["step 1, 100%", told[0], "step 2, 100%", told[1], *end]
+
+
+@pytest.mark.parametrize("error", [SystemExit(143), RolloutError("no engine is left")])
+def test_a_run_that_is_terminated_or_loses_its_engines_saves_its_last_step(error: BaseException) -> None:
+    assert events([KEPT, KEPT], ends=(error, 2)) == ["step 1, 100%", "step 2, 100%", "save 2"]
+
+
+def test_nothing_is_saved_while_a_batch_is_on_its_way_to_the_loop() -> None:
+    """The source has given it away, and the loop has not got it: a checkpoint would be without it."""
+    assert events([KEPT, KEPT], ends=(SystemExit(143), 3)) == ["step 1, 100%", "step 2, 100%"]
 
 
 KEPT = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
