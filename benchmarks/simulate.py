@@ -166,16 +166,23 @@ def rows(work: Workload, queues: list[int], staleness: int | None) -> Iterator[l
         yield [name, f"{run.per_step:.4g}", f"{base.per_step / run.per_step:.2f}", *idle, f"{run.lag:.2f}"]
 
 
+def positive(text: str) -> int:
+    """A whole number from 1 on. Raises ValueError."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole, number = {"type": int}, {"type": float}
+    whole, number = {"type": positive}, {"type": float}
     parser.add_argument("--prompts", **whole, default=64, help="of a step")
     parser.add_argument("--samples", **whole, default=8, help="of a prompt")
     parser.add_argument("--engines", **whole, default=1)
     parser.add_argument("--slots", **whole, default=512, help="episodes at a time, of each engine")
     parser.add_argument("--median", **number, default=30.0, help="seconds of an episode")
-    parser.add_argument("--sigma", **number, default=1.0, help="1: the slowest 1 % take ten times the median")
+    parser.add_argument("--sigma", **number, default=1.0, help="1: the slowest 1 %% take ten times the median")
     parser.add_argument("--train", **number, default=20.0, help="seconds of an update")
     parser.add_argument("--publish", **number, default=1.0, help="seconds of a publication")
     parser.add_argument("--queues", **whole, nargs="+", default=[1, 2, 4])

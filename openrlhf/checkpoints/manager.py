@@ -155,7 +155,7 @@ class CheckpointManager:
             _remove(staged.directory)
             for part in self.parts:
                 write_atomically(self.root / part / "latest", checkpoint.tag)
-            self._rotate()
+            self._rotate(checkpoint.state.run_dir)
         except OSError as error:
             logger.warning("%s is saved; tidying up %s failed: %s.", staged.tag, self.root, error)
         return checkpoint
@@ -218,9 +218,10 @@ class CheckpointManager:
             move(staged.directory / place, self.root / place)
         move(staged.directory / (staged.tag + MANIFEST), self.root / (staged.tag + MANIFEST))
 
-    def _rotate(self) -> None:
-        """Remove what exceeds the limits."""
-        evicted = evictions(self.checkpoints(), max_num=self.max_num, max_bytes=self.max_bytes, damaged=self._damaged)
+    def _rotate(self, run_dir: str) -> None:
+        """Remove what exceeds the limits, of the checkpoints that a run has written. Those of other runs stay."""
+        own = [checkpoint for checkpoint in self.checkpoints() if checkpoint.state.run_dir == run_dir]
+        evicted = evictions(own, max_num=self.max_num, max_bytes=self.max_bytes, damaged=self._damaged)
         for checkpoint in evicted:  # with its manifest aside, a checkpoint is a save that was not committed
             manifest = checkpoint.tag + MANIFEST
             move(self.root / manifest, self.root / _aside_name(checkpoint.tag, checkpoint.nonce) / manifest)

@@ -70,6 +70,6 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     except ValueError as error:
         raise DataError(
             f"--data.apply_chat_template is set, but the tokenizer of {tokenizer.name_or_path!r} "
-            "has no chat template. Give one with --data.tokenizer_chat_template, or use "
-            "--data.input_template instead."
+            "has no chat template. Put one into its folder as chat_template.jinja (SFT also takes "
+            "--data.tokenizer_chat_template), or use --data.input_template instead."
         ) from error

@@ -194,7 +194,7 @@ class WorkerGroup:
             Call(
                 tuple(r for call in peers for r in call.references),
                 tuple(log for call in peers for log in call.logs),
-                self.hosts.spans,
+                self.hosts.spans if peers is calls[0] else None,  # one slice stands for all
             )
             for peers in calls
         ]

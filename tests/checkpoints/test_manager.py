@@ -365,6 +365,19 @@ def test_a_best_checkpoint_outlives_regular_ones_until_the_next_best_stands(tmp_
     assert not (tmp_path / "best_global_step1").exists()
 
 
+def test_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, max_num=1)
+
+    def save_of(run: str, step: int) -> None:
+        staged = manager.begin(step)
+        fill(staged)
+        manager.commit(staged, state=RunState(step=step, run_dir=run))
+
+    for run, step in (("a", 8), ("a", 9), ("b", 1), ("b", 2)):
+        save_of(run, step)
+    assert sorted(tags(manager)) == ["global_step2", "global_step9"]
+
+
 def test_a_folder_in_which_deepspeed_would_not_find_its_files_again_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"--ckpt\.path .*run\[1\]: DeepSpeed takes paths as patterns"):
         CheckpointManager(tmp_path / "run[1]")
