@@ -79,10 +79,11 @@ class Started(Fleet):
 
     def __init__(self, engines: list[Any]) -> None:
         self._members = {
-            index: Member(index=index, slots=cast(Any, None), actor=engine, up=True, serving=True)
+            index: Member(index=index, slots=cast(Any, None), actor=engine, up=True)
             for index, engine in enumerate(engines)
         }
         self._router, self.settings = Router(self._members), settings_of("", "plain")
+        self._failure = None
 
 
 Draw = Callable[..., tuple[list[Trajectory], dict[str, float]]]
