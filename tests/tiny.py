@@ -24,6 +24,7 @@ from transformers import (
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>"]
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=.,?:ĠĊ"
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HEADS: dict[str, int] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # of 32, as vLLM needs
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,

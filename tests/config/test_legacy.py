@@ -112,7 +112,7 @@ def test_an_old_length_that_is_no_number_is_named() -> None:
 
 
 def test_old_switches_without_effect_are_dropped_with_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ppo("--perf") == ppo()
+    assert ppo("--perf --run.dir r") == ppo("--run.dir r")
     assert "--perf has no effect any more" in capsys.readouterr().err
 
 

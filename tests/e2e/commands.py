@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from transformers import get_scheduler
 
+from openrlhf.config.options import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.launch.start import run_ppo
 from openrlhf.observability.run_folder import read_lines
 from tests.plausible import implausible
 from tests.ranks import ROOT
@@ -46,6 +49,34 @@ def as_arguments(flags: Flags) -> list[str]:
         values = [] if value is True else value if isinstance(value, list) else [value]
         arguments += [f"--{name}", *map(str, values)]
     return arguments
+
+
+def places(folder: Path) -> dict[str, Path]:
+    """Everything a run writes goes into `folder`."""
+    return {"run.dir": folder, "ckpt.output_dir": folder / "model", "ckpt.path": folder / "checkpoints"}
+
+
+def small_grpo(workspace: Path, folder: Path, *, prompts: int, samples: int) -> dict[str, Any]:
+    """GRPO of `model` on `prompts.jsonl` in a workspace: one optimizer step per batch, answers of at most eight tokens."""
+    return {
+        "actor.model_name_or_path": workspace / "model",
+        "data.prompt_dataset": workspace / "prompts.jsonl",
+        "data.max_len": 16,
+        "rollout.max_new_tokens": 8,
+        "rollout.batch_size": prompts,
+        "rollout.n_samples_per_prompt": samples,
+        "rollout.micro_batch_size": 4,
+        "train.batch_size": prompts * samples,
+        "train.micro_batch_size": 4,
+        "ds.param_dtype": "fp32",
+        "algo.advantage.estimator": "group_norm",
+        **places(folder),
+    }
+
+
+def train_here(flags: Flags) -> None:
+    """`train_ppo_ray` in this process, which may have joined a Ray."""
+    run_ppo(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
 
 
 def launch(command: str, flags: Flags, launcher: Sequence[str] = PLAIN) -> subprocess.Popen[str]:

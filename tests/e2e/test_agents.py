@@ -12,23 +12,19 @@ import pytest
 
 from examples.agents.calculator_task import make_task
 from openrlhf.observability.run_folder import read_lines
-from tests.e2e.commands import Flags, column, numbers, run, samples, write_rows
+from tests.e2e.commands import Flags, column, numbers, places, run, samples, write_rows
 from tests.openai_server import openai_server
 from tests.ranks import ROOT
-from tests.tiny import character_tokenizer, save_tiny_model
+from tests.tiny import HEADS, character_tokenizer, save_tiny_model
 
 EXAMPLES, AGENTS = ROOT / "examples/agents", ROOT / "tests/agents/agent_files"
-HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # the CPU kernels of vLLM know these
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("agents")
-    save_tiny_model(folder / "model", max_position_embeddings=1024, **HEADS)
-    write_rows(folder / "prompts.jsonl", [{"input": "guess a digit: ", "answer": str(i % 10)} for i in range(12)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        yield folder
+def workspace(own_folder: Path) -> Path:
+    save_tiny_model(own_folder / "model", max_position_embeddings=1024, **HEADS)
+    write_rows(own_folder / "prompts.jsonl", [{"input": "guess a digit: ", "answer": str(i % 10)} for i in range(12)])
+    return own_folder
 
 
 def agent_flags(workspace: Path, folder: Path, agent: Path, **changes: Any) -> dict[str, Any]:
@@ -52,9 +48,7 @@ def agent_flags(workspace: Path, folder: Path, agent: Path, **changes: Any) -> d
         "actor.lr_warmup_ratio": 0.0,
         "algo.advantage.estimator": "group_norm",
         "algo.kl.init_coef": 0.01,
-        "run.dir": folder,
-        "ckpt.output_dir": folder / "model",
-        "ckpt.path": folder / "checkpoints",
+        **places(folder),
         **changes,
     }
 

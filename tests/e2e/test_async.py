@@ -15,30 +15,34 @@ import pytest
 import ray
 
 from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.config.options import parse_config
-from openrlhf.config.ppo import PPOConfig
-from openrlhf.launch.start import run_ppo
 from openrlhf.observability.run_folder import read_lines
 from openrlhf.rollout.episode_files import EpisodeFolder
-from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
-from tests.tiny import save_reward_model, save_tiny_model
+from tests.e2e.commands import (
+    column,
+    kill_when,
+    launch,
+    numbers,
+    run,
+    samples,
+    small_grpo,
+    steps_logged,
+    train_here,
+    write_rows,
+)
+from tests.tiny import HEADS, save_reward_model, save_tiny_model
 
 REWARDS = Path(__file__).parent / "reward_files"
 PROMPTS, BATCH, SAMPLES, EPOCHS = 22, 4, 2, 2
 STEPS = -(-PROMPTS * EPOCHS // BATCH)
-HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # vLLM's kernels know heads of 32
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("async")
-    save_tiny_model(folder / "model", **HEADS)
+def workspace(own_folder: Path) -> Path:
+    save_tiny_model(own_folder / "model", **HEADS)
     draw = random.Random(1)
     rows = [{"input": "".join(draw.choices("bcdefgh", k=4)) + f"{number:02}="} for number in range(PROMPTS)]
-    write_rows(folder / "prompts.jsonl", rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        yield folder
+    write_rows(own_folder / "prompts.jsonl", rows)
+    return own_folder
 
 
 @pytest.fixture(scope="module")
@@ -51,34 +55,18 @@ def cluster() -> Iterator[None]:
 def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     """Eleven steps of four prompts times two episodes of two turns."""
     return {
-        "actor.model_name_or_path": workspace / "model",
-        "data.prompt_dataset": workspace / "prompts.jsonl",
+        **small_grpo(workspace, folder, prompts=BATCH, samples=SAMPLES),
         "data.max_len": 40,
         "train.agent_func_path": REWARDS / "waiting_agent.py",
         "train.async_enable": True,
         "train.async_queue_size": 2,
         "train.num_episodes": EPOCHS,
         "algo.advantage.is_correction_enable": True,
-        "rollout.max_new_tokens": 8,
-        "rollout.batch_size": BATCH,
-        "rollout.n_samples_per_prompt": SAMPLES,
-        "rollout.micro_batch_size": 4,
-        "train.batch_size": BATCH * SAMPLES,
-        "train.micro_batch_size": 4,
-        "ds.param_dtype": "fp32",
         "actor.adam.lr": 1e-3,
-        "algo.advantage.estimator": "group_norm",
         "algo.kl.use_loss": True,
         "algo.kl.estimator": "k3",
-        "run.dir": folder,
-        "ckpt.output_dir": folder / "model",
-        "ckpt.path": folder / "checkpoints",
         **changes,
     }
-
-
-def train(settings: dict[str, Any]) -> None:
-    run_ppo(parse_config(PPOConfig, as_arguments(settings), command="train_ppo_ray"))
 
 
 def lags(folder: Path) -> list[int]:
@@ -97,7 +85,7 @@ def check_every_prompt_was_trained_on_once(folder: Path) -> None:
 @pytest.mark.usefixtures("cluster")
 def test_samples_under_way_go_on_under_new_weights_and_none_is_too_old(workspace: Path) -> None:
     folder = workspace / "partial"
-    train(flags(workspace, folder, **{"train.partial_rollout_enable": True, "train.max_staleness": 4}))
+    train_here(flags(workspace, folder, **{"train.partial_rollout_enable": True, "train.max_staleness": 4}))
     check_every_prompt_was_trained_on_once(folder)
     assert {1, 2} <= set(lags(folder)) <= {0, 1, 2, 3, 4}
     assert any(len(row["weight_versions"]) > 1 for row in samples(folder))
@@ -119,7 +107,7 @@ def test_samples_under_way_go_on_under_new_weights_and_none_is_too_old(workspace
 @pytest.mark.usefixtures("cluster")
 def test_without_partial_rollouts_every_sample_has_one_version(workspace: Path) -> None:
     folder = workspace / "whole"
-    train(flags(workspace, folder, **{"train.async_queue_size": 1, "data.max_samples": 12}))
+    train_here(flags(workspace, folder, **{"train.async_queue_size": 1, "data.max_samples": 12}))
     assert {len(row["weight_versions"]) for row in samples(folder)} == {1}
     assert set(lags(folder)) == {0, 1}
     assert lags(folder).count(0) == BATCH * SAMPLES  # the first step's
@@ -133,7 +121,7 @@ def test_rejected_prompts_are_replaced_while_training_goes_on(workspace: Path) -
         "algo.dynamic_filtering_range": [0.01, 0.2],
         "train.partial_rollout_enable": True,
     }
-    train(flags(workspace, folder, **changes))
+    train_here(flags(workspace, folder, **changes))
     counted = [row["rollout/num_samples"] for row in numbers(folder)]
     assert set(counted[:-1]) == {BATCH * SAMPLES} and len(counted) < STEPS
     assert {row["prompt_index"] for row in samples(folder)} == set(range(PROMPTS * EPOCHS))
@@ -155,7 +143,7 @@ def test_models_score_a_prompt_side_by_side_while_other_samples_are_under_way(wo
         "algo.advantage.estimator": "gae",
         **roles,
     }
-    train(flags(workspace, folder, **changes))
+    train_here(flags(workspace, folder, **changes))
     spans = [json.loads(line) for line in (plugin.parent / "spans.jsonl").read_text().splitlines()]
     by_role = [
         [span for span in spans if span["role"] == f"{role}Worker"] for role in ("Reference", "Critic", "Reward")

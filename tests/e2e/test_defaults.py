@@ -21,12 +21,12 @@ from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch.start import run_ppo
 from openrlhf.observability.glossary import find_spec
-from tests.e2e.commands import as_arguments, column, default_schedule, numbers, run, samples, write_rows
+from tests.e2e.commands import as_arguments, column, default_schedule, numbers, places, run, samples, write_rows
 from tests.e2e.servers import reward_model_server
-from tests.e2e.test_grpo import HEADS, REWARDS, places, words
+from tests.e2e.test_grpo import REWARDS, words
 from tests.pages import flag_sets
 from tests.plausible import implausible
-from tests.tiny import save_tiny_model
+from tests.tiny import HEADS, save_tiny_model
 
 MODEL: dict[str, Any] = {**HEADS, "max_position_embeddings": 2048}  # as many as the default --data.max_len
 VOCABULARY = 64
@@ -36,18 +36,15 @@ SOME_METHODS = ("gae", "dapo", "gspo", "distill")
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def workspace(own_folder: Path) -> Path:
     """Models, and rows for every command."""
-    folder = tmp_path_factory.mktemp("defaults")
-    save_tiny_model(folder / "model", **MODEL)
-    save_tiny_model(folder / "teacher", **MODEL, seed=5)
+    save_tiny_model(own_folder / "model", **MODEL)
+    save_tiny_model(own_folder / "teacher", **MODEL, seed=5)
     rows = words(ROWS, seed=1)
-    write_rows(folder / "rows.jsonl", [{**row, "output": row["input"][::-1]} for row in rows])
-    write_rows(folder / "pairs.jsonl", [{"chosen": f"{row['input']}aaa", "rejected": row["input"]} for row in rows])
-    write_rows(folder / "text.jsonl", [{"input": "abc" * (1 + row % 3)} for row in range(10)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        yield folder
+    write_rows(own_folder / "rows.jsonl", [{**row, "output": row["input"][::-1]} for row in rows])
+    write_rows(own_folder / "pairs.jsonl", [{"chosen": f"{row['input']}aaa", "rejected": row["input"]} for row in rows])
+    write_rows(own_folder / "text.jsonl", [{"input": "abc" * (1 + row % 3)} for row in range(10)])
+    return own_folder
 
 
 def all_plausible(folder: Path) -> None:

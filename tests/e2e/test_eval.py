@@ -20,34 +20,30 @@ from openrlhf.evaluation.runs import run_evaluation
 from openrlhf.rewards.budget import RewardErrors
 from tests.e2e.commands import Finished, as_arguments, numbers, run, samples, write_rows
 from tests.judge_server import judge_server
-from tests.tiny import character_tokenizer, save_tiny_model, tiny_config
+from tests.tiny import HEADS, character_tokenizer, save_tiny_model, tiny_config
 
 REWARDS = Path(__file__).parent / "reward_files"
-HEADS: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 PROMPTS, SAMPLES = 7, 3
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def workspace(own_folder: Path) -> Path:
     """Two language models, a reward model, and rows that are prompts and pairs at once."""
-    folder = tmp_path_factory.mktemp("eval")
-    save_tiny_model(folder / "model", seed=0, **HEADS)
-    save_tiny_model(folder / "other", seed=1, **HEADS)
+    save_tiny_model(own_folder / "model", seed=0, **HEADS)
+    save_tiny_model(own_folder / "other", seed=1, **HEADS)
     torch.manual_seed(2)
     AutoModelForSequenceClassification.from_config(
         tiny_config("qwen2-tied", num_labels=1, **HEADS)
-    ).float().save_pretrained(folder / "reward")
-    character_tokenizer().save_pretrained(folder / "reward")
+    ).float().save_pretrained(own_folder / "reward")
+    character_tokenizer().save_pretrained(own_folder / "reward")
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=4)) for _ in range(3 * PROMPTS)]
     rows = [
         {"input": f"{a}=", "chosen": b, "rejected": c, "datasource": "odd" if number % 2 else "even"}
         for number, (a, b, c) in enumerate(zip(words[::3], words[1::3], words[2::3], strict=True))
     ]
-    write_rows(folder / "rows.jsonl", rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        yield folder
+    write_rows(own_folder / "rows.jsonl", rows)
+    return own_folder
 
 
 def flags(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,15 +19,12 @@ KINDS = {"mixtral": (2, None), "qwen3-moe": (3, True)}  # with the ZeRO stage th
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("experts")
+def workspace(own_folder: Path) -> Path:
     for kind in KINDS:
-        save_tiny_model(folder / kind, kind)
-    save_tiny_model(folder / "dense")
-    write_rows(folder / "train.jsonl", task_rows(52, seed=1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        yield folder
+        save_tiny_model(own_folder / kind, kind)
+    save_tiny_model(own_folder / "dense")
+    write_rows(own_folder / "train.jsonl", task_rows(52, seed=1))
+    return own_folder
 
 
 def flags(workspace: Path, folder: Path, model: str, **changes: Any) -> dict[str, Any]:

@@ -23,9 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.checkpoints.manifest import CheckpointError
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import ConfigError, parse_config
-from openrlhf.config.ppo import PPOConfig
 from openrlhf.evaluation.runs import run_evaluation
-from openrlhf.launch.start import run_ppo
 from openrlhf.observability.glossary import GLOSSARY
 from openrlhf.observability.run_folder import read_lines
 from openrlhf.rewards.graders import grade_math
@@ -36,14 +34,17 @@ from tests.e2e.commands import (
     kill_when,
     launch,
     numbers,
+    places,
     run,
     samples,
+    small_grpo,
     steps_logged,
+    train_here,
     write_rows,
 )
 from tests.e2e.processes import Process, descendants, survivors
 from tests.reward_server import reward_server
-from tests.tiny import save_reward_model, save_tiny_model, sayable
+from tests.tiny import HEADS, save_reward_model, save_tiny_model, sayable
 
 REWARDS = Path(__file__).parent / "reward_files"
 PROMPTS, BATCH, SAMPLES = 24, 4, 4
@@ -52,8 +53,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# The CPU kernels of vLLM know heads of 32 and more.
-HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def words(count: int, seed: int) -> list[dict[str, str]]:
@@ -69,47 +68,28 @@ def words(count: int, seed: int) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def workspace(own_folder: Path) -> Path:
     """Model and prompts of the module, and a datasets cache of its own."""
-    folder = tmp_path_factory.mktemp("grpo")
-    save_tiny_model(folder / "model", chat_template=CHAT_TEMPLATE, max_position_embeddings=1024, **HEADS)
-    write_rows(folder / "prompts.jsonl", words(PROMPTS, seed=1))
-    write_rows(folder / "held_out.jsonl", words(5, seed=2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        yield folder
-
-
-def places(folder: Path) -> dict[str, Any]:
-    """Everything a run writes goes into `folder`."""
-    return {"run.dir": folder, "ckpt.output_dir": folder / "model", "ckpt.path": folder / "checkpoints"}
+    save_tiny_model(own_folder / "model", chat_template=CHAT_TEMPLATE, max_position_embeddings=1024, **HEADS)
+    write_rows(own_folder / "prompts.jsonl", words(PROMPTS, seed=1))
+    write_rows(own_folder / "held_out.jsonl", words(5, seed=2))
+    return own_folder
 
 
 def grpo_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     """Six steps of four prompts times four samples of at most eight tokens; every episode is in samples.jsonl."""
     return {
-        "actor.model_name_or_path": workspace / "model",
-        "data.prompt_dataset": workspace / "prompts.jsonl",
+        **small_grpo(workspace, folder, prompts=BATCH, samples=SAMPLES),
         "data.label_key": "label",
-        "data.max_len": 16,
         "reward.remote_url": REWARDS / "letters.py",
-        "rollout.max_new_tokens": 8,
-        "rollout.batch_size": BATCH,
-        "rollout.n_samples_per_prompt": SAMPLES,
-        "rollout.micro_batch_size": 4,
-        "train.batch_size": BATCH * SAMPLES,
-        "train.micro_batch_size": 4,
         "train.colocate_actor_ref": True,
-        "ds.param_dtype": "fp32",
         "actor.adam.lr": 1e-2,
         "actor.lr_scheduler": "constant",
         "actor.lr_warmup_ratio": 0.0,
         "actor.entropy_coef": 0.0,
-        "algo.advantage.estimator": "group_norm",
         "algo.kl.init_coef": 0.01,
         "algo.kl.use_loss": True,
         "algo.kl.estimator": "k3",
-        **places(folder),
         **changes,
     }
 
@@ -311,10 +291,6 @@ def cluster(whole: Path) -> Iterator[None]:
     ray.shutdown()
 
 
-def train(flags: dict[str, Any]) -> None:
-    run_ppo(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
-
-
 @pytest.mark.usefixtures("cluster")
 def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_same(
     whole: Path, workspace: Path
@@ -329,7 +305,7 @@ def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_s
         "ds.zero_stage": 3,
         "ds.packing_samples": True,
     }
-    train(grpo_flags(workspace, folder, **changes))
+    train_here(grpo_flags(workspace, folder, **changes))
     assert [row["response"] for row in samples(folder)] == [row["response"] for row in samples(whole)]
     assert {path.name for path in (folder / "logs").glob("*-?.log")} >= {
         *("actor-0.log", "actor-1.log", "ref-0.log", "ref-1.log")
@@ -343,12 +319,12 @@ def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_s
 def test_a_run_goes_on_with_another_number_of_ranks(whole: Path, workspace: Path, stages: tuple[int, int]) -> None:
     folder = workspace / f"cut{stages}"
     flags = grpo_flags(workspace, folder, **{"ckpt.save_steps": 2, "ckpt.max_num": 9})
-    train({**flags, "actor.num_gpus_per_node": 2, "ds.zero_stage": stages[0], "ref.num_gpus_per_node": 2})
+    train_here({**flags, "actor.num_gpus_per_node": 2, "ds.zero_stage": stages[0], "ref.num_gpus_per_node": 2})
     for path in (folder / "checkpoints").glob("global_step*.manifest.json"):
         if path.name != "global_step2.manifest.json":
             path.unlink()
     shutil.rmtree(folder / "model")
-    train({**flags, "ds.zero_stage": stages[1], "ds.use_universal_ckpt": True, "ckpt.load_enable": True})
+    train_here({**flags, "ds.zero_stage": stages[1], "ds.use_universal_ckpt": True, "ckpt.load_enable": True})
     assert [row["response"] for row in samples(folder)] == [row["response"] for row in samples(whole)]
     check_same(folder, whole)
 
@@ -379,7 +355,7 @@ def test_models_and_engines_on_the_same_devices_sleep_in_turn_and_come_to_the_sa
         "eval.dataset": workspace / "held_out.jsonl",
         "eval.steps": 3,
     }
-    train(grpo_flags(workspace, folder, **changes))
+    train_here(grpo_flags(workspace, folder, **changes))
     assert [row["response"] for row in samples(folder)] == [row["response"] for row in samples(whole)]
     check_same(folder, whole)
     engine_wakes = ["engine 0 awake: weights", "engine 0 awake: kv_cache"]
@@ -405,7 +381,7 @@ def test_a_critic_and_reward_models_share_the_devices_too_and_offload_changes_no
         "data.max_samples": 3 * BATCH,
     }
     apart, together = workspace / "apart", workspace / "together"
-    train(grpo_flags(workspace, apart, **common))
+    train_here(grpo_flags(workspace, apart, **common))
     changes = {
         "train.colocate_all": True,
         "train.colocate_actor_ref": None,
@@ -414,7 +390,7 @@ def test_a_critic_and_reward_models_share_the_devices_too_and_offload_changes_no
         "ref.offload": True,
         "reward.offload": True,
     }
-    train(grpo_flags(workspace, together, **common, **changes))
+    train_here(grpo_flags(workspace, together, **common, **changes))
     assert [row["response"] for row in samples(together)] == [row["response"] for row in samples(apart)]
     check_same(together, apart)
     assert column(together, "train/critic_loss") == pytest.approx(column(apart, "train/critic_loss"), abs=1e-4)
@@ -448,7 +424,7 @@ def test_stop_texts_and_stop_tokens_end_responses_and_stay_in_them(workspace: Pa
     folder = workspace / "stops"
     ids = AutoTokenizer.from_pretrained(workspace / "model").convert_tokens_to_ids(["d", "e"])
     stops = {"rollout.stop": ["b", "c"], "rollout.stop_token_ids": ids}
-    train(grpo_flags(workspace, folder, **{"data.max_samples": BATCH, **stops}))
+    train_here(grpo_flags(workspace, folder, **{"data.max_samples": BATCH, **stops}))
     responses = [re.sub(r"<\w+>", "·", row["response"]) for row in samples(folder)]  # letters of <bos> are no tokens
     assert not any(set(response[:-1]) & set("bcde") for response in responses)
     assert {"b", "c"} & {response[-1] for response in responses}
@@ -481,10 +457,10 @@ def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depe
         "actor.entropy_coef": 0.01,
     }
     one, two = workspace / "one", workspace / "two"
-    train(grpo_flags(workspace, one, **common))
+    train_here(grpo_flags(workspace, one, **common))
     budget = {"train.dynamic_batch_enable": True, "train.max_tokens_per_gpu": 11, "rollout.max_tokens_per_gpu": 10}
     ranks = {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2}
-    train(grpo_flags(workspace, two, **common, **budget, **ranks))
+    train_here(grpo_flags(workspace, two, **common, **budget, **ranks))
     assert column(one, "rollout/num_samples") == [16.0, 16.0, 12.0]
     check_same(two, one)
     # π_old was recomputed: after the first optimizer step of a batch the ratio is no longer 1.
@@ -507,7 +483,7 @@ def test_a_mixture_of_experts_is_balanced_and_published(workspace: Path, kind: s
     folder = workspace / f"run-{kind}"
     model = save_tiny_model(workspace / kind, kind, chat_template=CHAT_TEMPLATE, **HEADS)
     common = {"actor.model_name_or_path": model, "actor.aux_loss_coef": 1.0, "data.max_samples": 4 * BATCH}
-    train(grpo_flags(workspace, folder, **common, **changes))
+    train_here(grpo_flags(workspace, folder, **common, **changes))
     assert len(column(folder, "train/logprob_gap_mean")) == 4
     assert max(column(folder, "train/logprob_gap_mean")) < 1e-5
     losses = [column(folder, name) for name in ("train/aux_loss", "train/critic_aux_loss")]
@@ -522,7 +498,7 @@ def test_a_policy_that_got_no_better_within_the_patience_is_exported_as_it_was(
     """By a metric that never changes: the best evaluation is that of the start, whose weights come back to the last digit."""
     folder = workspace / "patient"
     waits = {"eval.steps": 1, "eval.at_start": True, "eval.patience": 2, "ckpt.best_metric_key": "eval_num_samples"}
-    train(grpo_flags(workspace, folder, **waits, **{"eval.dataset": workspace / "held_out.jsonl"}))
+    train_here(grpo_flags(workspace, folder, **waits, **{"eval.dataset": workspace / "held_out.jsonl"}))
     assert [row["step"] for row in numbers(folder) if "eval/eval_num_samples" in row] == [0, 1, 2]
     printed = capsys.readouterr().out
     assert "--eval.patience 2 ends the run after step 2. The export has the weights of step 0" in printed
@@ -543,7 +519,7 @@ def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dic
         "algo.kl.init_coef": 0.0,
         **changes,
     }
-    train(grpo_flags(workspace, folder, **flags))
+    train_here(grpo_flags(workspace, folder, **flags))
     return folder, samples(folder)
 
 
@@ -597,7 +573,7 @@ def test_reward_servers_score_and_one_that_fails_is_left_alone(workspace: Path) 
     folder = workspace / "served"
     with reward_server() as server:
         urls = f"{server.url}/get_reward, {server.url}/broken"
-        train(grpo_flags(workspace, folder, **{"reward.remote_url": urls, "data.max_samples": BATCH}))
+        train_here(grpo_flags(workspace, folder, **{"reward.remote_url": urls, "data.max_samples": BATCH}))
         asked = server.bodies
     rows = samples(folder)
     assert len(asked) >= len(rows) == BATCH * SAMPLES
@@ -612,7 +588,7 @@ def test_a_reward_file_that_cannot_be_loaded_ends_the_run_before_a_model_is_load
     broken.write_text("import a_package_that_is_not_there\n")
     folder = workspace / "unloadable"
     with pytest.raises(ConfigError) as caught:
-        train(grpo_flags(workspace, folder, **{"reward.remote_url": broken}))
+        train_here(grpo_flags(workspace, folder, **{"reward.remote_url": broken}))
     assert "--reward.remote_url" in str(caught.value)
     assert "No module named 'a_package_that_is_not_there'" in str(caught.value)
     assert not list((folder / "logs").glob("actor*"))
@@ -634,7 +610,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays_as_it_is(
     flags = grpo_flags(workspace, workspace / "other", **changes)
     before = numbers(whole)
     with pytest.raises(CheckpointError) as caught:
-        train({**flags, "ckpt.path": whole / "checkpoints", "ckpt.load_enable": True})
+        train_here({**flags, "ckpt.path": whole / "checkpoints", "ckpt.load_enable": True})
     assert all(word in str(caught.value) for word in words), caught.value
     assert numbers(whole) == before
     assert not (workspace / "other").exists()
@@ -661,7 +637,7 @@ def test_gsm8k_questions_as_chats_graded_by_the_math_verifier(workspace: Path, d
         "rollout.n_samples_per_prompt": 2,
         "algo.kl.init_coef": 0.0,
     }
-    train(grpo_flags(workspace, folder, **changes))
+    train_here(grpo_flags(workspace, folder, **changes))
     written = samples(folder)
     assert len(written) == 64 * 2
     labels = {f"user: {sayable(row['question'])}\nassistant: ": row["answer"] for row in rows}
@@ -689,7 +665,7 @@ def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_s
         "ckpt.save_steps": 1,
     }
     flags = grpo_flags(workspace, folder, **changes)
-    train(flags)
+    train_here(flags)
     rows, steps = samples(folder), steps_logged(folder)
     groups: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
@@ -720,7 +696,7 @@ def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_s
     ):  # as if it had been killed in the step after the third last
         if f"step{steps - 2}." not in manifest.name:
             manifest.unlink()
-    train({**flags, "ckpt.load_enable": True})
+    train_here({**flags, "ckpt.load_enable": True})
     assert numbers(folder) == before
     assert samples(folder) == rows
     assert (folder / "model" / "model.safetensors").read_bytes() == weights
@@ -729,7 +705,7 @@ def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_s
 @pytest.mark.usefixtures("cluster")
 def test_prompts_generated_ahead_are_trained_on_later_with_the_age_of_their_weights_on_record(workspace: Path) -> None:
     folder = workspace / "ahead"
-    train(grpo_flags(workspace, folder, **{"rollout.vllm_generate_batch_size": 2 * BATCH, "ckpt.save_steps": 1}))
+    train_here(grpo_flags(workspace, folder, **{"rollout.vllm_generate_batch_size": 2 * BATCH, "ckpt.save_steps": 1}))
     assert steps_logged(folder) == STEPS
     assert {row["step"]: row["weight_versions"] for row in samples(folder)} == {
         1: [0], 2: [0], 3: [2], 4: [2], 5: [4], 6: [4],
@@ -756,7 +732,7 @@ def test_every_layout_comes_to_the_same(
         "ds.zero_stage": stage,
         "ds.packing_samples": packing,
     }
-    train(grpo_flags(workspace, folder, **changes))
+    train_here(grpo_flags(workspace, folder, **changes))
     check_same(folder, whole)
 
 

@@ -25,7 +25,7 @@ from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.placement import Placement, PlacementError
 from tests.config.printed import PRINTED
-from tests.e2e.commands import Finished, column, finish, numbers, run, write_rows
+from tests.e2e.commands import Finished, column, finish, numbers, places, run, write_rows
 from tests.e2e.nodes import end, environment, start_node, type_in
 from tests.e2e.processes import Process, descendants, survivors
 from tests.ranks import ROOT
@@ -73,9 +73,7 @@ def rm_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         "train.micro_batch_size": 8,
         "adam.lr": 1e-3,
         "ds.param_dtype": "fp32",
-        "run.dir": folder,
-        "ckpt.output_dir": folder / "model",
-        "ckpt.path": folder / "checkpoints",
+        **places(folder),
         **changes,
     }
 

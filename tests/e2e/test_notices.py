@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from openrlhf.observability.health import MEANING
-from tests.e2e.commands import run, write_rows
-from tests.e2e.test_grpo import HEADS, PROMPTS, grpo_flags, words
-from tests.e2e.test_sft import places, task_rows
-from tests.tiny import save_tiny_model
+from tests.e2e.commands import places, run, write_rows
+from tests.e2e.test_grpo import PROMPTS, grpo_flags, words
+from tests.e2e.test_sft import task_rows
+from tests.tiny import HEADS, save_tiny_model
 
 ALWAYS_WRONG = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0 for _ in queries]}\n"
 

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.commands import column, kill_when, launch, numbers, run, steps_logged, write_rows
-from tests.e2e.test_grpo import HEADS, STEPS, grpo_flags, places, words
-from tests.tiny import save_tiny_model
+from tests.e2e.commands import column, kill_when, launch, numbers, places, run, steps_logged, write_rows
+from tests.e2e.test_grpo import STEPS, grpo_flags, words
+from tests.tiny import HEADS, save_tiny_model
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("objectives")
-    save_tiny_model(folder / "model", **HEADS)
-    save_tiny_model(folder / "teacher", seed=5, **HEADS)
-    write_rows(folder / "prompts.jsonl", words(24, seed=1))
-    write_rows(folder / "text.jsonl", [{"input": "abc" * (1 + row % 3)} for row in range(10)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        yield folder
+def workspace(own_folder: Path) -> Path:
+    save_tiny_model(own_folder / "model", **HEADS)
+    save_tiny_model(own_folder / "teacher", seed=5, **HEADS)
+    write_rows(own_folder / "prompts.jsonl", words(24, seed=1))
+    write_rows(own_folder / "text.jsonl", [{"input": "abc" * (1 + row % 3)} for row in range(10)])
+    return own_folder
 
 
 def everything(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:

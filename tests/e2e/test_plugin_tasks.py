@@ -6,7 +6,6 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.distributed.devices import free_port
-from tests.e2e.commands import column, run, write_rows
+from tests.e2e.commands import column, places, run, write_rows
 from tests.sources import ROOT
 from tests.tiny import save_tiny_model
 
@@ -23,22 +22,19 @@ ROWS, TEMPLATE = 16, "reverse {}="
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def workspace(own_folder: Path) -> Path:
     """Model, words and the page's file."""
-    folder = tmp_path_factory.mktemp("tasks")
-    save_tiny_model(folder / "model")
+    save_tiny_model(own_folder / "model")
     draw = random.Random(1)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 12))) for _ in range(ROWS)]
     write_rows(
-        folder / "words.jsonl",
+        own_folder / "words.jsonl",
         [{"input": word, "output": word[::-1] + "<eos>", "label": int(word[-1] < "e")} for word in words],
     )
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if "offline_task" in block]
-    (folder / "focal.py").write_text(code)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        yield folder
+    (own_folder / "focal.py").write_text(code)
+    return own_folder
 
 
 def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -54,9 +50,7 @@ def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         "train.max_epochs": 3,
         "adam.lr": 1e-2,
         "ds.param_dtype": "fp32",
-        "run.dir": folder,
-        "ckpt.output_dir": folder / "model",
-        "ckpt.path": folder / "checkpoints",
+        **places(folder),
         **changes,
     }
 

@@ -13,40 +13,30 @@ import ray
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from openrlhf.config.options import parse_config
-from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.errors import DataError
-from openrlhf.launch.start import run_ppo
 from openrlhf.rollout.episode_files import EpisodeFolder
-from tests.e2e.commands import as_arguments, column, numbers, samples, write_rows
-from tests.e2e.test_grpo import BATCH, HEADS, REWARDS, SAMPLES, grpo_flags, places, words
-from tests.tiny import character_tokenizer, save_tiny_model, tiny_config
+from tests.e2e.commands import column, numbers, places, samples, train_here, write_rows
+from tests.e2e.test_grpo import BATCH, REWARDS, SAMPLES, grpo_flags, words
+from tests.tiny import HEADS, character_tokenizer, save_tiny_model, tiny_config
 
 PROMPTS = 24
 CALLED = 'open(__file__ + ".called", "w").close()\ndef reward_func(queries, prompts, labels): raise AssertionError\n'
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def workspace(own_folder: Path) -> Iterator[Path]:
     """A policy, a reward model, prompts and a Ray."""
-    folder = tmp_path_factory.mktemp("replay")
-    save_tiny_model(folder / "policy", **HEADS)
+    save_tiny_model(own_folder / "policy", **HEADS)
     torch.manual_seed(3)
     AutoModelForSequenceClassification.from_config(tiny_config("qwen2-tied", num_labels=1)).save_pretrained(
-        folder / "rm"
+        own_folder / "rm"
     )
-    character_tokenizer().save_pretrained(folder / "rm")
-    write_rows(folder / "prompts.jsonl", words(PROMPTS, seed=1))
-    write_rows(folder / "held_out.jsonl", words(5, seed=2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
-        yield folder
-        ray.shutdown()
-
-
-def train(flags: dict[str, Any]) -> None:
-    run_ppo(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
+    character_tokenizer().save_pretrained(own_folder / "rm")
+    write_rows(own_folder / "prompts.jsonl", words(PROMPTS, seed=1))
+    write_rows(own_folder / "held_out.jsonl", words(5, seed=2))
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    yield own_folder
+    ray.shutdown()
 
 
 def flags_of(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -75,7 +65,7 @@ def flags_of(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 def written(workspace: Path) -> Path:
     """The run that writes its episodes."""
     folder = workspace / "written"
-    train(flags_of(workspace, folder, **{"rollout.dump_dir": folder / "episodes"}))
+    train_here(flags_of(workspace, folder, **{"rollout.dump_dir": folder / "episodes"}))
     return folder
 
 
@@ -84,7 +74,7 @@ def replay(written: Path, folder: Path, **changes: Any) -> None:
     reward = folder.with_suffix(".py")
     reward.write_text(CALLED)
     same = {"config": written / "config.yaml", **places(folder), "reward.remote_url": reward}
-    train({**same, "rollout.replay_dir": written / "episodes", **changes})
+    train_here({**same, "rollout.replay_dir": written / "episodes", **changes})
     assert not Path(f"{reward}.called").exists()
     assert not list((folder / "logs").glob("vllm*"))
 
@@ -136,7 +126,7 @@ def test_a_resumed_run_writes_its_steps_anew(written: Path, workspace: Path) -> 
     steps = EpisodeFolder(folder / "episodes").steps()
     for name in [*folder.glob("checkpoints/*step[3-9]*"), *folder.glob("checkpoints/best*")]:
         name.unlink() if name.is_file() else shutil.rmtree(name)
-    train(
+    train_here(
         {
             "config": written / "config.yaml",
             **places(folder),
@@ -196,7 +186,7 @@ def test_only_generating_makes_the_steps_with_the_weights_of_the_folder_and_no_w
 ) -> None:
     """Its first step is the one that the training run made; it trains nothing, so it can be trained from."""
     folder = workspace / "generated"
-    train(flags_of(workspace, folder, **{"rollout.only": True, "rollout.dump_dir": folder / "episodes"}))
+    train_here(flags_of(workspace, folder, **{"rollout.only": True, "rollout.dump_dir": folder / "episodes"}))
     first, theirs = (EpisodeFolder(path / "episodes").read("step", 1) for path in (folder, written))
     assert first == theirs
     episodes = EpisodeFolder(folder / "episodes")
@@ -216,6 +206,6 @@ def test_only_generating_makes_the_steps_with_the_weights_of_the_folder_and_no_w
     assert samples(folder) and (folder / "report.html").exists()
     assert not (folder / "model").exists() and not (folder / "checkpoints").exists()
     trained = workspace / "trained"
-    train(flags_of(workspace, trained, **{"rollout.replay_dir": folder / "episodes"}))
+    train_here(flags_of(workspace, trained, **{"rollout.replay_dir": folder / "episodes"}))
     assert of_training(trained)[0] == of_training(written)[0]
     assert len(of_training(trained)) == len(episodes.steps())

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.e2e.commands import (
     kill_when,
     launch,
     numbers,
+    places,
     run,
     steps_logged,
     write_rows,
@@ -52,20 +52,12 @@ def task_rows(count: int, seed: int) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def workspace(own_folder: Path) -> Path:
     """Model and data of the module, and a datasets cache of its own."""
-    folder = tmp_path_factory.mktemp("sft")
-    save_tiny_model(folder / "model")
-    write_rows(folder / "train.jsonl", task_rows(TRAIN_ROWS, seed=1))
-    write_rows(folder / "eval.jsonl", task_rows(EVAL_ROWS, seed=2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        yield folder
-
-
-def places(folder: Path) -> dict[str, Any]:
-    """Everything a run writes goes into `folder`."""
-    return {"run.dir": folder, "ckpt.output_dir": folder / "model", "ckpt.path": folder / "checkpoints"}
+    save_tiny_model(own_folder / "model")
+    write_rows(own_folder / "train.jsonl", task_rows(TRAIN_ROWS, seed=1))
+    write_rows(own_folder / "eval.jsonl", task_rows(EVAL_ROWS, seed=2))
+    return own_folder
 
 
 def sft_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:

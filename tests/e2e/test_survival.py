@@ -7,55 +7,48 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.commands import column, finish, launch, numbers, run, samples, steps_logged, write_rows
+from tests.e2e.commands import (
+    column,
+    finish,
+    launch,
+    numbers,
+    places,
+    run,
+    samples,
+    small_grpo,
+    steps_logged,
+    write_rows,
+)
 from tests.e2e.processes import descendants
-from tests.tiny import save_tiny_model
+from tests.tiny import HEADS, save_tiny_model
 
 REWARDS = Path(__file__).parent / "reward_files"
 PROMPTS, BATCH, SAMPLES = 24, 4, 4
 STEPS = PROMPTS // BATCH
-HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # vLLM's kernels know heads of 32
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("survival")
-    save_tiny_model(folder / "model", **HEADS)
+def workspace(own_folder: Path) -> Path:
+    save_tiny_model(own_folder / "model", **HEADS)
     draw = random.Random(1)
     words = ["".join(draw.choices("bcdefgh", k=4)) for _ in range(PROMPTS)]
-    write_rows(folder / "prompts.jsonl", [{"input": f"{word}="} for word in words])
-    write_rows(folder / "rows.jsonl", [{"input": f"{word}=", "output": word[::-1] + "<eos>"} for word in words * 8])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        yield folder
+    write_rows(own_folder / "prompts.jsonl", [{"input": f"{word}="} for word in words])
+    write_rows(own_folder / "rows.jsonl", [{"input": f"{word}=", "output": word[::-1] + "<eos>"} for word in words * 8])
+    return own_folder
 
 
 def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     return {
-        "actor.model_name_or_path": workspace / "model",
-        "data.prompt_dataset": workspace / "prompts.jsonl",
-        "data.max_len": 16,
+        **small_grpo(workspace, folder, prompts=BATCH, samples=SAMPLES),
         "reward.remote_url": REWARDS / "letters.py",
-        "rollout.max_new_tokens": 8,
-        "rollout.batch_size": BATCH,
-        "rollout.n_samples_per_prompt": SAMPLES,
-        "rollout.micro_batch_size": 4,
-        "train.batch_size": BATCH * SAMPLES,
-        "train.micro_batch_size": 4,
-        "ds.param_dtype": "fp32",
         "actor.adam.lr": 1e-3,
-        "algo.advantage.estimator": "group_norm",
         "algo.kl.init_coef": 0.0,
         "ckpt.save_steps": 1,
-        "run.dir": folder,
-        "ckpt.output_dir": folder / "model",
-        "ckpt.path": folder / "checkpoints",
         **changes,
     }
 
@@ -158,9 +151,7 @@ def test_a_terminated_offline_run_saves_its_last_step_and_goes_on_to_the_same_nu
             "train.max_epochs": 20,
             "ds.param_dtype": "fp32",
             "ckpt.save_steps": 1000,
-            "run.dir": folder,
-            "ckpt.output_dir": folder / "model",
-            "ckpt.path": folder / "checkpoints",
+            **places(folder),
             **changes,
         }
 

@@ -23,11 +23,10 @@ from openrlhf.distributed.devices import free_port
 from openrlhf.rewards.remote_engines import VARIABLE, offer_engines, remote_engine
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from tests.e2e.commands import run, write_rows
-from tests.tiny import save_tiny_model
+from tests.tiny import HEADS, save_tiny_model
 from tests.trainers.episodes import episode
 
 pytestmark = pytest.mark.verify
-HEADS: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 QUESTIONS = ["ab=", "1+1=", "x", "hello, world: "]
 STARTS_WITHIN_S, NEW_TOKENS = 300, 24
 
