@@ -7,7 +7,7 @@ gather(calls, timeout_s=…, doing="update the policy")           ->  results, o
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,8 @@ from openrlhf.config.plugins import load_plugins
 from openrlhf.distributed.devices import device_kind, free_port, redirect_output, worker_environment
 from openrlhf.distributed.layout import RankLayout
 from openrlhf.distributed.placement import HostGroup, Machine, Slots
+
+TOLD_S = 5.0  # in which Ray tells that a process has died
 
 
 class Span(NamedTuple):
@@ -240,11 +242,28 @@ def gather(
             ray.get(done)
         return [_noted(ray.get(call.references[0]), call) for call in calls]
     except RayTaskError as error:
-        raise error.cause from error  # the worker's own exception: its message alone tells a user what to change
+        # The worker's own exception: its message alone tells a user what to change. One that is not meant for users may
+        # be a peer's view of a death.
+        lost = None if isinstance(error.cause, UserError) else _death(waiting, log_of, doing)
+        raise lost or error.cause from error
     except RayActorError as error:
-        raise WorkerError(
-            f"a process died while the run was about to {doing}: {error}. Its log: {log_of[done[0]]}"
-        ) from error
+        raise _died(error, log_of[done[0]], doing) from error
+
+
+def _death(waiting: Sequence[Any], log_of: Mapping[Any, str], doing: str) -> WorkerError | None:
+    """The death of one of these processes, if there was one: its peers in a collective may fail before Ray tells."""
+    for reference in ray.wait(list(waiting), num_returns=len(waiting), timeout=TOLD_S)[0] if waiting else []:
+        try:
+            ray.get(reference)
+        except RayActorError as error:
+            return _died(error, log_of[reference], doing)
+        except RayTaskError:  # one more of its peers
+            pass
+    return None
+
+
+def _died(error: RayActorError, log: str, doing: str) -> WorkerError:
+    return WorkerError(f"a process died while the run was about to {doing}: {error}. Its log: {log}")
 
 
 def _noted(answer: Any, call: Call) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +34,12 @@ class Worker:
     def sleep_on_rank_3(self, number: int) -> int:
         time.sleep(600 * (self.rank == 3))
         return number
+
+    def die_on_rank_3(self, number: int) -> None:
+        if self.rank == 3:
+            time.sleep(1)
+            os._exit(1)
+        raise RuntimeError("Connection closed by peer")
 
 
 class Host:
@@ -84,3 +91,10 @@ def test_a_rank_that_does_not_answer_is_named_with_its_log_and_the_flag(group: W
         WorkerError, match=r"1 of 4 processes did not sleep within 5 s: host-3\.log.*--train\.step_timeout"
     ):
         gather(calls, timeout_s=5, doing="sleep")
+
+
+def test_a_process_that_died_is_named_although_its_peers_have_failed_before(group: WorkerGroup) -> None:
+    """The last test: the process does not come back."""
+    calls = group.launch(Worker.die_on_rank_3, [1, 2])
+    with pytest.raises(WorkerError, match=r"(?s)a process died while the run was about to meet.*host-3\.log"):
+        gather(calls, timeout_s=60, doing="meet")
