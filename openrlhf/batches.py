@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -112,14 +113,18 @@ class Ragged:
         rows = torch.arange(self.num_samples, device=self.offsets.device)
         return rows.repeat_interleave(self.lengths)
 
-    def blocks(self, max_tokens: int = 1 << 20) -> Iterator[Layout]:
-        """Layouts that together have every row once: rows of similar lengths, at most `max_tokens` places each."""
+    def similar_rows(self, max_tokens: int, *, max_rows: int | None = None) -> Iterator[Tensor]:
+        """The numbers of all rows, in parts of similar lengths: at most `max_tokens` places with padding, and `max_rows`."""
         order = self.lengths.argsort()
         while len(order):
-            longest_first = int(self.lengths[order[-1]])
-            take = min(len(order), max(1, max_tokens // max(longest_first, 1)))
-            yield Layout.of(self.offsets, order[-take:])
+            longest = int(self.lengths[order[-1]])
+            take = min(len(order), max_rows or len(order), max(1, max_tokens // max(longest, 1)))
+            yield order[-take:]
             order = order[:-take]
+
+    def blocks(self, max_tokens: int = 1 << 20) -> Iterator[Layout]:
+        """Layouts that together have every row once: rows of similar lengths, at most `max_tokens` places each."""
+        return (Layout.of(self.offsets, rows) for rows in self.similar_rows(max_tokens))
 
     def places_of(self, rows: Sequence[int] | Tensor) -> Int[Tensor, " M"]:
         """The places of the tokens of some rows in the flat columns, row after row."""
@@ -239,7 +244,7 @@ class Experience(Ragged):
 
 def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
     """Rows one behind the other. Row by row, because a Python loop over the tokens of a large batch takes minutes."""
-    return torch.cat([torch.tensor(row, dtype=dtype) for row in rows] or [torch.empty(0, dtype=dtype)])
+    return torch.cat([torch.as_tensor(np.asarray(row), dtype=dtype) for row in rows] or [torch.empty(0, dtype=dtype)])
 
 
 def turn_reward_column(trajectories: Sequence[Trajectory]) -> Float[Tensor, " N"] | None:

@@ -4,10 +4,11 @@ Everything here is plain Python, pickles small, and is importable without torch:
 exchange these objects. `Experience` turns a batch of them into tensors.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Self, cast
 
 
 class StopReason(StrEnum):
@@ -57,9 +58,9 @@ class Trajectory:
         rollout_logprobs [0, 0, 0, 0, -0.1, -0.2]     log-probability *of* the token at that position
     """
 
-    tokens: list[int]
-    action_mask: list[bool]  # True if the policy sampled the token
-    rollout_logprobs: list[float]  # 0.0 where action_mask is False; nats
+    tokens: Sequence[int]
+    action_mask: Sequence[bool]  # True if the policy sampled the token
+    rollout_logprobs: Sequence[float]  # 0.0 where action_mask is False; nats
     prompt: Prompt
     sample_index: int  # which of the prompt's samples
     stop_reason: StopReason
@@ -72,7 +73,7 @@ class Trajectory:
     failure: Failure | None = None  # the kind of the error
     turn_rewards: tuple[tuple[int, float], ...] = ()  # parts of the reward: position of a turn's last token, amount
     # Columns of the batch that are computed already, by name; length T. The controller adds them.
-    columns: Mapping[str, list[float]] = field(default_factory=dict[str, list[float]])
+    columns: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     filtered: bool = False  # dynamic filtering rejected the prompt: shown, never trained on
 
     def __post_init__(self) -> None:
@@ -88,6 +89,16 @@ class Trajectory:
     def failing(self, error: str | None, failure: Failure | None) -> Self:
         """The same episode as a failed one: with the error, without reward and score."""
         return replace(self, stop_reason=StopReason.FAILED, reward=None, score=None, error=error, failure=failure)
+
+    def packed(self) -> Self:
+        """The same episode, its per-token columns in arrays, which take a tenth of the memory of lists."""
+        return replace(
+            self,
+            tokens=array("i", self.tokens),
+            action_mask=cast(Sequence[bool], array("b", self.action_mask)),
+            rollout_logprobs=array("f", self.rollout_logprobs),
+            columns={name: array("f", column) for name, column in self.columns.items()},
+        )
 
     @property
     def failed(self) -> bool:

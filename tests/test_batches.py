@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -183,6 +184,23 @@ def test_no_block_is_longer_than_the_shortest_row_of_an_earlier_one(lengths: lis
         assert int(longer.min()) >= int(shorter.max())
 
 
+@given(LENGTHS, st.integers(1, 60), st.none() | st.integers(1, 10))
+def test_parts_of_similar_rows_have_every_row_and_none_of_several_is_over_a_limit(
+    lengths: list[int], budget: int, most: int | None
+) -> None:
+    parts = [rows.tolist() for rows in batch_of(lengths).similar_rows(budget, max_rows=most)]
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    for part in parts:
+        assert len(part) <= (most or len(part))
+        assert len(part) == 1 or max(lengths[row] for row in part) * len(part) <= budget
+
+
+def test_padding_counts_and_short_rows_go_with_short_ones() -> None:
+    batch = batch_of([2, 10, 2, 9, 2, 2])
+    assert [sorted(rows.tolist()) for rows in batch.similar_rows(20)] == [[1, 3], [0, 2, 4, 5]]
+    assert [len(rows) for rows in batch.similar_rows(99, max_rows=4)] == [4, 2]
+
+
 # ---- from episodes
 
 
@@ -223,3 +241,13 @@ def test_a_reward_that_is_still_to_come_is_not_a_number() -> None:
 def test_a_row_whose_mask_has_another_length_is_refused_even_if_the_totals_agree() -> None:
     with pytest.raises(ValueError, match="more tokens than mask entries, or fewer"):
         TokenRows.from_lists([[1, 2, 3], [4, 5]], [[False, True], [False, True, True]])
+
+
+def test_packed_episodes_make_the_same_batch() -> None:
+    """What waits for a step waits in arrays: no number changes, although 32 bits hold it."""
+    episodes = [episode(index, 0, 1.0, StopReason.STOP) for index in (0, 1)]
+    lists = [replace(t, columns={"values": [0.125] * len(t.tokens)}) for t in episodes]
+    expected, batch = (Experience.from_trajectories(each) for each in (lists, [t.packed() for t in lists]))
+    for column in fields(Experience):
+        a, b = getattr(expected, column.name), getattr(batch, column.name)
+        assert (a is b is None) or (a.dtype == b.dtype and torch.equal(a, b)), column.name

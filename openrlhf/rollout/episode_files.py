@@ -13,6 +13,7 @@ import gzip
 import json
 import re
 import zlib
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -66,8 +67,8 @@ class EpisodeFolder:
         """Write or replace a file. `run`: the identity that a run must have to replay the file."""
         header = {"format": FORMAT, "kind": kind, "step": step, "episodes": len(episodes), "run": run}
         rows = [EPISODE.dump_python(episode) for episode in episodes]
-        text = b"".join(map(_line, [header, *rows]))
-        write_atomically(self.file(kind, step), gzip.compress(text, compresslevel=1, mtime=0))
+        text = "".join(json.dumps(row, default=_plain) + "\n" for row in [header, *rows])
+        write_atomically(self.file(kind, step), gzip.compress(text.encode(), compresslevel=1, mtime=0))
 
     def header(self, kind: Kind, step: int) -> dict[str, Any]:
         """`episodes` (their number) and `run` (the argument of `write`) from the first line of a file."""
@@ -107,8 +108,5 @@ def _damaged(path: Path, line: int, error: Exception) -> DataError:
     )
 
 
-def _line(row: object) -> bytes:
-    try:
-        return json.dumps(row, default=str, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot express
-        return json.dumps(row, default=str).encode() + b"\n"
+def _plain(value: object) -> Any:
+    return value.tolist() if isinstance(value, array) else str(value)

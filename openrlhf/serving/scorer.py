@@ -1,12 +1,13 @@
 """A trained reward model as a function from texts to scores."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.batches import offsets_of
+from openrlhf.batches import Ragged, offsets_of
 from openrlhf.config.serving import ServeConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.models.loading import LoadSpec, ModelError
@@ -36,33 +37,13 @@ def score_texts(texts: list[list[int]], model: ScalarModel, *, max_texts: int | 
 
     A forward pass has texts of similar lengths: at most `max_texts` (None: any number) and `max_tokens`, padding included.
     """
-    scores = [0.0] * len(texts)
-    lengths, device = list(map(len, texts)), model.hf.device
-    for rows in similar_lengths(lengths, max_rows=max_texts, max_tokens=max_tokens, padded=not model.packing):
-        tokens = torch.tensor([token for row in rows for token in texts[row]], device=device)
-        offsets = offsets_of([lengths[row] for row in rows]).to(device)
+    batch = Ragged(tokens=torch.tensor(list(chain.from_iterable(texts))), offsets=offsets_of(list(map(len, texts))))
+    scores = torch.zeros(len(texts))
+    for rows in batch.similar_rows(max_tokens, max_rows=max_texts):
+        micro = batch.select(rows).to(model.hf.device)
         with torch.inference_mode():
-            found = last_token_scores(model(tokens, offsets).values, offsets).tolist()
-        for row, score in zip(rows, found, strict=True):
-            scores[row] = score
-    return scores
-
-
-def similar_lengths(lengths: Sequence[int], *, max_rows: int | None, max_tokens: int, padded: bool) -> list[list[int]]:
-    """Row numbers in parts of similar lengths, longest first. A part is within both limits, or it is a single row.
-
-    `padded`: a row counts as many tokens as the longest row of its part.
-    """
-    parts: list[list[int]] = []
-    tokens = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        cost = lengths[parts[-1][0]] if parts and padded else lengths[row]
-        tokens += cost
-        if not parts or tokens > max_tokens or len(parts[-1]) == max_rows:
-            parts.append([])
-            tokens = lengths[row]
-        parts[-1].append(row)
-    return parts
+            scores[rows] = last_token_scores(model(micro.tokens, micro.offsets).values, micro.offsets).cpu()
+    return scores.tolist()
 
 
 def load_scorer(
@@ -71,10 +52,7 @@ def load_scorer(
     """Functions from texts to token ids and from these to scores, as the flags say; tried once. Raises DataError or ModelError."""
     path = config.reward.model_name_or_path
     tokenizer = get_tokenizer(
-        path,
-        use_fast=not config.data.disable_fast_tokenizer,
-        trust_remote_code=config.model.trust_remote_code,
-        flag="--reward.model_name_or_path",
+        path, trust_remote_code=config.model.trust_remote_code, flag="--reward.model_name_or_path"
     )
     keep_start = config.truncation_side == "right"
     tokenize = partial(tokenize_texts, tokenizer=tokenizer, max_len=config.data.max_len, keep_start=keep_start)

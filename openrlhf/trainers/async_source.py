@@ -85,7 +85,7 @@ class AsyncSource(PromptSource):
             groups[episode.prompt.index].append(episode)
         for index, version in files.header("step", step)["run"]["held"]:
             prompt = self.prompt(index)
-            group = [replace(t, prompt=prompt) for t in groups[index]]  # the label as it is in the data
+            group = [replace(t, prompt=prompt).packed() for t in groups[index]]  # the label as it is in the data
             begun = Started(version=version if group else step, prompt=prompt, group=group)
             begun.finished, begun.filtered = bool(group), bool(group) and group[0].filtered
             self.held.append(begun)
@@ -144,7 +144,8 @@ class AsyncSource(PromptSource):
         request = Request(spec=self.spec, step=self.step + 1, annotated=self.judged)
         try:
             async for group in self.generator.stream([started.prompt], request, groups=1):
-                started.group, started.filtered, started.finished = group, group[0].filtered, True
+                started.group = [episode.packed() for episode in group]
+                started.filtered, started.finished = group[0].filtered, True
         finally:
             self._changed.set()
 

@@ -184,3 +184,8 @@ def test_a_line_that_is_no_episode_is_named(tmp_path: Path, lines: list[Any], wo
     assert all(word in str(caught.value) for word in [*words, "step-000007.jsonl.gz", "--rollout.dump_dir"]), (
         caught.value
     )
+
+
+def test_packed_episodes_are_written_as_lists(tmp_path: Path) -> None:
+    plain = replace(episode(), rollout_logprobs=[0.0, -0.25], columns={"values": [0.5, 0.25]})
+    assert written(tmp_path, plain.packed()).read("step", 7) == [plain]

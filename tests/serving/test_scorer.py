@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, Gemma2Config
 
 from openrlhf.config.flags import amend
 from openrlhf.config.serving import ServeConfig
 from openrlhf.models.loading import ModelError
-from openrlhf.serving.scorer import load_scorer, similar_lengths, tokenize_texts
+from openrlhf.serving.scorer import load_scorer, tokenize_texts
 from openrlhf.serving.server import run_server
 from tests.tiny import SIZES, character_tokenizer, save_tiny_model, tiny_config
 
@@ -121,33 +119,6 @@ def test_nothing_is_added_to_a_text() -> None:
     tokenizer = character_tokenizer()
     ids = tokenizer.convert_tokens_to_ids(["a", "b"])
     assert tokenize_texts(["ab"], tokenizer, max_len=9, keep_start=False) == [ids]
-
-
-# ---- going through the model together
-
-
-@given(
-    lengths=st.lists(st.integers(1, 50), max_size=40),
-    rows=st.none() | st.integers(1, 10),
-    tokens=st.integers(1, 200),
-    padded=st.booleans(),
-)
-def test_every_row_is_in_one_part_and_no_part_of_several_is_over_a_limit(
-    lengths: list[int], rows: int | None, tokens: int, padded: bool
-) -> None:
-    parts = similar_lengths(lengths, max_rows=rows, max_tokens=tokens, padded=padded)
-    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
-    for part in parts:
-        inside = [lengths[row] for row in part]
-        assert len(part) <= (rows or len(part))
-        assert len(part) == 1 or (max(inside) * len(part) if padded else sum(inside)) <= tokens
-
-
-def test_padding_counts_and_short_rows_go_with_short_ones() -> None:
-    lengths = [2, 10, 2, 9, 2, 2]
-    assert similar_lengths(lengths, max_rows=None, max_tokens=20, padded=True) == [[1, 3], [0, 2, 4, 5]]
-    assert similar_lengths(lengths, max_rows=None, max_tokens=27, padded=False) == [[1, 3, 0, 2, 4, 5]]
-    assert similar_lengths(lengths, max_rows=3, max_tokens=99, padded=False) == [[1, 3, 0], [2, 4, 5]]
 
 
 # ---- models that are refused
