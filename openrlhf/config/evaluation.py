@@ -10,7 +10,7 @@ from openrlhf.config.effects import Sentences
 from openrlhf.config.flags import Section, option, required
 from openrlhf.config.learning import RLEvalConfig
 from openrlhf.config.ppo import engine_values
-from openrlhf.config.rollout import ProcessConfig, PromptColumns, RewardConfig, RolloutConfig, VLLMConfig
+from openrlhf.config.rollout import PromptColumns, RewardConfig, RolloutConfig, VLLMConfig
 from openrlhf.config.supervised import PairColumns, RMDeepSpeedConfig
 
 
@@ -68,7 +68,7 @@ class EvaluationConfig(RecordedCommand):
     judge: JudgeConfig = JudgeConfig()
     vllm: VLLMConfig = VLLMConfig()
     rollout: RolloutConfig = RolloutConfig(micro_batch_size=8)
-    train: ProcessConfig = ProcessConfig()
+    train: shared.ProcessConfig = shared.ProcessConfig()
     ds: RMDeepSpeedConfig = RMDeepSpeedConfig()
 
     @property

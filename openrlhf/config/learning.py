@@ -7,14 +7,7 @@ from typing import ClassVar
 from openrlhf.config import choices, shared
 from openrlhf.config.commands import Root
 from openrlhf.config.flags import Section, derived, option
-from openrlhf.config.rollout import (
-    PlacementConfig,
-    ProcessConfig,
-    PromptConfig,
-    RewardConfig,
-    RolloutConfig,
-    VLLMConfig,
-)
+from openrlhf.config.rollout import PlacementConfig, PromptConfig, RewardConfig, RolloutConfig, VLLMConfig
 
 # Conditions: see `effects`.
 CRITIC = "estimator.needs_critic"
@@ -108,7 +101,7 @@ class AlgoConfig(Section):
     dynamic_filtering_range: tuple[float, float] = option(
         (0.0, 1.0), "Mean scores, ends excluded.", needs="dynamic_filtering_enable")
 
-class RLTrainConfig(ProcessConfig, shared.TrainConfig):
+class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
     """Batches, epochs, seed, placement, pipeline."""
     num_episodes: int = option(1, "Epochs over the prompts.", ge=1)
     dynamic_batch_enable: bool = option(False, "Micro-batches by tokens; implies packing.")

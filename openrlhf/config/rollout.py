@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openrlhf.config import shared
 from openrlhf.config.flags import Section, derived, items, option, required
 
 # Conditions: see `effects`.
@@ -19,9 +18,9 @@ CODE_OR_SERVER = "reward.remote_url|reward.verifier|judge.url|rollout.remote_eng
 class VLLMConfig(Section):
     """Rollout engines (vLLM)."""
     num_engines: int = option(1, "Engines; at least one.", ge=1)
-    max_engines: int = derived("Engines may join up to this number; unset: vllm.num_engines.")
+    max_engines: int = derived("Engines may join up to this number; unset: vllm.num_engines.", ge=1, needs="!hybrid")
     max_restarts: int = option(3, "Restarts of an engine before the run gives up.", ge=0)
-    hang_timeout: float = option(300.0, "Seconds without an answer after which an engine is restarted.", gt=0)
+    hang_timeout: float = option(300.0, "Seconds without an answer after which an engine is restarted.", ge=1)
     tensor_parallel_size: int = option(1, "GPUs that share each layer of an engine.", ge=1)
     pipeline_parallel_size: int = option(1, "Groups of layers of an engine.", ge=1)
     dtype: str = option("auto", "Type; auto: ds.param_dtype.", choices=("auto", "fp32", "bf16"))
@@ -141,12 +140,6 @@ class RewardConfig(RuleConfig):
         """The reward models."""
         return items(self.model_name_or_path)
 
-class ProcessConfig(shared.SeedConfig):
-    """Seed, agents, timeouts."""
-    agent_func_path: str | None = option(None, "A .py file with class AgentExecutor.")
-    setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
-    step_timeout: float = option(3600.0, "Seconds for one step (evaluation: for rollout.batch_size prompts).", gt=0)
-
 class PromptColumns(Section):
     """Columns of prompts."""
     input_key: str = option("input", "Column with the prompt, text or chat.")
@@ -161,7 +154,7 @@ class PromptConfig(PromptColumns):
 class RolePlacement(Section):
     """Ray resources of one role."""
     resources: Mapping[str, Any] = option(
-        {}, "What each process needs: amounts of Ray resources, labels of nodes.", metavar="JSON")
+        {}, "What each process needs: amounts of Ray resources, labels of nodes.", metavar="JSON", needs="!cluster")
 
 class PlacementConfig(Section):
     """Ray resources per role."""

@@ -61,6 +61,12 @@ class SeedConfig(Section):
     seed: int = option(42, "Seed of order, initialisation and sampling.")
     full_determinism_enable: bool = option(False, "Deterministic kernels; slower.")
 
+class ProcessConfig(SeedConfig):
+    """Seed, agents, timeouts."""
+    agent_func_path: str | None = option(None, "A .py file with class AgentExecutor.")
+    setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
+    step_timeout: float = option(3600.0, "Seconds for one step (evaluation: for rollout.batch_size prompts).", gt=0)
+
 class TrainConfig(SeedConfig):
     """Batches, epochs, seed."""
     batch_size: int = option(128, "Samples (RM, DPO: pairs) per optimizer step, all ranks.", ge=1)
@@ -122,7 +128,7 @@ class LMDeepSpeedConfig(DeepSpeedConfig):  # of commands that train a language m
 
 class TokenizerConfig(Section):
     """Tokenizer."""
-    disable_fast_tokenizer: bool = option(False, "Use the tokenizer written in Python.")
+    disable_fast_tokenizer: bool = option(False, "No effect: there is one implementation of each.", needs="!always")
     max_len: int = option(2048, "Tokens of a sample (RL: of prompt and response).", ge=1)
 
 class DataConfig(TokenizerConfig):

@@ -10,22 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.supervised import PreferenceDataConfig
+from openrlhf.data import templates
 from openrlhf.data.errors import check_columns, kind, notice, row_error, text_of
 from openrlhf.data.layouts import PairLayout, recognise
 from openrlhf.data.prompts import DATASOURCE
 from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
-from openrlhf.data.templates import (
-    Encoded,
-    Message,
-    Passage,
-    cut,
-    encode,
-    fill_template,
-    in_common,
-    messages_of,
-    render,
-    render_conversation,
-)
+from openrlhf.data.templates import Encoded, Message, Passage, cut, encode, fill_template, in_common, messages_of
 from openrlhf.data.tokenizer import require_chat_template
 
 FEATURES = Features(
@@ -153,7 +143,7 @@ class _Encoder:
         side = "chosen" if column == self.data.chosen_key else "rejected"
         messages = prompt + messages_of(row, column, role="assistant", flag=f"--data.{side}_key")
         try:
-            text = render(self.tokenizer, messages)
+            text = templates.render(self.tokenizer, messages)
             return text, self._answer(prompt or messages[:-1], messages, text)
         except ValueError as error:
             raise row_error(row, column, f"{error}.") from error
@@ -164,10 +154,10 @@ class _Encoder:
             return 0
         if messages[-1]["role"] != "assistant":
             raise ValueError("the last message is not the assistant's, so there is no answer to judge")
-        before = render(self.tokenizer, prompt, add_generation_prompt=True) if prompt else ""
+        before = templates.render(self.tokenizer, prompt, add_generation_prompt=True) if prompt else ""
         if text.startswith(before):
             return len(before)
-        return render_conversation(self.tokenizer, messages).response
+        return templates.render_conversation(self.tokenizer, messages).response
 
     def _tokens(self, row: Mapping[str, Any], texts: list[Passage], pair: list[Encoded]) -> Result:
         """The columns of a tokenized pair, or the reason why the pair is dropped."""

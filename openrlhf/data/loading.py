@@ -6,17 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from datasets import (
-    Dataset,
-    DatasetDict,
-    Features,
-    Json,
-    Value,
-    concatenate_datasets,
-    interleave_datasets,
-    load_dataset,
-    load_from_disk,
-)
+import datasets
+from datasets import Dataset, DatasetDict, Features, Json, Value, load_dataset, load_from_disk
 
 from openrlhf.data.errors import DataError, notice
 from openrlhf.data.rows import number_rows
@@ -58,11 +49,11 @@ def _blend(parts: list[Dataset], items: list[str], probs: str | None, max_sample
     parts = [_with_short_strings(part) for part in parts]
     try:
         if probs is None:
-            return concatenate_datasets(parts)
+            return datasets.concatenate_datasets(parts)
         given = [float(number) for number in probs.split(",")]
         weights = [number / math.fsum(given) for number in given]  # 0.333,0.333,0.333 means thirds
         _announce_repeats(items, weights, [len(part) for part in parts], max_samples)
-        return interleave_datasets(parts, weights, seed=seed, stopping_strategy="all_exhausted")
+        return datasets.interleave_datasets(parts, weights, seed=seed, stopping_strategy="all_exhausted")
     except ValueError as error:
         problem = f"{', '.join(items)} cannot be blended: {error}. Columns of the same name need the same type."
         raise DataError(problem) from error

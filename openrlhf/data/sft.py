@@ -63,7 +63,8 @@ class SFTDataset(TokenizedRows[SFTRow]):
         if encoder.chat:
             require_chat_template(tokenizer)
         used = [column for column in columns.values() if column]
-        super().__init__(SFTRow, dataset, used, encoder, FEATURES, what="row", advice=encoder.advice())
+        advice = "Look at --data.input_key, --data.output_key and --data.max_len."
+        super().__init__(SFTRow, dataset, used, encoder, FEATURES, what="row", advice=advice)
         if rewritten := sum(self.rows["rewritten"]):
             self.summary += f" {rewritten} assistant turns are not learned, because the chat template rewrites them."
 
@@ -144,12 +145,3 @@ class _Encoder:
         if not self.pretrain:
             tokens, mask[-1] = cut(tokens, self.data.max_len, self.tokenizer), True
         return {"tokens": tokens, "loss_mask": mask, "rewritten": passage.rewritten}
-
-    def advice(self) -> str:
-        """The flags to look at if no row is left."""
-        if self.output_key is None and not self.chat and not self.pretrain:
-            return (
-                "Without --data.output_key there is no response: set it, or pass "
-                "--data.apply_chat_template (chats) or --model.pretrain_mode_enable (plain text)."
-            )
-        return "Look at --data.input_key, --data.output_key and --data.max_len."

@@ -11,7 +11,6 @@ def get_tokenizer(
     path: str,
     *,
     padding_side: str = "right",
-    use_fast: bool = True,
     trust_remote_code: bool = False,
     chat_template: str | None = None,
     flag: str = "--model.model_name_or_path",
@@ -22,8 +21,6 @@ def get_tokenizer(
     there is no tokenizer, if it needs code of the model's repository that is not trusted, or if it has no end-of-text
     token.
     """
-    if not use_fast:
-        notice("--data.disable_fast_tokenizer has no effect: Transformers 5 has one implementation of each tokenizer.")
     folder = os.path.expanduser(path)
     owner = os.path.dirname(folder)
     if os.path.isdir(owner) and not os.path.isdir(folder):

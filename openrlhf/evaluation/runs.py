@@ -76,10 +76,7 @@ def run_pass_k(config: EvaluationConfig) -> None:
 def run_rm_accuracy(config: EvaluationConfig) -> None:
     """Reward both texts of every pair, and report how often the chosen text has the larger reward."""
     tokenizer = get_tokenizer(
-        config.reward.models[0],
-        use_fast=not config.data.disable_fast_tokenizer,
-        trust_remote_code=config.model.trust_remote_code,
-        flag="--reward.model_name_or_path",
+        config.reward.models[0], trust_remote_code=config.model.trust_remote_code, flag="--reward.model_name_or_path"
     )
     check_reward_models(config, tokenizer, policy=f"the first, {config.reward.models[0]}")
     rows = PreferenceDataset(read_rows(config), tokenizer, config.data)

@@ -36,7 +36,6 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     tokenizer = get_tokenizer(
         config.model.model_name_or_path,
         padding_side=task.padding_side,
-        use_fast=not config.data.disable_fast_tokenizer,
         trust_remote_code=config.model.trust_remote_code,
         chat_template=config.data.tokenizer_chat_template,
     )

@@ -53,13 +53,7 @@ def load_prompts(config: PPOConfig) -> PromptData:
 
 def policy_tokenizer(config: settings.Sampling, path: str, *, flag: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model that answers prompts. Raises DataError, or ModelError for an unsuitable model."""
-    tokenizer = get_tokenizer(
-        path,
-        padding_side="left",
-        use_fast=not config.data.disable_fast_tokenizer,
-        trust_remote_code=config.model.trust_remote_code,
-        flag=flag,
-    )
+    tokenizer = get_tokenizer(path, padding_side="left", trust_remote_code=config.model.trust_remote_code, flag=flag)
     check_language_model(config, path)
     return tokenizer
 

@@ -16,17 +16,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from openrlhf.models import loading
 from openrlhf.models.backbone import HeadedModel
 from openrlhf.models.head import OutputHead, preceding
-from openrlhf.models.loading import (
-    LoadSpec,
-    ModelError,
-    configuration,
-    end_tokens,
-    explaining_failures,
-    prepared,
-    pretrained_options,
-)
+from openrlhf.models.loading import LoadSpec, ModelError, configuration, end_tokens
 
 NATIVE_HEAD = "score"  # what Transformers calls the head
 
@@ -106,13 +99,13 @@ def load_scalar(
     """
     config, declared = _configuration(spec, head_prefix)
     model_class = _model_class(config)
-    with explaining_failures(spec), _quietly():
+    with loading.explaining_failures(spec), _quietly():
         hf, report = model_class.from_pretrained(
             spec.path,
             config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the report has them, and `_check_weights` refuses them
-            **pretrained_options(spec),
+            **loading.pretrained_options(spec),
         )
     if normalize and require_head and "std" not in config.to_dict():
         raise ModelError(
@@ -128,7 +121,7 @@ def load_scalar(
     if reinit_head or not stored:
         setattr(hf, name, _new_head(head, seed))
         hf.config.update({"mean": 0.0, "std": 1.0} if "mean" in hf.config.to_dict() else {})
-    return ScalarModel(prepared(hf, spec), packing=spec.packing, normalize=normalize, balancing=balancing)
+    return ScalarModel(loading.prepared(hf, spec), packing=spec.packing, normalize=normalize, balancing=balancing)
 
 
 def check_is_scalar(spec: LoadSpec) -> None:

@@ -43,12 +43,7 @@ class Judge:
         assert judge.url
         base = judge.url.rstrip("/").removesuffix("/chat/completions")
         self.servers = HTTPServers(
-            [base],
-            timeout=reward.timeout,
-            retries=reward.retries,
-            kind="judge",
-            flag="--judge.url",
-            key=os.environ.get("OPENAI_API_KEY"),
+            [base], reward, kind="judge", flag="--judge.url", key=os.environ.get("OPENAI_API_KEY")
         )
         self.engine, self.max_tokens = RemoteEngine(self.servers, judge.model), judge.max_tokens
 

@@ -24,7 +24,7 @@ MODELS: dict[HTTPServers, str] = {}  # the first in a server's list, until it re
 def offer_engines(rollout: RemoteEnginesConfig, reward: RuleConfig) -> None:
     """Tell user processes that start from now on the names of the remote engines, once all engines answer. Raises ConfigError."""
     urls, limits = dict(rollout.named_engines), {"timeout": reward.timeout, "retries": reward.retries}
-    asyncio.run(HTTPServers(list(urls.values()), kind="remote engine", flag=FLAG, **limits).check())
+    asyncio.run(HTTPServers(list(urls.values()), reward, kind="remote engine", flag=FLAG).check())
     os.environ[VARIABLE] = json.dumps({"urls": urls, **limits})
 
 
@@ -121,7 +121,8 @@ def remote_engine(
 @cache
 def _servers(url: str, timeout: float, retries: int, key: str | None, process: int) -> HTTPServers:
     """One per server, and per process: a fork does not have the threads of its parent."""
-    return HTTPServers([url.rstrip("/")], timeout=timeout, retries=retries, kind="remote engine", flag=FLAG, key=key)
+    rule = RuleConfig(timeout=timeout, retries=retries)
+    return HTTPServers([url.rstrip("/")], rule, kind="remote engine", flag=FLAG, key=key)
 
 
 @cache

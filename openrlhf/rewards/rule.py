@@ -45,9 +45,7 @@ class HTTPReward(Reward):
     source = "reward server:"
 
     def __init__(self, rule: RuleConfig) -> None:
-        self.servers = HTTPServers(
-            rule.urls, timeout=rule.timeout, retries=rule.retries, kind="reward server", flag="--reward.remote_url"
-        )
+        self.servers = HTTPServers(rule.urls, rule, kind="reward server", flag="--reward.remote_url")
         self.batch = rule.batch
 
     async def check(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from openrlhf.config.options import ConfigError
+from openrlhf.config.rollout import RuleConfig
 from openrlhf.trajectory import Failure
 
 logger = logging.getLogger(__name__)
@@ -56,11 +57,9 @@ class HTTPServers:
     messages call a server, `flag` where its URL comes from, `key` what goes with every request.
     """
 
-    def __init__(
-        self, urls: Sequence[str], *, timeout: float, retries: int, kind: str, flag: str, key: str | None = None
-    ) -> None:
+    def __init__(self, urls: Sequence[str], rule: RuleConfig, *, kind: str, flag: str, key: str | None = None) -> None:
         self.servers = [_Server(url, kind) for url in urls]
-        self.timeout, self.retries = timeout, retries
+        self.timeout, self.retries = rule.timeout, rule.retries
         self.kind, self.flag = kind, flag
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client: httpx.AsyncClient | None = None  # of the loop that `ask` runs in

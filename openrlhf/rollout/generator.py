@@ -224,13 +224,7 @@ class RolloutGenerator:
         return generation_metrics(costs) | self.engines.metrics()
 
     def _trajectory(
-        self,
-        prompt: Prompt,
-        sample: int,
-        tokens: list[int],
-        generation: Generation,
-        response: str,
-        result: RewardResult,
+        self, prompt: Prompt, sample: int, tokens: list[int], generation: Generation, text: str, result: RewardResult
     ) -> Trajectory:
         builder = TrajectoryBuilder(tokens)
         builder.append_action(generation.tokens, generation.logprobs, generation.weight_versions)
@@ -241,7 +235,7 @@ class RolloutGenerator:
             reward=result.reward,
             score=result.reward if result.score is None else result.score,
             extra_logs=result.extra_logs,
-            response_text=response,
+            response_text=text,
             error=result.error,
             failure=result.failure,
         )

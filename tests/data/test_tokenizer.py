@@ -93,11 +93,6 @@ def test_chat_messages_need_a_chat_template() -> None:
         require_chat_template(build_tokenizer())
 
 
-def test_asking_for_the_slow_tokenizer_is_answered(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
-    get_tokenizer(saved, use_fast=False)
-    assert "--data.disable_fast_tokenizer has no effect" in capsys.readouterr().err
-
-
 def test_a_notice_is_printed_by_the_first_process_only(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
