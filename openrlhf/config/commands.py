@@ -77,10 +77,13 @@ class ModelCommand(Command):
         return [*super().notices(), *rules.attention_notices(self.ds, self.given)]
 
     def mistakes(self) -> Sentences:
-        """Attention and data type go together."""
+        """Attention is known, and goes together with the data type."""
+        attention = self.ds.attn_implementation
         return [
             *super().mistakes(),
-            (self.ds.param_dtype == "fp32" and "flash_attention" in self.ds.attn_implementation,
+            ("/" not in attention and attention not in rules.ATTENTIONS,
+             f"<ds.attn_implementation> is unknown: use {', '.join(rules.ATTENTIONS)}, or OWNER/KERNEL of the hub."),
+            (self.ds.param_dtype == "fp32" and "flash_attention" in attention,
              "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32."),
         ]
 

@@ -33,7 +33,7 @@ def ray_may_run() -> bool:
 
 def declared_machines(cluster: str) -> list[int]:
     """The GPUs of each machine of a cluster written as 2x8,1x4: two with 8, one with 4. Empty for any other text."""
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", cluster):
+    if not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}(,[1-9]\d{0,3}x[1-9]\d{0,3})*", cluster):
         return []
     parts = [part.split("x") for part in cluster.split(",")]
     return [int(gpus) for count, gpus in parts for _ in range(int(count))]

@@ -115,7 +115,7 @@ def batch_mistakes(config: RLFlags) -> Sentences:
             train.batch_size, ranks, micro=1 if dynamic else train.micro_batch_size,
             what="<actor.num_nodes> x <actor.num_gpus_per_node>"),
         (not dynamic and config.samples < rollout.micro_batch_size * ranks,
-         f"{product} are fewer than <rollout.micro_batch_size> for each of {ranks} rank(s)."),
+         f"{product} are fewer than <rollout.micro_batch_size> for each of {ranks} rank(s): lower it."),
         *rules.probabilities_fit(config, "algo.ptx.dataset", "algo.ptx.probs"),
     ]
 

@@ -16,6 +16,7 @@ from openrlhf.config.rollout import RemoteEnginesConfig, RewardConfig, RuleConfi
 from openrlhf.config.shared import LoadingConfig
 
 FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+ATTENTIONS = ("flash_attention_2", "flash_attention_3", "flex_attention", "sdpa", "eager")
 PROBABILITY_SLACK = 2e-3  # 0.333,0.333,0.333 is meant as thirds
 
 

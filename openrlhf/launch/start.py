@@ -17,6 +17,11 @@ from openrlhf.distributed.placement import HostGroup, Placement, engine_group
 from openrlhf.distributed.worker_group import WorkerError
 from openrlhf.rollout.engine_settings import engine_device
 
+HOW_TO_GO_ON = (
+    "If the run has written checkpoints, the same command with --ckpt.load_enable goes on from the newest; "
+    "--train.max_restarts does that by itself."
+)
+
 
 def run_ppo(config: PPOConfig) -> None:
     """Train as the flags say, on a running Ray or on a new one. A dry run starts nothing."""
@@ -34,8 +39,10 @@ def run_ppo(config: PPOConfig) -> None:
                             processes.start()
                         return rest.result().train(config, processes)
                 except WorkerError as error:
-                    if restarts == config.train.max_restarts or termination.asked():
+                    if termination.asked():
                         raise
+                    if restarts == config.train.max_restarts:
+                        raise WorkerError(f"{error} {HOW_TO_GO_ON}") from error
                     more = f"Restart {restarts + 1} of {config.train.max_restarts} (--train.max_restarts)"
                     print(f"{error}\n{more}, from the newest checkpoint of the run if it has one.", file=sys.stderr)
                     config = amend(config, {"ckpt.load_enable": True})

@@ -119,13 +119,13 @@ MEANING = {  # of each sickness, and what to look at
     "--data.apply_chat_template) the one that the model was trained with, does the reward function expect the end token, "
     "is --rollout.max_new_tokens large enough? If all are right: use harder prompts.",
     "no update": "The model does not learn. Check "
-    f"{_LR}, that the rows differ, and that they have tokens to learn (--data.output_key).",
+    f"{_LR} and its warm-up, that the rows differ, and that they have tokens to learn (--data.output_key).",
     "divergence": "The training diverges. Lower --adam.lr, or raise --lr_warmup_ratio.",
     "overfitting": "The loss on the evaluation set rises while the training continues. Lower --train.max_epochs or "
     "--adam.lr, or keep the best weights with --eval.patience.",
     "drift": "The policy runs away from the reference; the unit is nats per token. Raise --algo.kl.init_coef, lower "
     "--actor.adam.lr, or end such runs with --algo.kl.stop_run.",
-    "leap": "One batch moved the policy this far; the unit is nats per token. The first steps of AdamW change every weight by "
+    "leap": "One batch moved the policy this far, or in asynchronous training the age of its samples did; the unit is nats per token. The first steps of AdamW change every weight by "
     "the full learning rate, mostly along noise, and can undo what the model knew. Lower --actor.adam.lr, or raise "
     "--actor.lr_warmup_ratio.",
     "entropy collapse": "The samples of a prompt hardly differ any more. Raise --actor.entropy_coef, --algo.kl.init_coef "
@@ -137,7 +137,8 @@ MEANING = {  # of each sickness, and what to look at
     "truncation": "Episodes run out of tokens before they end. Raise --rollout.max_new_tokens, or check that the model was "
     "trained to write the tokenizer's end token.",
     "mismatch": "Engine and trainer disagree about the log-probabilities of sampled tokens. Compare --vllm.dtype with "
-    "--ds.param_dtype, and correct for the difference with --algo.advantage.is_correction_enable.",
+    "--ds.param_dtype. Samples of older weights differ too: lower --train.max_staleness. The loss is corrected for the "
+    "difference with --algo.advantage.is_correction_enable.",
     "empty responses": "The policy ends at once. Check whether the reward prefers short responses, and whether the prompts "
     "have the format that the model was trained with.",
     "regression": "The score on held-out prompts fell by more than two standard errors: the training makes the model worse. "

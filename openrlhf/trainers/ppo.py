@@ -130,6 +130,8 @@ class PPOTrainer:
         except (SystemExit, RolloutError):
             if self.ckpt.save_steps > 0 and self.saved < self.step == self.source.step:  # no batch was on its way here
                 self.save()
+                if self.saved == self.step:
+                    self.recorder.display.note(f"Step {self.step} is saved: --ckpt.load_enable goes on from it.")
             raise
 
     def record(self, batch: Annotated) -> None:

@@ -118,6 +118,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or terminated):
             self.save()
         if terminated:
+            if self.recorder and self.ckpt.save_steps > 0 and not self.ckpt.disable_ds:
+                self.recorder.display.note(f"Step {self.step} is saved: --ckpt.load_enable goes on from it.")
             raise SystemExit(termination.STATUS)
 
     def evaluate(self) -> None:

@@ -28,6 +28,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--eval.dataset ~/gone/a/b", "--eval.dataset ~/gone/a/b does not exist"),
     (SFT, "--ds.param_dtype fp32 --ds.attn_implementation flash_attention_2",
      "--ds.param_dtype fp32 needs --ds.attn_implementation sdpa"),
+    (SFT, "--ds.attn_implementation fast", "--ds.attn_implementation fast is unknown: use flash_attention_2"),
     (SFT, "--train.batch_size 12 --train.micro_batch_size 8",
      "--train.batch_size 12 gives each of 1 rank(s) (the launcher started 1) 12 samples, which do not divide by "
      "--train.micro_batch_size 8"),
@@ -35,6 +36,8 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--data.tokenizer_chat_template gone.jinja", "--data.tokenizer_chat_template gone.jinja is neither a template"),
     (SFT, "--data.output_key=", "name it with --data.output_key"),
     (RL, "--vllm.num_engines 0", "--vllm.num_engines is 0"),
+    (RL, "--vllm.max_engines 0", "--vllm.max_engines is 0, but it must be at least 1"),
+    (RL, "--train.async_enable --train.max_staleness 0", "--train.max_staleness is 0, but it must be at least 1"),
     (RL, "", "--reward.remote_url (a .py file or a URL)"),
     (RL, "--reward.remote_url gone.py", "--reward.remote_url gone.py does not exist"),
     (RL, "--reward.remote_url localhost:5000", "localhost:5000 is neither"),
