@@ -35,8 +35,8 @@ class Worker:
         time.sleep(600 * (self.rank == 3))
         return number
 
-    def die_on_rank_3(self, number: int) -> None:
-        if self.rank == 3:
+    def die_on_rank_1(self, number: int) -> None:
+        if self.rank == 1:
             time.sleep(1)
             os._exit(1)
         raise RuntimeError("Connection closed by peer")
@@ -95,6 +95,6 @@ def test_a_rank_that_does_not_answer_is_named_with_its_log_and_the_flag(group: W
 
 def test_a_process_that_died_is_named_although_its_peers_have_failed_before(group: WorkerGroup) -> None:
     """The last test: the process does not come back."""
-    calls = group.launch(Worker.die_on_rank_3, [1, 2])
-    with pytest.raises(WorkerError, match=r"(?s)a process died while the run was about to meet.*host-3\.log"):
+    calls = group.launch(Worker.die_on_rank_1, [1, 2])
+    with pytest.raises(WorkerError, match=r"(?s)a process died while the run was about to meet.*host-1\.log"):
         gather(calls, timeout_s=60, doing="meet")

@@ -22,7 +22,6 @@ from tests.e2e.commands import (
     kill_when,
     launch,
     numbers,
-    run,
     samples,
     small_grpo,
     steps_logged,
@@ -74,12 +73,12 @@ def lags(folder: Path) -> list[int]:
     return [row["step"] - 1 - min(row["weight_versions"]) for row in samples(folder)]
 
 
-def check_every_prompt_was_trained_on_once(folder: Path) -> None:
-    rows = samples(folder)
+def check_every_prompt_was_trained_on_once(folder: Path, prompts: int = PROMPTS) -> None:
+    rows, steps = samples(folder), prompts * EPOCHS // BATCH
     episodes = Counter((row["prompt_index"], row["sample_index"]) for row in rows)
     assert set(episodes.values()) == {1}
-    assert {index for index, _ in episodes} == set(range(PROMPTS * EPOCHS))
-    assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, STEPS + 1), BATCH * SAMPLES)
+    assert {index for index, _ in episodes} == set(range(prompts * EPOCHS))
+    assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, steps + 1), BATCH * SAMPLES)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -154,19 +153,20 @@ def test_models_score_a_prompt_side_by_side_while_other_samples_are_under_way(wo
     assert any(row["timing/models_overlap"] > 0 for row in read_lines(folder / "metrics.jsonl"))
 
 
+@pytest.mark.usefixtures("cluster")
 def test_a_killed_run_trains_on_the_samples_that_waited(workspace: Path) -> None:
-    folder = workspace / "killed"
-    settings = flags(workspace, folder, **{"train.partial_rollout_enable": True, "ckpt.save_steps": 1})
-    kill_when(launch("train_ppo_ray", settings), lambda: steps_logged(folder) >= 4)
+    folder, prompts = workspace / "killed", 12
+    changes = {"train.partial_rollout_enable": True, "ckpt.save_steps": 1, "data.max_samples": prompts}
+    settings = flags(workspace, folder, **changes)
+    kill_when(launch("train_ppo_ray", settings), lambda: steps_logged(folder) >= 2)
     newest = CheckpointManager(folder / "checkpoints", parts=("_actor", "_source")).latest()
     assert newest
     step = newest.state.step
     waited = EpisodeFolder(Path(newest.engine_dir("_source")) / newest.tag).read("step", step)
     assert waited
-    run("train_ppo_ray", {**settings, "ckpt.load_enable": True})
-    check_every_prompt_was_trained_on_once(folder)
+    train_here({**settings, "ckpt.load_enable": True})
+    check_every_prompt_was_trained_on_once(folder, prompts)
     after = {(row["prompt_index"], row["sample_index"]): row for row in samples(folder) if row["step"] > step}
     for episode in waited:
         row = after[episode.prompt.index, episode.sample_index]
         assert (row["response"], row["weight_versions"]) == (episode.response_text, list(episode.weight_versions))
-    assert steps_logged(folder) == STEPS

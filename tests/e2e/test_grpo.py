@@ -252,8 +252,17 @@ def test_a_dry_run_prints_plan_and_prompts_and_starts_nothing(workspace: Path) -
 
 @pytest.mark.parametrize(
     ("changes", "end", "status", "said"),
-    [({"data.label_key": "lable"}, None, 2, "no column 'lable'"), ({}, signal.SIGTERM, 143, "terminated")],
-    ids=["a mistake in the data", "a termination"],
+    [
+        pytest.param(
+            {"data.label_key": "lable"},
+            None,
+            2,
+            "no column 'lable'",
+            id="a mistake in the data",
+            marks=pytest.mark.verify,
+        ),
+        pytest.param({}, signal.SIGTERM, 143, "terminated", id="a termination"),
+    ],
 )
 def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
     workspace: Path,
@@ -475,7 +484,11 @@ def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depe
     ("kind", "changes"),
     [
         ("qwen3-moe", {"algo.advantage.estimator": "gae", "ds.packing_samples": True}),
-        ("mixtral", {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2, "ds.zero_stage": 3}),
+        pytest.param(
+            "mixtral",
+            {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2, "ds.zero_stage": 3},
+            marks=pytest.mark.verify,
+        ),
     ],
 )
 def test_a_mixture_of_experts_is_balanced_and_published(workspace: Path, kind: str, changes: dict[str, Any]) -> None:
@@ -552,7 +565,7 @@ def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_o
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("policy", ["drop", "-0.5"])
+@pytest.mark.parametrize("policy", [pytest.param("drop", marks=pytest.mark.verify), "-0.5"])
 def test_failed_rewards_are_dropped_or_replaced_whatever_their_rate(workspace: Path, policy: str) -> None:
     changes = {"reward.on_error": policy, "reward.max_error_rate": 0.0}
     folder, rows = troubled(workspace, f"on_error_{policy}", **changes)

@@ -48,6 +48,7 @@ def test_a_learning_rate_of_zero_is_noticed(workspace: Path) -> None:
     assert notices(done.printed, folder / "report.html") == [f"Steps 1 to 5: train/lr is 0. {MEANING['no update']}"]
 
 
+@pytest.mark.verify
 def test_a_reward_that_never_differs_is_noticed(workspace: Path) -> None:
     folder = workspace / "run"
     write_rows(workspace / "prompts.jsonl", words(PROMPTS, seed=1))

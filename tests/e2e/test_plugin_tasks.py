@@ -85,8 +85,10 @@ def test_its_loss_is_that_of_its_formula(alone: Path, workspace: Path) -> None:
 
 @pytest.mark.parametrize(
     "launcher",
-    [("deepspeed", "--num_gpus", "2", "--module"), ("torchrun", "--nproc_per_node", "2", "-m")],
-    ids=lambda words: words[0],
+    [
+        pytest.param(("deepspeed", "--num_gpus", "2", "--module"), id="deepspeed", marks=pytest.mark.verify),
+        pytest.param(("torchrun", "--nproc_per_node", "2", "-m"), id="torchrun"),
+    ],
 )
 def test_two_processes_do_what_one_does(alone: Path, workspace: Path, launcher: tuple[str, ...]) -> None:
     folder = workspace / launcher[0]
@@ -123,7 +125,7 @@ def test_a_task_with_rows_and_a_model_of_its_own(workspace: Path) -> None:
 PLUGIN = ROOT / "tests/e2e/plugin_files/distillation.py"
 
 
-@pytest.mark.parametrize("task", ["stay_close", "above_average"])
+@pytest.mark.parametrize("task", ["stay_close", pytest.param("above_average", marks=pytest.mark.verify)])
 def test_a_frozen_model_and_a_number_of_the_window_do_not_depend_on_the_split(workspace: Path, task: str) -> None:
     """One process with whole batches; two that hold shards of both models and cut their rows into three."""
     whole, split = workspace / f"{task}-whole", workspace / f"{task}-split"

@@ -119,6 +119,7 @@ def test_a_replay_logs_the_numbers_of_the_run_without_engines_or_rewards(
     assert weights.read_bytes() == unbroken.read_bytes()
 
 
+@pytest.mark.verify
 def test_a_resumed_run_writes_its_steps_anew(written: Path, workspace: Path) -> None:
     """To the same bytes, on a CPU; what was there of them is set aside."""
     folder = workspace / "continued"

@@ -147,8 +147,10 @@ def loss_in_transformers(model: Path) -> float:
 
 @pytest.mark.parametrize(
     ("launcher", "stage"),
-    [(("deepspeed", "--num_gpus", "2", "--module"), 2), (("torchrun", "--nproc_per_node", "2", "-m"), 3)],
-    ids=["deepspeed-zero2", "torchrun-zero3"],
+    [
+        pytest.param(("deepspeed", "--num_gpus", "2", "--module"), 2, id="deepspeed-zero2"),
+        pytest.param(("torchrun", "--nproc_per_node", "2", "-m"), 3, id="torchrun-zero3", marks=pytest.mark.verify),
+    ],
 )
 def test_two_processes_do_what_one_does(whole: Path, workspace: Path, launcher: tuple[str, ...], stage: int) -> None:
     """To 1e-4 in the loss: sums in another order, which AdamW's steps amplify."""
@@ -189,7 +191,11 @@ def check_that_one_process_goes_on(flags: dict[str, Any], folder: Path, whole: P
 
 
 @pytest.mark.parametrize(
-    "launcher", [("deepspeed", "--num_gpus", "2", "--module"), ("torchrun", "--nproc_per_node", "2", "-m")]
+    "launcher",
+    [
+        pytest.param(("deepspeed", "--num_gpus", "2", "--module"), marks=pytest.mark.verify),
+        ("torchrun", "--nproc_per_node", "2", "-m"),
+    ],
 )
 def test_two_processes_tell_of_a_broken_row_once(workspace: Path, tmp_path: Path, launcher: tuple[str, ...]) -> None:
     broken = [*task_rows(40, seed=1), {"input": None, "output": "a"}]
