@@ -75,6 +75,7 @@ def test_what_a_function_prints_is_shown(folder: Path, capsys: pytest.CaptureFix
     assert status == 0 and "saw ['x']" in printed and "saw ['y']" in printed
 
 
+@pytest.mark.verify
 def test_a_function_may_ask_an_engine_that_is_there_and_is_not_tried_where_it_is_not(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

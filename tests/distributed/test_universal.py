@@ -71,6 +71,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         assert sorted(path.name for path in Path(f"{place}-half").iterdir() if path.is_dir()) == ["saved"]
 
 
+@pytest.mark.verify
 def test_a_checkpoint_that_cannot_be_converted_is_named(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     run(2, model, [2, "fp32", 0, 1, None, str(tmp_path / "first")])

@@ -88,6 +88,7 @@ def test_the_trainer_recomputes_the_logprobs_that_were_recorded_over_several_tur
     assert column(game, "train/rollout_ratio_outside") == [0, 0, 0]
 
 
+@pytest.mark.verify
 def test_the_same_seed_gives_the_same_episodes_in_any_number_of_processes(workspace: Path, game: Path) -> None:
     flags: Flags = {"config": game / "config.yaml", "run.dir": workspace / "again", "reward.workers": 1}
     places = {"ckpt.output_dir": workspace / "again/model", "ckpt.path": workspace / "again/checkpoints"}

@@ -125,7 +125,8 @@ def test_a_task_with_rows_and_a_model_of_its_own(workspace: Path) -> None:
 PLUGIN = ROOT / "tests/e2e/plugin_files/distillation.py"
 
 
-@pytest.mark.parametrize("task", ["stay_close", pytest.param("above_average", marks=pytest.mark.verify)])
+@pytest.mark.verify
+@pytest.mark.parametrize("task", ["stay_close", "above_average"])
 def test_a_frozen_model_and_a_number_of_the_window_do_not_depend_on_the_split(workspace: Path, task: str) -> None:
     """One process with whole batches; two that hold shards of both models and cut their rows into three."""
     whole, split = workspace / f"{task}-whole", workspace / f"{task}-split"

@@ -227,6 +227,7 @@ def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(whole: Path, wo
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.verify
 def test_a_resumed_run_with_dropout_logs_what_an_unbroken_one_logs(workspace: Path) -> None:
     """Of SFT and of a reward model, which draw the same dropout after a checkpoint; in the middle of an epoch."""
     save_tiny_model(workspace / "dropout", attention_dropout=0.3)
