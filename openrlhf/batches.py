@@ -128,10 +128,10 @@ class Ragged:
 
     def places_of(self, rows: Sequence[int] | Tensor) -> Int[Tensor, " M"]:
         """The places of the tokens of some rows in the flat columns, row after row."""
-        index = torch.as_tensor(rows, dtype=torch.long)
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.offsets.device)
         lengths = self.lengths[index]
         shift = self.offsets[:-1][index] - offsets_of(lengths)[:-1]
-        return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
+        return torch.arange(int(lengths.sum()), device=index.device) + shift.repeat_interleave(lengths)
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
         """The given rows, in the given order."""
@@ -169,6 +169,19 @@ class TokenRows(Ragged):
             loss_mask=_flat(loss_mask, torch.bool),
             offsets=offsets_of([len(row) for row in tokens]),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers(TokenRows):
+    """Prompts with answers, whose tokens are the targets. `reference`: Σ log π_ref of each answer, once it is known."""
+
+    reference: Float[Tensor, " B"] | None = per_sample(default=None)
+    desirable: Bool[Tensor, " B"] | None = per_sample(default=None)  # the label of the answer, if it has one
+
+    def answer_sums(self, logprobs: Float[Tensor, " N"]) -> Float[Tensor, " B"]:
+        """Σ of a per-token column over the targets of each row."""
+        sums = torch.zeros(self.num_samples, dtype=logprobs.dtype, device=logprobs.device)
+        return sums.index_add(0, self.sample_of_token(), logprobs.masked_fill(~self.loss_mask, 0))
 
 
 @dataclass(frozen=True, kw_only=True)

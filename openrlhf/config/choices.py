@@ -23,6 +23,13 @@ class LossTraits:
     clip: tuple[float, float] | None = None  # used where no clip flag is given, instead of eps_clip
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreferenceTraits:
+    """What a preference loss asks of a run."""
+
+    needs_reference: bool = True
+
+
 ESTIMATORS = {
     "gae": EstimatorTraits(needs_critic=True, whitened=True),
     "reinforce": EstimatorTraits(whitened=True),
@@ -32,6 +39,10 @@ ESTIMATORS = {
     "dr_grpo": EstimatorTraits(needs_groups=True),
 }
 POLICY_LOSSES = {"ppo": LossTraits(), "gspo": LossTraits(aggregation="sequence"), "cispo": LossTraits(clip=(1.0, 0.28))}
+PREFERENCE_LOSSES = {
+    **{name: PreferenceTraits() for name in ("dpo", "robust", "ipo", "hinge")},
+    **{name: PreferenceTraits(needs_reference=False) for name in ("simpo", "orpo")},
+}
 # Presets of the correction of train/rollout mismatch: level and mode of `algo.correction`. TIS: Yao et al. 2025,
 # fengyao.notion.site/off-policy-rl (their own form is the band [0, 2]); IcePop: Ling team 2025,
 # ringtech.notion.site/icepop.

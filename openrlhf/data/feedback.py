@@ -1,15 +1,15 @@
 """Rows of human feedback: pairs of a preferred and a rejected text."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.evaluation import EvaluatedDataConfig
-from openrlhf.config.supervised import PreferenceDataConfig
+from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import check_columns, kind, notice, row_error, text_of
 from openrlhf.data.layouts import PairLayout, recognise
@@ -29,7 +29,7 @@ FEATURES = Features(
         "cut": Value("bool"),
     }
 )
-PairSection = PreferenceDataConfig | EvaluatedDataConfig  # columns, templates and `max_len` of pairs
+PairSection = PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig  # columns, templates and `max_len` of pairs
 MARGIN = "margin"
 SAME_TEXT, TIE = "whose chosen and rejected text are the same", "that are ties"
 
@@ -53,6 +53,11 @@ class PairRow:
     prompt_length: int = 0
     margin: float = 0.0
     datasource: str = "default"
+    reference: Sequence[float] = ()  # Σ log π_ref of the two answers, once it is known
+
+    def with_reference(self, sums: Sequence[float]) -> Self:
+        """The same pair, with what the reference says of it."""
+        return replace(self, reference=sums)
 
 
 class PreferenceDataset(TokenizedRows[PairRow]):

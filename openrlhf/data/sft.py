@@ -57,7 +57,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
     def __init__(
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig, *, pretrain: bool = False
     ) -> None:
-        encoder = _Encoder(tokenizer=tokenizer, data=data, pretrain=pretrain)
+        encoder = Encoder(tokenizer=tokenizer, data=data, pretrain=pretrain)
         columns = {"--data.input_key": data.input_key, "--data.output_key": encoder.output_key}
         check_columns(dataset.column_names, columns)
         if encoder.chat:
@@ -70,7 +70,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Encoder:
+class Encoder:
     """Turns batches of columns into the columns of `FEATURES`."""
 
     tokenizer: PreTrainedTokenizerBase

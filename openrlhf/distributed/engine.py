@@ -182,7 +182,7 @@ class TrainEngine:
         return [micro for micro, _ in seen], self._summed([numbers for _, numbers in seen])
 
     def _summed(self, numbers: Sequence[Totals]) -> dict[str, float]:
-        """The sums of the numbers by name, over the window and all ranks."""
+        """The sums of the numbers by name, over the parts of all ranks. Collective."""
         names = sorted(numbers[0])
         sums = [math.fsum(part[name] for part in numbers) for name in names]
         return dict(zip(names, self.strategy.all_reduce(sums), strict=True)) if names else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from datetime import timedelta
 from typing import Any
 
@@ -105,6 +105,27 @@ class Strategy:
         finally:
             if moves:
                 model.to("cpu")
+
+
+class FrozenModel:
+    """A frozen model, which may be called from its loading on. If it is offloaded, it is on the device from a call until `rest`."""
+
+    def __init__(self, strategy: Strategy, load: Callable[[], nn.Module], *, offload: bool) -> None:
+        self.strategy, self.offload = strategy, offload
+        self.module = strategy.frozen(load, offload=offload)
+        self._loan = ExitStack()
+        self._lent = False
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._lent:
+            self._loan.enter_context(self.strategy.lent(self.module, offload=self.offload))
+            self._lent = True
+        return self.module(*args)
+
+    def rest(self) -> None:
+        """Make room for others."""
+        self._loan.close()
+        self._lent = False
 
 
 def initialize(config: dict[str, Any], module: nn.Module, **parts: Any) -> Any:

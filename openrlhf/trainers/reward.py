@@ -16,6 +16,7 @@ from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.observability.metrics import Deviation, Mean, Metric
+from openrlhf.trainers.referenced import in_pairs
 from openrlhf.trainers.tasks import OfflineTask, load_spec, offline_task
 from openrlhf.workers.base import MicroBatchLimits, balancing_term
 
@@ -64,8 +65,7 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
 
     def micro_batches(self, batch: Pairs, limits: MicroBatchLimits) -> list[Pairs]:
         """The batch in parts that keep pairs together. A limit of rows counts pairs."""
-        cut = limits.cut(batch.lengths.view(-1, 2).amax(1))
-        return batch.split([[2 * pair + side for pair in part for side in (0, 1)] for part in cut])
+        return in_pairs(batch, limits)
 
     def counts(self, micro: Pairs) -> dict[str, float]:
         """The number of pairs, which is the denominator."""

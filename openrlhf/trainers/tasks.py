@@ -12,6 +12,7 @@ from openrlhf.batches import Ragged
 from openrlhf.config.supervised import SFTConfig, SupervisedConfig
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
+from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.models.loading import LoadSpec, configuration
 from openrlhf.observability.metrics import Metric
 from openrlhf.workers.base import MicroBatchLimits
@@ -43,7 +44,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.frozen: Mapping[str, Any] = {}  # the models of `frozen_models`, loaded before training begins
+        self.frozen: Mapping[str, FrozenModel] = {}  # the models of `frozen_models`, loaded before training begins
 
     @abstractmethod
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
@@ -61,9 +62,23 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         """Functions that load the models needed besides the trained model, by their names in `self.frozen`."""
         return {}
 
+    @property
+    def precomputes(self) -> bool:
+        """Whether the rows get what the frozen models say of them before the training, and the models go."""
+        return False
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the frozen models are in CPU memory but for the first pass over an optimizer step."""
+        return False
+
     @abstractmethod
     def collate(self, rows: Sequence[Row]) -> Micro:
         """Rows of the dataset as one ragged batch."""
+
+    def of_window(self, rows: Sequence[Row], strategy: Strategy) -> Sequence[Row]:
+        """This rank's rows of an optimizer step, or of an evaluation, perhaps changed by the rows of the others. Collective."""
+        return rows
 
     def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
         """The batch in parts. By default any rows may be in one part."""

@@ -1,0 +1,103 @@
+"""Direct preference optimization: the policy should prefer the chosen answer of a pair more than the reference does."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES, Judged, Strength
+from openrlhf.batches import Answers
+from openrlhf.config.supervised import DPOConfig
+from openrlhf.data.feedback import PairRow, PreferenceDataset
+from openrlhf.data.first_look import TextFormat
+from openrlhf.data.loading import Table
+from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.trainers.referenced import ReferencedTask, answers_of, zeros_unless
+from openrlhf.trainers.tasks import offline_task
+from openrlhf.workers.base import balancing_term
+
+
+@offline_task("dpo")
+class PreferenceTask(ReferencedTask[DPOConfig, PairRow]):
+    """The loss of --model.loss_type per pair, mean over the window's pairs of all ranks."""
+
+    root: ClassVar = DPOConfig
+    objective: ClassVar = (
+        "model.loss_type",
+        "model.beta",
+        "model.label_smoothing",
+        "model.target_margin",
+        "model.nll_loss_coef",
+        "model.aux_loss_coef",
+    )
+
+    def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
+        """Pairs of a chosen and a rejected answer to a prompt."""
+        return PreferenceDataset(dataset, tokenizer, self.config.data, needs_prompt=True)
+
+    def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
+        """Unknown if the prompt is inside the texts, unless the texts are chat messages."""
+        data = self.config.data
+        return super().text_format(tokenizer, ending) if data.prompt_key or data.apply_chat_template else None
+
+    def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
+        """The reference, if the loss reads one."""
+        return super().frozen_models() if self.config.needs_reference else {}
+
+    @property
+    def precomputes(self) -> bool:
+        """--ref.precompute."""
+        return self.config.needs_reference and self.config.ref.precompute
+
+    def collate(self, rows: Sequence[PairRow]) -> Answers:
+        """Rows of the dataset as one ragged batch: 2i is the chosen and 2i + 1 the rejected text of pair i."""
+        tokens = [tokens for row in rows for tokens in (row.chosen, row.rejected)]
+        known = [total for row in rows for total in row.reference]
+        return answers_of(
+            tokens,
+            [row.prompt_length for row in rows for _ in (0, 1)],
+            **({"reference": torch.tensor(known)} if known else {}),
+        )
+
+    def counts(self, micro: Answers) -> dict[str, float]:
+        """The number of pairs, which is the denominator."""
+        return {"pairs": micro.num_samples / 2}
+
+    def loss(self, model: Any, micro: Answers, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+        """This micro-batch's part of the mean over the window's pairs, and its metrics."""
+        flags = self.config.model
+        scores = model(micro.tokens, micro.offsets, micro.loss_mask)
+        ours, tokens = micro.answer_sums(scores.logprobs), micro.answer_sums(micro.loss_mask.float())
+        theirs = zeros_unless(micro.reference, ours)
+        judged = Judged(
+            chosen=ours[0::2],
+            rejected=ours[1::2],
+            ref_chosen=theirs[0::2],
+            ref_rejected=theirs[1::2],
+            chosen_tokens=tokens[0::2],
+            rejected_tokens=tokens[1::2],
+        )
+        strength = Strength(beta=flags.beta, smoothing=flags.label_smoothing, target=flags.target_margin)
+        losses = PREFERENCE_LOSSES[flags.loss_type].function(judged, strength)
+        nll, pairs = -judged.means[0], len(losses)
+        summed = (losses + flags.nll_loss_coef * nll).sum()
+        rewards = flags.beta * (ours - theirs).detach()
+        loss = Mean(float(losses.detach().sum()), pairs)
+        accuracy = Mean(float((rewards[0::2] > rewards[1::2]).sum()), pairs)
+        metrics: dict[str, Metric] = {
+            "train/loss": loss,
+            "train/acc": accuracy,
+            "train/loss_mean": loss,  # the same under the names of old dashboards
+            "train/acc_mean": accuracy,
+            "train/chosen_reward": Mean(float(rewards[0::2].sum()), pairs),
+            "train/reject_reward": Mean(float(rewards[1::2].sum()), pairs),
+            "train/nll_loss": Mean(float(nll.detach().sum()), pairs),
+        }
+        balance, balance_metrics = balancing_term(scores.aux_loss, flags.aux_loss_coef, pairs)
+        return (summed + balance) / totals["pairs"], metrics | balance_metrics
+
+    def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Loss and accuracy."""
+        return {"eval/eval_loss": metrics["train/loss"], "eval/acc_mean": metrics["train/acc"]} if metrics else {}
