@@ -185,6 +185,13 @@ class Answers(TokenRows):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Steps(Ragged):
+    """Texts with labelled steps: at the place of a step its label, elsewhere NaN."""
+
+    labels: Float[Tensor, " N"] = per_token()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pairs(Ragged):
     """Pairs of sequences: 2i is the chosen and 2i + 1 the rejected one of pair i. Both have the margin of the pair."""
 

@@ -77,7 +77,7 @@ def train_offline(config: Root, task: str) -> None:
     """Train an offline task, a built-in one or a plug-in's, as the flags say."""
     with machine.quick_imports():  # after the flags: --help and mistakes answer without loading torch
         from openrlhf.launch.offline import run_offline
-        from openrlhf.trainers import kto, preference, reward, sft  # noqa: F401  they register themselves
+        from openrlhf.trainers import distill, kto, preference, process_reward, reward, sft  # noqa: F401  they register themselves
         from openrlhf.trainers.tasks import OFFLINE_TASKS
 
     with plain_ends(), in_order():

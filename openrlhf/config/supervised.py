@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from openrlhf.config import choices, machine, rules, shared
 from openrlhf.config.commands import Root
 from openrlhf.config.effects import Sentences
-from openrlhf.config.flags import Section, option
+from openrlhf.config.flags import Section, option, required
 
 
 # fmt: off
@@ -183,6 +183,48 @@ class KTOConfig(SupervisedConfig):
     ref: ReferenceConfig = ReferenceConfig()
     ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
     data: KTODataConfig = KTODataConfig(input_template="User: {}\nAssistant: ")
+
+
+class KDLossConfig(Section):
+    """Distillation."""
+    teacher_model: str = required("Folder or hub name of the teacher, which has the student's vocabulary.", holds="model")
+    teacher_offload: bool = option(False, "Keep the teacher in CPU memory between uses.")
+    coef: float = option(0.4, "Weight of the teacher; 1 − coef is that of the responses.", ge=0, le=1)
+    top_k: int | None = option(None, "Learn its probabilities of so many tokens only; unset: of all.", ge=1)
+
+
+class KDConfig(SFTConfig):
+    """Knowledge distillation from a teacher."""
+    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_kd")
+    logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_kd"))
+    train: shared.TrainConfig = shared.TrainConfig()
+    eval: shared.EvalConfig = shared.EvalConfig(split="test")
+    kd: KDLossConfig = KDLossConfig()
+    data: SFTDataConfig = SFTDataConfig(input_template="User: {}\nAssistant: ", output_key="output")
+
+
+class PRMLossConfig(Section):
+    """Labels of steps."""
+    placeholder_token: str = required("Text after each step, one token.")
+    reward_tokens: tuple[str, ...] = option((), "Labels, one token each; for soft labels a right and a wrong one.")
+
+
+class PRMDataConfig(shared.OfflineDataConfig):
+    """Tokenizer and data."""
+    input_key: str = option("input", "Column with the text, a placeholder after each step.")
+    label_key: str = option("label", "Column with a list of labels: texts, or probabilities of a right step.")
+
+
+class PRMConfig(SupervisedConfig):
+    """Process reward model from labelled steps."""
+    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_prm")
+    logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_prm"))
+    adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
+    train: shared.TrainConfig = shared.TrainConfig(micro_batch_size=1)
+    eval: shared.EvalConfig = shared.EvalConfig(split="test")
+    prm: PRMLossConfig = PRMLossConfig()
+    ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
+    data: PRMDataConfig = PRMDataConfig()
 
 
 class RMModelConfig(shared.ModelConfig):

@@ -1,5 +1,6 @@
 """A causal language model as a function from tokens to the log-probabilities of the tokens."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,13 @@ class TokenScores(NamedTuple):
 
     logprobs: Float[Tensor, " N"]
     entropy: Float[Tensor, " N"] | None = None
+    aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
+
+
+class Reduced(NamedTuple):
+    """What was made of the logits at some places."""
+
+    values: Float[Tensor, "K ..."]
     aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
 
 
@@ -56,3 +64,18 @@ class PolicyModel(HeadedModel):
             entropy=None if entropies is None else blank.index_put((places,), entropies),
             aux_loss=aux_loss,
         )
+
+
+class LogitModel(PolicyModel):
+    """A language model that gives what a function makes of its logits, a chunk of places at a time."""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        tokens: Int[Tensor, " N"],
+        offsets: Int[Tensor, " B+1"],
+        at: Bool[Tensor, " N"],
+        reduce: Callable[[Tensor, slice], Tensor],
+    ) -> Reduced:
+        """`reduce(logits (k, V), rows)` of the places `at`, whose logits are about the token after each; all chunks together."""
+        hidden, aux_loss = self.decode(tokens, offsets)
+        return Reduced(self.head(hidden[at], reduce=reduce)[0], aux_loss)

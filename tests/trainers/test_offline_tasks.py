@@ -1,4 +1,4 @@
-"""DPO's family and KTO: one optimizer step is the same however its rows are split, and that of a plain loop in float64."""
+"""The offline tasks: an optimizer step is the same however its rows are split, and that of a plain loop in float64."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from transformers import AutoModelForCausalLM
 from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
-from tests.trainers.preference_job import FLAGS, ROWS, STEPS, answers, pairs
+from tests.trainers.offline_job import FLAGS, REWARD_TOKENS, ROWS, STEPS, answers, pairs, responses, solutions
 
 PLAIN = ["zero0-micro8-padded", "zero2-micro1-packed"]
 SPLIT = ["zero0-micro3-packed", "zero1-micro3-padded", "zero2-micro8-packed", "zero3-micro3-packed"]
 LAYOUTS = [
-    *(f"{name}-{layout}" for name in ("dpo", "kto") for layout in [*PLAIN, *SPLIT]),
-    *(f"{name}-{layout}" for name in ("ipo", "simpo", "orpo") for layout in PLAIN),
+    *(f"{name}-{layout}" for name in ("dpo", "kto", "kd", "prm_hard") for layout in [*PLAIN, *SPLIT]),
+    *(
+        f"{name}-{layout}"
+        for name in ("ipo", "simpo", "orpo", "kd_top", "prm_soft", "prm_vocabulary")
+        for layout in PLAIN
+    ),
 ]
 
 
@@ -74,11 +78,53 @@ def kto_loss(hf: Any, reference: Any, step: int) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
+def kd_loss(hf: Any, teacher: Any, step: int, top: int | None) -> torch.Tensor:
+    terms = []
+    for row in responses(step):
+        tokens = torch.tensor([row.tokens])
+        ours = torch.log_softmax(hf(tokens).logits[0], -1)
+        with torch.no_grad():
+            theirs = teacher(tokens).logits[0]
+        for t in (t for t, target in enumerate(row.loss_mask) if target):
+            kept = theirs[t - 1].topk(top).indices if top else torch.arange(len(theirs[t - 1]))
+            soft = -(torch.softmax(theirs[t - 1][kept], -1) * ours[t - 1][kept]).sum()
+            terms.append(-0.6 * ours[t - 1, row.tokens[t]] + 0.4 * soft)
+    return torch.stack(terms).mean()
+
+
+def prm_loss(hf: Any, step: int, kind: str) -> torch.Tensor:
+    right, wrong = REWARD_TOKENS
+    terms = []
+    for row in solutions(step, kind):
+        logits = hf(torch.tensor([row.tokens])).logits[0]
+        for place, label in zip(row.places, row.labels, strict=True):
+            if kind == "vocabulary":
+                terms.append(-torch.log_softmax(logits[place], -1)[int(label)])
+                continue
+            logprobs = torch.log_softmax(logits[place][[right, wrong]], -1)
+            share = label if kind == "soft" else float(label == right)
+            terms.append(-share * logprobs[0] - (1 - share) * logprobs[1])
+    return torch.stack(terms).mean()
+
+
+def loss_of(name: str, hf: Any, other: Any, step: int) -> torch.Tensor:
+    kind, _, choice = name.partition("_")
+    match kind:
+        case "kto":
+            return kto_loss(hf, other, step)
+        case "kd":
+            return kd_loss(hf, other, step, 5 if choice == "top" else None)
+        case "prm":
+            return prm_loss(hf, step, choice)
+        case _:
+            return pair_loss(name, hf, other, step)
+
+
 @pytest.fixture(scope="module")
 def expected(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
     """Norms and weights of plain loops in float64, one text at a time."""
     found: dict[str, dict[str, Any]] = {}
-    for name in ("dpo", "ipo", "simpo", "orpo", "kto"):
+    for name in dict.fromkeys(layout.split("-")[0] for layout in LAYOUTS):
         hf, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in models)
         optimizer = torch.optim.AdamW(
             hf.parameters(), lr=FLAGS["adam.lr"], betas=(0.9, 0.95), eps=FLAGS["adam.eps"], weight_decay=0
@@ -86,8 +132,7 @@ def expected(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
         norms = []
         for step in range(STEPS):
             optimizer.zero_grad()
-            loss = kto_loss(hf, reference, step) if name == "kto" else pair_loss(name, hf, reference, step)
-            loss.backward()
+            loss_of(name, hf, reference, step).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(hf.parameters(), FLAGS["max_norm"])))
             optimizer.step()
         found[name] = {"norms": norms, "weights": dict(hf.named_parameters())}
@@ -99,7 +144,7 @@ def test_the_update_does_not_depend_on_the_split(
     models: tuple[str, str], expected: dict[str, dict[str, Any]], ranks: int, tmp_path: Path
 ) -> None:
     out = tmp_path / "results.pt"
-    run_ranks(ranks, "tests.trainers.preference_job", *models, str(out), *LAYOUTS)
+    run_ranks(ranks, "tests.trainers.offline_job", *models, str(out), *LAYOUTS)
     results = torch.load(out)
     for layout in LAYOUTS:
         name, result = layout.split("-")[0], results[layout]
