@@ -73,6 +73,11 @@ class Ragged:
     tokens: Int[Tensor, " N"] = per_token()
     offsets: Int[Tensor, " B+1"] = field(metadata={"role": OFFSETS})
 
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], **columns: Any) -> Self:
+        """The token sequences of a list, with their other columns."""
+        return cls(tokens=_flat(rows, torch.long), offsets=offsets_of([len(row) for row in rows]), **columns)
+
     def __post_init__(self) -> None:
         expected = {PER_TOKEN: int(self.offsets[-1]), PER_SAMPLE: len(self.offsets) - 1}
         for f, column in self._columns():
@@ -160,15 +165,13 @@ class TokenRows(Ragged):
     loss_mask: Bool[Tensor, " N"] = per_token()
 
     @classmethod
-    def from_lists(cls, tokens: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]]) -> Self:
+    def from_lists(
+        cls, tokens: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]], **columns: Tensor | None
+    ) -> Self:
         """One sequence per pair of lists. Raises ValueError if the two have different lengths."""
         if [len(row) for row in tokens] != [len(row) for row in loss_mask]:
             raise ValueError("a row has more tokens than mask entries, or fewer")
-        return cls(
-            tokens=_flat(tokens, torch.long),
-            loss_mask=_flat(loss_mask, torch.bool),
-            offsets=offsets_of([len(row) for row in tokens]),
-        )
+        return cls.of(tokens, loss_mask=_flat(loss_mask, torch.bool), **columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,9 +233,8 @@ class Experience(Ragged):
             name for first in trajectories[:1] for name in first.columns if all(name in t.columns for t in trajectories)
         ]
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
-        return cls(
-            tokens=_flat([t.tokens for t in trajectories], torch.long),
-            offsets=offsets_of([len(t.tokens) for t in trajectories]),
+        return cls.of(
+            [t.tokens for t in trajectories],
             action_mask=_flat([t.action_mask for t in trajectories], torch.bool),
             rollout_logprobs=_flat([t.rollout_logprobs for t in trajectories], torch.float32),
             group_ids=torch.tensor([t.prompt.index for t in trajectories], dtype=torch.long),

@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid, relu
 from openrlhf.algorithms.registry import Registry
 
 PerPair = Float[Tensor, " P"]
+BothAnswers = Float[Tensor, "P 2"]  # of the chosen answer, and of the rejected one
 PerAnswer = Float[Tensor, " B"]
 
 
@@ -21,25 +22,23 @@ PerAnswer = Float[Tensor, " B"]
 class Judged:
     """Pairs: Σ log π of the tokens of each answer, in nats, for the policy and the reference, and the answers' lengths.
 
-    The columns of the reference are 0 for a loss that needs none.
+    The numbers of the reference are 0 for a loss that needs none.
     """
 
-    chosen: PerPair
-    rejected: PerPair
-    ref_chosen: PerPair
-    ref_rejected: PerPair
-    chosen_tokens: PerPair
-    rejected_tokens: PerPair
+    policy: BothAnswers
+    reference: BothAnswers
+    tokens: BothAnswers
 
     @property
     def h(self) -> PerPair:
         """By how much more than the reference the policy prefers the chosen answer, in nats."""
-        return (self.chosen - self.ref_chosen) - (self.rejected - self.ref_rejected)
+        gained = self.policy - self.reference
+        return gained[:, 0] - gained[:, 1]
 
     @property
-    def means(self) -> tuple[PerPair, PerPair]:
+    def means(self) -> BothAnswers:
         """The mean log-probability of a token of each answer."""
-        return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
+        return self.policy / self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,7 @@ def hinge(pairs: Judged, strength: Strength) -> PerPair:
 @preference_loss("simpo", needs_reference=False)
 def simpo(pairs: Judged, strength: Strength) -> PerPair:
     """ℓ = −log σ(β (log π(y_w)/|y_w| − log π(y_l)/|y_l|) − γ).     Meng et al. 2024, eq. 6, arXiv:2405.14734"""
-    chosen, rejected = pairs.means
+    chosen, rejected = pairs.means.unbind(1)
     return -logsigmoid(strength.beta * (chosen - rejected) - strength.target)
 
 
@@ -119,7 +118,7 @@ def orpo(pairs: Judged, strength: Strength) -> PerPair:
 
     Hong et al. 2024, eq. 6 and 7, arXiv:2403.07691, whose λ is β.
     """
-    chosen, rejected = pairs.means
+    chosen, rejected = pairs.means.unbind(1)
     return -chosen - strength.beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 

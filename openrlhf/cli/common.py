@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -71,6 +71,15 @@ def plain_ends() -> Iterator[None]:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def offline_command(root: type[Root], task: str) -> Callable[..., None]:
+    """The `main` of a module `train_…`: parse the flags, of `argv` or of this process, and train a built-in task."""
+
+    def main(argv: Sequence[str] | None = None) -> None:
+        train_offline(flags_or_exit(root, argv, command=f"train_{task}"), task)
+
+    return main
 
 
 def train_offline(config: Root, task: str) -> None:

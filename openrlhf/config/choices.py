@@ -23,13 +23,6 @@ class LossTraits:
     clip: tuple[float, float] | None = None  # used where no clip flag is given, instead of eps_clip
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceTraits:
-    """What a preference loss asks of a run."""
-
-    needs_reference: bool = True
-
-
 ESTIMATORS = {
     "gae": EstimatorTraits(needs_critic=True, whitened=True),
     "reinforce": EstimatorTraits(whitened=True),
@@ -39,10 +32,8 @@ ESTIMATORS = {
     "dr_grpo": EstimatorTraits(needs_groups=True),
 }
 POLICY_LOSSES = {"ppo": LossTraits(), "gspo": LossTraits(aggregation="sequence"), "cispo": LossTraits(clip=(1.0, 0.28))}
-PREFERENCE_LOSSES = {
-    **{name: PreferenceTraits() for name in ("dpo", "robust", "ipo", "hinge")},
-    **{name: PreferenceTraits(needs_reference=False) for name in ("simpo", "orpo")},
-}
+# By name, whether a preference loss reads a reference.
+PREFERENCE_LOSSES = dict.fromkeys(("dpo", "robust", "ipo", "hinge"), True) | dict.fromkeys(("simpo", "orpo"), False)
 # Presets of the correction of train/rollout mismatch: level and mode of `algo.correction`. TIS: Yao et al. 2025,
 # fengyao.notion.site/off-policy-rl (their own form is the band [0, 2]); IcePop: Ling team 2025,
 # ringtech.notion.site/icepop.

@@ -68,7 +68,7 @@ def _adopt_registrations() -> None:
     for name, e in _entries("policy_losses", "POLICY_LOSSES"):
         choices.POLICY_LOSSES.setdefault(name, choices.LossTraits(aggregation=e.aggregation))
     for name, e in _entries("preference_losses", "PREFERENCE_LOSSES"):
-        choices.PREFERENCE_LOSSES.setdefault(name, choices.PreferenceTraits(needs_reference=e.needs_reference))
+        choices.PREFERENCE_LOSSES.setdefault(name, e.needs_reference)
     for name, _ in _entries("kl", "KL_ESTIMATORS"):
         choices.KL_ESTIMATORS.setdefault(name, ("reward", "loss"))
 

@@ -136,7 +136,7 @@ class DPOConfig(SupervisedConfig):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss reads a reference."""
-        return choices.PREFERENCE_LOSSES[self.model.loss_type].needs_reference
+        return choices.PREFERENCE_LOSSES[self.model.loss_type]
 
     def derived_values(self) -> dict[str, Any]:
         """The loss that --model.ipo_enable means."""

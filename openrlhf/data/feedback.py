@@ -12,7 +12,7 @@ from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import check_columns, kind, notice, row_error, text_of
-from openrlhf.data.layouts import PairLayout, recognise
+from openrlhf.data.layouts import recognise
 from openrlhf.data.prompts import DATASOURCE
 from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
 from openrlhf.data.templates import Encoded, Message, Passage, cut, encode, fill_template, in_common, messages_of
@@ -94,25 +94,16 @@ class PreferenceDataset(TokenizedRows[PairRow]):
                 )
         if data.apply_chat_template:
             require_chat_template(tokenizer)
-        encoder = _Encoder(tokenizer=tokenizer, data=data, layout=layout, needs_prompt=needs_prompt)
+        self.tokenizer, self.data, self.layout, self.needs_prompt = tokenizer, data, layout, needs_prompt
         used = list(layout.columns) if layout else [name for name in flags.values() if name]
         used += [name for name in (MARGIN, DATASOURCE) if name in dataset.column_names]
         advice = "Look at --data.chosen_key, --data.rejected_key and --data.max_len."
-        super().__init__(PairRow, dataset, used, encoder, FEATURES, what="pair", advice=advice)
+        super().__init__(PairRow, dataset, used, self._encoded, FEATURES, what="pair", advice=advice)
         if cut_pairs := sum(self.rows["cut"]):
             self.summary += f" {cut_pairs} of the kept pairs were cut to {data.max_len} tokens (--data.max_len)."
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Encoder:
-    """Turns batches of columns into the columns of `FEATURES`."""
-
-    tokenizer: PreTrainedTokenizerBase
-    data: PairSection
-    layout: PairLayout | None
-    needs_prompt: bool
-
-    def __call__(self, columns: Columns) -> Columns:
+    def _encoded(self, columns: Columns) -> Columns:
+        """Batches of columns as the columns of `FEATURES`."""
         rows = [self.layout.pair(row) if self.layout else row for row in as_rows(columns)]
         pairs = [
             [self._text(row, key) for key in (self.data.chosen_key, self.data.rejected_key)] if row else []

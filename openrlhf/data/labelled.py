@@ -40,7 +40,7 @@ class LabelledDataset(TokenizedRows[LabelledRow]):
     """
 
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: KTODataConfig) -> None:
-        answers = sft.Encoder(tokenizer=tokenizer, data=data, pretrain=False)
+        self.answers, self.label_key = sft.Encoder(tokenizer=tokenizer, data=data, pretrain=False), data.label_key
         columns = {
             "--data.input_key": data.input_key,
             "--data.output_key": data.output_key,
@@ -50,20 +50,12 @@ class LabelledDataset(TokenizedRows[LabelledRow]):
         if data.apply_chat_template:
             require_chat_template(tokenizer)
         used, advice = [column for column in columns.values() if column], "Look at --data.*_key and --data.max_len."
-        encoder = _Encoder(answers=answers, label_key=data.label_key)
-        super().__init__(LabelledRow, dataset, used, encoder, FEATURES, what="row", advice=advice)
+        super().__init__(LabelledRow, dataset, used, self._encoded, FEATURES, what="row", advice=advice)
         desirable = sum(self.rows["desirable"])
         self.summary += f" {desirable} are desirable, {len(self) - desirable} are not."
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Encoder:
-    """Turns batches of columns into the columns of `FEATURES`."""
-
-    answers: sft.Encoder
-    label_key: str
-
-    def __call__(self, columns: Columns) -> Columns:
+    def _encoded(self, columns: Columns) -> Columns:
+        """Batches of columns as the columns of `FEATURES`."""
         return {**self.answers(columns), "desirable": [_label(row, self.label_key) for row in as_rows(columns)]}
 
 

@@ -1,7 +1,7 @@
 """Rows of process reward models: texts with a placeholder after each step, and a label of each step."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ class StepDataset(TokenizedRows[StepRow]):
     """
 
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: PRMConfig) -> None:
+        self.tokenizer, self.data, self.prm = tokenizer, config.data, config.prm
         data, prm = config.data, config.prm
         check_columns(dataset.column_names, {"--data.input_key": data.input_key, "--data.label_key": data.label_key})
         self.placeholder = one_token(tokenizer, prm.placeholder_token or "", "--prm.placeholder_token")
@@ -50,45 +51,24 @@ class StepDataset(TokenizedRows[StepRow]):
                 f"Labels of --data.label_key {data.label_key} are numbers, the probabilities of a right step: name the "
                 f"tokens of a right and of a wrong step with --prm.reward_tokens, not {list(prm.reward_tokens)}."
             )
-        encoder = _Encoder(
-            tokenizer=tokenizer, config=config, placeholder=self.placeholder, known=self.reward_tokens, soft=self.soft
-        )
         advice = "Look at --data.input_key, --data.label_key, --prm.placeholder_token and --data.max_len."
         columns = [data.input_key, data.label_key]
-        super().__init__(StepRow, dataset, columns, encoder, FEATURES, what="row", advice=advice)
+        super().__init__(StepRow, dataset, columns, self._encoded, FEATURES, what="row", advice=advice)
 
-
-def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
-    """The token that a text is. Raises DataError for a text that is more, or less, than one token."""
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    if len(tokens) != 1:
-        raise DataError(f"{flag} {text!r} is {len(tokens)} tokens of this tokenizer, not one: choose another text.")
-    return tokens[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Encoder:
-    """Turns batches of columns into the columns of `FEATURES`."""
-
-    tokenizer: PreTrainedTokenizerBase
-    config: PRMConfig
-    placeholder: int
-    known: Sequence[int]
-    soft: bool
-
-    def __call__(self, columns: Columns) -> Columns:
+    def _encoded(self, columns: Columns) -> Columns:
+        """Batches of columns as the columns of `FEATURES`."""
         return as_columns([self._labelled(row) for row in as_rows(columns)], FEATURES)
 
     def _labelled(self, row: Mapping[str, Any]) -> Result:
         """The columns of a row, or the reason why it is dropped."""
-        data = self.config.data
+        data = self.data
         every = self.tokenizer.encode(text_of(row, data.input_key), add_special_tokens=False)
         labels = row[data.label_key]
         if not isinstance(labels, list):
             raise row_error(row, data.label_key, f"is {kind(labels)}, not a list with a label for each step.")
         places = [place for place, token in enumerate(every) if token == self.placeholder]
         if len(labels) != len(places):
-            shown = repr(self.config.prm.placeholder_token)
+            shown = repr(self.prm.placeholder_token)
             raise row_error(row, data.label_key, f"has {len(labels)} labels for {len(places)} placeholders {shown}.")
         tokens = every[: data.max_len]
         kept = [
@@ -101,13 +81,21 @@ class _Encoder:
         return {"tokens": tokens, "places": [place for place, _ in kept], "labels": [label for _, label in kept]}
 
     def _label(self, row: Mapping[str, Any], label: Any) -> float:
-        column = self.config.data.label_key
+        column = self.data.label_key
         if self.soft:
             if not isinstance(label, int | float) or not (math.isfinite(label) and 0 <= label <= 1):
                 raise row_error(row, column, f"has the label {label!r}, which is no probability.")
             return float(label)
         token = one_token(self.tokenizer, label, "A label") if isinstance(label, str) else None
-        if token is None or (self.known and token not in self.known):
-            expected = list(self.config.prm.reward_tokens) or "a text"
+        if token is None or (self.reward_tokens and token not in self.reward_tokens):
+            expected = list(self.prm.reward_tokens) or "a text"
             raise row_error(row, column, f"has the label {label!r}, not one of {expected}.")
         return float(token)
+
+
+def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
+    """The token that a text is. Raises DataError for a text that is more, or less, than one token."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if len(tokens) != 1:
+        raise DataError(f"{flag} {text!r} is {len(tokens)} tokens of this tokenizer, not one: choose another text.")
+    return tokens[0]

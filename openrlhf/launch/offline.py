@@ -108,8 +108,10 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
     engine = TrainEngine.of(strategy, task.load_model, task.config, total_steps=total_steps)
     models = task.frozen_models().items()
     task.frozen = {name: FrozenModel(strategy, load, offload=task.offloads) for name, load in models}
-    for model in (engine.module, *(frozen.module for frozen in task.frozen.values())):
-        prove_layout(model)
+    prove_layout(engine.module)
+    for frozen in task.frozen.values():
+        prove_layout(frozen.on_device())
+        frozen.rest()
     return engine
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from openrlhf.models.backbone import HeadedModel
+from openrlhf.models.backbone import HeadedModel, Outputs
 from openrlhf.models.head import OutputHead, preceding
 from openrlhf.models.loading import reject_transformed_logits
 
@@ -21,13 +21,6 @@ class TokenScores(NamedTuple):
 
     logprobs: Float[Tensor, " N"]
     entropy: Float[Tensor, " N"] | None = None
-    aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
-
-
-class Reduced(NamedTuple):
-    """What was made of the logits at some places."""
-
-    values: Float[Tensor, "K ..."]
     aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
 
 
@@ -75,7 +68,7 @@ class LogitModel(PolicyModel):
         offsets: Int[Tensor, " B+1"],
         at: Bool[Tensor, " N"],
         reduce: Callable[[Tensor, slice], Tensor],
-    ) -> Reduced:
+    ) -> Outputs:
         """`reduce(logits (k, V), rows)` of the places `at`, whose logits are about the token after each; all chunks together."""
         hidden, aux_loss = self.decode(tokens, offsets)
-        return Reduced(self.head(hidden[at], reduce=reduce)[0], aux_loss)
+        return Outputs(self.head(hidden[at], reduce=reduce)[0], aux_loss)

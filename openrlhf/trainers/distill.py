@@ -1,20 +1,18 @@
 """Knowledge distillation: a student learns the responses, and the teacher's distribution of each of their tokens."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from openrlhf.algorithms.distillation import soft_cross_entropy
 from openrlhf.batches import TokenRows
 from openrlhf.config.supervised import KDConfig, KDLossConfig
-from openrlhf.models.loading import check_is_causal, load_causal_lm
 from openrlhf.models.policy import LogitModel
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.sft import SFTTask
-from openrlhf.trainers.tasks import load_spec, offline_task
-from openrlhf.workers.base import balancing_term
+from openrlhf.trainers.tasks import offline_task
 
 TEACHER = "teacher"
 
@@ -24,6 +22,7 @@ class DistillationTask(SFTTask):
     """(1 − c) · −log π(token_t) + c · −Σ_v π_T(v) log π(v) of target tokens, mean over the window's target tokens."""
 
     root: ClassVar = KDConfig
+    model_class: ClassVar = LogitModel
     objective: ClassVar = ("kd.coef", "kd.top_k", "model.aux_loss_coef")
 
     @property
@@ -31,27 +30,14 @@ class DistillationTask(SFTTask):
         """The flags of the distillation."""
         return cast(KDConfig, self.config).kd
 
-    def check_model(self) -> None:
-        """Raise ModelError unless the stored configurations are of language models."""
-        super().check_model()
-        check_is_causal(load_spec(self.config, self.kd.teacher_model))
-
-    def load_model(self) -> LogitModel:
-        """A causal language model."""
-        return self._model(None, balancing=self.config.model.aux_loss_coef > 0)
-
-    def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
+    def frozen_paths(self) -> dict[str, str | None]:
         """The teacher."""
-        return {TEACHER: lambda: self._model(self.kd.teacher_model)}
+        return {TEACHER: self.kd.teacher_model}
 
     @property
     def offloads(self) -> bool:
         """--kd.teacher_offload."""
         return self.kd.teacher_offload
-
-    def _model(self, path: str | None, *, balancing: bool = False) -> LogitModel:
-        spec = load_spec(self.config, path)
-        return LogitModel(load_causal_lm(spec), packing=spec.packing, balancing=balancing)
 
     def loss(self, model: Any, micro: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's part of the mean over the window's target tokens, and its metrics."""
@@ -84,5 +70,4 @@ class DistillationTask(SFTTask):
             "train/distil_loss": Mean(float(soft.detach()), seen),
             "train/loss_mean": Mean(float(summed.detach()), seen),
         }
-        balance, balance_metrics = balancing_term(outputs.aux_loss, self.config.model.aux_loss_coef, seen)
-        return (summed + balance) / totals["tokens"], metrics | balance_metrics
+        return self.share(summed, outputs.aux_loss, seen, totals["tokens"], metrics)

@@ -18,7 +18,6 @@ from openrlhf.distributed.strategy import Strategy
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.referenced import ReferencedTask, answers_of
 from openrlhf.trainers.tasks import Rows, offline_task
-from openrlhf.workers.base import balancing_term
 
 
 @offline_task("kto")
@@ -74,11 +73,8 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         flags = self.config.kto
         assert micro.reference is not None and micro.desirable is not None
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
-        ratio, desirable, answers = (
-            micro.answer_sums(scores.logprobs) - micro.reference,
-            micro.desirable,
-            len(micro.desirable),
-        )
+        ratio = micro.answer_sums(scores.logprobs) - micro.reference
+        desirable, answers = micro.desirable, micro.num_samples
         kl = totals["kl"] / totals["answers"]
         losses = kto(
             ratio,
@@ -97,8 +93,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
             "train/reject_reward": Mean(float(rewards[~desirable].sum()), answers - good),
             "train/kto_kl": Mean(max(kl, 0.0) * answers, answers),
         }
-        balance, balance_metrics = balancing_term(scores.aux_loss, self.config.model.aux_loss_coef, answers)
-        return (losses.sum() + balance) / totals["answers"], metrics | balance_metrics
+        return self.share(losses.sum(), scores.aux_loss, answers, totals["answers"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Loss and mean rewards of both kinds of answers."""

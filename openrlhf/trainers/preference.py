@@ -1,10 +1,10 @@
 """Direct preference optimization: the policy should prefer the chosen answer of a pair more than the reference does."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES, Judged, Strength
@@ -14,9 +14,8 @@ from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.referenced import ReferencedTask, answers_of, zeros_unless
+from openrlhf.trainers.referenced import ReferencedTask, answers_of, pair_metrics
 from openrlhf.trainers.tasks import offline_task
-from openrlhf.workers.base import balancing_term
 
 
 @offline_task("dpo")
@@ -42,9 +41,9 @@ class PreferenceTask(ReferencedTask[DPOConfig, PairRow]):
         data = self.config.data
         return super().text_format(tokenizer, ending) if data.prompt_key or data.apply_chat_template else None
 
-    def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
+    def frozen_paths(self) -> dict[str, str | None]:
         """The reference, if the loss reads one."""
-        return super().frozen_models() if self.config.needs_reference else {}
+        return super().frozen_paths() if self.config.needs_reference else {}
 
     @property
     def precomputes(self) -> bool:
@@ -55,11 +54,8 @@ class PreferenceTask(ReferencedTask[DPOConfig, PairRow]):
         """Rows of the dataset as one ragged batch: 2i is the chosen and 2i + 1 the rejected text of pair i."""
         tokens = [tokens for row in rows for tokens in (row.chosen, row.rejected)]
         known = [total for row in rows for total in row.reference]
-        return answers_of(
-            tokens,
-            [row.prompt_length for row in rows for _ in (0, 1)],
-            **({"reference": torch.tensor(known)} if known else {}),
-        )
+        prompts = [row.prompt_length for row in rows for _ in (0, 1)]
+        return answers_of(tokens, prompts, reference=torch.tensor(known) if known else None)
 
     def counts(self, micro: Answers) -> dict[str, float]:
         """The number of pairs, which is the denominator."""
@@ -70,34 +66,16 @@ class PreferenceTask(ReferencedTask[DPOConfig, PairRow]):
         flags = self.config.model
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
         ours, tokens = micro.answer_sums(scores.logprobs), micro.answer_sums(micro.loss_mask.float())
-        theirs = zeros_unless(micro.reference, ours)
-        judged = Judged(
-            chosen=ours[0::2],
-            rejected=ours[1::2],
-            ref_chosen=theirs[0::2],
-            ref_rejected=theirs[1::2],
-            chosen_tokens=tokens[0::2],
-            rejected_tokens=tokens[1::2],
-        )
+        theirs = torch.zeros_like(ours) if micro.reference is None else micro.reference
+        judged = Judged(policy=ours.view(-1, 2), reference=theirs.view(-1, 2), tokens=tokens.view(-1, 2))
         strength = Strength(beta=flags.beta, smoothing=flags.label_smoothing, target=flags.target_margin)
         losses = PREFERENCE_LOSSES[flags.loss_type].function(judged, strength)
-        nll, pairs = -judged.means[0], len(losses)
+        nll, pairs = -judged.means[:, 0], len(losses)
         summed = (losses + flags.nll_loss_coef * nll).sum()
         rewards = flags.beta * (ours - theirs).detach()
-        loss = Mean(float(losses.detach().sum()), pairs)
-        accuracy = Mean(float((rewards[0::2] > rewards[1::2]).sum()), pairs)
-        metrics: dict[str, Metric] = {
-            "train/loss": loss,
-            "train/acc": accuracy,
-            "train/loss_mean": loss,  # the same under the names of old dashboards
-            "train/acc_mean": accuracy,
-            "train/chosen_reward": Mean(float(rewards[0::2].sum()), pairs),
-            "train/reject_reward": Mean(float(rewards[1::2].sum()), pairs),
-            "train/nll_loss": Mean(float(nll.detach().sum()), pairs),
-        }
-        balance, balance_metrics = balancing_term(scores.aux_loss, flags.aux_loss_coef, pairs)
-        return (summed + balance) / totals["pairs"], metrics | balance_metrics
+        metrics = pair_metrics(losses, rewards) | {"train/nll_loss": Mean(float(nll.detach().sum()), pairs)}
+        return self.share(summed, scores.aux_loss, pairs, totals["pairs"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Loss and accuracy."""
-        return {"eval/eval_loss": metrics["train/loss"], "eval/acc_mean": metrics["train/acc"]} if metrics else {}
+        return {"eval/eval_loss": metrics["train/loss"], "eval/acc_mean": metrics["train/acc"]}

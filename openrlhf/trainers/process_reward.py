@@ -13,15 +13,13 @@ from openrlhf.config.supervised import PRMConfig
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.data.steps import StepDataset, StepRow
-from openrlhf.models.loading import check_is_causal, load_causal_lm
 from openrlhf.models.policy import LogitModel
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.tasks import OfflineTask, load_spec, offline_task
-from openrlhf.workers.base import balancing_term
+from openrlhf.trainers.tasks import LanguageTask, offline_task
 
 
 @offline_task("prm")
-class ProcessRewardTask(OfflineTask[PRMConfig, StepRow, Steps]):
+class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
     """ℓ = −Σ_v q(v) log p(v) after each labelled step, mean over the window's labelled steps of all ranks.
 
     p is over the reward tokens, or over the whole vocabulary if none are named; q is the label: one token, or for soft
@@ -29,6 +27,7 @@ class ProcessRewardTask(OfflineTask[PRMConfig, StepRow, Steps]):
     """
 
     root: ClassVar = PRMConfig
+    model_class: ClassVar = LogitModel
     objective: ClassVar = ("prm.placeholder_token", "prm.reward_tokens", "model.aux_loss_coef")
     reward_tokens: Sequence[int] = ()
     soft = False
@@ -39,18 +38,9 @@ class ProcessRewardTask(OfflineTask[PRMConfig, StepRow, Steps]):
         self.reward_tokens, self.soft = rows.reward_tokens, rows.soft
         return rows
 
-    def check_model(self) -> None:
-        """Raise ModelError unless the stored configuration is of a language model that can be trained here."""
-        check_is_causal(load_spec(self.config))
-
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """Unknown: texts have prompts and steps already."""
         return None
-
-    def load_model(self) -> LogitModel:
-        """A causal language model."""
-        spec, balancing = load_spec(self.config), self.config.model.aux_loss_coef > 0
-        return LogitModel(load_causal_lm(spec), packing=spec.packing, balancing=balancing)
 
     def collate(self, rows: Sequence[StepRow]) -> Steps:
         """Rows of the dataset as one ragged batch."""
@@ -85,8 +75,7 @@ class ProcessRewardTask(OfflineTask[PRMConfig, StepRow, Steps]):
             "train/loss_mean": loss,
             "train/acc_mean": accuracy,
         }
-        balance, balance_metrics = balancing_term(outputs.aux_loss, self.config.model.aux_loss_coef, seen)
-        return (summed + balance) / totals["steps"], metrics | balance_metrics
+        return self.share(summed, outputs.aux_loss, seen, totals["steps"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Loss and accuracy, under the names of the reference."""

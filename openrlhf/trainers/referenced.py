@@ -1,53 +1,33 @@
 """What the tasks with a frozen reference share: the reference, its log-probabilities, and pairs that stay together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from openrlhf.batches import Answers, Ragged
+from openrlhf.batches import Answers
 from openrlhf.config.supervised import DPOConfig, KTOConfig
-from openrlhf.models.loading import check_is_causal, load_causal_lm
-from openrlhf.models.policy import PolicyModel
-from openrlhf.trainers.tasks import OfflineTask, Row, load_spec
-from openrlhf.workers.base import MicroBatchLimits
+from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.trainers.tasks import LanguageTask, Row
 
 Referenced = TypeVar("Referenced", bound=DPOConfig | KTOConfig)
-Flat = TypeVar("Flat", bound=Ragged)
 REFERENCE = "reference"  # its name among the frozen models
 
 
-class ReferencedTask(OfflineTask[Referenced, Row, Answers], Generic[Referenced, Row]):
+class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced, Row]):
     """A language model that is compared with a frozen one. Rows 2i and 2i + 1 of a micro-batch belong together."""
 
-    def check_model(self) -> None:
-        """Raise ModelError unless the stored configurations are of language models that can be trained here."""
-        check_is_causal(load_spec(self.config))
-        if self.config.ref.model_name_or_path:
-            check_is_causal(load_spec(self.config, self.config.ref.model_name_or_path))
+    together: ClassVar = 2
 
-    def load_model(self) -> PolicyModel:
-        """A causal language model."""
-        return self._language_model(None, balancing=self.config.model.aux_loss_coef > 0)
-
-    def _language_model(self, path: str | None, *, balancing: bool = False) -> PolicyModel:
-        spec = load_spec(self.config, path)
-        return PolicyModel(load_causal_lm(spec), packing=spec.packing, balancing=balancing)
-
-    def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
+    def frozen_paths(self) -> dict[str, str | None]:
         """The reference; by default the model as it is before the training."""
-        return {REFERENCE: lambda: self._language_model(self.config.ref.model_name_or_path)}
+        return {REFERENCE: self.config.ref.model_name_or_path}
 
     @property
     def offloads(self) -> bool:
         """--ref.offload."""
         return self.config.ref.offload
-
-    def micro_batches(self, batch: Answers, limits: MicroBatchLimits) -> list[Answers]:
-        """The batch in parts that keep pairs together. A limit of rows counts pairs."""
-        return in_pairs(batch, limits)
 
     def before(self, model: Any, micro: Answers) -> tuple[Answers, Mapping[str, float]]:
         """Σ log π_ref of the answers, unless it is known."""
@@ -57,20 +37,23 @@ class ReferencedTask(OfflineTask[Referenced, Row, Answers], Generic[Referenced, 
         return replace(micro, reference=micro.answer_sums(scores.logprobs)), {}
 
 
-def in_pairs(batch: Flat, limits: MicroBatchLimits) -> list[Flat]:
-    """A batch whose rows 2i and 2i + 1 are a pair, in parts that keep pairs together. A limit of rows counts pairs."""
-    cut = limits.cut(batch.lengths.view(-1, 2).amax(1))
-    return batch.split([[2 * pair + side for pair in part for side in (0, 1)] for part in cut])
-
-
-def answers_of(tokens: Sequence[Sequence[int]], prompts: Sequence[int], **columns: Tensor) -> Answers:
+def answers_of(tokens: Sequence[Sequence[int]], prompts: Sequence[int], **columns: Tensor | None) -> Answers:
     """Texts whose tokens after the prompt are targets; the first token of a text never is."""
     starts = [max(1, length) for length in prompts]
     masks = [[False] * start + [True] * (len(row) - start) for row, start in zip(tokens, starts, strict=True)]
-    rows = Answers.from_lists(tokens, masks)
-    return replace(rows, **columns)
+    return Answers.from_lists(tokens, masks, **columns)
 
 
-def zeros_unless(column: Tensor | None, like: Tensor) -> Tensor:
-    """A column, or zeros where nobody computed it."""
-    return torch.zeros_like(like) if column is None else column
+def pair_metrics(losses: Tensor, rewards: Tensor) -> dict[str, Metric]:
+    """Loss, accuracy and mean rewards of pairs. Rewards 2i and 2i + 1 are those of the chosen and rejected text of pair i."""
+    chosen, rejected, pairs = rewards[0::2], rewards[1::2], len(losses)
+    loss = Mean(float(losses.detach().sum()), pairs)
+    accuracy = Mean(float((chosen > rejected).sum()), pairs)
+    return {
+        "train/loss": loss,
+        "train/acc": accuracy,
+        "train/loss_mean": loss,  # the same under the names of old dashboards
+        "train/acc_mean": accuracy,
+        "train/chosen_reward": Mean(float(chosen.sum()), pairs),
+        "train/reject_reward": Mean(float(rejected.sum()), pairs),
+    }

@@ -79,7 +79,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.after_step(result.metrics | numbers)
 
     def _loss(self, micro: Micro, totals: Mapping[str, float]) -> tuple[torch.Tensor, dict[str, Metric]]:
-        for frozen in self.task.frozen.values() if self.task.offloads else ():
+        for frozen in self.task.frozen.values():
             frozen.rest()  # the first pass is over
         return self.task.loss(self.engine, micro.to(self.strategy.device), totals)
 

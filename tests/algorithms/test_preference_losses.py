@@ -19,9 +19,8 @@ LOSSES = list(PREFERENCE_LOSSES)
 
 
 def judged(pairs: list[tuple[float, ...]]) -> Judged:
-    columns = torch.tensor(pairs, dtype=torch.float64).T
-    names = ("chosen", "rejected", "ref_chosen", "ref_rejected", "chosen_tokens", "rejected_tokens")
-    return Judged(**dict(zip(names, columns, strict=True)))
+    policy, reference, tokens = torch.tensor(pairs, dtype=torch.float64).split(2, 1)
+    return Judged(policy=policy, reference=reference, tokens=tokens)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -43,14 +42,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
 
     def loss(sums: Tensor) -> Tensor:
         lengths = torch.tensor([3.0, 5, 2, 7, 4], dtype=torch.float64)
-        pairs = Judged(
-            chosen=sums[0],
-            rejected=sums[1],
-            ref_chosen=known[2],
-            ref_rejected=known[3],
-            chosen_tokens=lengths,
-            rejected_tokens=lengths.flip(0),
-        )
+        pairs = Judged(policy=sums.T, reference=known[2:].T, tokens=torch.stack([lengths, lengths.flip(0)], 1))
         return PREFERENCE_LOSSES[name].function(pairs, Strength(beta=0.3, smoothing=0.2, target=0.5))
 
     assert torch.autograd.gradcheck(loss, (known[:2].clone().requires_grad_(),))
@@ -66,10 +58,8 @@ def test_a_pair_that_policy_and_reference_judge_alike_costs_log_2() -> None:
 def test_losses_and_gradients_are_finite_at_any_distance(name: str, sums: tuple[float, float]) -> None:
     """Also for an answer of which the model is sure: its odds are infinite."""
     chosen, rejected = (torch.tensor([number], requires_grad=True) for number in sums)
-    one = torch.ones(1)
-    pairs = Judged(
-        chosen=chosen, rejected=rejected, ref_chosen=-one, ref_rejected=-one, chosen_tokens=one, rejected_tokens=one
-    )
+    ones = torch.ones(1, 2)
+    pairs = Judged(policy=torch.stack([chosen, rejected], 1), reference=-ones, tokens=ones)
     loss = PREFERENCE_LOSSES[name].function(pairs, Strength(beta=0.1, smoothing=0.1))
     loss.sum().backward()
     assert chosen.grad is not None and rejected.grad is not None

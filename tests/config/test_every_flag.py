@@ -182,6 +182,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield optimizer_of(config.actor)
         yield optimizer_of(config.critic)
         yield deepspeed_of(config)
+        yield config.ds.sleeps  # the training engine reads it
         yield training_config(config.ds, max_norm=config.actor.max_norm, ranks=2)
         yield settings.policy_settings(config, kind, total_steps=1)
         yield settings.reference_settings(config, "m")

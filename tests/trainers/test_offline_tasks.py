@@ -162,4 +162,4 @@ def test_every_loss_is_in_the_flags() -> None:
     from openrlhf.config import choices
 
     registered = {name: PREFERENCE_LOSSES[name].needs_reference for name in PREFERENCE_LOSSES}
-    assert registered == {name: traits.needs_reference for name, traits in choices.PREFERENCE_LOSSES.items()}
+    assert registered == choices.PREFERENCE_LOSSES
