@@ -57,10 +57,13 @@ class SFTModelConfig(shared.ModelConfig):
     pretrain_mode_enable: bool = option(False, "Pretraining: raw text, every token is a target.")
 
 
-class SFTDataConfig(shared.OfflineDataConfig):
-    multiturn: bool = option(False, "Learn every assistant turn of a chat.")
+class ResponseDataConfig(shared.OfflineDataConfig):
     input_key: str = option("input", "Column with the prompt, text or chat.")
     output_key: str | None = option(None, "Column with the response; unset: the chat's last turn.")
+
+
+class SFTDataConfig(ResponseDataConfig):
+    multiturn: bool = option(False, "Learn every assistant turn of a chat.")
 
 
 class SFTConfig(SupervisedConfig):
@@ -168,8 +171,9 @@ class KTOLossConfig(Section):
     undesirable_weight: float = option(1.0, "Weight of undesirable answers.", ge=0)
 
 
-class KTODataConfig(PairColumns, SFTDataConfig):
+class KTODataConfig(PairColumns, ResponseDataConfig):
     """Tokenizer and data."""
+    multiturn: ClassVar[bool] = False
     label_key: str = option("label", "Column with 1 or true for a desirable answer, 0 or false for an undesirable one.")
 
 
