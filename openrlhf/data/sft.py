@@ -7,7 +7,7 @@ from typing import Any
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.supervised import SFTDataConfig
+from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data.errors import check_columns, row_error, text_of
 from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
 from openrlhf.data.templates import Encoded, Passage, cut, encode, fill_template, messages_of, render_conversation
@@ -76,7 +76,7 @@ class Encoder:
     """Turns batches of columns into the columns of `FEATURES`."""
 
     tokenizer: PreTrainedTokenizerBase
-    data: SFTDataConfig
+    data: SFTDataConfig | KTODataConfig
     pretrain: bool
 
     def __call__(self, columns: Columns) -> Columns:

@@ -67,8 +67,13 @@ class LogitModel(PolicyModel):
         tokens: Int[Tensor, " N"],
         offsets: Int[Tensor, " B+1"],
         at: Bool[Tensor, " N"],
-        reduce: Callable[[Tensor, slice], Tensor],
-    ) -> Outputs:
-        """`reduce(logits (k, V), rows)` of the places `at`, whose logits are about the token after each; all chunks together."""
+        reduce: Callable[[Tensor, slice], Tensor] | None = None,
+    ) -> Outputs | TokenScores:
+        """`reduce(logits (k, V), rows)` of the places `at`, whose logits are about the token after each; all chunks together.
+
+        Without `reduce`, a policy.
+        """
+        if reduce is None:
+            return super().forward(tokens, offsets, at)
         hidden, aux_loss = self.decode(tokens, offsets)
         return Outputs(self.head(hidden[at], reduce=reduce)[0], aux_loss)
