@@ -33,7 +33,9 @@ ESTIMATORS = {
 }
 POLICY_LOSSES = {"ppo": LossTraits(), "gspo": LossTraits(aggregation="sequence"), "cispo": LossTraits(clip=(1.0, 0.28))}
 # By name, whether a preference loss reads a reference.
-PREFERENCE_LOSSES: dict[str, bool] = dict.fromkeys(("dpo", "robust", "ipo", "hinge"), True) | dict.fromkeys(("simpo", "orpo"), False)
+PREFERENCE_LOSSES: dict[str, bool] = dict.fromkeys(("dpo", "robust", "ipo", "hinge"), True) | dict.fromkeys(
+    ("simpo", "orpo"), False
+)
 # Presets of the correction of train/rollout mismatch: level and mode of `algo.correction`. TIS: Yao et al. 2025,
 # fengyao.notion.site/off-policy-rl (their own form is the band [0, 2]); IcePop: Ling team 2025,
 # ringtech.notion.site/icepop.

@@ -193,7 +193,7 @@ class KDLossConfig(Section):
     """Distillation."""
     teacher_model: str = required("Folder or hub name of the teacher, which has the student's vocabulary.", holds="model")
     teacher_offload: bool = option(False, "Keep the teacher in CPU memory between uses.")
-    coef: float = option(0.4, "Weight of the teacher; 1 − coef is that of the responses.", ge=0, le=1)
+    coef: float = option(0.4, "Weight of the teacher; the responses have the rest of 1.", ge=0, le=1)
     top_k: int | None = option(None, "Learn its probabilities of so many tokens only; unset: of all.", ge=1)
 
 
@@ -221,6 +221,8 @@ class PRMDataConfig(shared.OfflineDataConfig):
 
 class PRMConfig(SupervisedConfig):
     """Process reward model from labelled steps."""
+    effects: ClassVar[dict[str, str]] = {"!always": "data.input_template data.apply_chat_template data.tokenizer_chat_template"}
+
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_prm")
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_prm"))
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)

@@ -94,11 +94,13 @@ ALSO_CALLED = {
     "eval": {"evaluation"},
     "reward": {"flags"},
     "logger": {"config"},
-    "model": {"model_config"},
+    "model": {"model_config", "flags"},
+    "kto": {"flags"},
     "critic": {"optimizer"},
 }
 # Flags whose effect is elsewhere: the test that shows it.
 SHOWN_BY = {
+    "model.ipo_enable": "config/test_derived.py::test_the_switch_of_ipo_is_its_loss",
     "plugin": "config/test_plugins.py::test_names_of_a_plugin_are_valid_and_its_properties_count",
     "local_rank": "cli/test_commands.py::test_a_verb_is_found_behind_what_deepspeed_puts_in_front",
     "rollout.remote_engines": "config/test_derived.py::test_remote_engines_that_nothing_asks_are_pointed_out",
