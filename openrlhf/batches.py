@@ -73,6 +73,11 @@ class Ragged:
     tokens: Int[Tensor, " N"] = per_token()
     offsets: Int[Tensor, " B+1"] = field(metadata={"role": OFFSETS})
 
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], **columns: Tensor | None) -> Self:
+        """The token sequences of a list, with their other columns."""
+        return cls(tokens=_flat(rows, torch.long), offsets=offsets_of([len(row) for row in rows]), **columns)
+
     def __post_init__(self) -> None:
         expected = {PER_TOKEN: int(self.offsets[-1]), PER_SAMPLE: len(self.offsets) - 1}
         for f, column in self._columns():
@@ -113,12 +118,19 @@ class Ragged:
         rows = torch.arange(self.num_samples, device=self.offsets.device)
         return rows.repeat_interleave(self.lengths)
 
-    def similar_rows(self, max_tokens: int, *, max_rows: int | None = None) -> Iterator[Tensor]:
-        """The numbers of all rows, in parts of similar lengths: at most `max_tokens` places with padding, and `max_rows`."""
+    def similar_rows(
+        self, max_tokens: int, *, max_rows: int | None = None, padded: bool = True
+    ) -> Iterator[Int[Tensor, " M"]]:
+        """The numbers of all rows, in parts of similar lengths: at most `max_tokens` and `max_rows`, or a single row.
+
+        `padded`: a row counts as many tokens as the longest row of its part.
+        """
         order = self.lengths.argsort()
         while len(order):
-            longest = int(self.lengths[order[-1]])
-            take = min(len(order), max_rows or len(order), max(1, max_tokens // max(longest, 1)))
+            longest_first = self.lengths[order].flip(0)
+            costs = longest_first[:1].expand(len(order)) if padded else longest_first
+            fitting = int((costs.cumsum(0) <= max_tokens).sum())
+            take = min(max(1, fitting), max_rows or len(order))
             yield order[-take:]
             order = order[:-take]
 
@@ -164,11 +176,7 @@ class TokenRows(Ragged):
         """One sequence per pair of lists. Raises ValueError if the two have different lengths."""
         if [len(row) for row in tokens] != [len(row) for row in loss_mask]:
             raise ValueError("a row has more tokens than mask entries, or fewer")
-        return cls(
-            tokens=_flat(tokens, torch.long),
-            loss_mask=_flat(loss_mask, torch.bool),
-            offsets=offsets_of([len(row) for row in tokens]),
-        )
+        return cls.of(tokens, loss_mask=_flat(loss_mask, torch.bool))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,9 +218,8 @@ class Experience(Ragged):
             name for first in trajectories[:1] for name in first.columns if all(name in t.columns for t in trajectories)
         ]
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
-        return cls(
-            tokens=_flat([t.tokens for t in trajectories], torch.long),
-            offsets=offsets_of([len(t.tokens) for t in trajectories]),
+        return cls.of(
+            [t.tokens for t in trajectories],
             action_mask=_flat([t.action_mask for t in trajectories], torch.bool),
             rollout_logprobs=_flat([t.rollout_logprobs for t in trajectories], torch.float32),
             group_ids=torch.tensor([t.prompt.index for t in trajectories], dtype=torch.long),

@@ -184,21 +184,24 @@ def test_no_block_is_longer_than_the_shortest_row_of_an_earlier_one(lengths: lis
         assert int(longer.min()) >= int(shorter.max())
 
 
-@given(LENGTHS, st.integers(1, 60), st.none() | st.integers(1, 10))
+@given(LENGTHS, st.integers(1, 60), st.none() | st.integers(1, 10), st.booleans())
 def test_parts_of_similar_rows_have_every_row_and_none_of_several_is_over_a_limit(
-    lengths: list[int], budget: int, most: int | None
+    lengths: list[int], budget: int, most: int | None, padded: bool
 ) -> None:
-    parts = [rows.tolist() for rows in batch_of(lengths).similar_rows(budget, max_rows=most)]
+    parts = [rows.tolist() for rows in batch_of(lengths).similar_rows(budget, max_rows=most, padded=padded)]
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     for part in parts:
         assert len(part) <= (most or len(part))
-        assert len(part) == 1 or max(lengths[row] for row in part) * len(part) <= budget
+        inside = [lengths[row] for row in part]
+        assert len(part) == 1 or (max(inside) * len(part) if padded else sum(inside)) <= budget
 
 
 def test_padding_counts_and_short_rows_go_with_short_ones() -> None:
     batch = batch_of([2, 10, 2, 9, 2, 2])
     assert [sorted(rows.tolist()) for rows in batch.similar_rows(20)] == [[1, 3], [0, 2, 4, 5]]
-    assert [len(rows) for rows in batch.similar_rows(99, max_rows=4)] == [4, 2]
+    assert [sorted(rows.tolist()) for rows in batch.similar_rows(27, padded=False)] == [[0, 1, 2, 3, 4, 5]]
+    parts = [rows.tolist() for rows in batch.similar_rows(99, max_rows=3, padded=False)]
+    assert [len(part) for part in parts] == [3, 3] and {1, 3} < set(parts[0])
 
 
 # ---- from episodes

@@ -32,6 +32,7 @@ from openrlhf.config.shared import CheckpointConfig
 from openrlhf.files import fingerprint, move, sync, sync_tree, write_atomically
 
 logger = logging.getLogger(__name__)
+GOES_ON = "Step {} is saved: --ckpt.load_enable goes on from it."  # told by a run that ends early
 
 GIB = 2**30
 FULL = 2**20  # bytes: with less than this free a disk counts as full

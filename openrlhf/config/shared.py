@@ -35,6 +35,11 @@ class CheckpointConfig(Section):
         """Whether checkpoints are written at regular steps."""
         return self.save_steps > 0
 
+    @property
+    def resumable(self) -> bool:
+        """Whether a later run can go on from the checkpoints."""
+        return self.saves and not self.disable_ds
+
 class WandbConfig(Section):
     """Weights & Biases."""
     key: str | None = option(None, "API key; any text if logged in; never saved.", saved=False)

@@ -125,9 +125,9 @@ MEANING = {  # of each sickness, and what to look at
     "--adam.lr, or keep the best weights with --eval.patience.",
     "drift": "The policy runs away from the reference; the unit is nats per token. Raise --algo.kl.init_coef, lower "
     "--actor.adam.lr, or end such runs with --algo.kl.stop_run.",
-    "leap": "One batch moved the policy this far, or in asynchronous training the age of its samples did; the unit is nats per token. The first steps of AdamW change every weight by "
-    "the full learning rate, mostly along noise, and can undo what the model knew. Lower --actor.adam.lr, or raise "
-    "--actor.lr_warmup_ratio.",
+    "leap": "One batch moved the policy this far, or in asynchronous training the age of its samples did; the unit is "
+    "nats per token. The first steps of AdamW change every weight by the full learning rate, mostly along noise, and can "
+    "undo what the model knew. Lower --actor.adam.lr, or raise --actor.lr_warmup_ratio.",
     "entropy collapse": "The samples of a prompt hardly differ any more. Raise --actor.entropy_coef, --algo.kl.init_coef "
     "or the upper bound of --actor.eps_clip_low_high.",
     "entropy growth": "The samples turn into noise. Lower --actor.adam.lr or --actor.entropy_coef, or raise "

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.batches import Ragged, offsets_of
+from openrlhf.batches import Ragged
 from openrlhf.config.serving import ServeConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.models.loading import LoadSpec, ModelError
@@ -37,9 +36,8 @@ def score_texts(texts: list[list[int]], model: ScalarModel, *, max_texts: int | 
 
     A forward pass has texts of similar lengths: at most `max_texts` (None: any number) and `max_tokens`, padding included.
     """
-    batch = Ragged(tokens=torch.tensor(list(chain.from_iterable(texts))), offsets=offsets_of(list(map(len, texts))))
-    scores = torch.zeros(len(texts))
-    for rows in batch.similar_rows(max_tokens, max_rows=max_texts):
+    batch, scores = Ragged.of(texts), torch.zeros(len(texts))
+    for rows in batch.similar_rows(max_tokens, max_rows=max_texts, padded=not model.packing):
         micro = batch.select(rows).to(model.hf.device)
         with torch.inference_mode():
             scores[rows] = last_token_scores(model(micro.tokens, micro.offsets).values, micro.offsets).cpu()

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf import termination
 from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience, TokenRows
-from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manager import GOES_ON, CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig
@@ -130,8 +130,8 @@ class PPOTrainer:
         except (SystemExit, RolloutError):
             if self.ckpt.save_steps > 0 and self.saved < self.step == self.source.step:  # no batch was on its way here
                 self.save()
-                if self.saved == self.step:
-                    self.recorder.display.note(f"Step {self.step} is saved: --ckpt.load_enable goes on from it.")
+                if self.saved == self.step and self.ckpt.resumable:
+                    self.recorder.display.note(GOES_ON.format(self.step))
             raise
 
     def record(self, batch: Annotated) -> None:

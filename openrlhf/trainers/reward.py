@@ -9,7 +9,7 @@ from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.supervised_losses import log_sigmoid
-from openrlhf.batches import Pairs, offsets_of
+from openrlhf.batches import Pairs
 from openrlhf.config.supervised import RMConfig
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.first_look import TextFormat
@@ -56,11 +56,7 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
     def collate(self, rows: Sequence[PairRow]) -> Pairs:
         """Rows of the dataset as one ragged batch."""
         sequences = [tokens for row in rows for tokens in (row.chosen, row.rejected)]
-        return Pairs(
-            tokens=torch.tensor([t for tokens in sequences for t in tokens], dtype=torch.long),
-            offsets=offsets_of([len(tokens) for tokens in sequences]),
-            margins=torch.tensor([row.margin for row in rows]).repeat_interleave(2),
-        )
+        return Pairs.of(sequences, margins=torch.tensor([row.margin for row in rows]).repeat_interleave(2))
 
     def micro_batches(self, batch: Pairs, limits: MicroBatchLimits) -> list[Pairs]:
         """The batch in parts that keep pairs together. A limit of rows counts pairs."""

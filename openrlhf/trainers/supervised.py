@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
 from openrlhf.checkpoints.export import export_hf
-from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manager import GOES_ON, CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState, StagedCheckpoint
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.distributed.engine import TrainEngine
@@ -118,8 +118,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or terminated):
             self.save()
         if terminated:
-            if self.recorder and self.ckpt.save_steps > 0 and not self.ckpt.disable_ds:
-                self.recorder.display.note(f"Step {self.step} is saved: --ckpt.load_enable goes on from it.")
+            if self.recorder and self.ckpt.resumable:
+                self.recorder.display.note(GOES_ON.format(self.step))
             raise SystemExit(termination.STATUS)
 
     def evaluate(self) -> None:
