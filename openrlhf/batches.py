@@ -140,10 +140,10 @@ class Ragged:
 
     def places_of(self, rows: Sequence[int] | Tensor) -> Int[Tensor, " M"]:
         """The places of the tokens of some rows in the flat columns, row after row."""
-        index = torch.as_tensor(rows, dtype=torch.long)
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.offsets.device)
         lengths = self.lengths[index]
         shift = self.offsets[:-1][index] - offsets_of(lengths)[:-1]
-        return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
+        return torch.arange(int(lengths.sum()), device=index.device) + shift.repeat_interleave(lengths)
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
         """The given rows, in the given order."""
@@ -172,11 +172,33 @@ class TokenRows(Ragged):
     loss_mask: Bool[Tensor, " N"] = per_token()
 
     @classmethod
-    def from_lists(cls, tokens: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]]) -> Self:
+    def from_lists(
+        cls, tokens: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]], **columns: Tensor | None
+    ) -> Self:
         """One sequence per pair of lists. Raises ValueError if the two have different lengths."""
         if [len(row) for row in tokens] != [len(row) for row in loss_mask]:
             raise ValueError("a row has more tokens than mask entries, or fewer")
-        return cls.of(tokens, loss_mask=_flat(loss_mask, torch.bool))
+        return cls.of(tokens, loss_mask=_flat(loss_mask, torch.bool), **columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers(TokenRows):
+    """Prompts with answers, whose tokens are the targets. `reference`: Σ log π_ref of each answer, once it is known."""
+
+    reference: Float[Tensor, " B"] | None = per_sample(default=None)
+    desirable: Bool[Tensor, " B"] | None = per_sample(default=None)  # the label of the answer, if it has one
+
+    def answer_sums(self, logprobs: Float[Tensor, " N"]) -> Float[Tensor, " B"]:
+        """Σ of a per-token column over the targets of each row."""
+        sums = torch.zeros(self.num_samples, dtype=logprobs.dtype, device=logprobs.device)
+        return sums.index_add(0, self.sample_of_token(), logprobs.masked_fill(~self.loss_mask, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Ragged):
+    """Texts with labelled steps: at the place of a step its label, elsewhere NaN."""
+
+    labels: Float[Tensor, " N"] = per_token()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ HOMES = {
 # What a module may load at import besides the standard library and our own modules.
 STANDARD_LIBRARY_ONLY = ["config*", "termination", "trajectory", "utils", "cli*"]
 WITHOUT_TORCH = ["processes*", "agents.contract", "agents.program", "rewards*"]
-SIZE = 15_200  # code lines of the whole package; changes only with the design
+SIZE = 16_200  # code lines of the whole package; changes only with the design
 MODULES = sorted(package().values(), key=str)
 
 

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -73,11 +73,20 @@ def plain_ends() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
+def offline_command(root: type[Root], task: str) -> Callable[..., None]:
+    """The `main` of a module `train_…`: parse the flags, of `argv` or of this process, and train a built-in task."""
+
+    def main(argv: Sequence[str] | None = None) -> None:
+        train_offline(flags_or_exit(root, argv, command=f"train_{task}"), task)
+
+    return main
+
+
 def train_offline(config: Root, task: str) -> None:
     """Train an offline task, a built-in one or a plug-in's, as the flags say."""
     with machine.quick_imports():  # after the flags: --help and mistakes answer without loading torch
         from openrlhf.launch.offline import run_offline
-        from openrlhf.trainers import reward, sft  # noqa: F401  they register themselves
+        from openrlhf.trainers import distill, kto, preference, process_reward, reward, sft  # noqa: F401  they register themselves
         from openrlhf.trainers.tasks import OFFLINE_TASKS
 
     with plain_ends(), in_order():

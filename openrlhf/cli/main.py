@@ -13,12 +13,16 @@ from openrlhf.config.options import load_named_plugins
 VERBS = {
     "sft": ("train_sft", "supervised fine-tuning"),
     "rm": ("train_rm", "reward model from preference pairs"),
+    "dpo": ("train_dpo", "preference optimization from pairs: DPO, IPO, cDPO, SimPO, ORPO"),
+    "prm": ("train_prm", "process reward model from labelled steps"),
+    "kd": ("train_kd", "knowledge distillation from a teacher"),
+    "kto": ("train_kto", "KTO, from answers that are desirable or not"),
     "ppo": ("train_ppo_ray", "reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO"),
     "eval": ("eval", "evaluation of a checkpoint: pass@k, accuracy of a reward model, win rate"),
     "reward": ("reward_test", "`reward test`: try a reward on a dataset, before any training"),
     "serve-rm": ("serve_rm", "HTTP server of a reward model"),
 }
-PLANNED = ("dpo", "kto", "prm", "kd", "lora_combiner", "batch_inference", "interactive_chat")
+PLANNED = ("lora_combiner", "batch_inference", "interactive_chat")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,15 +1,9 @@
 """`python -m openrlhf.cli.train_sft`: supervised fine-tuning; alone, or under `deepspeed --module` or `torchrun -m`."""
 
-from collections.abc import Sequence
-
-from openrlhf.cli.common import flags_or_exit, train_offline
+from openrlhf.cli.common import offline_command
 from openrlhf.config.supervised import SFTConfig
 
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the flags and train."""
-    train_offline(flags_or_exit(SFTConfig, argv, command="train_sft"), "sft")
-
+main = offline_command(SFTConfig, "sft")
 
 if __name__ == "__main__":
     main()

@@ -32,6 +32,8 @@ ESTIMATORS = {
     "dr_grpo": EstimatorTraits(needs_groups=True),
 }
 POLICY_LOSSES = {"ppo": LossTraits(), "gspo": LossTraits(aggregation="sequence"), "cispo": LossTraits(clip=(1.0, 0.28))}
+# By name, whether a preference loss reads a reference.
+PREFERENCE_LOSSES = {"dpo": True, "robust": True, "ipo": True, "hinge": True, "simpo": False, "orpo": False}
 # Presets of the correction of train/rollout mismatch: level and mode of `algo.correction`. TIS: Yao et al. 2025,
 # fengyao.notion.site/off-policy-rl (their own form is the band [0, 2]); IcePop: Ling team 2025,
 # ringtech.notion.site/icepop.

@@ -17,6 +17,7 @@ MOST_NAMES = 8  # in one notice
 WORDS = {
     "always": "this command",
     "uses_gpus": "a GPU",
+    "needs_reference": "a --model.loss_type that has a reference",
     "hybrid": "--train.colocate_all",
     "ckpt.saves": "--ckpt.save_steps",
     "estimator.needs_critic": "a critic (--algo.advantage.estimator gae)",

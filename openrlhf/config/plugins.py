@@ -67,6 +67,8 @@ def _adopt_registrations() -> None:
         choices.ESTIMATORS.setdefault(name, traits)
     for name, e in _entries("policy_losses", "POLICY_LOSSES"):
         choices.POLICY_LOSSES.setdefault(name, choices.LossTraits(aggregation=e.aggregation))
+    for name, e in _entries("preference_losses", "PREFERENCE_LOSSES"):
+        choices.PREFERENCE_LOSSES.setdefault(name, e.needs_reference)
     for name, _ in _entries("kl", "KL_ESTIMATORS"):
         choices.KL_ESTIMATORS.setdefault(name, ("reward", "loss"))
 

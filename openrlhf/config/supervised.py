@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from openrlhf.config import machine, rules, shared
+from openrlhf.config import choices, machine, rules, shared
 from openrlhf.config.commands import Root
 from openrlhf.config.effects import Sentences
-from openrlhf.config.flags import Section, option
+from openrlhf.config.flags import Section, option, required
 
 
 # fmt: off
@@ -57,10 +57,13 @@ class SFTModelConfig(shared.ModelConfig):
     pretrain_mode_enable: bool = option(False, "Pretraining: raw text, every token is a target.")
 
 
-class SFTDataConfig(shared.OfflineDataConfig):
-    multiturn: bool = option(False, "Learn every assistant turn of a chat.")
+class ResponseDataConfig(shared.OfflineDataConfig):
     input_key: str = option("input", "Column with the prompt, text or chat.")
     output_key: str | None = option(None, "Column with the response; unset: the chat's last turn.")
+
+
+class SFTDataConfig(ResponseDataConfig):
+    multiturn: bool = option(False, "Learn every assistant turn of a chat.")
 
 
 class SFTConfig(SupervisedConfig):
@@ -98,6 +101,136 @@ class PairColumns(Section):
 
 class PreferenceDataConfig(PairColumns, shared.OfflineDataConfig):
     """Tokenizer and data."""
+
+
+class ReferenceConfig(Section):
+    """The reference model."""
+    model_name_or_path: str | None = option(None, "Folder or hub name; unset: the model that is trained.", holds="model")
+    offload: bool = option(False, "Keep it in CPU memory between uses.")
+
+
+class DPOReferenceConfig(ReferenceConfig):
+    precompute: bool = option(False, "Score all rows once, before the training, and keep the scores beside the checkpoints.")
+
+
+class DPOModelConfig(shared.ModelConfig):
+    loss_type: str = option("dpo", "Loss of a pair; robust, simpo and orpo too.", choices=choices.PREFERENCE_LOSSES)
+    ipo_enable: bool = option(False, "The same as loss_type ipo.")
+    beta: float = option(0.1, "Strength of the reference; SimPO: scale; ORPO: weight of the odds ratio.", gt=0)
+    label_smoothing: float = option(
+        0.0, "Part of the labels that are wrong (cDPO, robust).", ge=0, lt=0.5, needs="loss_type=dpo,robust")
+    target_margin: float = option(0.5, "Margin of SimPO.", ge=0, needs="loss_type=simpo")
+    nll_loss_coef: float = option(0.0, "Weight of the chosen answers' negative log-likelihood.", ge=0)
+
+
+class DPOConfig(SupervisedConfig):
+    """Direct preference optimization from pairs: DPO, cDPO, IPO, SLiC, robust DPO, SimPO, ORPO."""
+    effects: ClassVar[dict[str, str]] = {"needs_reference": "ref"}
+
+    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_dpo")
+    logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_dpo"))
+    adam: shared.AdamConfig = shared.AdamConfig(lr=1e-5)
+    eval: shared.EvalConfig = shared.EvalConfig(split="test")
+    model: DPOModelConfig = DPOModelConfig()
+    ref: DPOReferenceConfig = DPOReferenceConfig()
+    ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
+    data: PreferenceDataConfig = PreferenceDataConfig(max_len=512)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads a reference."""
+        return choices.PREFERENCE_LOSSES[self.model.loss_type]
+
+    def derived_values(self) -> dict[str, Any]:
+        """The loss that --model.ipo_enable means."""
+        ipo = {"model.loss_type": "ipo"} if self.model.ipo_enable else {}
+        return super().derived_values() | ipo
+
+    def notices(self) -> Sentences:
+        """What the user may have to know of this resolved configuration."""
+        data = self.data
+        return [
+            (not (data.prompt_key or data.apply_chat_template),
+             "Without --data.prompt_key all of both texts is judged, the prompt too."),
+            *super().notices(),
+        ]
+
+    def mistakes(self) -> Sentences:
+        """What may be wrong with this resolved configuration."""
+        asked = self.given.get("model.loss_type", "ipo")
+        return [
+            *super().mistakes(),
+            (self.model.ipo_enable and asked != "ipo", f"--model.ipo_enable is not --model.loss_type {asked}: give one of them."),
+        ]
+
+
+class KTOLossConfig(Section):
+    """The loss of KTO."""
+    beta: float = option(0.01, "Strength of the reference.", gt=0)
+    desirable_weight: float = option(1.0, "Weight of desirable answers.", ge=0)
+    undesirable_weight: float = option(1.0, "Weight of undesirable answers.", ge=0)
+
+
+class KTODataConfig(PairColumns, ResponseDataConfig):
+    """Tokenizer and data."""
+    multiturn: ClassVar[bool] = False
+    label_key: str = option("label", "Column with 1 or true for a desirable answer, 0 or false for an undesirable one.")
+
+
+class KTOConfig(SupervisedConfig):
+    """KTO: from answers that are desirable or not."""
+    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_kto")
+    logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_kto"))
+    adam: shared.AdamConfig = shared.AdamConfig(lr=1e-5)
+    eval: shared.EvalConfig = shared.EvalConfig(split="test")
+    kto: KTOLossConfig = KTOLossConfig()
+    ref: ReferenceConfig = ReferenceConfig()
+    ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
+    data: KTODataConfig = KTODataConfig(input_template="User: {}\nAssistant: ")
+
+
+class KDLossConfig(Section):
+    """Distillation."""
+    teacher_model: str = required("Folder or hub name of the teacher, which has the student's vocabulary.", holds="model")
+    teacher_offload: bool = option(False, "Keep the teacher in CPU memory between uses.")
+    coef: float = option(0.4, "Weight of the teacher; the responses have the rest of 1.", ge=0, le=1)
+    top_k: int | None = option(None, "Learn its probabilities of so many tokens only; unset: of all.", ge=1)
+
+
+class KDConfig(SFTConfig):
+    """Knowledge distillation from a teacher."""
+    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_kd")
+    logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_kd"))
+    train: shared.TrainConfig = shared.TrainConfig()
+    eval: shared.EvalConfig = shared.EvalConfig(split="test")
+    kd: KDLossConfig = KDLossConfig()
+    data: SFTDataConfig = SFTDataConfig(input_template="User: {}\nAssistant: ", output_key="output")
+
+
+class PRMLossConfig(Section):
+    """Labels of steps."""
+    placeholder_token: str = required("Text after each step, one token.")
+    reward_tokens: tuple[str, ...] = option((), "Labels, one token each; for soft labels a right and a wrong one.")
+
+
+class PRMDataConfig(shared.OfflineDataConfig):
+    """Tokenizer and data."""
+    input_key: str = option("input", "Column with the text, a placeholder after each step.")
+    label_key: str = option("label", "Column with a list of labels: texts, or probabilities of a right step.")
+
+
+class PRMConfig(SupervisedConfig):
+    """Process reward model from labelled steps."""
+    effects: ClassVar[dict[str, str]] = {"!always": "data.input_template data.apply_chat_template data.tokenizer_chat_template"}
+
+    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_prm")
+    logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_prm"))
+    adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
+    train: shared.TrainConfig = shared.TrainConfig(micro_batch_size=1)
+    eval: shared.EvalConfig = shared.EvalConfig(split="test")
+    prm: PRMLossConfig = PRMLossConfig()
+    ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
+    data: PRMDataConfig = PRMDataConfig()
 
 
 class RMModelConfig(shared.ModelConfig):

@@ -1,18 +1,18 @@
 """Rows of human feedback: pairs of a preferred and a rejected text."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.evaluation import EvaluatedDataConfig
-from openrlhf.config.supervised import PreferenceDataConfig
+from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import check_columns, kind, notice, row_error, text_of
-from openrlhf.data.layouts import PairLayout, recognise
+from openrlhf.data.layouts import recognise
 from openrlhf.data.prompts import DATASOURCE
 from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
 from openrlhf.data.templates import Encoded, Message, Passage, cut, encode, fill_template, in_common, messages_of
@@ -29,7 +29,7 @@ FEATURES = Features(
         "cut": Value("bool"),
     }
 )
-PairSection = PreferenceDataConfig | EvaluatedDataConfig  # columns, templates and `max_len` of pairs
+PairSection = PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig  # columns, templates and `max_len` of pairs
 MARGIN = "margin"
 SAME_TEXT, TIE = "whose chosen and rejected text are the same", "that are ties"
 
@@ -53,6 +53,11 @@ class PairRow:
     prompt_length: int = 0
     margin: float = 0.0
     datasource: str = "default"
+    reference: Sequence[float] = ()  # Σ log π_ref of the two answers, once it is known
+
+    def with_reference(self, sums: Sequence[float]) -> Self:
+        """The same pair, with what the reference says of it."""
+        return replace(self, reference=sums)
 
 
 class PreferenceDataset(TokenizedRows[PairRow]):
@@ -89,25 +94,16 @@ class PreferenceDataset(TokenizedRows[PairRow]):
                 )
         if data.apply_chat_template:
             require_chat_template(tokenizer)
-        encoder = _Encoder(tokenizer=tokenizer, data=data, layout=layout, needs_prompt=needs_prompt)
+        self.tokenizer, self.data, self.layout, self.needs_prompt = tokenizer, data, layout, needs_prompt
         used = list(layout.columns) if layout else [name for name in flags.values() if name]
         used += [name for name in (MARGIN, DATASOURCE) if name in dataset.column_names]
         advice = "Look at --data.chosen_key, --data.rejected_key and --data.max_len."
-        super().__init__(PairRow, dataset, used, encoder, FEATURES, what="pair", advice=advice)
+        super().__init__(PairRow, dataset, used, self._encoded, FEATURES, what="pair", advice=advice)
         if cut_pairs := sum(self.rows["cut"]):
             self.summary += f" {cut_pairs} of the kept pairs were cut to {data.max_len} tokens (--data.max_len)."
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Encoder:
-    """Turns batches of columns into the columns of `FEATURES`."""
-
-    tokenizer: PreTrainedTokenizerBase
-    data: PairSection
-    layout: PairLayout | None
-    needs_prompt: bool
-
-    def __call__(self, columns: Columns) -> Columns:
+    def _encoded(self, columns: Columns) -> Columns:
+        """Batches of columns as the columns of `FEATURES`."""
         rows = [self.layout.pair(row) if self.layout else row for row in as_rows(columns)]
         pairs = [
             [self._text(row, key) for key in (self.data.chosen_key, self.data.rejected_key)] if row else []

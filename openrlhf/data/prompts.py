@@ -1,7 +1,6 @@
 """Rows of reinforcement learning: a rendered prompt, and the data that the reward needs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch.utils.data
@@ -39,10 +38,9 @@ class PromptDataset(torch.utils.data.Dataset[Prompt]):
         check_columns(dataset.column_names, columns)
         if data.apply_chat_template:
             require_chat_template(tokenizer)
+        self.tokenizer, self.data, self.image_key = tokenizer, data, image_key
         rows = number_rows(dataset)
-        renderer = _Renderer(tokenizer=tokenizer, data=data)
-        self._prompts = map_rows(rows, [data.input_key], renderer, FEATURES, "Rendering prompts")
-        self._label_key, self._image_key = data.label_key, image_key
+        self._prompts = map_rows(rows, [data.input_key], self._rendered, FEATURES, "Rendering prompts")
         wanted = (data.label_key, DATASOURCE, image_key, ROW)
         self._extras = rows.select_columns([name for name in rows.column_names if name in wanted])
 
@@ -54,20 +52,13 @@ class PromptDataset(torch.utils.data.Dataset[Prompt]):
         return Prompt(
             index=index,
             **self._prompts[index],
-            label=extras[self._label_key] if self._label_key else "",
+            label=extras[self.data.label_key] if self.data.label_key else "",
             datasource=str(extras.get(DATASOURCE) or "default"),
-            images=extras.get(self._image_key),
+            images=extras.get(self.image_key),
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Renderer:
-    """Turns batches of the input column into the columns of `FEATURES`."""
-
-    tokenizer: PreTrainedTokenizerBase
-    data: PromptSection
-
-    def __call__(self, columns: Columns) -> Columns:
+    def _rendered(self, columns: Columns) -> Columns:
+        """Batches of the input column as the columns of `FEATURES`."""
         rows = as_rows(columns)
         prompts = encode(self.tokenizer, [self._text(row) for row in rows])
         for row, prompt in zip(rows, prompts, strict=True):

@@ -75,7 +75,8 @@ class TokenizedRows(torch.utils.data.Dataset[Row]):
         if not counts[""]:
             raise DataError(f"No {what} is left to train on: {self.summary} {advice}")
         self.rows = mapped.select([number for number, reason in enumerate(reasons) if not reason])
-        self._row, self._fields = row, self.rows.select_columns([field.name for field in fields(row)])
+        self._row = row
+        self._fields = self.rows.select_columns([field.name for field in fields(row) if field.name in features])
 
     def __len__(self) -> int:
         return len(self.rows)

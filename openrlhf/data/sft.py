@@ -1,13 +1,13 @@
 """Rows of supervised fine-tuning: the text, its tokens, and the tokens that are learned."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.supervised import SFTDataConfig
+from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data.errors import check_columns, row_error, text_of
 from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
 from openrlhf.data.templates import Encoded, Passage, cut, encode, fill_template, messages_of, render_conversation
@@ -57,10 +57,12 @@ class SFTDataset(TokenizedRows[SFTRow]):
     def __init__(
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig, *, pretrain: bool = False
     ) -> None:
-        encoder = _Encoder(tokenizer=tokenizer, data=data, pretrain=pretrain)
-        columns = {"--data.input_key": data.input_key, "--data.output_key": encoder.output_key}
+        if pretrain:
+            data = replace(data, output_key=None, apply_chat_template=False)
+        encoder = Encoder(tokenizer=tokenizer, data=data, pretrain=pretrain)
+        columns = {"--data.input_key": data.input_key, "--data.output_key": data.output_key}
         check_columns(dataset.column_names, columns)
-        if encoder.chat:
+        if data.apply_chat_template:
             require_chat_template(tokenizer)
         used = [column for column in columns.values() if column]
         advice = "Look at --data.input_key, --data.output_key and --data.max_len."
@@ -70,22 +72,12 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Encoder:
+class Encoder:
     """Turns batches of columns into the columns of `FEATURES`."""
 
     tokenizer: PreTrainedTokenizerBase
-    data: SFTDataConfig
+    data: SFTDataConfig | KTODataConfig
     pretrain: bool
-
-    @property
-    def chat(self) -> bool:
-        """Whether rows are conversations."""
-        return self.data.apply_chat_template and not self.pretrain
-
-    @property
-    def output_key(self) -> str | None:
-        """The column with responses, or None."""
-        return None if self.pretrain else self.data.output_key
 
     def __call__(self, columns: Columns) -> Columns:
         passages = [self._passage(row) for row in as_rows(columns)]
@@ -98,12 +90,12 @@ class _Encoder:
 
     def _passage(self, row: Mapping[str, Any]) -> Passage | str:
         """The text and its targets, or the reason why the row is dropped."""
-        if self.chat:
+        if self.data.apply_chat_template:
             return self._conversation(row)
         prompt = text_of(row, self.data.input_key)
         if self.pretrain:
             return Passage(text=prompt, spans=[(0, len(prompt))], response=0)
-        response = text_of(row, self.output_key) if self.output_key else ""
+        response = text_of(row, self.data.output_key) if self.data.output_key else ""
         prompt = fill_template(self.data.input_template, prompt)
         if not prompt or not response:
             return NO_RESPONSE if prompt else NO_PROMPT
@@ -114,8 +106,8 @@ class _Encoder:
     def _conversation(self, row: Mapping[str, Any]) -> Passage | str:
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
         asked = len(messages)
-        if self.output_key:
-            messages += messages_of(row, self.output_key, role="assistant", flag="--data.output_key")
+        if self.data.output_key:
+            messages += messages_of(row, self.data.output_key, role="assistant", flag="--data.output_key")
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()
         if len(messages) < 2:

@@ -53,29 +53,19 @@ def _common(engine: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _zero(engine: DeepSpeedConfig, stage: int) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": stage}
-    if engine.overlap_comm and stage >= 2:
-        zero |= {"overlap_comm": True, "contiguous_gradients": True}
-    if stage == 3:
-        zero |= {
-            "reduce_scatter": True,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-        }
-    return zero
+    return {"stage": stage} | ({"overlap_comm": True} if engine.overlap_comm and stage >= 2 else {})
 
 
 def _offloaded(**parts: bool) -> dict[str, Any]:
     return {f"offload_{part}": {"device": "cpu"} for part, on in parts.items() if on}
 
 
-def fill_auto(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Replace `auto` bucket sizes of ZeRO 3 by the sizes that Transformers' integration uses for this hidden size."""
+def with_bucket_sizes(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
+    """The configuration; with ZeRO 3, bucket sizes are those of Transformers' integration for this hidden size."""
+    zero = config["zero_optimization"]
     sizes = {
         "reduce_bucket_size": hidden_size * hidden_size,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
-    zero = {k: sizes[k] if v == "auto" else v for k, v in config["zero_optimization"].items()}
-    return config | {"zero_optimization": zero}
+    return config | {"zero_optimization": zero | sizes if zero["stage"] == 3 else zero}

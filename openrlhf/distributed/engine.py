@@ -53,8 +53,10 @@ class StepResult:
 class TrainEngine:
     """A model in training: a DeepSpeed engine whose optimizer-step window is ours."""
 
-    def __init__(self, engine: Any, strategy: Strategy, name: str, *, sleeps: bool = False) -> None:
-        self.engine, self.strategy, self.name, self.sleeps = engine, strategy, name, sleeps
+    def __init__(self, engine: Any, strategy: Strategy, name: str) -> None:
+        self.engine, self.strategy, self.name = engine, strategy, name
+        self.sleeps = strategy.config.sleeps  # its training state is in CPU memory between uses
+        self.sharded = strategy.config.zero_stage == 3  # each rank has a part of every weight
         self._wrapped = ds_config.training_stage(strategy.config, strategy.layout.world_size) > 0
         self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped steps: all so far; since the last applied step
         # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
@@ -70,12 +72,8 @@ class TrainEngine:
         *,
         total_steps: int,
         name: str = "model",
-        sleeps: bool = False,
     ) -> Self:
-        """Load a model with `load` and give it an optimizer and a schedule. Error messages call the model `name`.
-
-        If it `sleeps`, its training state is in CPU memory between uses.
-        """
+        """Load a model with `load` and give it an optimizer and a schedule. Error messages call the model `name`."""
         config = ds_config.training_config(
             strategy.config, max_norm=optimizer.max_norm, ranks=strategy.layout.world_size
         )
@@ -87,7 +85,7 @@ class TrainEngine:
             optimizer=make_optimizer(module.named_parameters(), optimizer, offload=strategy.config.adam_offload),
             lr_scheduler=lambda wrapped: make_schedule(wrapped, optimizer, total_steps),
         )
-        return cls(engine, strategy, name, sleeps=sleeps)
+        return cls(engine, strategy, name)
 
     @property
     def module(self) -> nn.Module:
@@ -128,11 +126,6 @@ class TrainEngine:
     def hf(self) -> PreTrainedModel:
         """The Transformers model inside all wrappers. Exports and publications read its parameters."""
         return cast(PreTrainedModel, self.module.get_submodule("hf"))
-
-    @property
-    def sharded(self) -> bool:
-        """Whether each rank has a part of every weight."""
-        return self.strategy.config.zero_stage == 3
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
@@ -175,14 +168,12 @@ class TrainEngine:
         self, window: Sequence[M], before: Callable[[M], tuple[M, Totals]], rounds: int
     ) -> tuple[list[M], dict[str, float]]:
         """`before` over the window, without gradient and dropout. Every rank calls `before` `rounds` times."""
-        self.module.eval()
-        with torch.no_grad():
+        with self.evaluating(), torch.no_grad():
             seen = [before(window[min(turn, len(window) - 1)]) for turn in range(rounds)][: len(window)]
-        self.module.train()
         return [micro for micro, _ in seen], self._summed([numbers for _, numbers in seen])
 
     def _summed(self, numbers: Sequence[Totals]) -> dict[str, float]:
-        """The sums of the numbers by name, over the window and all ranks."""
+        """The sums of the numbers by name, over the parts of all ranks. Collective."""
         names = sorted(numbers[0])
         sums = [math.fsum(part[name] for part in numbers) for name in names]
         return dict(zip(names, self.strategy.all_reduce(sums), strict=True)) if names else {}

@@ -36,14 +36,10 @@ class Strategy:
             backend = "nccl" if self.kind == "cuda" else "gloo"
             deepspeed.init_distributed(backend, timeout=COLLECTIVE_TIMEOUT, verbose=False)
         self.rank, self.layout = dist.get_rank(), RankLayout(dp=dist.get_world_size())
+        self.is_main = self.rank == 0  # this process writes, prints and decides
         self.dp_rank, self.dp_size = self.layout.place(self.rank).dp, self.layout.dp
         seed = self.layout.noise_seed(seed, self.rank)
         enable_full_determinism(seed) if full_determinism else set_seed(seed)
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes, prints and decides."""
-        return self.rank == 0
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         """Sums over the data slices, or `max` or `min` over all ranks, of a few numbers.
@@ -82,7 +78,7 @@ class Strategy:
     def frozen(self, load: Callable[[], nn.Module], *, offload: bool = False) -> nn.Module:
         """Load a model with `load` for forwards only. Under ZeRO 3 it is sharded like the trained model.
 
-        With `offload` its weights are in CPU memory: use it within `lent`.
+        With `offload` its weights are in CPU memory.
         """
         config = ds_config.inference_config(self.config, offload=offload)
         with self.loading(config):
@@ -94,22 +90,30 @@ class Strategy:
         engine.eval()  # returns None, unlike the method of a module
         return engine
 
-    @contextmanager
-    def lent(self, model: nn.Module, *, offload: bool) -> Iterator[None]:
-        """Within it, a frozen model is on the device. ZeRO 3 brings single layers by itself."""
-        moves = offload and self.config.zero_stage != 3
-        if moves:
-            model.to(self.device)
-        try:
-            yield
-        finally:
-            if moves:
-                model.to("cpu")
+
+class FrozenModel:
+    """A frozen model. If it is offloaded, it is on the device from a use until `rest`; ZeRO 3 brings single layers by itself."""
+
+    def __init__(self, strategy: Strategy, load: Callable[[], nn.Module], *, offload: bool = False) -> None:
+        self._module, self._device = strategy.frozen(load, offload=offload), strategy.device
+        self._moves = offload and strategy.config.zero_stage != 3
+
+    def on_device(self) -> nn.Module:
+        """The model, where it can be called."""
+        return self._module.to(self._device) if self._moves else self._module
+
+    def __call__(self, *args: Any) -> Any:
+        return self.on_device()(*args)
+
+    def rest(self) -> None:
+        """Make room for others."""
+        if self._moves:
+            self._module.to("cpu")
 
 
 def initialize(config: dict[str, Any], module: nn.Module, **parts: Any) -> Any:
     """A DeepSpeed engine. DeepSpeed's printed reports about memory are dropped."""
     model_config: Any = module.config
-    filled = ds_config.fill_auto(config, model_config.get_text_config().hidden_size)
+    sized = ds_config.with_bucket_sizes(config, model_config.get_text_config().hidden_size)
     with redirect_stdout(io.StringIO()):
-        return deepspeed.initialize(model=module, config=filled, **parts)[0]
+        return deepspeed.initialize(model=module, config=sized, **parts)[0]

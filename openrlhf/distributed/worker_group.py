@@ -170,18 +170,9 @@ class WorkerGroup:
     """The workers of one role, one per rank of their host group."""
 
     def __init__(self, hosts: HostHandles, role: str) -> None:
-        self.hosts = hosts
-        self.role = role
-
-    @property
-    def layout(self) -> RankLayout:
-        """The ranks of the role."""
-        return self.hosts.layout
-
-    @property
-    def slices(self) -> int:
-        """Number of data slices into which a batch is cut for this role."""
-        return self.layout.dp
+        self.hosts, self.role, self.layout = hosts, role, hosts.layout
+        self.slices = self.layout.dp  # into which a batch is cut for this role
+        self._ranks = range(self.layout.world_size)
 
     def create(self, worker: type, settings: Any) -> list[Call]:
         """Create the role's worker in every process."""
@@ -205,10 +196,6 @@ class WorkerGroup:
         """Call `method` on every rank with the same arguments."""
         with self.hosts.ordering:
             return [self._call(rank, method, *args) for rank in self._ranks]
-
-    @property
-    def _ranks(self) -> range:
-        return range(self.layout.world_size)
 
     def _call(self, rank: int, method: Callable[..., Any], *args: Any) -> Call:
         return self.hosts.call(rank, "call", self.role, method.__name__, *args)

@@ -2,7 +2,7 @@
 
 import asyncio
 from contextlib import closing
-from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,25 +10,14 @@ from openrlhf.agents.play import AgentEpisodes
 from openrlhf.launch import settings
 
 
-def make_agents(
-    config: settings.Sampling,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    needs_reward: bool = True,
-    log_dir: Path | None = None,
-) -> AgentEpisodes | None:
-    """The agents of --train.agent_func_path, or None. Their processes start with their first episodes."""
-    if not config.train.agent_func_path:
+def make_agents(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, **more: Any) -> AgentEpisodes | None:
+    """The agents of --train.agent_func_path, or None. Their processes start with their first episodes.
+
+    `more`: the optional arguments of `AgentEpisodes`.
+    """
+    if not (file := config.train.agent_func_path):
         return None
-    return AgentEpisodes(
-        config.train.agent_func_path,
-        tokenizer,
-        config.rollout,
-        config.reward,
-        max_length=config.data.max_len,
-        needs_reward=needs_reward,
-        log_dir=log_dir,
-    )
+    return AgentEpisodes(file, tokenizer, config.rollout, config.reward, max_length=config.data.max_len, **more)
 
 
 def check_agents(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -39,19 +39,20 @@ SAMPLING = (
 Identity = dict[str, Any]
 
 
-def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows) -> Identity:
-    """The identity of an offline run."""
+def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows, *, model: str | None = None) -> Identity:
+    """The identity of an offline run; with another `model`, of what that model would say of the rows."""
     config = task.config
 
     def columns(row: int) -> list[Any]:
         return [column.tolist() for column in vars(task.collate([rows[row]])).values() if isinstance(column, Tensor)]
 
-    model, flags = config.model, ("train.batch_size", "train.seed", *task.objective)
+    flags = ("train.batch_size", "train.seed", *task.objective)
+    path, trusted = model or config.model.model_name_or_path, config.model.trust_remote_code
     return {
         "task": task.name,
         **_values(config, flags),
         "rows of --data.dataset, tokenized": of_rows(len(rows), columns),
-        "--model.model_name_or_path": of_model(model.model_name_or_path, trust_remote_code=model.trust_remote_code),
+        "--model.model_name_or_path": of_model(path, trust_remote_code=trusted),
     }
 
 

@@ -16,8 +16,9 @@ from openrlhf.data.errors import DataError, notice
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.engine import TrainEngine
-from openrlhf.distributed.strategy import Strategy
+from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.launch.identity import Identity, offline_identity
+from openrlhf.launch.precompute import with_reference
 from openrlhf.models.loading import configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
 from openrlhf.observability.recorder import Recorder
@@ -56,6 +57,10 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     checkpoints = CheckpointManager.of(config.ckpt, [""])
     checkpoint = to_continue(config, checkpoints, strategy, identity) if config.ckpt.load_enable else None
     engine = load_models(task, strategy, total_steps)
+    if task.precomputes:
+        train_rows = with_reference(task, train_rows, strategy)
+        eval_rows = with_reference(task, eval_rows, strategy) if eval_rows else None
+        task.frozen = {}
     run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
     resume_step = checkpoint and checkpoint.state.step
     recorder = Recorder(config, run_dir, resume_step=resume_step) if strategy.is_main else None
@@ -101,9 +106,12 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
     Raises ModelError if a model fails the proof of its layout.
     """
     engine = TrainEngine.of(strategy, task.load_model, task.config, total_steps=total_steps)
-    task.frozen = {name: strategy.frozen(load) for name, load in task.frozen_models().items()}
-    for model in (engine.module, *task.frozen.values()):
-        prove_layout(model)
+    models = task.frozen_models().items()
+    task.frozen = {name: FrozenModel(strategy, load, offload=task.offloads) for name, load in models}
+    prove_layout(engine.module)
+    for frozen in task.frozen.values():
+        prove_layout(frozen.on_device())
+        frozen.rest()
     return engine
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -66,23 +67,14 @@ def check_language_model(config: settings.Sampling, path: str) -> None:
 
 
 def read_prompts(
-    config: settings.Sampling,
-    tokenizer: PreTrainedTokenizerBase,
-    spec: str,
-    *,
-    split: str,
-    max_samples: int,
-    probs: str | None = None,
-    image_key: str = "images",
+    config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, spec: str, *, image_key: str = "images", **part: Any
 ) -> PromptDataset:
-    """The prompts of a dataset, with the columns and templates of --data.*. Raises DataError."""
-    data, seed = config.data, config.train.seed
-    return PromptDataset(
-        load_datasets(spec, split=split, probs=probs, max_samples=max_samples, seed=seed, text=key_columns(data)),
-        tokenizer,
-        data,
-        image_key=image_key,
-    )
+    """The prompts of a dataset, with the columns and templates of --data.*. Raises DataError.
+
+    `part`: split, max_samples and probs of `load_datasets`.
+    """
+    rows = load_datasets(spec, seed=config.train.seed, text=key_columns(config.data), **part)
+    return PromptDataset(rows, tokenizer, config.data, image_key=image_key)
 
 
 def look_at_prompts(

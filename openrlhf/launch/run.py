@@ -124,9 +124,7 @@ class Run:
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
         config = self.config
         errors = ErrorBudget.of(config.reward)
-        models = None
-        if "reward" in groups:
-            models = RewardModels(groups["reward"], config.reward.weights or ())
+        models = RewardModels(groups["reward"], config.reward.weights or ()) if "reward" in groups else None
         generator = self._make_generator()
         stages = make_stages(config, groups)
         source = self._make_source(generator, models, stages, errors)
@@ -203,31 +201,19 @@ class Run:
         low, high = config.algo.dynamic_filtering_range
         keep = DynamicFilter(low=low, high=high) if config.algo.dynamic_filtering_enable else None
         scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)
+        common = self.data.train, generator, self.loop, settings.train_sampling(config), config.train
+        workers = config.data.dataloader_num_workers
         if config.train.async_enable:
             early = [stage for stage in stages if stage.writes != "old_logprobs"]  # π_old is the policy of the update
             scored = replace(scored, stages=early)
-            return AsyncSource(
-                self.data.train,
-                generator,
-                self.loop,
-                settings.train_sampling(config),
-                config.train,
-                keep=keep,
-                annotated=scored.of_group,
-                partial=config.train.partial_rollout_enable,
-                num_workers=config.data.dataloader_num_workers,
-            )
+            return AsyncSource(*common, keep=keep, annotated=scored.of_group, num_workers=workers)
         source = SyncSource(
-            self.data.train,
-            generator,
-            self.loop,
-            settings.train_sampling(config),
-            config.train,
+            *common,
             errors=errors,
             keep=keep,
             annotated=scored.of_group if keep else as_sampled,
             last_step=self.replay.last_step if self.replay else None,
-            num_workers=config.data.dataloader_num_workers,
+            num_workers=workers,
         )
         if self.replay and self.replay.last_step < source.total_steps:
             self.recorder.display.note(

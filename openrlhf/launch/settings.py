@@ -120,7 +120,6 @@ def trained_settings(config: PPOConfig, model: ActorConfig | CriticConfig, kind:
         max_nonfinite=train.max_nonfinite,
         aux_loss_coef=actor.aux_loss_coef,
         bucket_bytes=BUCKET_BYTES[kind],
-        sleeps=config.ds.sleeps,
         ema_beta=train.ema_beta if train.enable_ema and model is actor else None,
     )
 

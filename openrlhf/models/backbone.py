@@ -16,17 +16,20 @@ from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import ModelError
 
 
-class Decoded(NamedTuple):
-    """The output of a decoder over flat tokens."""
+class Outputs(NamedTuple):
+    """Numbers by place, and the load-balancing loss of a mixture of experts, if asked for.
 
-    states: Float[Tensor, "N H"]  # the last hidden state of every token
-    aux_loss: Float[Tensor, ""] | None  # the load-balancing loss of a mixture of experts, if asked for
+    A tuple, because the hooks of ZeRO 3 look into tuples.
+    """
+
+    values: Float[Tensor, "K ..."]
+    aux_loss: Float[Tensor, ""] | None = None
 
 
 def decode(
     decoder: Any, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"], *, packing: bool, balancing: bool = False
-) -> Decoded:
-    """Run the sequences. No sequence sees another, and the numbers are the same for packing and for padding.
+) -> Outputs:
+    """The last hidden state of every token. No sequence sees another, and the numbers are the same for packing and for padding.
 
     `decoder` is a Transformers model without its head. `packing`: all sequences as one row without padding.
     `balancing`: also compute the load-balancing loss of the routers over these tokens.
@@ -44,7 +47,7 @@ def decode(
             **asked,
         )
         states = output.last_hidden_state[0].to(tokens.device)  # a model on several devices leaves them on the last
-        return Decoded(states, _aux_loss(decoder, output.router_logits) if balancing else None)
+        return Outputs(states, _aux_loss(decoder, output.router_logits) if balancing else None)
     layout = Layout.of(offsets)
     output = decoder(
         input_ids=layout.gather(tokens),
@@ -55,9 +58,9 @@ def decode(
     )
     states = output.last_hidden_state.to(tokens.device)[layout.real]
     if not balancing:
-        return Decoded(states, None)
+        return Outputs(states)
     routed = [logits[layout.real.flatten()] for logits in output.router_logits]  # padding does not count
-    return Decoded(states, _aux_loss(decoder, routed))
+    return Outputs(states, _aux_loss(decoder, routed))
 
 
 def _aux_loss(decoder: Any, router_logits: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,7 @@
 """The output layer of a model: hidden states in; log-probabilities, entropies, logits or values out."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -28,11 +29,16 @@ class OutputHead(nn.Module):
         targets: Int[Tensor, " K"] | None = None,
         temperature: float = 1.0,
         entropy: bool = False,
+        reduce: Callable[[Tensor, slice], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities (K,) of `targets`, and entropies in nats if asked for; without targets the outputs (K, V).
 
+        With `reduce`: what it makes of the outputs of each chunk of rows.
+
         Log-probabilities hold the logits of one chunk at a time. The backward computes the logits again.
         """
+        if reduce:
+            return self.reduced(hidden, reduce), None
         if targets is None:
             return self._outputs(hidden), None
         if not self._is_plain:
@@ -51,6 +57,17 @@ class OutputHead(nn.Module):
             return self.layer(hidden).to(wide)
         bias = None if self.layer.bias is None else self.layer.bias.to(hidden.device, wide)
         return linear(hidden.to(wide), self.layer.weight.to(hidden.device, wide), bias)
+
+    def reduced(self, hidden: Float[Tensor, "K H"], reduce: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """What `reduce` makes of the logits (k, V), in float32, of each chunk of rows. The backward computes the logits again."""
+
+        def of_chunk(states: Tensor, rows: slice) -> Tensor:
+            return reduce(self._outputs(states), rows)
+
+        chunks = list(row_chunks(len(hidden), self.layer.out_features)) or [slice(0, 0)]
+        return torch.cat(
+            [cast(Tensor, checkpoint(of_chunk, hidden[rows], rows, use_reentrant=False)) for rows in chunks]
+        )
 
     def _adapted_scores(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool

@@ -1,5 +1,6 @@
 """A causal language model as a function from tokens to the log-probabilities of the tokens."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from openrlhf.models.backbone import HeadedModel
+from openrlhf.models.backbone import HeadedModel, Outputs
 from openrlhf.models.head import OutputHead, preceding
 from openrlhf.models.loading import reject_transformed_logits
 
@@ -56,3 +57,23 @@ class PolicyModel(HeadedModel):
             entropy=None if entropies is None else blank.index_put((places,), entropies),
             aux_loss=aux_loss,
         )
+
+
+class LogitModel(PolicyModel):
+    """A language model that gives what a function makes of its logits, a chunk of places at a time."""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        tokens: Int[Tensor, " N"],
+        offsets: Int[Tensor, " B+1"],
+        at: Bool[Tensor, " N"],
+        reduce: Callable[[Tensor, slice], Tensor] | None = None,
+    ) -> Outputs | TokenScores:
+        """`reduce(logits (k, V), rows)` of the places `at`, whose logits are about the token after each; all chunks together.
+
+        Without `reduce`, a policy.
+        """
+        if reduce is None:
+            return super().forward(tokens, offsets, at)
+        hidden, aux_loss = self.decode(tokens, offsets)
+        return Outputs(self.head(hidden[at], reduce=reduce)[0], aux_loss)

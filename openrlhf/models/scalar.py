@@ -7,7 +7,7 @@ They are stored as Transformers' sequence classification models with one label, 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -17,18 +17,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.models import loading
-from openrlhf.models.backbone import HeadedModel
+from openrlhf.models.backbone import HeadedModel, Outputs
 from openrlhf.models.head import OutputHead, preceding
 from openrlhf.models.loading import LoadSpec, ModelError, configuration, end_tokens
 
 NATIVE_HEAD = "score"  # what Transformers calls the head
-
-
-class TokenValues(NamedTuple):
-    """The head's output at every token, which judges the sequence up to and with this token. Float32."""
-
-    values: Float[Tensor, " N"]
-    aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
 
 
 class ScalarModel(HeadedModel):
@@ -53,11 +46,11 @@ class ScalarModel(HeadedModel):
         self.mean, self.std = _scale(mean, std)
         self.config.update({"mean": self.mean, "std": self.std})
 
-    def forward(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> TokenValues:
-        """The value of every prefix of every sequence."""
+    def forward(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Outputs:
+        """The value of every prefix of every sequence, at its last token. Float32."""
         hidden, aux_loss = self.decode(tokens, offsets)
         values = self.head(hidden)[0][:, 0]
-        return TokenValues((values - self.mean) / self.std if self.normalize else values, aux_loss)
+        return Outputs((values - self.mean) / self.std if self.normalize else values, aux_loss)
 
 
 def last_token_scores(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Float[Tensor, " B"]:

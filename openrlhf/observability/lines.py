@@ -125,7 +125,7 @@ def clock_time(duration: float) -> str:
 
 _SHOWN: Sequence[tuple[tuple[str, ...], Callable[[float], str], Part]] = (  # the first name that was logged, its form
     (("train/reward", "rollout/reward_mean"), "{:6.3f}".format, Part(label="reward")),
-    (("train/gpt_loss", "train/loss"), "{:6.3f}".format, Part(label="loss")),
+    (("train/gpt_loss", "train/loss", "train/kto_loss", "train/prm_loss"), "{:6.3f}".format, Part(label="loss")),
     (("train/acc",), percent, Part(label="accuracy")),
     (("train/kl",), "{:7.4f}".format, Part(label="kl", rank=1)),
     (("train/entropy_loss",), "{:6.3f}".format, Part(label="entropy", rank=5)),

@@ -1,10 +1,11 @@
 """Asynchronous training: samples are generated while the loop trains on earlier ones."""
 
 import asyncio
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from openrlhf.rollout.background import CLOSE_S
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import Group, Request
 from openrlhf.trainers.capacity import Capacity, Held
-from openrlhf.trainers.sources import PromptSource
+from openrlhf.trainers.sources import Source
 from openrlhf.trajectory import Prompt, Trajectory
 
 
@@ -27,22 +28,21 @@ class Started(Held):
 
 
 @dataclass(eq=False, repr=False)
-class AsyncSource(PromptSource):
+class AsyncSource(Source):
     """Keeps as many prompts in generation as `Capacity` allows, and gives the loop finished ones.
 
     Everything but `__iter__` and `publishing` happens in the event loop. Prompts start in their order; an epoch follows
-    the other without a break. `partial`: samples under way go on under new weights. Otherwise a publication waits for
-    them, and every sample has one version. `consumed`: prompts drawn.
+    the other without a break. With --train.partial_rollout_enable, samples under way go on under new weights. Otherwise
+    a publication waits for them, and every sample has one version. `consumed`: prompts drawn.
     """
-
-    _: KW_ONLY
-    partial: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.rule = Capacity(
             batch=self.spec.rollout.batch_size, queue=self.train.async_queue_size, staleness=self.train.max_staleness
         )
+        self.total_prompts = len(self.prompts) * self.train.num_episodes
+        self.total_steps = math.ceil(self.total_prompts / self.rule.batch)
         self.version = 0  # of the engines' weights
         self.held: list[Started] = []
         self._left = self._prompts()
@@ -51,16 +51,6 @@ class AsyncSource(PromptSource):
         self._changed = asyncio.Event()
         self._lags: Counter[int] = Counter()
         self._waiting = 0  # finished prompts when the last step was taken
-
-    @property
-    def total_prompts(self) -> int:
-        """Prompts of all epochs."""
-        return len(self.prompts) * self.train.num_episodes
-
-    @property
-    def total_steps(self) -> int:
-        """Number of steps of the whole run; an upper limit if prompts are filtered."""
-        return -(-self.total_prompts // self.rule.batch)
 
     @property
     def exhausted(self) -> bool:
@@ -151,14 +141,14 @@ class AsyncSource(PromptSource):
 
     @contextmanager
     def publishing(self, version: int) -> Iterator[None]:
-        """Within it, no prompt starts; unless samples may be `partial`, none is under way either."""
+        """Within it, no prompt starts; without --train.partial_rollout_enable, none is under way either."""
         self.loop.run(self._hold(), self.train.step_timeout)
         yield
         self.loop.run(self._go_on(version), self.train.step_timeout)
 
     async def _hold(self) -> None:
         self._publishing = True
-        if not self.partial:
+        if not self.train.partial_rollout_enable:
             await asyncio.gather(*self._tasks)
 
     async def _go_on(self, version: int) -> None:

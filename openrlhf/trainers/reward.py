@@ -16,8 +16,8 @@ from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.observability.metrics import Deviation, Mean, Metric
+from openrlhf.trainers.referenced import pair_metrics
 from openrlhf.trainers.tasks import OfflineTask, load_spec, offline_task
-from openrlhf.workers.base import MicroBatchLimits, balancing_term
 
 MEASURED = 0.01  # of the training rows, whose rewards are measured if there is no evaluation set
 
@@ -28,6 +28,7 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
 
     root: ClassVar = RMConfig
     padding_side: ClassVar = "left"
+    together: ClassVar = 2
     objective: ClassVar = ("model.loss_type", "model.margin_loss_enable", "model.aux_loss_coef")
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
@@ -55,13 +56,8 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
 
     def collate(self, rows: Sequence[PairRow]) -> Pairs:
         """Rows of the dataset as one ragged batch."""
-        sequences = [tokens for row in rows for tokens in (row.chosen, row.rejected)]
-        return Pairs.of(sequences, margins=torch.tensor([row.margin for row in rows]).repeat_interleave(2))
-
-    def micro_batches(self, batch: Pairs, limits: MicroBatchLimits) -> list[Pairs]:
-        """The batch in parts that keep pairs together. A limit of rows counts pairs."""
-        cut = limits.cut(batch.lengths.view(-1, 2).amax(1))
-        return batch.split([[2 * pair + side for pair in part for side in (0, 1)] for part in cut])
+        texts = [tokens for row in rows for tokens in (row.chosen, row.rejected)]
+        return Pairs.of(texts, margins=torch.tensor([row.margin for row in rows]).repeat_interleave(2))
 
     def counts(self, micro: Pairs) -> dict[str, float]:
         """The number of pairs, which is the denominator."""
@@ -71,23 +67,12 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
         """This micro-batch's part of the mean over the window's pairs, and its metrics."""
         outputs = model(micro.tokens, micro.offsets)
         scores = last_token_scores(outputs.values, micro.offsets)
-        chosen, rejected = scores[0::2], scores[1::2]
         model_config = self.config.model
         with_margin = model_config.margin_loss_enable and model_config.loss_type == "sigmoid"  # logexp has no margin
-        losses = log_sigmoid(chosen, rejected, micro.margins[0::2] if with_margin else None)
-        summed, pairs, seen = losses.sum(), len(losses), scores.detach()
-        loss, accuracy = Mean(float(summed.detach()), pairs), Mean(float((chosen > rejected).sum()), pairs)
-        metrics: dict[str, Metric] = {
-            "train/loss": loss,
-            "train/acc": accuracy,
-            "train/loss_mean": loss,  # the same under the names of old dashboards
-            "train/acc_mean": accuracy,
-            "train/chosen_reward": Mean(float(chosen.detach().sum()), pairs),
-            "train/reject_reward": Mean(float(rejected.detach().sum()), pairs),
-            "rewards": Deviation.of(seen.double().tolist()),
-        }
-        balance, balance_metrics = balancing_term(outputs.aux_loss, self.config.model.aux_loss_coef, pairs)
-        return (summed + balance) / totals["pairs"], metrics | balance_metrics
+        losses = log_sigmoid(scores[0::2], scores[1::2], micro.margins[0::2] if with_margin else None)
+        rewards = scores.detach()
+        metrics = pair_metrics(losses, rewards) | {"rewards": Deviation.of(rewards.double().tolist())}
+        return self.share(losses.sum(), outputs.aux_loss, len(losses), totals["pairs"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Loss, accuracy, and the mean and unbiased standard deviation of all rewards, chosen and rejected."""

@@ -12,15 +12,12 @@ from openrlhf.config.supervised import SFTConfig
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset, SFTRow
-from openrlhf.models.loading import check_is_causal, load_causal_lm
-from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.tasks import OfflineTask, load_spec, offline_task
-from openrlhf.workers.base import balancing_term
+from openrlhf.trainers.tasks import LanguageTask, offline_task
 
 
 @offline_task("sft")
-class SFTTask(OfflineTask[SFTConfig, SFTRow, TokenRows]):
+class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
     """ℓ_t = −log π(token_t) for target tokens, mean over the window's target tokens of all ranks."""
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
@@ -28,18 +25,9 @@ class SFTTask(OfflineTask[SFTConfig, SFTRow, TokenRows]):
         config = self.config
         return SFTDataset(dataset, tokenizer, config.data, pretrain=config.model.pretrain_mode_enable)
 
-    def check_model(self) -> None:
-        """Raise ModelError unless the stored configuration is of a language model that can be trained here."""
-        check_is_causal(load_spec(self.config))
-
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """The format of prompts; None for plain text, which has no prompts."""
         return None if self.config.model.pretrain_mode_enable else super().text_format(tokenizer, ending)
-
-    def load_model(self) -> PolicyModel:
-        """A causal language model."""
-        spec, balancing = load_spec(self.config), self.config.model.aux_loss_coef > 0
-        return PolicyModel(load_causal_lm(spec), packing=spec.packing, balancing=balancing)
 
     def collate(self, rows: Sequence[SFTRow]) -> TokenRows:
         """Rows of the dataset as one ragged batch."""
@@ -56,8 +44,7 @@ class SFTTask(OfflineTask[SFTConfig, SFTRow, TokenRows]):
         seen = float(micro.loss_mask.sum())
         mean = Mean(float(summed.detach()), seen)
         metrics: dict[str, Metric] = {"train/gpt_loss": mean, "train/loss_mean": mean}  # names of old dashboards
-        balance, balance_metrics = balancing_term(scores.aux_loss, self.config.model.aux_loss_coef, seen)
-        return (summed + balance) / totals["tokens"], metrics | balance_metrics
+        return self.share(summed, scores.aux_loss, seen, totals["tokens"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """The evaluation loss. Its name with a space is the reference's, which dashboards use."""

@@ -1,12 +1,13 @@
 """The source of the trajectories of each step."""
 
 import logging
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
 
 from torch.utils.data import DataLoader
 
@@ -24,40 +25,12 @@ logger = logging.getLogger(__name__)
 READ_TOGETHER = 64  # prompts
 
 
-class Source(Protocol):
-    """The loop's only view of generation: batches of finished groups, and how far the prompts are used up."""
-
-    keep: DynamicFilter | None
-    step: int  # steps handed out
-    consumed: int  # prompts, in the order of the run; kept in checkpoints
-
-    @property
-    def total_steps(self) -> int: ...  # of the whole run, at most: filtering may use up the prompts earlier
-
-    @property
-    def epoch(self) -> int: ...  # of the next prompt, from 0
-
-    @property
-    def exhausted(self) -> bool: ...  # no prompt is left
-
-    def resume(self, *, step: int, consumed: int, folder: Path) -> None: ...  # `step` steps have had so many prompts
-
-    def save(self, folder: Path) -> None: ...  # what has been drawn and not been trained on
-
-    def metrics(self) -> dict[str, Metric]: ...  # the cost of generation since the last call
-
-    def publishing(self, version: int) -> AbstractContextManager[None]: ...  # within it, the weights are published
-
-    def __iter__(self) -> Iterator[list[Trajectory]]: ...  # the batch of each step that is left
-
-    def close(self) -> None: ...  # end what is under way
-
-
 @dataclass(eq=False, repr=False)
-class PromptSource:
-    """What every source has: the prompts in the order of the run, and what makes judged groups of them.
+class Source(ABC):
+    """The loop's only view of generation: the batch of each step that is left, and how far the prompts are used up.
 
-    `annotated` adds the scores that the filter `keep` reads. `consumed`: prompts drawn, or had by steps, over all epochs.
+    `annotated` adds the scores that the filter `keep` reads. `consumed`: prompts drawn, or had by steps, over all epochs;
+    kept in checkpoints. `total_steps`: of the whole run, at most: filtering may use up the prompts earlier.
     """
 
     prompts: PromptDataset
@@ -69,9 +42,33 @@ class PromptSource:
     keep: DynamicFilter | None = None
     annotated: Annotate = as_sampled
     num_workers: int = 0
+    total_steps: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.step = self.consumed = 0  # steps handed out; prompts
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[list[Trajectory]]:
+        """The batch of each step that is left."""
+
+    @property
+    @abstractmethod
+    def exhausted(self) -> bool:
+        """Whether no prompt is left."""
+
+    def resume(self, *, step: int, consumed: int, folder: Path) -> None:
+        """Continue after `step`, when `consumed` prompts had been used. `folder`: where `save` wrote."""
+        self.step, self.consumed = step, consumed
+
+    def save(self, folder: Path) -> None:  # noqa: B027 — a source may have nothing to keep
+        """Write what has been drawn and not been trained on; by default nothing, because it is drawn again."""
+
+    def publishing(self, version: int) -> AbstractContextManager[None]:
+        """Within it, the weights are published. By default, no sample is under way between two steps."""
+        return nullcontext()
+
+    def close(self) -> None:  # noqa: B027 — or to end
+        """End what is under way."""
 
     @property
     def epoch(self) -> int:
@@ -108,7 +105,7 @@ class PromptSource:
 
 
 @dataclass(eq=False, repr=False)
-class SyncSource(PromptSource):
+class SyncSource(Source):
     """Generates when the loop asks for a step and no finished step is waiting, with the weights of the last publication.
 
     `batch_size`: prompts per step, without rejected prompts; the last batch of an epoch may be short. `at_once`: prompts
@@ -125,17 +122,8 @@ class SyncSource(PromptSource):
         super().__post_init__()
         self.batch_size = self.spec.rollout.batch_size
         self.at_once = self.spec.rollout.vllm_generate_batch_size or self.batch_size
+        self.total_steps = math.ceil(len(self.prompts) / self.batch_size) * self.train.num_episodes
         self._drawn = 0  # prompts handed to the generator, over all epochs
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches per epoch."""
-        return -(-len(self.prompts) // self.batch_size)
-
-    @property
-    def total_steps(self) -> int:
-        """Number of steps of the whole run; an upper limit if prompts are filtered."""
-        return self.steps_per_epoch * self.train.num_episodes
 
     @property
     def exhausted(self) -> bool:
@@ -148,20 +136,6 @@ class SyncSource(PromptSource):
         for prompt in self.rest_of_epoch(self._drawn):
             self._drawn += 1
             yield prompt
-
-    def resume(self, *, step: int, consumed: int, folder: Path) -> None:
-        """Continue after `step`, when `consumed` prompts had been used."""
-        self.step, self.consumed = step, consumed
-
-    def save(self, folder: Path) -> None:
-        """Nothing: what has been drawn and not been trained on is drawn again."""
-
-    def publishing(self, version: int) -> AbstractContextManager[None]:
-        """No sample is under way between two steps."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """Nothing is under way between two steps."""
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         while not self.exhausted:

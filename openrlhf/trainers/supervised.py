@@ -66,7 +66,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         result = self.engine.optimize(
             window,
             counts=self.task.counts,
-            loss=lambda micro, totals: self.task.loss(self.engine, micro.to(self.strategy.device), totals),
+            loss=self._loss,
             before=lambda micro: self.task.before(self.engine, micro.to(self.strategy.device)),
             max_nonfinite=self.train.max_nonfinite,
         )
@@ -77,6 +77,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
             "train/nonfinite_steps": Max(float(self.engine.nonfinite_steps)),
         }
         self.after_step(result.metrics | numbers)
+
+    def _loss(self, micro: Micro, totals: Mapping[str, float]) -> tuple[torch.Tensor, dict[str, Metric]]:
+        for frozen in self.task.frozen.values():
+            frozen.rest()  # the first pass is over
+        return self.task.loss(self.engine, micro.to(self.strategy.device), totals)
 
     def windows(self) -> Iterator[list[Micro]]:
         """This rank's micro-batches of each remaining optimizer step."""
@@ -90,7 +95,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 consumed=self.step * self.train.batch_size,
             )
             for rows in self._loader(self.train_rows, sampler, self.train.batch_size // self.strategy.dp_size):
-                batch = self.task.collate(rows)
+                batch = self.task.collate(self.task.of_window(rows, self.strategy))
                 yield self.task.micro_batches(batch, self.limits)
                 if self.best.exhausted:
                     break
@@ -131,15 +136,20 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.save(best=True)
 
     def measure(self) -> dict[str, float]:
-        """The task's metrics over all evaluation rows, each row counted once. Collective over the ranks."""
+        """The task's metrics over all evaluation rows, each row counted once. Collective over the ranks.
+
+        As in training, a first pass over all rows comes before the losses.
+        """
         model = self.engine.module.eval()
-        parts: list[dict[str, Metric]] = []
         with torch.no_grad():
-            for rows, counts in self._evaluation_batches():
-                micro = self.task.collate(rows).to(self.strategy.device)
-                micro, numbers = self.task.before(self.engine, micro)
-                _, metrics = self.task.loss(self.engine, micro, {**self.task.counts(micro), **numbers})
-                parts += [metrics] if counts else []
+            seen = [
+                (self.task.before(self.engine, self.task.collate(rows).to(self.strategy.device)), counts)
+                for rows, counts in self._evaluation_batches()
+            ]
+            every = [{**self.task.counts(micro), **numbers} for (micro, numbers), counts in seen if counts]
+            every = [part for rank in self.strategy.gather(every) for part in rank]
+            totals = {name: math.fsum(part[name] for part in every) for name in (every[0] if every else ())}
+            parts = [metrics for (micro, _), counts in seen for _, metrics in [self._loss(micro, totals)] if counts]
         model.train()
         merged = merge_all(part for rank in self.strategy.gather(parts) for part in rank)
         numbers = values(self.task.evaluation_names(merged))
@@ -156,12 +166,12 @@ class SupervisedTrainer(Generic[Row, Micro]):
         sampler = ResumableSampler(
             len(self.eval_rows), seed=0, shuffle=False, dp_rank=self.strategy.dp_rank, dp_size=ranks, drop_last=False
         )
-        rows = [self.eval_rows[0]]
-        for rows in self._loader(self.eval_rows, sampler, size):
-            yield rows, True
+        mine = [row for rows in self._loader(self.eval_rows, sampler, size) for row in rows]
+        mine = self.task.of_window(mine, self.strategy)
+        yield from [(list(mine[start : start + size]), True) for start in range(0, len(mine), size)]
+        missing = math.ceil(math.ceil(len(self.eval_rows) / ranks) / size) - math.ceil(len(mine) / size)
         if self.strategy.config.zero_stage == 3:
-            most = math.ceil(len(self.eval_rows) / ranks)
-            yield from [(rows, False)] * (math.ceil(most / size) - math.ceil(len(sampler) / size))
+            yield from [([self.eval_rows[0]], False)] * missing
 
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint of the current state. Collective over the ranks."""

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -12,9 +13,11 @@ from openrlhf.batches import Ragged
 from openrlhf.config.supervised import SFTConfig, SupervisedConfig
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
-from openrlhf.models.loading import LoadSpec, configuration
+from openrlhf.distributed.strategy import FrozenModel, Strategy
+from openrlhf.models.loading import LoadSpec, check_is_causal, configuration, load_causal_lm
+from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Metric
-from openrlhf.workers.base import MicroBatchLimits
+from openrlhf.workers.base import MicroBatchLimits, balancing_term
 
 Config = TypeVar("Config", bound=SupervisedConfig)
 Row = TypeVar("Row")
@@ -39,11 +42,12 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     name: ClassVar[str] = ""  # the verb, set by `offline_task`
     root: ClassVar[type[SupervisedConfig]] = SFTConfig  # the flags
     padding_side: ClassVar[str] = "right"
+    together: ClassVar[int] = 1  # neighbouring rows of a batch that stay in one micro-batch
     objective: ClassVar[tuple[str, ...]] = ("model.aux_loss_coef",)  # flags; a resumed run needs the same values
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.frozen: Mapping[str, Any] = {}  # the models of `frozen_models`, loaded before training begins
+        self.frozen: Mapping[str, FrozenModel] = {}  # the models of `frozen_models`, loaded before training begins
 
     @abstractmethod
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
@@ -61,13 +65,28 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         """Functions that load the models needed besides the trained model, by their names in `self.frozen`."""
         return {}
 
+    @property
+    def precomputes(self) -> bool:
+        """Whether the rows get what the frozen models say of them before the training, and the models go."""
+        return False
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the frozen models are in CPU memory but for the first pass over an optimizer step."""
+        return False
+
     @abstractmethod
     def collate(self, rows: Sequence[Row]) -> Micro:
         """Rows of the dataset as one ragged batch."""
 
+    def of_window(self, rows: Sequence[Row], strategy: Strategy) -> Sequence[Row]:
+        """This rank's rows of an optimizer step, or of an evaluation, perhaps changed by the rows of the others. Collective."""
+        return rows
+
     def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
-        """The batch in parts. By default any rows may be in one part."""
-        return batch.split(limits.cut(batch.lengths))
+        """The batch in parts. A limit of rows counts groups of rows that stay `together`."""
+        size, cut = self.together, limits.cut(batch.lengths.view(-1, self.together).amax(1))
+        return batch.split([[size * group + row for group in part for row in range(size)] for part in cut])
 
     def before(self, model: Any, micro: Micro) -> tuple[Micro, Mapping[str, float]]:
         """A first pass over every micro-batch of an optimizer step, without gradient, before the first loss.
@@ -86,6 +105,16 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def loss(self, model: Any, micro: Micro, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         """The micro-batch's part of the window's loss, and its metrics under their logged names."""
 
+    def share(
+        self, summed: Tensor, aux_loss: Tensor | None, seen: float, total: float, metrics: dict[str, Metric]
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """The end of a `loss`: the summed loss ÷ `total`, with the load-balancing term of a mixture of experts.
+
+        `seen` is the micro-batch's part of the denominator `total`.
+        """
+        balance, balance_metrics = balancing_term(aux_loss, self.config.model.aux_loss_coef, seen)
+        return (summed + balance) / total, metrics | balance_metrics
+
     @abstractmethod
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """The logged metrics of an evaluation, from the metrics of all its rows."""
@@ -100,6 +129,33 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
         """Called after each evaluation, in every process with the same numbers: a task may store some in the model."""
+
+
+class LanguageTask(OfflineTask[Config, Row, Micro]):
+    """A task that trains a language model, perhaps beside frozen ones."""
+
+    model_class: ClassVar[type[PolicyModel]] = PolicyModel
+
+    def frozen_paths(self) -> dict[str, str | None]:
+        """The frozen language models, by their names in `self.frozen`; None is the trained model as it begins."""
+        return {}
+
+    def check_model(self) -> None:
+        """Raise ModelError unless the stored configurations are of language models that can be trained here."""
+        for path in (None, *self.frozen_paths().values()):
+            check_is_causal(load_spec(self.config, path))
+
+    def load_model(self) -> PolicyModel:
+        """A causal language model."""
+        return self._language_model(None, balancing=self.config.model.aux_loss_coef > 0)
+
+    def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
+        """The models of `frozen_paths`."""
+        return {name: partial(self._language_model, path) for name, path in self.frozen_paths().items()}
+
+    def _language_model(self, path: str | None, *, balancing: bool = False) -> PolicyModel:
+        spec = load_spec(self.config, path)
+        return self.model_class(load_causal_lm(spec), packing=spec.packing, balancing=balancing)
 
 
 OFFLINE_TASKS: Registry[type[OfflineTask[Any, Any, Any]]] = Registry("offline task")

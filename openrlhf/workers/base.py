@@ -94,7 +94,6 @@ class TrainedSettings:
     max_nonfinite: int
     aux_loss_coef: float = 0.0  # of the load-balancing loss of a mixture of experts
     bucket_bytes: int  # of weights that are exported or published
-    sleeps: bool = False  # its training state is in CPU memory between updates
     ema_beta: float | None = None  # decay of the exported average of the weights; None: the weights are exported
 
 
@@ -118,12 +117,7 @@ class TrainedWorker(ABC, Generic[Job]):
         self.strategy = strategy
         self.trained = settings
         self.engine = TrainEngine.of(
-            strategy,
-            load_model,
-            settings.optimizer,
-            total_steps=settings.total_steps,
-            name=self.name,
-            sleeps=settings.sleeps,
+            strategy, load_model, settings.optimizer, total_steps=settings.total_steps, name=self.name
         )
         prove_layout(self.engine.module)
         self.average = None if settings.ema_beta is None else WeightAverage(self.engine, settings.ema_beta)

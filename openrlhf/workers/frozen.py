@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from openrlhf.batches import Ragged, TokenRows
-from openrlhf.distributed.strategy import Strategy
+from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.proof import prove_layout
@@ -32,16 +32,17 @@ class ReferenceWorker:
         self.strategy = strategy
         self.settings = settings
         load = settings.load
-        self.model = strategy.frozen(
-            lambda: PolicyModel(load_causal_lm(load), packing=load.packing), offload=settings.offload
+        self.model = FrozenModel(
+            strategy, lambda: PolicyModel(load_causal_lm(load), packing=load.packing), offload=settings.offload
         )
-        with strategy.lent(self.model, offload=settings.offload):
-            prove_layout(self.model)
+        prove_layout(self.model.on_device())
+        self.model.rest()
 
     def logprobs(self, rows: TokenRows) -> Tensor:
         """Log-probability of every target of this rank's rows, (N,)."""
-        with self.strategy.lent(self.model, offload=self.settings.offload):
-            return column_of(rows, self._score, self.settings.forward_limits, self.strategy)
+        column = column_of(rows, self._score, self.settings.forward_limits, self.strategy)
+        self.model.rest()
+        return column
 
     def _score(self, micro: TokenRows) -> Tensor:
         return self.model(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs
@@ -64,10 +65,12 @@ class RewardWorker:
     def __init__(self, strategy: Strategy, settings: RewardModelSettings) -> None:
         self.strategy = strategy
         self.settings = settings
-        self.models = [strategy.frozen(partial(self._load, spec), offload=settings.offload) for spec in settings.models]
+        self.models = [
+            FrozenModel(strategy, partial(self._load, spec), offload=settings.offload) for spec in settings.models
+        ]
         for model in self.models:
-            with strategy.lent(model, offload=settings.offload):
-                prove_layout(model)
+            prove_layout(model.on_device())
+            model.rest()
 
     def _load(self, spec: LoadSpec) -> ScalarModel:
         settings = self.settings
@@ -77,10 +80,11 @@ class RewardWorker:
         """Rewards of this rank's rows by every model, (B, K)."""
         return torch.stack([self._rewards_by(model, texts) for model in self.models], dim=1)
 
-    def _rewards_by(self, model: nn.Module, texts: Ragged) -> Tensor:
+    def _rewards_by(self, model: FrozenModel, texts: Ragged) -> Tensor:
         score, limits = partial(self._score, model), self.settings.forward_limits
-        with self.strategy.lent(model, offload=self.settings.offload):
-            return column_of(texts, score, limits, self.strategy, per_sample=True)
+        column = column_of(texts, score, limits, self.strategy, per_sample=True)
+        model.rest()
+        return column
 
-    def _score(self, model: nn.Module, micro: Ragged) -> Tensor:
+    def _score(self, model: FrozenModel, micro: Ragged) -> Tensor:
         return last_token_scores(model(micro.tokens, micro.offsets).values, micro.offsets)

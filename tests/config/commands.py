@@ -9,13 +9,25 @@ from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import ConfigError, Reader, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import ServeConfig
-from openrlhf.config.supervised import RMConfig, SFTConfig
+from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 
-TRAINING: dict[str, type[Any]] = {"train_sft": SFTConfig, "train_rm": RMConfig, "train_ppo_ray": PPOConfig}
+TRAINING: dict[str, type[Any]] = {
+    "train_sft": SFTConfig,
+    "train_rm": RMConfig,
+    "train_dpo": DPOConfig,
+    "train_kto": KTOConfig,
+    "train_prm": PRMConfig,
+    "train_kd": KDConfig,
+    "train_ppo_ray": PPOConfig,
+}
 ROOTS: dict[str, type[Any]] = TRAINING | {"serve_rm": ServeConfig, "eval": EvaluationConfig}
 SMALLEST: dict[str, str] = {
     "train_sft": "--model.model_name_or_path m --data.dataset d --data.output_key answer",
     "train_rm": "--model.model_name_or_path m --data.dataset d",
+    "train_dpo": "--model.model_name_or_path m --data.dataset d",
+    "train_kto": "--model.model_name_or_path m --data.dataset d",
+    "train_prm": "--model.model_name_or_path m --data.dataset d --prm.placeholder_token x",
+    "train_kd": "--model.model_name_or_path m --data.dataset d --kd.teacher_model t",
     "train_ppo_ray": "--actor.model_name_or_path m --data.prompt_dataset d "
     "--algo.advantage.estimator reinforce --data.label_key l --reward.verifier math",
     "serve_rm": "--reward.model_name_or_path m",

@@ -80,9 +80,8 @@ PRINTED = {
         lacks=(NO_PROMPTS, NO_REWARD, NO_GROUPS),
         missing="--data.prompt_dataset prompts --reward.verifier format --rollout.n_samples_per_prompt 2",
     ),
+    "DPO": Printed(
+        text="deepspeed --module openrlhf.cli.train_dpo --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "
+        "--data.dataset OpenRLHF/preference_dataset_mixture2"
+    ),
 }
-# Preference training is not there yet.
-DPO = Printed(
-    text="deepspeed --module openrlhf.cli.train_dpo --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "
-    "--data.dataset OpenRLHF/preference_dataset_mixture2"
-)

@@ -373,3 +373,10 @@ def test_the_attention_of_a_server_is_one_that_runs_here() -> None:
 def test_resolving_twice_changes_nothing(command: str) -> None:
     config = parse_config(ROOTS[command], SMALLEST[command].split(), command=command)
     assert config.resolve(command=command)[0] == config
+
+
+def test_the_switch_of_ipo_is_its_loss() -> None:
+    assert parse("train_dpo", "--model.ipo_enable").model.loss_type == "ipo"
+    assert violations("train_dpo", "--model.ipo_enable --model.loss_type hinge") == [
+        "--model.ipo_enable is not --model.loss_type hinge: give one of them."
+    ]

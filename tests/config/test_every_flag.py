@@ -77,6 +77,10 @@ TRAINING = (
 READERS = {
     "train_sft": f"{TRAINING} trainers.sft data.sft data.first_look",
     "train_rm": f"{TRAINING} trainers.reward data.feedback",
+    "train_dpo": f"{TRAINING} trainers.preference trainers.referenced data.feedback launch.precompute",
+    "train_kto": f"{TRAINING} trainers.kto trainers.referenced data.feedback data.labelled data.sft",
+    "train_prm": f"{TRAINING} trainers.process_reward data.steps",
+    "train_kd": f"{TRAINING} trainers.distill trainers.sft data.sft data.first_look",
     "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data launch.processes launch.agents agents.play "
     "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers data.prompts data.first_look "
     "trainers.sources trainers.async_source workers.policy workers.critic checkpoints.manager rollout.fleet distributed.placement",
@@ -90,11 +94,13 @@ ALSO_CALLED = {
     "eval": {"evaluation"},
     "reward": {"flags"},
     "logger": {"config"},
-    "model": {"model_config"},
+    "model": {"model_config", "flags"},
+    "kto": {"flags"},
     "critic": {"optimizer"},
 }
 # Flags whose effect is elsewhere: the test that shows it.
 SHOWN_BY = {
+    "model.ipo_enable": "config/test_derived.py::test_the_switch_of_ipo_is_its_loss",
     "plugin": "config/test_plugins.py::test_names_of_a_plugin_are_valid_and_its_properties_count",
     "local_rank": "cli/test_commands.py::test_a_verb_is_found_behind_what_deepspeed_puts_in_front",
     "rollout.remote_engines": "config/test_derived.py::test_remote_engines_that_nothing_asks_are_pointed_out",
@@ -182,6 +188,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield optimizer_of(config.actor)
         yield optimizer_of(config.critic)
         yield deepspeed_of(config)
+        yield config.ds.sleeps  # the training engine reads it
         yield training_config(config.ds, max_norm=config.actor.max_norm, ranks=2)
         yield settings.policy_settings(config, kind, total_steps=1)
         yield settings.reference_settings(config, "m")

@@ -39,7 +39,7 @@ def test_a_flag_has_the_type_the_default_and_the_choices_of_the_table(command: s
         assert list(flag.choices or ()) == expected["choices"]
 
 
-def test_the_reference_has_77_79_164_and_14_flags_with_the_opposites_of_nesterov() -> None:
+def test_the_reference_has_77_79_82_164_and_14_flags_with_the_opposites_of_nesterov() -> None:
     ours = {
         command: {spelling for flag in flags_of(root).values() for spelling in flag.switches}
         for command, root in ROOTS.items()
@@ -49,6 +49,7 @@ def test_the_reference_has_77_79_164_and_14_flags_with_the_opposites_of_nesterov
     }
     assert len(ours["train_sft"] - added["train_sft"]) == 77
     assert len(ours["train_rm"] - added["train_rm"]) == 79
+    assert len(ours["train_dpo"] - added["train_dpo"]) == 82
     assert len(ours["train_ppo_ray"] - added["train_ppo_ray"]) == 164
     assert len(ours["serve_rm"] - added["serve_rm"]) == 14
 

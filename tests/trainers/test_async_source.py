@@ -45,10 +45,16 @@ def loop() -> Iterator[BackgroundLoop]:
 
 
 def source(loop: BackgroundLoop, engines: VersionedEcho, *, queue: int, staleness: int) -> AsyncSource:
-    train = RLTrainConfig(async_enable=True, async_queue_size=queue, max_staleness=staleness, step_timeout=5.0)
+    train = RLTrainConfig(
+        async_enable=True,
+        async_queue_size=queue,
+        max_staleness=staleness,
+        partial_rollout_enable=True,
+        step_timeout=5.0,
+    )
     spec = replace(SPEC, rollout=RolloutConfig(max_new_tokens=4, batch_size=BATCH))
     rows: Any = Prompts(PROMPTS)
-    return AsyncSource(rows, engines, loop, spec, train, partial=True)
+    return AsyncSource(rows, engines, loop, spec, train)
 
 
 def publish(made: AsyncSource, engines: VersionedEcho, version: int) -> None:

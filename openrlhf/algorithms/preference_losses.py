@@ -1,0 +1,148 @@
+"""Losses of preference pairs (DPO and its relatives) and of labelled answers (KTO): pure functions of Σ log π of answers.
+
+h = (log π(y_w) − log π_ref(y_w)) − (log π(y_l) − log π_ref(y_l)); y_w is the chosen answer, y_l the rejected one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+from openrlhf.algorithms.registry import Registry
+
+PerPair = Float[Tensor, " P"]
+BothAnswers = Float[Tensor, "P 2"]  # of the chosen answer, and of the rejected one
+PerAnswer = Float[Tensor, " B"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Pairs: Σ log π of the tokens of each answer, in nats, for the policy and the reference, and the answers' lengths.
+
+    The numbers of the reference are 0 for a loss that needs none.
+    """
+
+    policy: BothAnswers
+    reference: BothAnswers
+    tokens: BothAnswers
+
+    @property
+    def h(self) -> PerPair:
+        """By how much more than the reference the policy prefers the chosen answer, in nats."""
+        gained = self.policy - self.reference
+        return gained[:, 0] - gained[:, 1]
+
+    @property
+    def means(self) -> BothAnswers:
+        """The mean log-probability of a token of each answer."""
+        return self.policy / self.tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strength:
+    """The numbers of a preference loss: β, the label smoothing ε in [0, ½), and the target margin γ."""
+
+    beta: float
+    smoothing: float = 0.0
+    target: float = 0.0
+
+
+PreferenceLossFunction = Callable[[Judged, Strength], PerPair]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLossChoice:
+    """A registered preference loss, and whether it reads a reference."""
+
+    function: PreferenceLossFunction
+    needs_reference: bool
+
+
+PREFERENCE_LOSSES: Registry[PreferenceLossChoice] = Registry("preference loss")
+
+
+def preference_loss(
+    name: str, *, needs_reference: bool = True
+) -> Callable[[PreferenceLossFunction], PreferenceLossFunction]:
+    """Register a loss of a pair under a name of --model.loss_type."""
+
+    def register(function: PreferenceLossFunction) -> PreferenceLossFunction:
+        PREFERENCE_LOSSES.add(name, PreferenceLossChoice(function=function, needs_reference=needs_reference))
+        return function
+
+    return register
+
+
+@preference_loss("dpo")
+def dpo(pairs: Judged, strength: Strength) -> PerPair:
+    """ℓ = −(1 − ε) log σ(βh) − ε log σ(−βh).     Rafailov et al. 2023, eq. 7, arXiv:2305.18290
+
+    ε > 0 is cDPO, in which a label is wrong with probability ε: Mitchell 2023, ericmitchell.ai/cdpo.pdf
+    """
+    logits = strength.beta * pairs.h
+    return -(1 - strength.smoothing) * logsigmoid(logits) - strength.smoothing * logsigmoid(-logits)
+
+
+@preference_loss("robust")
+def robust(pairs: Judged, strength: Strength) -> PerPair:
+    """ℓ = (−(1 − ε) log σ(βh) + ε log σ(−βh)) / (1 − 2ε).     Chowdhury et al. 2024, eq. 7, arXiv:2403.00409"""
+    logits, wrong = strength.beta * pairs.h, strength.smoothing
+    return (-(1 - wrong) * logsigmoid(logits) + wrong * logsigmoid(-logits)) / (1 - 2 * wrong)
+
+
+@preference_loss("ipo")
+def ipo(pairs: Judged, strength: Strength) -> PerPair:
+    """ℓ = (h − 1/(2β))².     Azar et al. 2023, eq. 17, arXiv:2310.12036"""
+    return (pairs.h - 1 / (2 * strength.beta)).square()
+
+
+@preference_loss("hinge")
+def hinge(pairs: Judged, strength: Strength) -> PerPair:
+    """ℓ = max(0, 1 − βh).     Zhao et al. 2023 (SLiC), arXiv:2305.10425; Liu et al. 2023, arXiv:2309.06657"""
+    return relu(1 - strength.beta * pairs.h)
+
+
+@preference_loss("simpo", needs_reference=False)
+def simpo(pairs: Judged, strength: Strength) -> PerPair:
+    """ℓ = −log σ(β (log π(y_w)/|y_w| − log π(y_l)/|y_l|) − γ).     Meng et al. 2024, eq. 6, arXiv:2405.14734"""
+    chosen, rejected = pairs.means.unbind(1)
+    return -logsigmoid(strength.beta * (chosen - rejected) - strength.target)
+
+
+@preference_loss("orpo", needs_reference=False)
+def orpo(pairs: Judged, strength: Strength) -> PerPair:
+    """ℓ = −log P(y_w) − β log σ(log odds(y_w) − log odds(y_l)), P the geometric mean of π over an answer's tokens.
+
+    Hong et al. 2024, eq. 6 and 7, arXiv:2403.07691, whose λ is β.
+    """
+    chosen, rejected = pairs.means.unbind(1)
+    return -chosen - strength.beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+def _log_odds(mean: PerPair) -> PerPair:
+    """log(p / (1 − p)) of p = exp(mean); p = 1 is taken as the largest number below."""
+    below = mean.clamp(max=-torch.finfo(mean.dtype).eps)
+    return below - torch.log(-torch.expm1(below))
+
+
+def kto(
+    ratio: PerAnswer,
+    desirable: Bool[Tensor, " B"],
+    kl: float,
+    *,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> PerAnswer:
+    """ℓ = w_D (1 − σ(β(r − z))) of a desirable answer, w_U (1 − σ(β(z − r))) of an undesirable one.
+
+    `ratio` is r = log π(y) − log π_ref(y), `kl` is z: the mean of r over prompts with answers to other prompts, at least
+    0, without gradient.  Ethayarajh et al. 2024, eq. 8, arXiv:2402.01306
+    """
+    reference_point = max(kl, 0.0)
+    sign = desirable.to(ratio.dtype) * 2 - 1
+    weights = torch.where(desirable, desirable_weight, undesirable_weight).to(ratio.dtype)
+    return weights * torch.sigmoid(-beta * sign * (ratio - reference_point))

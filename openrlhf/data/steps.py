@@ -1,0 +1,101 @@
+"""Rows of process reward models: texts with a placeholder after each step, and a label of each step."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.supervised import PRMConfig
+from openrlhf.data.errors import DataError, check_columns, kind, row_error, text_of
+from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
+
+FEATURES = Features(
+    {
+        "tokens": List(Value("int32")),
+        "places": List(Value("int32")),
+        "labels": List(Value("float64")),
+        "dropped": Value("string"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """A text; the places of the placeholders of labelled steps; and their labels: tokens, or probabilities of a right step."""
+
+    tokens: list[int]
+    places: list[int]
+    labels: list[float]
+
+
+class StepDataset(TokenizedRows[StepRow]):
+    """The rows of a dataset as tokens, cut to `max_len`, with the labels of the steps that are left.
+
+    A label is a text of one token (hard), or a number from 0 to 1 (soft); null leaves a step without a label. `soft`:
+    whether the labels are numbers. Raises DataError for a malformed row, naming it, and if no row is left.
+    """
+
+    def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: PRMConfig) -> None:
+        self.tokenizer, self.data, self.prm = tokenizer, config.data, config.prm
+        data, prm = config.data, config.prm
+        check_columns(dataset.column_names, {"--data.input_key": data.input_key, "--data.label_key": data.label_key})
+        self.placeholder = one_token(tokenizer, prm.placeholder_token or "", "--prm.placeholder_token")
+        self.reward_tokens = [one_token(tokenizer, token, "--prm.reward_tokens") for token in prm.reward_tokens]
+        first = next((label for labels in dataset[data.label_key] for label in labels or () if label is not None), None)
+        self.soft = isinstance(first, int | float)
+        if self.soft and len(self.reward_tokens) != 2:
+            raise DataError(
+                f"Labels of --data.label_key {data.label_key} are numbers, the probabilities of a right step: name the "
+                f"tokens of a right and of a wrong step with --prm.reward_tokens, not {list(prm.reward_tokens)}."
+            )
+        advice = "Look at --data.input_key, --data.label_key, --prm.placeholder_token and --data.max_len."
+        columns = [data.input_key, data.label_key]
+        super().__init__(StepRow, dataset, columns, self._encoded, FEATURES, what="row", advice=advice)
+
+    def _encoded(self, columns: Columns) -> Columns:
+        """Batches of columns as the columns of `FEATURES`."""
+        return as_columns([self._labelled(row) for row in as_rows(columns)], FEATURES)
+
+    def _labelled(self, row: Mapping[str, Any]) -> Result:
+        """The columns of a row, or the reason why it is dropped."""
+        data = self.data
+        every = self.tokenizer.encode(text_of(row, data.input_key), add_special_tokens=False)
+        labels = row[data.label_key]
+        if not isinstance(labels, list):
+            raise row_error(row, data.label_key, f"is {kind(labels)}, not a list with a label for each step.")
+        places = [place for place, token in enumerate(every) if token == self.placeholder]
+        if len(labels) != len(places):
+            shown = repr(self.prm.placeholder_token)
+            raise row_error(row, data.label_key, f"has {len(labels)} labels for {len(places)} placeholders {shown}.")
+        tokens = every[: data.max_len]
+        kept = [
+            (place, self._label(row, label))
+            for place, label in zip(places, labels, strict=True)
+            if place < len(tokens) and label is not None
+        ]
+        if not kept:
+            return "without a labelled step" if not any(label is not None for label in labels) else "cut before a step"
+        return {"tokens": tokens, "places": [place for place, _ in kept], "labels": [label for _, label in kept]}
+
+    def _label(self, row: Mapping[str, Any], label: Any) -> float:
+        column = self.data.label_key
+        if self.soft:
+            if not isinstance(label, int | float) or not (math.isfinite(label) and 0 <= label <= 1):
+                raise row_error(row, column, f"has the label {label!r}, which is no probability.")
+            return float(label)
+        token = one_token(self.tokenizer, label, "A label") if isinstance(label, str) else None
+        if token is None or (self.reward_tokens and token not in self.reward_tokens):
+            expected = list(self.prm.reward_tokens) or "a text"
+            raise row_error(row, column, f"has the label {label!r}, not one of {expected}.")
+        return float(token)
+
+
+def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
+    """The token that a text is. Raises DataError for a text that is more, or less, than one token."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if len(tokens) != 1:
+        raise DataError(f"{flag} {text!r} is {len(tokens)} tokens of this tokenizer, not one: choose another text.")
+    return tokens[0]

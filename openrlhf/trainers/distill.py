@@ -1,0 +1,73 @@
+"""Knowledge distillation: a student learns the responses, and the teacher's distribution of each of their tokens."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.distillation import soft_cross_entropy
+from openrlhf.batches import TokenRows
+from openrlhf.config.supervised import KDConfig, KDLossConfig
+from openrlhf.models.policy import LogitModel
+from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.trainers.sft import SFTTask
+from openrlhf.trainers.tasks import offline_task
+
+TEACHER = "teacher"
+
+
+@offline_task("kd")
+class DistillationTask(SFTTask):
+    """(1 − c) · −log π(token_t) + c · −Σ_v π_T(v) log π(v) of target tokens, mean over the window's target tokens."""
+
+    root: ClassVar = KDConfig
+    model_class: ClassVar = LogitModel
+    objective: ClassVar = ("kd.coef", "kd.top_k", "model.aux_loss_coef")
+
+    @property
+    def kd(self) -> KDLossConfig:
+        """The flags of the distillation."""
+        return cast(KDConfig, self.config).kd
+
+    def frozen_paths(self) -> dict[str, str | None]:
+        """The teacher."""
+        return {TEACHER: self.kd.teacher_model}
+
+    @property
+    def offloads(self) -> bool:
+        """--kd.teacher_offload."""
+        return self.kd.teacher_offload
+
+    def loss(self, model: Any, micro: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+        """This micro-batch's part of the mean over the window's target tokens, and its metrics."""
+        at, targets = micro.loss_mask.roll(-1), micro.tokens[micro.loss_mask]  # the logits before each target
+        top_k = self.kd.top_k
+
+        def best(logits: Tensor, rows: slice) -> Tensor:
+            if top_k is None:
+                return logits
+            chosen = logits.topk(min(top_k, logits.shape[1]))
+            return torch.stack([chosen.values, chosen.indices.to(logits.dtype)], -1)
+
+        with torch.no_grad():
+            taught = self.frozen[TEACHER](micro.tokens, micro.offsets, at, best).values
+
+        def both(logits: Tensor, rows: slice) -> Tensor:
+            own = -torch.log_softmax(logits, -1).gather(1, targets[rows, None])[:, 0]
+            of_chunk = taught[rows]
+            tokens = None if top_k is None else of_chunk[..., 1].long()
+            return torch.stack(
+                [own, soft_cross_entropy(logits, of_chunk if tokens is None else of_chunk[..., 0], tokens)], 1
+            )
+
+        outputs = model(micro.tokens, micro.offsets, at, both)
+        own, soft = outputs.values.sum(0)
+        seen = float(len(targets))
+        summed = (1 - self.kd.coef) * own + self.kd.coef * soft
+        metrics: dict[str, Metric] = {
+            "train/gpt_loss": Mean(float(own.detach()), seen),
+            "train/distil_loss": Mean(float(soft.detach()), seen),
+            "train/loss_mean": Mean(float(summed.detach()), seen),
+        }
+        return self.share(summed, outputs.aux_loss, seen, totals["tokens"], metrics)

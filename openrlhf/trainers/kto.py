@@ -1,0 +1,101 @@
+"""KTO: answers that are desirable, or not, without pairs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.algorithms.preference_losses import kto
+from openrlhf.batches import Answers
+from openrlhf.config.supervised import KTOConfig
+from openrlhf.data.feedback import PreferenceDataset
+from openrlhf.data.labelled import BothAnswers, LabelledDataset, LabelledRow
+from openrlhf.data.loading import Table
+from openrlhf.distributed.strategy import Strategy
+from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.trainers.referenced import ReferencedTask, answers_of
+from openrlhf.trainers.tasks import Rows, offline_task
+
+
+@offline_task("kto")
+class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
+    """The loss of each answer, mean over the window's answers of all ranks.
+
+    The KL is the mean of log π − log π_ref over prompts with the answer of the next row of the optimizer step, without
+    gradient: from a first pass over the window, so that it does not depend on how the window is split.
+    """
+
+    root: ClassVar = KTOConfig
+    objective: ClassVar = ("kto.beta", "kto.desirable_weight", "kto.undesirable_weight", "model.aux_loss_coef")
+
+    def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
+        """Labelled answers; both answers of pairs, if there are pairs and no labels."""
+        data = self.config.data
+        if data.label_key not in dataset.column_names and data.chosen_key in dataset.column_names:
+            return BothAnswers(PreferenceDataset(dataset, tokenizer, data, needs_prompt=True))
+        return LabelledDataset(dataset, tokenizer, data)
+
+    def of_window(self, rows: Sequence[LabelledRow], strategy: Strategy) -> list[LabelledRow]:
+        """The rows, each with the answer of the next row of the window; the last row with that of the first."""
+        ranks, every = strategy.dp_size, strategy.gather([row.tokens[row.prompt_length :] for row in rows])
+        turns = range(max(map(len, every)))
+        answers = [of_rank[turn] for turn in turns for of_rank in every if turn < len(of_rank)]  # in the order of rows
+        nexts = [answers[(turn * ranks + strategy.dp_rank + 1) % len(answers)] for turn in range(len(rows))]
+        return [replace(row, other=other) for row, other in zip(rows, nexts, strict=True)]
+
+    def collate(self, rows: Sequence[LabelledRow]) -> Answers:
+        """One ragged batch: 2i is row i, 2i + 1 its prompt with the other answer."""
+        longest = self.config.data.max_len
+        tokens, prompts = list[list[int]](), list[int]()
+        for row in rows:
+            mixed = [*row.tokens[: row.prompt_length], *(row.other or [])]
+            tokens += [row.tokens, row.tokens if row.other is None else mixed[:longest]]
+            prompts += [row.prompt_length] * 2
+        return answers_of(tokens, prompts, desirable=torch.tensor([row.desirable for row in rows for _ in (0, 1)]))
+
+    def before(self, model: Any, micro: Answers) -> tuple[Answers, Mapping[str, float]]:
+        """The rows with Σ log π_ref, and their part of the KL; the mismatched rows have served."""
+        micro, _ = super().before(model, micro)
+        matched, mismatched = (micro.select(range(side, micro.num_samples, 2)) for side in (0, 1))
+        scores = model(mismatched.tokens, mismatched.offsets, mismatched.loss_mask)
+        assert mismatched.reference is not None
+        return matched, {"kl": float((mismatched.answer_sums(scores.logprobs) - mismatched.reference).sum())}
+
+    def counts(self, micro: Answers) -> dict[str, float]:
+        """The number of answers, which is the denominator."""
+        return {"answers": float(micro.num_samples)}
+
+    def loss(self, model: Any, micro: Answers, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+        """This micro-batch's part of the mean over the window's answers, and its metrics."""
+        flags = self.config.kto
+        assert micro.reference is not None and micro.desirable is not None
+        scores = model(micro.tokens, micro.offsets, micro.loss_mask)
+        ratio = micro.answer_sums(scores.logprobs) - micro.reference
+        desirable, answers = micro.desirable, micro.num_samples
+        kl = totals["kl"] / totals["answers"]
+        losses = kto(
+            ratio,
+            desirable,
+            kl,
+            beta=flags.beta,
+            desirable_weight=flags.desirable_weight,
+            undesirable_weight=flags.undesirable_weight,
+        )
+        rewards, good = flags.beta * ratio.detach(), float(desirable.sum())
+        loss = Mean(float(losses.detach().sum()), answers)
+        metrics: dict[str, Metric] = {
+            "train/kto_loss": loss,
+            "train/loss_mean": loss,
+            "train/chosen_reward": Mean(float(rewards[desirable].sum()), good),
+            "train/reject_reward": Mean(float(rewards[~desirable].sum()), answers - good),
+            "train/kto_kl": Mean(max(kl, 0.0) * answers, answers),
+        }
+        return self.share(losses.sum(), scores.aux_loss, answers, totals["answers"], metrics)
+
+    def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Loss and mean rewards of both kinds of answers."""
+        names = ("chosen_reward", "reject_reward")
+        return {"eval/eval_loss": metrics["train/kto_loss"]} | {f"eval/{n}": metrics[f"train/{n}"] for n in names}

@@ -1,0 +1,153 @@
+"""One rank of the split tests of the offline tasks: two optimizer steps of a tiny model in every layout asked for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openrlhf.config.flags import amend
+from openrlhf.config.shared import DeepSpeedConfig
+from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig
+from openrlhf.data.feedback import PairRow
+from openrlhf.data.labelled import LabelledRow
+from openrlhf.data.sft import SFTRow
+from openrlhf.data.steps import StepRow
+from openrlhf.distributed.engine import TrainEngine
+from openrlhf.distributed.strategy import Strategy
+from openrlhf.launch.offline import load_models
+from openrlhf.observability.metrics import merge_all, values
+from openrlhf.trainers.distill import DistillationTask
+from openrlhf.trainers.kto import KTOTask
+from openrlhf.trainers.preference import PreferenceTask
+from openrlhf.trainers.process_reward import ProcessRewardTask
+from openrlhf.trainers.tasks import OfflineTask
+from openrlhf.workers.base import MicroBatchLimits
+
+STEPS, ROWS = 2, 8
+REWARD_TOKENS = (11, 12)
+FLAGS: dict[str, Any] = {
+    "adam.lr": 1.0,
+    "adam.eps": 1.0,  # nearly linear in the gradient, so that weights compare as tightly as gradients do
+    "lr_scheduler": "constant",
+    "lr_warmup_ratio": 0.0,
+    "max_norm": 0.5,
+    "data.max_len": 64,
+    "ds.attn_implementation": "sdpa",
+}
+
+
+def words(step: int) -> list[list[int]]:
+    """A prompt and two answers for each row, the same in every process."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(2, 9, (3 * ROWS,), generator=generator).tolist()
+    return [torch.randint(4, 60, (n,), generator=generator).tolist() for n in lengths]
+
+
+def pairs(step: int) -> list[PairRow]:
+    """The pairs of an optimizer step."""
+    drawn = words(step)
+    return [
+        PairRow(chosen=p + a, rejected=p + b, prompt_length=len(p))
+        for p, a, b in zip(drawn[::3], drawn[1::3], drawn[2::3], strict=True)
+    ]
+
+
+def answers(step: int) -> list[LabelledRow]:
+    """The labelled answers of an optimizer step."""
+    return [
+        LabelledRow(
+            tokens=row.chosen,
+            loss_mask=[False] * row.prompt_length + [True] * (len(row.chosen) - row.prompt_length),
+            desirable=number % 3 > 0,
+        )
+        for number, row in enumerate(pairs(step))
+    ]
+
+
+def responses(step: int) -> list[SFTRow]:
+    """The texts of an optimizer step, whose responses are targets."""
+    return [SFTRow(tokens=row.tokens, loss_mask=row.loss_mask) for row in answers(step)]
+
+
+def solutions(step: int, kind: str) -> list[StepRow]:
+    """The texts of an optimizer step, with labels of up to three steps each: numbers, or tokens."""
+    generator = torch.Generator().manual_seed(100 + step)
+    rows: list[StepRow] = []
+    for row in pairs(step):
+        places = sorted(torch.randperm(len(row.chosen), generator=generator)[:3].tolist())
+        drawn = torch.rand(len(places), generator=generator)
+        labels = drawn.tolist() if kind == "soft" else [float(REWARD_TOKENS[int(x < 0.6)]) for x in drawn]
+        rows.append(StepRow(tokens=row.chosen, places=places, labels=labels))
+    return rows
+
+
+def task_of(name: str, model: str, other: str, ds: DeepSpeedConfig) -> OfflineTask[Any, Any, Any]:
+    """The task of a name; the rest of the name is a choice of the task."""
+    kind, _, choice = name.partition("_")
+    common = {**FLAGS, "model.model_name_or_path": model, "ds": ds}
+    match kind:
+        case "kto":
+            own = {"ref.model_name_or_path": other, "kto.beta": 0.5, "kto.undesirable_weight": 1.5}
+            return KTOTask(amend(KTOConfig(), common | own))
+        case "kd":
+            own = {"kd.teacher_model": other, "kd.top_k": 5 if choice == "top" else None}
+            return DistillationTask(amend(KDConfig(), common | own))
+        case "prm":
+            task = ProcessRewardTask(amend(PRMConfig(), common))
+            task.soft, task.reward_tokens = choice == "soft", () if choice == "vocabulary" else REWARD_TOKENS
+            return task
+        case _:
+            own = {"model.loss_type": name, "model.label_smoothing": 0.1, "model.nll_loss_coef": 0.2}
+            return PreferenceTask(amend(DPOConfig(), {**common, **own, "ref.model_name_or_path": other}))
+
+
+def rows_of(name: str, step: int) -> list[Any]:
+    """The rows of an optimizer step of a task."""
+    kind, _, choice = name.partition("_")
+    if kind == "prm":
+        return solutions(step, choice)
+    return {"kto": answers, "kd": responses}.get(kind, pairs)(step)
+
+
+def train(strategy: Strategy, name: str, task: OfflineTask[Any, Any, Any], limits: MicroBatchLimits) -> dict[str, Any]:
+    """Norms, metrics and final weights."""
+    engine: TrainEngine = load_models(task, strategy, STEPS)
+    norms, logged = [], []
+    for step in range(STEPS):
+        rows = rows_of(name, step)
+        mine = task.of_window(rows[strategy.dp_rank :: strategy.dp_size], strategy)
+        result = engine.optimize(
+            task.micro_batches(task.collate(mine), limits),
+            counts=task.counts,
+            loss=lambda micro, totals: task.loss(engine, micro, totals),
+            before=lambda micro: task.before(engine, micro),
+        )
+        norms.append(result.grad_norm)
+        logged.append(values(merge_all(strategy.gather(result.metrics))))
+    weights = {n: t.float().clone() for bucket in engine.full_parameters(1 << 16) for n, t in bucket}
+    return {"norms": norms, "metrics": logged, "weights": weights}
+
+
+def main() -> None:
+    """Arguments: model folder, folder of the reference or teacher, output file, then layouts like `dpo-zero2-micro1-packed`."""
+    model, other, out, *layouts = sys.argv[1:]
+    results = {}
+    for layout in layouts:
+        name, stage, micro, kind = layout.split("-")
+        packing = kind == "packed"
+        ds = DeepSpeedConfig(
+            zero_stage=int(stage[-1]), param_dtype="fp32", packing_samples=packing, attn_implementation="sdpa"
+        )
+        strategy = Strategy(ds, seed=0)
+        limits = MicroBatchLimits(size=int(micro[-1]), packed=packing)
+        results[layout] = train(strategy, name, task_of(name, model, other, ds), limits)
+    if strategy.is_main:
+        torch.save(results, Path(out))
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The offline tasks: an optimizer step is the same however its rows are split, and that of a plain loop in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES
+from tests.ranks import run_ranks
+from tests.tiny import save_tiny_model
+from tests.trainers.offline_job import FLAGS, REWARD_TOKENS, ROWS, STEPS, answers, pairs, responses, solutions
+
+PLAIN = ["zero0-micro8-padded", "zero2-micro1-packed"]
+SPLIT = ["zero0-micro3-packed", "zero1-micro3-padded", "zero2-micro8-packed", "zero3-micro3-packed"]
+LAYOUTS = [
+    *(f"{name}-{layout}" for name in ("dpo", "kto", "kd", "prm_hard") for layout in [*PLAIN, *SPLIT]),
+    *(
+        f"{name}-{layout}"
+        for name in ("ipo", "simpo", "orpo", "kd_top", "prm_soft", "prm_vocabulary")
+        for layout in PLAIN
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Policy and reference, with other weights."""
+    folder = tmp_path_factory.mktemp("models")
+    return save_tiny_model(folder / "policy", seed=1), save_tiny_model(folder / "reference", seed=2)
+
+
+def total(hf: Any, tokens: list[int], start: int) -> torch.Tensor:
+    """Σ log π of the tokens from `start` on."""
+    logprobs = torch.log_softmax(hf(torch.tensor([tokens])).logits[0], -1)
+    return torch.stack([logprobs[t - 1, tokens[t]] for t in range(max(1, start), len(tokens))]).sum()
+
+
+def pair_loss(name: str, hf: Any, reference: Any, step: int) -> torch.Tensor:
+    losses = []
+    for row in pairs(step):
+        start, sides = row.prompt_length, (row.chosen, row.rejected)
+        ours = [total(hf, tokens, start) for tokens in sides]
+        with torch.no_grad():
+            theirs = [total(reference, tokens, start) for tokens in sides]
+        n, m = (len(tokens) - start for tokens in sides)
+        h = (ours[0] - ours[1]) - (theirs[0] - theirs[1])
+        means = ours[0] / n, ours[1] / m
+        odds = [mean - torch.log1p(-mean.exp()) for mean in means]
+        losses.append(
+            {
+                "dpo": -0.9 * torch.log(torch.sigmoid(0.1 * h)) - 0.1 * torch.log(torch.sigmoid(-0.1 * h)),
+                "ipo": (h - 5) ** 2,
+                "simpo": -torch.log(torch.sigmoid(0.1 * (means[0] - means[1]) - 0.5)),
+                "orpo": -means[0] - 0.1 * torch.log(torch.sigmoid(odds[0] - odds[1])),
+            }[name]
+            - 0.2 * means[0]
+        )
+    return torch.stack(losses).mean()
+
+
+def kto_loss(hf: Any, reference: Any, step: int) -> torch.Tensor:
+    rows = answers(step)
+    starts = [row.loss_mask.index(True) for row in rows]
+    mixed = [rows[i].tokens[: starts[i]] + rows[(i + 1) % ROWS].tokens[starts[(i + 1) % ROWS] :] for i in range(ROWS)]
+    with torch.no_grad():
+        apart = [total(hf, m, s) - total(reference, m, s) for m, s in zip(mixed, starts, strict=True)]
+        kl = max(float(torch.stack(apart).mean()), 0.0)
+        theirs = [total(reference, row.tokens, s) for row, s in zip(rows, starts, strict=True)]
+    losses = []
+    for row, start, base in zip(rows, starts, theirs, strict=True):
+        ratio = total(hf, row.tokens, start) - base
+        value = torch.sigmoid(0.5 * (ratio - kl)) if row.desirable else torch.sigmoid(0.5 * (kl - ratio))
+        losses.append((1.0 if row.desirable else 1.5) * (1 - value))
+    return torch.stack(losses).mean()
+
+
+def kd_loss(hf: Any, teacher: Any, step: int, top: int | None) -> torch.Tensor:
+    terms = []
+    for row in responses(step):
+        tokens = torch.tensor([row.tokens])
+        ours = torch.log_softmax(hf(tokens).logits[0], -1)
+        with torch.no_grad():
+            theirs = teacher(tokens).logits[0]
+        for t in (t for t, target in enumerate(row.loss_mask) if target):
+            kept = theirs[t - 1].topk(top).indices if top else torch.arange(len(theirs[t - 1]))
+            soft = -(torch.softmax(theirs[t - 1][kept], -1) * ours[t - 1][kept]).sum()
+            terms.append(-0.6 * ours[t - 1, row.tokens[t]] + 0.4 * soft)
+    return torch.stack(terms).mean()
+
+
+def prm_loss(hf: Any, step: int, kind: str) -> torch.Tensor:
+    right, wrong = REWARD_TOKENS
+    terms = []
+    for row in solutions(step, kind):
+        logits = hf(torch.tensor([row.tokens])).logits[0]
+        for place, label in zip(row.places, row.labels, strict=True):
+            if kind == "vocabulary":
+                terms.append(-torch.log_softmax(logits[place], -1)[int(label)])
+                continue
+            logprobs = torch.log_softmax(logits[place][[right, wrong]], -1)
+            share = label if kind == "soft" else float(label == right)
+            terms.append(-share * logprobs[0] - (1 - share) * logprobs[1])
+    return torch.stack(terms).mean()
+
+
+def loss_of(name: str, hf: Any, other: Any, step: int) -> torch.Tensor:
+    kind, _, choice = name.partition("_")
+    match kind:
+        case "kto":
+            return kto_loss(hf, other, step)
+        case "kd":
+            return kd_loss(hf, other, step, 5 if choice == "top" else None)
+        case "prm":
+            return prm_loss(hf, step, choice)
+        case _:
+            return pair_loss(name, hf, other, step)
+
+
+@pytest.fixture(scope="module")
+def expected(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
+    """Norms and weights of plain loops in float64, one text at a time."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(layout.split("-")[0] for layout in LAYOUTS):
+        hf, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in models)
+        optimizer = torch.optim.AdamW(
+            hf.parameters(), lr=FLAGS["adam.lr"], betas=(0.9, 0.95), eps=FLAGS["adam.eps"], weight_decay=0
+        )
+        norms = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(name, hf, reference, step).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(hf.parameters(), FLAGS["max_norm"])))
+            optimizer.step()
+        found[name] = {"norms": norms, "weights": dict(hf.named_parameters())}
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_update_does_not_depend_on_the_split(
+    models: tuple[str, str], expected: dict[str, dict[str, Any]], ranks: int, tmp_path: Path
+) -> None:
+    out = tmp_path / "results.pt"
+    run_ranks(ranks, "tests.trainers.offline_job", *models, str(out), *LAYOUTS)
+    results = torch.load(out)
+    for layout in LAYOUTS:
+        name, result = layout.split("-")[0], results[layout]
+        first = results[f"{name}-{PLAIN[0]}"]
+        assert result["norms"] == pytest.approx(expected[name]["norms"], rel=1e-4), layout
+        for parameter, weight in result["weights"].items():
+            torch.testing.assert_close(
+                weight.double(), expected[name]["weights"][parameter], atol=1e-5, rtol=0, msg=f"{layout} {parameter}"
+            )
+        for step in range(STEPS):
+            assert result["metrics"][step] == pytest.approx(first["metrics"][step], rel=1e-4, abs=1e-6), layout
+
+
+def test_every_loss_is_in_the_flags() -> None:
+    from openrlhf.config import choices
+
+    registered = {name: PREFERENCE_LOSSES[name].needs_reference for name in PREFERENCE_LOSSES}
+    assert registered == choices.PREFERENCE_LOSSES
