@@ -93,7 +93,7 @@ class EvaluationConfig(RecordedCommand):
             return [*super().mistakes(), *self._sampling(), *compared]
         return [
             *super().mistakes(),
-            (not self.reward.models, "<task> judges reward models: give --reward.model_name_or_path."),
+            (not self.reward.scalars, "<task> judges reward models: give --reward.model_name_or_path."),
             *rules.sum_mistakes(self.reward, len(self.reward.models)),
         ]
 

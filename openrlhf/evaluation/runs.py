@@ -215,7 +215,7 @@ class Evaluation:
         group = reward_hosts(config)
         with closing(make_hosts(group, self._places(group), on_gpus=self.kind == "cuda")) as hosts:
             connect_hosts(config, hosts, log_dir=self.log_dir)
-            models = RewardModels(WorkerGroup(hosts, "reward"), config.reward.weights or ())
+            models = RewardModels(WorkerGroup(hosts, "reward"), config.reward)
             created = models.workers.create(RewardWorker, settings.reward_settings(config))
             gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
             return EarlyStages(models=models, timeout_s=config.train.step_timeout).annotated(answers)

@@ -124,7 +124,7 @@ class Run:
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
         config = self.config
         errors = ErrorBudget.of(config.reward)
-        models = RewardModels(groups["reward"], config.reward.weights or ()) if "reward" in groups else None
+        models = RewardModels(groups["reward"], config.reward) if "reward" in groups else None
         generator = self._make_generator()
         stages = make_stages(config, groups)
         source = self._make_source(generator, models, stages, errors)
@@ -179,7 +179,7 @@ class Run:
         agents = make_agents(
             config,
             self.data.tokenizer,
-            needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
+            needs_reward=not config.reward.models and not config.algo.distill.teacher,
             log_dir=Path(self.log_dir),
         )
         if agents:

@@ -151,7 +151,9 @@ def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSet
 def reward_settings(config: Sampling) -> RewardModelSettings:
     """The settings of the reward workers."""
     return RewardModelSettings(
-        models=tuple(load_spec(config, path) for path in config.reward.models),
+        models=tuple(load_spec(config, path) for path in config.reward.scalars),
+        process_model=load_spec(config, config.reward.process_model) if config.reward.process_model else None,
+        step_separator=config.reward.step_separator,
         forward_limits=forward_limits(config),
         head_prefix=config.ds.value_head_prefix,
         normalize=config.reward.normalize_enable,

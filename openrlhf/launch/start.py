@@ -65,7 +65,7 @@ def plan_placement(config: PPOConfig, kind: str) -> Placement:
             roles["teacher"] = config.ref
         if config.estimator.needs_critic:
             roles["critic"] = config.critic
-    if config.reward.model_name_or_path:
+    if config.reward.models:
         roles["reward"] = config.reward
     groups: list[HostGroup] = []
     for sharing in [*config.train.colocated, *([role] for role in roles)]:

@@ -1,5 +1,6 @@
 """Loads Transformers models as the flags say: dtype, attention, gradient checkpointing."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ class ModelError(UserError, ValueError):
 
 # Configuration entries by which some architectures transform logits after the output layer.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
+STEP_TOKENS = "process_reward"  # in the config.json of a process reward model: its placeholder and reward tokens
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 transformers_logging.disable_progress_bar()  # one bar per process and model would flood the logs
@@ -107,6 +109,23 @@ def check_is_causal(spec: LoadSpec) -> None:
             "export would lose the rest. Name a text model."
         )
     reject_transformed_logits(config)
+
+
+def step_tokens(spec: LoadSpec) -> tuple[str, list[str]]:
+    """The placeholder of a process reward model, and its tokens for a right and a wrong step, from its config.json.
+
+    Raises ModelError if they are not there.
+    """
+    check_is_causal(spec)
+    stored = getattr(configuration(spec), STEP_TOKENS, None) or {}
+    placeholder, judgements = stored.get("placeholder_token"), stored.get("reward_tokens") or []
+    if not placeholder or len(judgements) < 2:
+        example = {"placeholder_token": "\n", "reward_tokens": ["+", "-"]}
+        raise ModelError(
+            f"{spec.path} does not name its tokens. Train it by train_prm with --prm.reward_tokens, the one for a right step "
+            f"first; or add them to its config.json, for example {json.dumps({STEP_TOKENS: example})}."
+        )
+    return placeholder, judgements
 
 
 def reject_transformed_logits(architecture: PretrainedConfig) -> None:
