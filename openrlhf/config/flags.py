@@ -8,13 +8,13 @@ import difflib
 import json
 import operator
 import re
-import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, dataclass_transform
+
+from openrlhf.files import toml_beside
 
 T = TypeVar("T")
 Shape = Literal["switch", "one", "pair", "list", "json"]
@@ -220,8 +220,8 @@ def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
 
 def tables(module: str) -> dict[str, dict[str, str]]:
     """By name, what the TOML file beside a module says of names: `said = ["name", "name"]` in one of its tables."""
-    read = tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
-    return {title: {name: said for said, names in table.items() for name in names} for title, table in read.items()}
+    read = toml_beside(module).items()
+    return {title: {name: said for said, names in table.items() for name in names} for title, table in read}
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
