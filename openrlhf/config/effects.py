@@ -8,26 +8,12 @@ first, then in the sections around it. A name that the command does not have ask
 from collections.abc import Mapping
 from typing import Any
 
-from openrlhf.config.flags import Flag, flags_of, value_at
+from openrlhf.config.flags import Flag, flags_of, tables, value_at
 
 Given = Mapping[str, Any]  # the values that the user gave, by path
 Sentences = list[tuple[object, str]]  # whether a sentence holds; <train.seed> in it becomes --train.seed 42
 MOST_NAMES = 8  # in one notice
-# What a term is called that is not about a flag.
-WORDS = {
-    "always": "this command",
-    "uses_gpus": "a GPU",
-    "needs_reference": "a --model.loss_type that has a reference",
-    "hybrid": "--train.colocate_all",
-    "ckpt.saves": "--ckpt.save_steps",
-    "estimator.needs_critic": "a critic (--algo.advantage.estimator gae)",
-    "estimator.needs_groups": "<algo.advantage.estimator>",
-    "estimator.whitened": "an --algo.advantage.estimator that whitens, as gae, reinforce and reinforce_baseline do",
-    "reward.function_path": "--reward.remote_url FILE.py",
-    "reward.urls": "--reward.remote_url URL",
-    "reward.models": "--reward.model_name_or_path",
-    "remote_teacher": "--algo.distill.teacher NAME",
-}
+WORDS = tables(__file__)["words"]  # what a term is called that is not about a flag
 
 
 def without_effect(config: Any, given: Given) -> Sentences:
