@@ -1,19 +1,12 @@
-"""Files: tables beside a module; and what survives a crash: atomic writes, hashes, syncs to disk. Standard library only."""
+"""Files that survive a crash: atomic writes, hashes, and syncs to disk. Standard library only."""
 
 import errno
 import hashlib
 import os
-import tomllib
 from pathlib import Path
-from typing import Any
 
 BLOCK = 2**16  # bytes
 SAMPLES = 256  # blocks hashed of a long file: 16 MiB
-
-
-def toml_beside(module: str) -> dict[str, Any]:
-    """The TOML file beside a module, which gives its `__file__`."""
-    return tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def fingerprint(path: Path) -> str:

@@ -8,13 +8,13 @@ import difflib
 import json
 import operator
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, dataclass_transform
-
-from openrlhf.files import toml_beside
 
 T = TypeVar("T")
 Shape = Literal["switch", "one", "pair", "list", "json"]
@@ -216,6 +216,11 @@ def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f'{flag.name} takes a JSON object, such as {{"name": 1}}, not {raw!r}.')
     return cast("dict[str, Any]", value)
+
+
+def toml_beside(module: str) -> dict[str, Any]:
+    """The TOML file beside a module, which gives its `__file__`."""
+    return tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def tables(module: str) -> dict[str, dict[str, str]]:

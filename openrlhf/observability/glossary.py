@@ -9,7 +9,7 @@ from functools import cache
 from math import inf
 from typing import Any, NamedTuple
 
-from openrlhf.files import toml_beside
+from openrlhf.config.flags import toml_beside
 
 
 class MetricSpec(NamedTuple):

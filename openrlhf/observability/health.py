@@ -12,7 +12,7 @@ from functools import cache
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from openrlhf.files import toml_beside
+from openrlhf.config.flags import toml_beside
 
 
 class Point(NamedTuple):

@@ -16,7 +16,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from openrlhf.files import toml_beside, write_atomically
+from openrlhf.config.flags import toml_beside
+from openrlhf.files import write_atomically
 from openrlhf.observability import charts
 from openrlhf.observability.charts import Chart, draw
 from openrlhf.observability.glossary import find_spec
