@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from openrlhf.config.rollout import RolloutConfig
-from openrlhf.observability.metrics import Metric, values
+from openrlhf.observability.metrics import Mean, Metric, values
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.fleet import checked
