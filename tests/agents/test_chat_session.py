@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from examples.agents.calculator_task import CALL, CALLED, TEMPLATE, calculator_tokenizer
 from openrlhf.agents.answers import CompletionOutput
 from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull, parse_reply
+from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
 
 TOKENIZER = calculator_tokenizer()
 TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
@@ -26,6 +27,11 @@ def ids(text: str) -> list[int]:
 def sampled(text: str, *, finish: str = "stop") -> CompletionOutput:
     tokens = ids(text + ("<|end|>" if finish == "stop" else ""))
     return CompletionOutput(index=0, text=text, token_ids=tokens, logprobs=None, finish_reason=finish, stop_reason=None)
+
+
+class Client(OpenAIAgentExecutor):
+    def run_agent(self, prompt: str, label: Any, session_id: str) -> float:
+        return 0.0
 
 
 def user(text: str) -> dict[str, Any]:
@@ -116,9 +122,12 @@ def test_what_the_template_would_change_stays_as_it_was_sampled() -> None:
 def test_calls_of_tools_are_read_from_the_text_and_their_results_follow() -> None:
     session = ChatSession(TOKENIZER, 1000)
     prompt = session.prompt_for([user("2+3")], TOOLS)
-    reply = session.heard(prompt, sampled(f"{CALL}2+3{CALLED}"), tools=True)
+    output = sampled(f"{CALL}2+3{CALLED}")
+    reply = session.heard(prompt, output, tools=True)
     [call] = reply["tool_calls"]
     assert reply["content"] == ""
+    [choice] = Client()._completion(prompt, output, reply, logprobs=False)["choices"]
+    assert (choice["message"], choice["finish_reason"]) == (reply, "tool_calls")
     assert call["function"] == {"name": "calculator", "arguments": '{"expression": "2+3"}'}
     result = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
     asked = session.prompt_for([user("2+3"), {**reply, "refusal": None}, result], TOOLS)
