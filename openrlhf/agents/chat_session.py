@@ -5,7 +5,6 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,14 +21,6 @@ class ChatMistake(EngineRefusal):
 
 class ContextFull(ChatMistake):
     """The conversation leaves no room for a reply."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """What the policy said: the message that clients see."""
-
-    message: Message
-    finish_reason: str  # "stop", "length" or "tool_calls"
 
 
 class ChatSession:
@@ -97,7 +88,7 @@ class ChatSession:
             raise ChatMistake("the chat template does not show earlier replies, so the conversation cannot go on")
         return after
 
-    def heard(self, prompt: list[int], output: CompletionOutput, *, tools: bool) -> Reply:
+    def heard(self, prompt: list[int], output: CompletionOutput, *, tools: bool) -> Message:
         """Keep what was sampled, and read it as a message: calls of tools, if there are any, and text."""
         self._seen = self._asked
         self.tokens = [*prompt, *output.token_ids]
@@ -114,7 +105,7 @@ class ChatSession:
             if stopped_by:
                 message["content"] = message["content"].partition(stopped_by)[0]
         self._reply = message
-        return Reply(message=message, finish_reason="tool_calls" if "tool_calls" in message else output.finish_reason)
+        return message
 
     def _render(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None, *, prompt: bool = True) -> str:
         try:

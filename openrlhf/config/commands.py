@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import Any, ClassVar, Self
 
 from openrlhf.config import machine, rules, shared
-from openrlhf.config.effects import Sentences, without_effect
+from openrlhf.config.effects import Effects, Sentences, without_effect
 from openrlhf.config.flags import Section, amend, bound_violations, mentions, option, spelled_out
 from openrlhf.config.unsupported import refusals
 
@@ -17,7 +17,7 @@ class Command(Section):
     """What every command has. `given`: the values by path that flags and a file gave; all others are defaults."""
 
     always: ClassVar[bool] = True  # `!always` is a condition that never holds
-    effects: ClassVar[Mapping[str, str]] = {}  # conditions of this command, and the flags and sections that have them
+    effects: ClassVar[Effects] = {}  # conditions of this command, and the flags and sections that have them
 
     given: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
     plugin: tuple[str, ...] = option((), "Your file with registrations.", metavar="FILE.py")

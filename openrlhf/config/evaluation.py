@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from openrlhf.config import ppo_rules, rules, shared
 from openrlhf.config.commands import RecordedCommand
-from openrlhf.config.effects import Sentences
+from openrlhf.config.effects import EFFECTS, Effects, Sentences
 from openrlhf.config.flags import Section, option, required
 from openrlhf.config.learning import RLEvalConfig
 from openrlhf.config.ppo import engine_values
@@ -39,23 +39,7 @@ class EvaluatedDataConfig(PairColumns, PromptColumns, shared.DataConfig):
 
 class EvaluationConfig(RecordedCommand):
     """Evaluation of a checkpoint by itself."""
-    effects: ClassVar[dict[str, str]] = {
-        "!always":
-            "eval.steps eval.patience eval.at_start data.dataloader_num_workers logger.logging_steps "
-            "rollout.n_samples_per_prompt rollout.temperature rollout.dump_dir rollout.replay_dir rollout.only "
-            "reward.clip_range reward.overlong_buffer_len reward.overlong_penalty_factor reward.stop_properly_penalty_coef "
-            "vllm.sync_backend vllm.sync_with_ray vllm.enable_sleep rollout.vllm_generate_batch_size ds.grad_accum_dtype ds.overlap_comm "
-            "ds.adam_offload ds.param_offload ds.use_universal_ckpt",
-        "!task=rm_accuracy":
-            "model.model_name_or_path vllm rollout.batch_size rollout.max_new_tokens rollout.stop rollout.stop_token_ids "
-            "rollout.top_p rollout.top_k rollout.remote_engines reward.remote_url reward.verifier train.agent_func_path "
-            "data.input_key data.label_key eval.temperature eval.n_samples_per_prompt",
-        "task=rm_accuracy": "data.prompt_key data.chosen_key data.rejected_key",
-        "task=win_rate": "against judge",
-        "reward.models": "rollout.micro_batch_size rollout.max_tokens_per_gpu ds.value_head_prefix "
-            "ds.attn_implementation ds.packing_samples",
-        "!rollout.max_tokens_per_gpu": "rollout.micro_batch_size",
-    }
+    effects: ClassVar[Effects] = EFFECTS["evaluation"]
 
     task: str = option(
         "pass_k", "pass@k per data source; how often reward models prefer the chosen answer of a pair; or how often "

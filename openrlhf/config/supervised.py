@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from openrlhf.config import choices, machine, rules, shared
 from openrlhf.config.commands import Root
-from openrlhf.config.effects import Sentences
+from openrlhf.config.effects import EFFECTS, Effects, Sentences
 from openrlhf.config.flags import Section, option, required
 
 
@@ -68,9 +68,7 @@ class SFTDataConfig(ResponseDataConfig):
 
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning."""
-    effects: ClassVar[dict[str, str]] = {
-        "!model.pretrain_mode_enable": "data.output_key data.apply_chat_template data.input_template"
-    }
+    effects: ClassVar[Effects] = EFFECTS["sft"]
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_sft")
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_sft"))
@@ -125,7 +123,7 @@ class DPOModelConfig(shared.ModelConfig):
 
 class DPOConfig(SupervisedConfig):
     """Direct preference optimization from pairs: DPO, cDPO, IPO, SLiC, robust DPO, SimPO, ORPO."""
-    effects: ClassVar[dict[str, str]] = {"needs_reference": "ref"}
+    effects: ClassVar[Effects] = EFFECTS["dpo"]
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_dpo")
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_dpo"))
@@ -221,7 +219,7 @@ class PRMDataConfig(shared.OfflineDataConfig):
 
 class PRMConfig(SupervisedConfig):
     """Process reward model from labelled steps."""
-    effects: ClassVar[dict[str, str]] = {"!always": "data.input_template data.apply_chat_template data.tokenizer_chat_template"}
+    effects: ClassVar[Effects] = EFFECTS["prm"]
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_prm")
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_prm"))

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.distributed import devices, ds_config
+from openrlhf.distributed.buckets import cut_into_buckets
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.distributed.quiet_deepspeed import OffloadStateTypeEnum, deepspeed
 from openrlhf.distributed.strategy import Strategy, initialize
@@ -293,7 +294,8 @@ class TrainEngine:
         """
         if self.sharded:  # a forward that no backward followed leaves prefetched parameters in flight
             self.engine.optimizer.empty_partition_cache()
-        for bucket in _module_buckets(self.hf, bucket_bytes):
+        # Each tied weight is named once.
+        for bucket in cut_into_buckets(self.hf.named_parameters(), _nbytes, bucket_bytes):
             parameters = [p for _, p in bucket]
             with deepspeed.zero.GatheredParameters(parameters, enabled=self.sharded):
                 yield [(name, p.data) for name, p in bucket]
@@ -303,18 +305,8 @@ def _not_finite(metrics: Metrics) -> str:
     return ", ".join(f"{name} = {value}" for name, value in values(metrics).items() if not math.isfinite(value))
 
 
-def _module_buckets(module: nn.Module, limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    bucket: list[tuple[str, nn.Parameter]] = []
-    size = 0
-    for name, parameter in module.named_parameters():  # names each tied weight once
-        nbytes = math.prod(full_shape(parameter)) * parameter.element_size()
-        if bucket and size + nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, parameter))
-        size += nbytes
-    if bucket:
-        yield bucket
+def _nbytes(named: tuple[str, nn.Parameter]) -> int:
+    return math.prod(full_shape(named[1])) * named[1].element_size()
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -185,9 +185,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             if self.ckpt.save_hf:
                 self.export(staged.hf_dir)
         if self.strategy.is_main:
-            self.checkpoints.commit(
-                staged, state=self._state(), metric_key=self.best.followed, metric_value=self.best.value_of(self.step)
-            )
+            self.checkpoints.commit(staged, state=self._state(), metric_value=self.best.value_of(self.step))
         self.strategy.barrier()
 
     def _state(self) -> RunState:
