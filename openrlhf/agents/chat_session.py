@@ -4,13 +4,12 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
-from openrlhf.data.templates import STAND_IN, Message, render, to_messages
+from openrlhf.data.templates import STAND_IN, Message, render, to_messages, with_parsed_arguments
 
 HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
@@ -39,7 +38,7 @@ class ChatSession:
     def prompt_for(self, messages: Any, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """The tokens that the policy is to continue. Raises ChatMistake, ContextFull."""
         try:
-            asked = [_with_parsed_arguments(_with_plain_text(message)) for message in to_messages(messages)]
+            asked = [_with_plain_text(message) for message in to_messages(messages)]
         except ValueError as error:
             raise ChatMistake(f"messages {error}") from error
         if self._reply is None:
@@ -77,7 +76,7 @@ class ChatSession:
         except ChatMistake:  # some templates want to see the call before its result
             if not (self._reply and self._reply.get("tool_calls")):
                 raise
-            calls = _with_parsed_arguments({**stand_in, "tool_calls": self._reply["tool_calls"]})
+            calls = with_parsed_arguments({**stand_in, "tool_calls": self._reply["tool_calls"]})
             shown = self._render([*self._seen, calls], tools, prompt=False)
             text = self._render([*self._seen, calls, *messages], tools)
             if not text.startswith(shown):
@@ -169,19 +168,6 @@ def _with_plain_text(message: Message) -> Message:
     if other := {part.get("type") for part in content} - {"text"}:
         raise ValueError(f"hold parts of type {', '.join(sorted(map(repr, other)))}; the policy reads text only")
     return {**message, "content": "".join(part.get("text", "") for part in content)}
-
-
-def _with_parsed_arguments(message: Message) -> Message:
-    """The message with the arguments of its tool calls as objects, as chat templates want them."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = dict(call.get("function") or {})
-        with suppress(TypeError, ValueError):
-            function["arguments"] = json.loads(function.get("arguments") or "{}")
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls}
 
 
 def _same(echoed: Message, reply: Message) -> bool:

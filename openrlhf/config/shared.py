@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from openrlhf.config import choices
 from openrlhf.config.flags import Section, derived, option, required
 
 # fmt: off
@@ -140,6 +141,9 @@ class DataConfig(TokenizerConfig):
     """Tokenizer and data."""
     dataloader_num_workers: int = option(0, "Processes that prepare batches.", ge=0)
     max_samples: int = option(1_000_000, "Rows to use, per dataset and of their blend.", ge=1)
+    layout: str = option(
+        "auto", "Layout of the rows. auto: recognised by the columns, unless *_key flags are given; columns: as the flags say.",
+        choices=choices.LAYOUTS)
     input_template: str | None = option(
         None, "Text with {} as prompt, without a chat template.", needs="!apply_chat_template")
     apply_chat_template: bool = option(False, "Render with the tokenizer's chat template.")

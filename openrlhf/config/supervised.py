@@ -77,14 +77,19 @@ class SFTConfig(SupervisedConfig):
     ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
     data: SFTDataConfig = SFTDataConfig(input_template="User: {}\nAssistant: ")
 
+    def derived_values(self) -> dict[str, Any]:
+        """Plain text has no layout."""
+        return super().derived_values() | ({"data.layout": "columns"} if self.model.pretrain_mode_enable else {})
+
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
         data, plain = self.data, self.model.pretrain_mode_enable
+        keyed = data.layout == "columns" or (data.layout == "auto" and {"data.input_key", "data.output_key"} & self.given.keys())
         return [
             *super().mistakes(),
             (data.multiturn and not data.apply_chat_template,
              "--data.multiturn needs --data.apply_chat_template: only a chat has turns."),
-            (not (data.output_key or data.apply_chat_template or plain),
+            (keyed and not (data.output_key or data.apply_chat_template or plain),
              "No column has the response: name it with --data.output_key, or use --data.apply_chat_template for chats, or "
              "--model.pretrain_mode_enable for plain text."),
         ]
@@ -143,15 +148,6 @@ class DPOConfig(SupervisedConfig):
         """The loss that --model.ipo_enable means."""
         ipo = {"model.loss_type": "ipo"} if self.model.ipo_enable else {}
         return super().derived_values() | ipo
-
-    def notices(self) -> Sentences:
-        """What the user may have to know of this resolved configuration."""
-        data = self.data
-        return [
-            (not (data.prompt_key or data.apply_chat_template),
-             "Without --data.prompt_key all of both texts is judged, the prompt too."),
-            *super().notices(),
-        ]
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
@@ -228,7 +224,7 @@ class PRMConfig(SupervisedConfig):
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     prm: PRMLossConfig = PRMLossConfig()
     ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
-    data: PRMDataConfig = PRMDataConfig()
+    data: PRMDataConfig = PRMDataConfig(layout="columns")
 
 
 class RMModelConfig(shared.ModelConfig):

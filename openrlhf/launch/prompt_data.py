@@ -10,6 +10,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
 from openrlhf.data.errors import notice
+from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
@@ -75,7 +76,7 @@ def read_prompts(
     `part`: split, max_samples and probs of `load_datasets`.
     """
     rows = load_datasets(spec, seed=config.train.seed, text=key_columns(config.data), **part)
-    return PromptDataset(rows, tokenizer, config.data, image_key=image_key)
+    return PromptDataset(rows, tokenizer, recognise(rows, config, "text"), image_key=image_key)
 
 
 def look_at_prompts(
@@ -87,7 +88,7 @@ def look_at_prompts(
     """
     first = [prompts[number] for number in range(min(first_look.LOOKED_AT, len(prompts)))]
     texts = [prompt.text for prompt in first]
-    used, trained = first_look.TextFormat.of(config.data, tokenizer), first_look.recorded(tokenizer)
+    used, trained = first_look.TextFormat.of(prompts.data, tokenizer), first_look.recorded(tokenizer)
     found = first_look.round_trip(tokenizer, texts, prompts=True)
     found += first_look.compare_formats(f"{flag} {policy}", trained, used, texts)
     room = settings.train_sampling(config).prompt_room

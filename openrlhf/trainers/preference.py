@@ -23,6 +23,7 @@ class PreferenceTask(ReferencedTask[DPOConfig, PairRow]):
     """The loss of --model.loss_type per pair, mean over the window's pairs of all ranks."""
 
     root: ClassVar = DPOConfig
+    sample_names: ClassVar = ("chosen", "rejected")
     objective: ClassVar = (
         "model.loss_type",
         "model.beta",

@@ -27,6 +27,7 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
     """ℓ = −log σ(r_chosen − r_rejected − margin) per pair, mean over the window's pairs of all ranks."""
 
     root: ClassVar = RMConfig
+    sample_names: ClassVar = ("chosen", "rejected")
     padding_side: ClassVar = "left"
     together: ClassVar = 2
     objective: ClassVar = ("model.loss_type", "model.margin_loss_enable", "model.aux_loss_coef")

@@ -34,7 +34,7 @@ BROKEN: list[tuple[str, str, str]] = [
      "--train.micro_batch_size 8"),
     (SFT, "--data.multiturn", "--data.multiturn needs --data.apply_chat_template"),
     (SFT, "--data.tokenizer_chat_template gone.jinja", "--data.tokenizer_chat_template gone.jinja is neither a template"),
-    (SFT, "--data.output_key=", "name it with --data.output_key"),
+    (SFT, "--data.output_key= --data.layout columns", "name it with --data.output_key"),
     (RL, "--vllm.num_engines 0", "--vllm.num_engines is 0"),
     (RL, "--vllm.max_engines 0", "--vllm.max_engines is 0, but it must be at least 1"),
     (RL, "--train.async_enable --train.max_staleness 0", "--train.max_staleness is 0, but it must be at least 1"),
