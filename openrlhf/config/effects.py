@@ -18,6 +18,7 @@ WORDS = {
     "always": "this command",
     "uses_gpus": "a GPU",
     "needs_reference": "a --model.loss_type that has a reference",
+    "reference_is_policy": "--ds.lora.rank, whose reference is the policy without its adapter",
     "hybrid": "--train.colocate_all",
     "ckpt.saves": "--ckpt.save_steps",
     "estimator.needs_critic": "a critic (--algo.advantage.estimator gae)",

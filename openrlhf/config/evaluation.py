@@ -45,7 +45,7 @@ class EvaluationConfig(RecordedCommand):
             "rollout.n_samples_per_prompt rollout.temperature rollout.dump_dir rollout.replay_dir rollout.only "
             "reward.clip_range reward.overlong_buffer_len reward.overlong_penalty_factor reward.stop_properly_penalty_coef "
             "vllm.sync_backend vllm.sync_with_ray vllm.enable_sleep rollout.vllm_generate_batch_size ds.grad_accum_dtype ds.overlap_comm "
-            "ds.adam_offload ds.param_offload ds.use_universal_ckpt",
+            "ds.adam_offload ds.param_offload ds.use_universal_ckpt ds.lora",
         "!task=rm_accuracy":
             "model.model_name_or_path vllm rollout.batch_size rollout.max_new_tokens rollout.stop rollout.stop_token_ids "
             "rollout.top_p rollout.top_k rollout.remote_engines reward.remote_url reward.verifier train.agent_func_path "
@@ -53,7 +53,7 @@ class EvaluationConfig(RecordedCommand):
         "task=rm_accuracy": "data.prompt_key data.chosen_key data.rejected_key",
         "task=win_rate": "against judge",
         "reward.models": "rollout.micro_batch_size rollout.max_tokens_per_gpu ds.value_head_prefix "
-            "ds.attn_implementation ds.packing_samples",
+            "ds.attn_implementation ds.packing_samples ds.load_in_4bit",
         "!rollout.max_tokens_per_gpu": "rollout.micro_batch_size",
     }
 

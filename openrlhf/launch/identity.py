@@ -27,6 +27,7 @@ OBJECTIVE = (
     "reward.verifier",
     "train.async_enable",
 )
+ADAPTER = ("ds.lora.rank", "ds.lora.alpha", "ds.lora.target_modules", "ds.lora.rslora", "ds.lora.dora")
 SAMPLING = (
     "rollout.n_samples_per_prompt",
     "rollout.temperature",
@@ -46,7 +47,7 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows, *, model
     def columns(row: int) -> list[Any]:
         return [column.tolist() for column in vars(task.collate([rows[row]])).values() if isinstance(column, Tensor)]
 
-    flags = ("train.batch_size", "train.seed", *task.objective)
+    flags = ("train.batch_size", "train.seed", *ADAPTER, *task.objective)
     path, trusted = model or config.model.model_name_or_path, config.model.trust_remote_code
     return {
         "task": task.name,
@@ -59,7 +60,7 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows, *, model
 def rl_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
     """The identity of an RL run."""
     model = of_model(config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code)
-    return _of_prompts(config, OBJECTIVE, prompts, tokenizer) | {"--actor.model_name_or_path": model}
+    return _of_prompts(config, OBJECTIVE + ADAPTER, prompts, tokenizer) | {"--actor.model_name_or_path": model}
 
 
 def episode_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
