@@ -58,6 +58,7 @@ class TrainEngine:
         self.engine, self.strategy, self.name = engine, strategy, name
         self.sleeps = strategy.config.sleeps  # its training state is in CPU memory between uses
         self.partial = not all(p.requires_grad for p in engine.module.parameters())  # some weights are frozen
+        engine.module.register_state_dict_post_hook(_drop_frozen)
         self.sharded = strategy.config.zero_stage == 3  # each rank has a part of every weight
         self._wrapped = ds_config.training_stage(strategy.config, strategy.layout.world_size) > 0
         self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped steps: all so far; since the last applied step
@@ -309,6 +310,13 @@ class TrainEngine:
             parameters = [part for each in bucket for part in each.parts]
             with deepspeed.zero.GatheredParameters(parameters, enabled=self.sharded):
                 yield [(each.name, each.make()) for each in bucket]
+
+
+def _drop_frozen(module: nn.Module, state: dict[str, Any], *_: object) -> None:
+    """Take the frozen weights out of a checkpoint. DeepSpeed leaves the second names of tied ones there."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            state.pop(name, None)
 
 
 def _not_finite(metrics: Metrics) -> str:
