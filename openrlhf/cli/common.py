@@ -99,7 +99,7 @@ def train_offline(config: Root, task: str) -> None:
         os._exit(0)
 
 
-WRITTEN = ("ckpt.output_dir", "ckpt.path", "run.dir", "rollout.dump_dir")
+WRITTEN = ("ckpt.output_dir", "ckpt.path", "run.dir", "rollout.dump_dir", "output_path")
 # Supported versions, from and below: those of vLLM, and those of what goes with them.
 STACKS = {
     ("0.24", "0.27"): {"torch": ("2.11", "2.12"), "transformers": ("5.16.1", "5.18")},

@@ -20,9 +20,10 @@ VERBS = {
     "ppo": ("train_ppo_ray", "reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO"),
     "eval": ("eval", "evaluation of a checkpoint: pass@k, accuracy of a reward model, win rate"),
     "reward": ("reward_test", "`reward test`: try a reward on a dataset, before any training"),
+    "lora_combiner": ("lora_combiner", "the plain model that a LoRA adapter and its base are"),
     "serve-rm": ("serve_rm", "HTTP server of a reward model"),
 }
-PLANNED = ("lora_combiner", "batch_inference", "interactive_chat")
+PLANNED = ("batch_inference", "interactive_chat")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     verb = next((short for short, (command, _) in VERBS.items() if command == verb), verb)
     if verb in ("-h", "--help"):
         print("usage: openrlhf VERB [--flag VALUE ...]      openrlhf VERB --help lists its flags\n")
-        print("\n".join(f"  {name:9} {what}" for name, (_, what) in VERBS.items()))
+        print("\n".join(f"  {name:13} {what}" for name, (_, what) in VERBS.items()))
     elif verb == "--version":
         print(f"openrlhf {__version__}")
     elif verb in VERBS:

@@ -12,7 +12,7 @@ from openrlhf.config.rollout import PlacementConfig, PromptConfig, RewardConfig,
 
 # Conditions: see `effects`.
 CRITIC = "estimator.needs_critic"
-FROZEN = "algo.kl.init_coef|algo.distill.teacher"
+FROZEN = "has_frozen_policy"
 
 
 # fmt: off
@@ -180,6 +180,16 @@ class RLFlags(Root):
     def samples(self) -> int:
         """Samples of one iteration."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference is loaded. With adapters it is the policy without them."""
+        return self.algo.kl.init_coef > 0 and not self.ds.lora.rank
+
+    @property
+    def has_frozen_policy(self) -> bool:
+        """Whether a reference or a teacher is loaded."""
+        return self.has_reference or self.local_teacher is not None
 
     @property
     def hybrid(self) -> bool:

@@ -94,6 +94,8 @@ class LoraConfig(Section):
     alpha: int = option(16, "Scale: the update is multiplied by alpha / rank.", gt=0, needs="rank")
     dropout: float = option(0.0, "Dropout in front of the adapter.", ge=0, lt=1, needs="rank")
     target_modules: tuple[str, ...] = option(("all-linear",), "Modules; all-linear: each layer.", needs="rank")
+    rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA).", needs="rank")
+    dora: bool = option(False, "Train the length of each weight row too (DoRA).", needs="rank")
 
 class LoadingConfig(Section):
     """How models are loaded and run."""

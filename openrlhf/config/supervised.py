@@ -109,7 +109,7 @@ class PreferenceDataConfig(PairColumns, shared.OfflineDataConfig):
 class ReferenceConfig(Section):
     """The reference model."""
     model_name_or_path: str | None = option(None, "Folder or hub name; unset: the model that is trained.", holds="model")
-    offload: bool = option(False, "Keep it in CPU memory between uses.")
+    offload: bool = option(False, "Keep it in CPU memory between uses.", needs="!reference_is_policy")
 
 
 class DPOReferenceConfig(ReferenceConfig):
@@ -126,7 +126,16 @@ class DPOModelConfig(shared.ModelConfig):
     nll_loss_coef: float = option(0.0, "Weight of the chosen answers' negative log-likelihood.", ge=0)
 
 
-class DPOConfig(SupervisedConfig):
+class ReferencedConfig(SupervisedConfig):
+    ref: ReferenceConfig = ReferenceConfig()
+
+    @property
+    def reference_is_policy(self) -> bool:
+        """Whether the reference is the trained model with its adapters switched off, not a second model."""
+        return self.ds.lora.rank > 0 and self.ref.model_name_or_path in (None, self.model.model_name_or_path)
+
+
+class DPOConfig(ReferencedConfig):
     """Direct preference optimization from pairs: DPO, cDPO, IPO, SLiC, robust DPO, SimPO, ORPO."""
     effects: ClassVar[Effects] = EFFECTS["dpo"]
 
@@ -171,14 +180,13 @@ class KTODataConfig(PairColumns, ResponseDataConfig):
     label_key: str = option("label", "Column with 1 or true for a desirable answer, 0 or false for an undesirable one.")
 
 
-class KTOConfig(SupervisedConfig):
+class KTOConfig(ReferencedConfig):
     """KTO: from answers that are desirable or not."""
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_kto")
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_kto"))
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-5)
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     kto: KTOLossConfig = KTOLossConfig()
-    ref: ReferenceConfig = ReferenceConfig()
     ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
     data: KTODataConfig = KTODataConfig(input_template="User: {}\nAssistant: ")
 

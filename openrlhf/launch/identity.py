@@ -31,7 +31,7 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows, *, model
     def columns(row: int) -> list[Any]:
         return [column.tolist() for column in vars(task.collate([rows[row]])).values() if isinstance(column, Tensor)]
 
-    flags = ("train.batch_size", "train.seed", *task.objective)
+    flags = ("train.batch_size", "train.seed", *FLAGS["adapter"], *task.objective)
     path, trusted = model or config.model.model_name_or_path, config.model.trust_remote_code
     return {
         "task": task.name,
@@ -44,7 +44,9 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows, *, model
 def rl_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
     """The identity of an RL run."""
     model = of_model(config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code)
-    return _of_prompts(config, FLAGS["run"], prompts, tokenizer) | {"--actor.model_name_or_path": model}
+    return _of_prompts(config, FLAGS["run"] + FLAGS["adapter"], prompts, tokenizer) | {
+        "--actor.model_name_or_path": model
+    }
 
 
 def episode_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:

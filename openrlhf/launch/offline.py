@@ -63,8 +63,8 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     checkpoint = to_continue(config, checkpoints, strategy, identity) if config.ckpt.load_enable else None
     engine = load_models(task, strategy, total_steps)
     if task.precomputes:
-        train_rows = with_reference(task, train_rows, strategy)
-        eval_rows = with_reference(task, eval_rows, strategy) if eval_rows else None
+        train_rows = with_reference(task, train_rows, engine)
+        eval_rows = with_reference(task, eval_rows, engine) if eval_rows else None
         task.frozen = {}
     run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
     resume_step = checkpoint and checkpoint.state.step

@@ -204,7 +204,8 @@ class Run:
         common = self.data.train, generator, self.loop, settings.train_sampling(config), config.train
         workers = config.data.dataloader_num_workers
         if config.train.async_enable:
-            early = [stage for stage in stages if stage.writes != "old_logprobs"]  # π_old is the policy of the update
+            # π_old is the policy of the update; and the policy scores no rows while it is updated.
+            early = [stage for stage in stages if stage.by.role != "actor"]
             scored = replace(scored, stages=early)
             return AsyncSource(*common, keep=keep, annotated=scored.of_group, num_workers=workers)
         source = SyncSource(
@@ -247,6 +248,8 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[St
     stages: list[Stage] = []
     if "actor" in groups and settings.needs_old_logprobs(config):
         stages.append(Stage(writes="old_logprobs", by=groups["actor"], method=PolicyWorker.logprobs))
+    if "actor" in groups and config.algo.kl.init_coef and not config.has_reference:
+        stages.append(Stage(writes="ref_logprobs", by=groups["actor"], method=PolicyWorker.reference_logprobs))
     for role, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
         if role in groups:
             stages.append(Stage(writes=column, by=groups[role], method=ReferenceWorker.logprobs))

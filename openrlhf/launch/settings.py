@@ -43,6 +43,8 @@ def needs_old_logprobs(config: PPOConfig) -> bool:
 
 def has_dropout(config: PPOConfig) -> bool:
     """Whether the model's forward draws random numbers in training."""
+    if config.ds.lora.rank and config.ds.lora.dropout:
+        return True
     architecture = AutoConfig.from_pretrained(
         config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code
     )
@@ -109,6 +111,8 @@ def trained_settings(config: PPOConfig, model: ActorConfig | CriticConfig, kind:
         load_spec(config, path),
         gradient_checkpointing=actor.gradient_checkpointing_enable,
         reentrant=actor.gradient_checkpointing_reentrant,
+        lora=config.ds.lora,
+        seed=train.seed,
     )
     tokens = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
     return TrainedSettings(

@@ -59,7 +59,7 @@ def plan_placement(config: PPOConfig, kind: str) -> Placement:
     roles: dict[str, GroupConfig | RewardConfig] = {}
     if not config.rollout.only:
         roles["actor"] = config.actor
-        if config.algo.kl.init_coef > 0:
+        if config.has_reference:
             roles["ref"] = config.ref
         if config.local_teacher:
             roles["teacher"] = config.ref

@@ -141,6 +141,10 @@ BROKEN: list[tuple[str, str, str]] = [
      "--train.colocate_actor_ref needs equal sizes"),
     (RL, "--train.colocate_critic_reward --reward.model_name_or_path o/r --critic.num_gpus_per_node 2 "
      "--reward.num_gpus_per_node 1 --algo.advantage.estimator gae", "--train.colocate_critic_reward needs equal"),
+    (SFT, "--ds.lora.rank 8 --ds.lora.target_modules", "--ds.lora.target_modules names no layer: leave it out"),
+    (SFT, "--ds.lora.rank 8 --ds.lora.dora --ds.zero_stage 3", "--ds.lora.dora reads whole weights, of which"),
+    (SFT, "--ds.load_in_4bit", "--ds.load_in_4bit freezes the model's weights: train adapters beside them"),
+    ("serve_rm", "--ds.load_in_4bit --ds.param_dtype fp16", "--ds.param_dtype fp16 does not go together with"),
     (SFT, "--eval.patience 3", "--eval.patience 3 waits for a better evaluation: give --eval.dataset"),
     (SFT, "--eval.patience 3 --eval.dataset e --ckpt.best_metric_key none", "--ckpt.best_metric_key, which is none"),
     (SFT, "--eval.patience 3 --eval.dataset e --ckpt.disable_ds", "--ckpt.disable_ds does not write"),
