@@ -48,7 +48,7 @@ def show_text(
     title: str, tokens: list[int], tokenizer: PreTrainedTokenizerBase, marks: Sequence[str | None] = ()
 ) -> str:
     """Number of tokens and targets, first and last ids, and the text with its ⟦targets⟧: tokens whose mark is not None."""
-    ids, targets = [*map(str, tokens)], sum(mark is not None for mark in marks)
+    ids, targets = [*map(str, tokens)], f"{sum(mark is not None for mark in marks)} targets, " if marks else ""
     ends = ids if len(ids) <= 2 * AT_ENDS else [*ids[:AT_ENDS], "…", *ids[-AT_ENDS:]]
     text, before, end = "", "", 0
     for mark, run in groupby(marks or [None] * len(tokens)):
@@ -58,4 +58,4 @@ def show_text(
         part, before = until[len(before) :], until
         part = f"{part[: LONGEST // 2]} … {part[-LONGEST // 2 :]}" if len(part) > LONGEST else part
         text += part if mark is None else f"⟦{part}{mark}⟧"
-    return f"--- {title}: {len(tokens)} tokens, {targets} targets, ids {' '.join(ends)}\n{text}"
+    return f"--- {title}: {len(tokens)} tokens, {targets}ids {' '.join(ends)}\n{text}"

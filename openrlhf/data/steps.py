@@ -91,11 +91,11 @@ class StepDataset(TokenizedRows[StepRow]):
             if not isinstance(label, int | float) or not (math.isfinite(label) and 0 <= label <= 1):
                 raise row_error(row, column, f"has the label {label!r}, which is no probability.")
             return float(label)
-        token = one_token(self.tokenizer, label, "A label") if isinstance(label, str) else None
-        if token is None or (self.reward_tokens and token not in self.reward_tokens):
-            expected = list(self.prm.reward_tokens) or "a text"
-            raise row_error(row, column, f"has the label {label!r}, not one of {expected}.")
-        return float(token)
+        tokens = self.tokenizer.encode(label, add_special_tokens=False) if isinstance(label, str) else []
+        if len(tokens) != 1 or (self.reward_tokens and tokens[0] not in self.reward_tokens):
+            expected = f"one of {list(self.prm.reward_tokens)}" if self.reward_tokens else "a text of one token"
+            raise row_error(row, column, f"has the label {label!r}, not {expected}.")
+        return float(tokens[0])
 
 
 def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:

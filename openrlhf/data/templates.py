@@ -22,7 +22,9 @@ Draw = Callable[..., tuple[str, list[Span]]]  # messages to a text, and the span
 STAND_IN = "<<what the assistant said>>"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields besides the content
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # its own words
+# Words of ShareGPT and HH-RLHF.
+SPEAKERS = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+SPEAKERS |= {"Human": "user", "Assistant": "assistant"}
 TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):")  # turns of a text of HH-RLHF, which begins with the first
 LEARNED = ("loss", "weight")  # fields of a message
 TOOLS = "tools"  # a column
@@ -66,12 +68,8 @@ def to_messages(value: Any, *, role: str = "user") -> list[Message]:
 def _turns(text: str) -> list[Message]:
     """The messages of a transcript; none if the text does not begin like one."""
     opening, *turns = TRANSCRIPT.split(text)
-    if opening:
-        return []
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [
-        {"role": roles[said], "content": words.strip()} for said, words in zip(turns[::2], turns[1::2], strict=True)
-    ]
+    said = [] if opening else zip(turns[::2], turns[1::2], strict=True)
+    return [{"role": SPEAKERS[speaker], "content": words.strip()} for speaker, words in said]
 
 
 def _to_message(message: Any, number: int) -> Message:
@@ -86,21 +84,24 @@ def _to_message(message: Any, number: int) -> Message:
                 said = {"tool_calls": [{"type": "function", "function": json.loads(value)}]}
             except (TypeError, ValueError) as error:
                 raise ValueError(f"the function_call of message {number} is no JSON: {value!r}") from error
-        present = {"role": SHAREGPT.get(str(speaker), speaker), **said, **present}
+        present = {"role": SPEAKERS.get(str(speaker), speaker), **said, **present}
     if "role" not in present or not ("content" in present or present.get("tool_calls")):
         has = ", ".join(map(repr, present)) or "nothing"
         raise ValueError(f"message {number} needs 'role' and 'content', but has {has}")
     role, content = present["role"], present.setdefault("content", "")
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        present["content"] = [_without_nulls(part) for part in content]
-    elif not isinstance(content, str):
+    if not isinstance(content, str) and not _are_objects(content):
         needed = "must be a string or a list of objects"
         raise ValueError(f"the content of message {number} {needed}, not {kind(content)}")
-    if not isinstance(role, str):
-        raise ValueError(f"the role of message {number} must be a string, not {kind(role)}")
     if role not in ROLES:
         raise ValueError(f"the role of message {number} is {role!r}, not one of {', '.join(ROLES)}")
+    calls = present.get("tool_calls") or []
+    if not _are_objects(calls) or not _are_objects([call.get("function", {}) for call in calls]):
+        raise ValueError(f"the tool_calls of message {number} must be a list of objects, not {calls!r}")
     return with_parsed_arguments(present)
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, dict) for part in value)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -117,10 +118,10 @@ def with_parsed_arguments(message: Message) -> Message:
         return message
     calls = []
     for call in message["tool_calls"]:
-        function = dict(call.get("function") or {})
+        function = {**(call.get("function") or call)}  # some calls have name and arguments themselves
         with suppress(TypeError, ValueError):
             function["arguments"] = json.loads(function.get("arguments") or "{}")
-        calls.append({**call, "function": function})
+        calls.append({**call, "function": function} if call.get("function") else function)
     return {**message, "tool_calls": calls}
 
 
@@ -131,7 +132,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         tools = _without_nulls(json.loads(tools) if isinstance(tools, str) and tools else tools or [])
     except ValueError as error:
         raise row_error(row, TOOLS, f"is a string, but no JSON: {error}.") from error
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if not _are_objects(tools):
         raise row_error(row, TOOLS, f"is {kind(tools)}, not a list of definitions of tools.")
     return tools
 

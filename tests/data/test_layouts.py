@@ -19,6 +19,7 @@ from openrlhf.data.layouts import LAYOUTS, READERS, recognise
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
 from tests.data.small import PLAIN_CHAT, build_tokenizer
+from tests.sources import ROOT
 
 Rows = list[dict[str, Any]]
 ROOTS: dict[str, Any] = {
@@ -218,3 +219,19 @@ def test_the_table_names_the_choices_and_only_flags_that_some_command_has() -> N
     assert {flags["layout"] for flags in entries if "layout" in flags} == set(READERS)
     known = {name for root in ROOTS.values() for name in vars(root().data)}
     assert {flag for flags in entries for flag in flags} <= known
+
+
+def test_the_page_about_data_has_every_layout_with_its_flags() -> None:
+    lines = (ROOT / "docs/data.md").read_text().splitlines()
+    for kind, entries in LAYOUTS.items():
+        for entry in entries:
+            flags = {
+                f: v
+                for f, v in entry["flags"].items()
+                if v and (kind == "text" or f not in ("chosen_key", "rejected_key"))
+            }
+            words = {f"--data.{flag}" + ("" if value is True else f" {value}") for flag, value in flags.items()}
+            assert any(
+                words == set(re.findall(r"--data\.\w+(?: \w+)?", line.rpartition("|")[0].rpartition("|")[2]))
+                for line in lines
+            ), words

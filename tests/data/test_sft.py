@@ -334,6 +334,13 @@ def test_arguments_of_calls_are_objects_for_the_template_and_what_arrow_adds_is_
         assert ["".join(show(shown[place])).split('arguments": ')[1][:-10] for place in range(len(rows))] == expected
 
 
+def test_calls_that_have_name_and_arguments_themselves_stay_as_they_are() -> None:
+    template = "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    rows = [{"input": [user("a"), said("", tool_calls=[{"name": "f", "arguments": '{"x": 1}'}])]}]
+    shown = "".join(show(dataset(rows, build_tokenizer(template), apply_chat_template=True, max_len=200)[0]))
+    assert '[{"name": "f", "arguments": {"x": 1}}]' in shown
+
+
 @pytest.mark.parametrize(
     ("tools", "complaint"),
     [("[add]", "is a string, but no JSON"), ([1], "is a list, not a list of definitions"), ({"a": 1}, "is an object")],

@@ -76,13 +76,15 @@ def test_a_message_that_calls_a_tool_needs_no_content() -> None:
             [user("a"), {"from": "bard", "value": "x"}],
             "the role of message 1 is 'bard', not one of system, developer, user",
         ),
+        ([user("a") | {"tool_calls": ["f"]}], r"the tool_calls of message 0 must be a list of objects, not \['f'\]"),
+        ([{"from": "function_call", "value": "[1]"}], "the tool_calls of message 0 must be a list of objects"),
         ([{"from": "function_call", "value": "f(x)"}], "the function_call of message 0 is no JSON: 'f.x.'"),
         (
             [{"role": "user", "content": 3}],
             "the content of message 0 must be a string or a list of objects, not a number",
         ),
         ([{"role": "user", "content": None}], "needs 'role' and 'content'"),
-        ([{"role": 1, "content": "a"}], "the role of message 0 must be a string, not a number"),
+        ([{"role": 1, "content": "a"}], "the role of message 0 is 1, not one of system"),
         (
             [{"role": "user", "content": ["a"]}],
             "the content of message 0 must be a string or a list of objects, not a list",
