@@ -74,6 +74,11 @@ def rows_of(task: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
+    """The folder of the module."""
+    return make_workspace(own_folder)
+
+
+def make_workspace(own_folder: Path) -> Path:
     """A tiny model, a teacher that is sure of what it says, and data for each task."""
     sizes = {**HEADS, "vocab_size": len(character_tokenizer())}
     save_tiny_model(own_folder / "model", **sizes)
