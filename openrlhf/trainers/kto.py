@@ -12,6 +12,7 @@ from openrlhf.algorithms.preference_losses import kto
 from openrlhf.batches import Answers
 from openrlhf.config.supervised import KTOConfig
 from openrlhf.data.feedback import PreferenceDataset
+from openrlhf.data.first_look import TextFormat
 from openrlhf.data.labelled import BothAnswers, LabelledDataset, LabelledRow
 from openrlhf.data.layouts import JUDGED
 from openrlhf.data.loading import Table
@@ -30,6 +31,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     """
 
     root: ClassVar = KTOConfig
+    has_prompts = True
     sample_names: ClassVar = ("answer", "")  # the other is that of the KL
     objective: ClassVar = ("kto.beta", "kto.desirable_weight", "kto.undesirable_weight", "model.aux_loss_coef")
 
@@ -38,8 +40,13 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         data = self.config.data
         there = dataset.column_names
         if data.label_key not in there and (data.chosen_key in there or data.layout in JUDGED):
+            self.has_prompts = bool(data.prompt_key or data.apply_chat_template)
             return BothAnswers(PreferenceDataset(dataset, tokenizer, data, needs_prompt=True))
         return LabelledDataset(dataset, tokenizer, data)
+
+    def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
+        """Unknown if the prompt is inside the texts of pairs."""
+        return super().text_format(tokenizer, ending) if self.has_prompts else None
 
     def of_window(self, rows: Sequence[LabelledRow], strategy: Strategy) -> list[LabelledRow]:
         """The rows, each with the answer of the next row of the window; the last row with that of the first."""

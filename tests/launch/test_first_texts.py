@@ -98,6 +98,9 @@ def test_labelled_answers_show_their_label_and_no_text_of_the_kl(dry_run: Show) 
     assert printed.count("--- ") == 2
     assert "desirable 1: " in printed and "desirable 0: " in printed
     assert "User: a\nAssistant: ⟦no <|end|>⟧" in printed
+    turns = "\n\nHuman: a\n\nAssistant:"
+    printed = dry_run("kto", [{"chosen": f"{turns} ok", "rejected": f"{turns} no"}])
+    assert "Template: none" in printed and f"{turns}⟦ ok <|end|>⟧" in printed
 
 
 @pytest.mark.parametrize(
