@@ -39,6 +39,8 @@ HOMES = {
     "wandb": ["observability.trackers"],
     "tensorboard": ["observability.trackers"],
     "rich": ["observability.*"],
+    "peft": ["models.adapters", "checkpoints.combine"],
+    "bitsandbytes": ["distributed.whole"],
     "fastapi": ["serving.server", "agents.openai_endpoint"],
     "uvicorn": ["serving.server", "agents.openai_endpoint"],
 }
