@@ -74,7 +74,7 @@ $(STAMP): pyproject.toml $(STACK)
 	@touch $@
 
 # The pins hold for Python 3.11 and 3.12. `make compile UPGRADE=--upgrade` takes the newest versions.
-compile_one = $(uv) compile --quiet pyproject.toml --extra dev --python-version 3.11 --no-annotate \
+compile_one = $(uv) compile --quiet pyproject.toml --extra dev --extra qlora --python-version 3.11 --no-annotate \
 	--python-platform x86_64-manylinux_2_28 --custom-compile-command "make compile" $(UPGRADE)
 compile: $(STAMP)
 	$(compile_one) --extra cpu --override requirements/overrides-cpu.txt $(cpu_torch) \

@@ -38,6 +38,8 @@ HOMES = {
     "math_verify": ["rewards.graders"],
     "wandb": ["observability.trackers"],
     "rich": ["observability.*"],
+    "peft": ["models.adapters", "checkpoints.combine"],
+    "bitsandbytes": ["distributed.whole"],
     "fastapi": ["serving.server", "agents.openai_endpoint"],
     "uvicorn": ["serving.server", "agents.openai_endpoint"],
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from openrlhf.models.adapters import is_adapted, save_adapter
+from openrlhf.models.adapters import save_adapter
 
 
 def export_hf(
@@ -35,7 +35,7 @@ def export_hf(
     aside = final.with_name(f"{final.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    if is_adapted(model):
+    if hasattr(model, "peft_config"):
         save_adapter(model, state, aside)
     else:
         with torch.no_grad():

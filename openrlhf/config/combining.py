@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from openrlhf.config import shared
 from openrlhf.config.commands import Command
-from openrlhf.config.effects import Sentences
 from openrlhf.config.flags import Section, option, required
 
 
@@ -23,11 +20,3 @@ class CombinerConfig(Command):
     output_path: str = required("Folder of the merged model.")
     is_rm: bool = option(False, "The adapter is a reward model's or critic's.")
     ds: MergedConfig = MergedConfig()
-
-    def mistakes(self) -> Sentences:
-        """What may be wrong with this resolved configuration."""
-        there = (Path(self.lora_path or "").expanduser() / "adapter_config.json").is_file()
-        return [
-            *super().mistakes(),
-            (self.lora_path and not there, "<lora_path> is no folder with an adapter: it has no adapter_config.json."),
-        ]

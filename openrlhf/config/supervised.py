@@ -130,6 +130,11 @@ class ReferencedConfig(SupervisedConfig):
     ref: ReferenceConfig = ReferenceConfig()
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads a reference."""
+        return True
+
+    @property
     def reference_is_policy(self) -> bool:
         """Whether the reference is the trained model with its adapters switched off, not a second model."""
         return self.ds.lora.rank > 0 and self.ref.model_name_or_path in (None, self.model.model_name_or_path)

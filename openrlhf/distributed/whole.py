@@ -1,7 +1,5 @@
 """The tensors of the plain model: adapters merged, weights of 4 bits unpacked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,13 +15,12 @@ class Whole(NamedTuple):
     name: str
     shape: tuple[int, ...]
     parts: list[nn.Parameter]
-    make: Callable[[], Tensor]  # where all parts are whole
+    make: Callable[[], Tensor]  # for when all parts are whole
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor, and of what it is made of."""
-        made = 4 * math.prod(self.shape) if len(self.parts) > 1 else 0  # merged in float32
-        return made + sum(math.prod(full_shape(part)) * part.element_size() for part in self.parts)
+        """Bytes of what it is made of, or of the tensor itself in float32 if that is more."""
+        return max(4 * math.prod(self.shape), sum(math.prod(full_shape(p)) * p.element_size() for p in self.parts))
 
 
 def whole_tensors(model: nn.Module) -> Iterator[Whole]:
@@ -31,24 +28,24 @@ def whole_tensors(model: nn.Module) -> Iterator[Whole]:
     layers = dict(model.named_modules())
     for name, parameter in model.named_parameters():  # names each tied weight once
         owner, adapted, leaf = name.rpartition(".base_layer.")
-        if ".lora_" in name:
-            continue
         if adapted and leaf == "weight":
             layer: Any = layers[owner]
-            others = [p for n, p in layer.named_parameters() if n.startswith("lora_")]
+            adapters = [part for own, part in layer.named_parameters() if own.startswith("lora_")]
             shape = (layer.out_features, layer.in_features)
-            yield Whole(f"{owner}.weight", shape, [parameter, *others], partial(merged, parameter, layer))
-        else:
-            yield Whole(
-                f"{owner}.{leaf}" if adapted else name, _shape(parameter), [parameter], partial(dense, parameter)
-            )
+            yield Whole(f"{owner}.weight", shape, [parameter, *adapters], partial(merged, parameter, layer))
+        elif ".lora_" not in name:
+            yield _as_it_is(name.replace(".base_layer.", "."), parameter)
 
 
 def trained_tensors(model: nn.Module) -> Iterator[Whole]:
-    """Every trained parameter, as it is."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield Whole(name, full_shape(parameter), [parameter], partial(dense, parameter))
+    """Every trained parameter."""
+    return (_as_it_is(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def _as_it_is(name: str, parameter: Any) -> Whole:
+    packed = hasattr(parameter, "quant_state")
+    shape = tuple(parameter.quant_state.shape) if packed else full_shape(parameter)
+    return Whole(name, shape, [parameter], partial(dense, parameter))
 
 
 @torch.no_grad()
@@ -76,7 +73,3 @@ def dense(parameter: Any) -> Tensor:
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
     """The shape of the whole parameter. ZeRO 3 stores the shape in an empty placeholder."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(parameter.quant_state.shape) if hasattr(parameter, "quant_state") else full_shape(parameter)

@@ -24,7 +24,7 @@ from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.launch.identity import Identity, offline_identity
 from openrlhf.launch.precompute import with_reference
-from openrlhf.models.loading import configuration, end_tokens
+from openrlhf.models.loading import ModelError, configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
@@ -118,6 +118,8 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
     Raises ModelError if a model fails the proof of its layout.
     """
     engine = TrainEngine.of(strategy, task.load_model, task.config, total_steps=total_steps)
+    if task.config.ds.lora.rank and not engine.partial:
+        raise ModelError(f"--ds.lora.rank: load_model of the task {task.name} must take the settings of `trained_spec`")
     models = task.frozen_models().items()
     task.frozen = {name: FrozenModel(strategy, load, offload=task.offloads) for name, load in models}
     prove_layout(engine.module)

@@ -1,11 +1,9 @@
 """LoRA: low-rank updates of linear layers, trained beside frozen weights.  Hu et al. 2021, arXiv:2106.09685"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,12 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.config.flags import UserError
+from openrlhf.config.shared import LoraConfig
 
-if TYPE_CHECKING:  # `loading` imports this module
-    from openrlhf.config.shared import LoraConfig
-
-EVERY_LINEAR = ("all-linear",)
-FILES = ("adapter_model.safetensors", "adapter_config.json")
 PREFIX = "base_model.model."  # of the names in PEFT's files
 
 
@@ -32,14 +26,13 @@ def with_adapters(
     """
     import peft  # only with --ds.lora.rank: it takes a second
 
-    names = _targets(model, lora.target_modules, path, head)
     settings = peft.LoraConfig(
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
         base_model_name_or_path=path,
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=names,
+        target_modules=_targets(model, lora.target_modules, path),
         use_rslora=lora.rslora,
         use_dora=lora.dora,
     )
@@ -52,22 +45,20 @@ def with_adapters(
     return model
 
 
-def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str, head: str | None) -> list[str]:
-    """The names of the layers to adapt. `all-linear` is every linear layer of the decoder."""
-    decoder: nn.Module = model.get_decoder()
-    output = model.get_output_embeddings()
-    tied = output is None or output.weight is model.get_input_embeddings().weight
-    outside = {head} | ({name for name, layer in model.named_modules() if layer is output} if tied else set())
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    of_decoder = {id(layer) for layer in decoder.modules()}
-    if wanted == EVERY_LINEAR:
-        return sorted({name.rpartition(".")[2] for name, layer in layers.items() if id(layer) in of_decoder})
-    known = layers.keys() - outside
-    if unknown := [each for each in wanted if not any(f".{name}".endswith(f".{each}") for name in known)]:
+def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list[str]:
+    """The names of the layers to adapt. `all-linear` is every linear layer of the decoder, without the output layer."""
+    decoder = {id(layer) for layer in model.get_decoder().modules()}
+    output: Any = model.get_output_embeddings()
+    if output is not None and output.weight is not model.get_input_embeddings().weight:  # adapted only if it is named
+        decoder |= {id(output)} if wanted != ("all-linear",) else set()
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and id(layer) in decoder]
+    known = sorted({name.rpartition(".")[2] for name in names})
+    if wanted == ("all-linear",):
+        return known
+    if unknown := [each for each in wanted if not any(f".{name}".endswith(f".{each}") for name in names)]:
         raise UserError(
-            f"--ds.lora.target_modules {' '.join(unknown)}: {path} has no linear layer of that name that can be adapted. It "
-            f"has {', '.join(sorted({name.rpartition('.')[2] for name in known}))}; all-linear means every layer below "
-            "the output layer."
+            f"--ds.lora.target_modules {' '.join(unknown)}: no linear layer of {path} that can be adapted has this name. "
+            f"Use names among {', '.join(known)}; or all-linear alone."
         )
     return list(wanted)
 
@@ -85,18 +76,12 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def save_adapter(model: PreTrainedModel, trained: Mapping[str, Tensor], folder: Path) -> None:
+def save_adapter(model: Any, trained: Mapping[str, Tensor], folder: Path) -> None:
     """Write the trained tensors as an adapter in PEFT's format, and the model's configuration."""
     from peft import get_peft_model_state_dict
 
-    settings: Any = getattr(model, "peft_config", {})["default"]
     state = get_peft_model_state_dict(model, dict(trained), save_embedding_layers=False)
     state |= {name: tensor for name, tensor in trained.items() if ".lora_" not in name}  # the scalar head
-    save_file({PREFIX + name: tensor.contiguous() for name, tensor in state.items()}, folder / FILES[0])
-    settings.save_pretrained(folder)
+    save_file({PREFIX + name: tensor for name, tensor in state.items()}, folder / "adapter_model.safetensors")
+    model.peft_config["default"].save_pretrained(folder)
     model.config.save_pretrained(folder)
-
-
-def is_adapted(model: nn.Module) -> bool:
-    """Whether the model has adapters."""
-    return hasattr(model, "peft_config")

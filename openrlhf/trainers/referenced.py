@@ -22,11 +22,6 @@ class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced,
 
     together: ClassVar = 2
 
-    @property
-    def compares(self) -> bool:
-        """Whether the loss reads the reference."""
-        return True
-
     def frozen_paths(self) -> dict[str, str | None]:
         """The reference, unless it is the trained model without its adapters."""
         return {} if self.config.reference_is_policy else {REFERENCE: self.config.ref.model_name_or_path}
@@ -38,7 +33,7 @@ class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced,
 
     def before(self, model: Any, micro: Answers) -> tuple[Answers, Mapping[str, float]]:
         """Σ log π_ref of the answers, unless it is known or not needed."""
-        if micro.reference is not None or not self.compares:
+        if micro.reference is not None or not self.config.needs_reference:
             return micro, {}
         reference = self.frozen.get(REFERENCE, model)
         with nullcontext() if REFERENCE in self.frozen else adapters_off(model.module):

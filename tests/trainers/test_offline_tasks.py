@@ -10,9 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES
+from openrlhf.config.supervised import DPOConfig
+from openrlhf.models.adapters import with_adapters
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
-from tests.trainers.offline_job import FLAGS, REWARD_TOKENS, ROWS, STEPS, answers, pairs, responses, solutions
+from tests.trainers.offline_job import ADAPTERS, FLAGS, REWARD_TOKENS, ROWS, STEPS, answers, pairs, responses, solutions
 
 PLAIN = ["zero0-micro8-padded", "zero2-micro1-packed"]
 SPLIT = ["zero0-micro3-packed", "zero1-micro3-padded", "zero2-micro8-packed", "zero3-micro3-packed"]
@@ -156,6 +158,82 @@ def test_the_update_does_not_depend_on_the_split(
             )
         for step in range(STEPS):
             assert result["metrics"][step] == pytest.approx(first["metrics"][step], rel=1e-4, abs=1e-6), layout
+
+
+# ---- adapters: the reference is the policy without them
+
+ADAPTED = [
+    *(
+        f"{name}-{layout}-lora"
+        for name in ("sft", "dpo", "kto", "kd", "prm_hard", "rm")
+        for layout in (PLAIN[0], "zero3-micro3-packed")
+    ),
+    *(f"dpo-{layout}-lora" for layout in ("zero1-micro3-padded", PLAIN[1])),
+    *(f"dpo-{layout}-dora" for layout in PLAIN),
+]
+
+
+def sft_loss(hf: Any, step: int) -> torch.Tensor:
+    rows = responses(step)
+    summed = [total(hf, row.tokens, row.loss_mask.index(True)) for row in rows]
+    return -torch.stack(summed).sum() / sum(sum(row.loss_mask) for row in rows)
+
+
+@pytest.fixture(scope="module")
+def expected_adapted(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
+    """Norms and merged weights of plain loops in float64 through PEFT, with the same first adapters; none of reward models."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, kind in dict.fromkeys((layout.split("-")[0], layout.split("-")[-1]) for layout in ADAPTED):
+        if name == "rm":
+            continue
+        hf, base, teacher = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (models[0], *models)
+        )
+        with_adapters(hf, ADAPTERS[kind], path=models[0], seed=DPOConfig().train.seed)
+        trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trained, lr=FLAGS["adam.lr"], betas=(0.9, 0.95), eps=FLAGS["adam.eps"], weight_decay=0
+        )
+        norms = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            other = teacher if name == "kd" else base
+            (sft_loss(hf, step) if name == "sft" else loss_of(name, hf, other, step)).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(trained, FLAGS["max_norm"])))
+            optimizer.step()
+        weights = {}
+        for module_name, layer in hf.named_modules():
+            if hasattr(layer, "merge"):
+                layer.merge()
+                weights[f"{module_name}.weight"] = layer.base_layer.weight.detach()
+        found[f"{name}-{kind}"] = {"norms": norms, "weights": weights, "base": dict(base.named_parameters())}
+    return found
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.verify), 2])
+def test_the_update_of_adapters_does_not_depend_on_the_split(
+    models: tuple[str, str], expected_adapted: dict[str, dict[str, Any]], ranks: int, tmp_path: Path
+) -> None:
+    out = tmp_path / "results.pt"
+    run_ranks(ranks, "tests.trainers.offline_job", *models, str(out), *ADAPTED)
+    results = torch.load(out)
+    for layout in ADAPTED:
+        name, *_, kind = layout.split("-")
+        result, first = results[layout], results[f"{name}-{PLAIN[0]}-{kind}"]
+        for parameter, weight in result["weights"].items():
+            torch.testing.assert_close(weight, first["weights"][parameter], atol=1e-5, rtol=0)
+        for step in range(STEPS):
+            assert result["metrics"][step] == pytest.approx(first["metrics"][step], rel=1e-4, abs=1e-5), layout
+        assert result["norms"] == pytest.approx(first["norms"], rel=1e-4), layout
+        if name == "dpo":  # at first the policy is its reference, exactly
+            assert result["metrics"][0]["train/chosen_reward"] == result["metrics"][0]["train/reject_reward"] == 0
+        if name == "rm":
+            continue
+        wanted = expected_adapted[f"{name}-{kind}"]
+        assert result["norms"] == pytest.approx(wanted["norms"], rel=1e-4), layout
+        for parameter, weight in result["weights"].items():
+            right = wanted["weights"].get(parameter, wanted["base"][parameter])
+            torch.testing.assert_close(weight.double(), right, atol=1e-5, rtol=0, msg=f"{layout} {parameter}")
 
 
 def test_every_loss_is_in_the_flags() -> None:

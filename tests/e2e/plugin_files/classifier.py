@@ -9,7 +9,7 @@ from torch import Tensor
 from openrlhf.batches import Ragged, offsets_of, per_sample
 from openrlhf.models.scalar import last_token_scores, load_scalar
 from openrlhf.observability.metrics import Mean
-from openrlhf.trainers.tasks import OfflineTask, load_spec, offline_task
+from openrlhf.trainers.tasks import OfflineTask, offline_task, trained_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Classifier(OfflineTask):
         return Texts(dataset, tokenizer, self.config.data)
 
     def load_model(self):
-        return load_scalar(load_spec(self.config))
+        return load_scalar(trained_spec(self.config))
 
     def collate(self, rows):
         texts, labels = zip(*rows, strict=True)

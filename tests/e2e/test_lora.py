@@ -1,0 +1,113 @@
+"""Runs with adapters as a user starts them: GRPO whose engines get merged weights, and a preference run that is killed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+from openrlhf.observability.run_folder import read_lines
+from tests.e2e.commands import column, kill_when, launch, numbers, places, run, small_grpo, steps_logged, write_rows
+from tests.tiny import HEADS, save_tiny_model
+
+REWARDS = Path(__file__).parent / "reward_files"
+
+
+@pytest.fixture(scope="module")
+def workspace(own_folder: Path) -> Path:
+    """Model, prompts and pairs of the module."""
+    save_tiny_model(own_folder / "model", "qwen2-untied", max_position_embeddings=1024, **HEADS)
+    draw = random.Random(1)
+    words = ["".join(draw.choices("bcdefgh", k=4)) + "=" for _ in range(24)]
+    write_rows(own_folder / "prompts.jsonl", [{"input": word} for word in words])
+    pairs = [{"prompt": word, "chosen": "ab" * draw.randint(1, 4), "rejected": "cd"} for word in words * 4]
+    write_rows(own_folder / "pairs.jsonl", pairs)
+    return own_folder
+
+
+def grpo(workspace: Path, folder: Path, **changes: Any) -> None:
+    run(
+        "train_ppo_ray",
+        {
+            **small_grpo(workspace, folder, prompts=4, samples=4),
+            "reward.remote_url": REWARDS / "letters.py",
+            "actor.adam.lr": 1e-2,
+            "actor.lr_scheduler": "constant",
+            "algo.kl.use_loss": True,
+            "algo.kl.estimator": "k3",
+            "ds.lora.rank": 8,
+            "ds.lora.alpha": 32,
+            **changes,
+        },
+    )
+
+
+def check_numbers(folder: Path, *, gap: float) -> None:
+    """Six steps that moved the policy from its reference, and engines that had the policy's weights in each of them."""
+    kl = column(folder, "train/kl")
+    assert len(kl) == 6 and kl[0] == 0 and min(kl[1:]) > 1e-4
+    assert max(column(folder, "train/logprob_gap_mean")) < gap
+
+
+def test_engines_sample_from_the_merged_weights_and_the_reference_is_the_policy_without_adapters(
+    workspace: Path, tmp_path: Path
+) -> None:
+    grpo(workspace, tmp_path, **{"ds.zero_stage": 0})
+    check_numbers(tmp_path, gap=1e-5)
+    assert "ref" not in {path.name.partition("-")[0] for path in (tmp_path / "logs").iterdir()}
+    adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(workspace / "model")
+    tokens = torch.tensor([[5, 9, 33, 17]])
+    with torch.no_grad():
+        assert (adapted(tokens).logits - base(tokens).logits).abs().max() > 0.01
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize(
+    ("changes", "gap"),
+    [
+        ({"ds.zero_stage": 3, "actor.num_gpus_per_node": 2}, 1e-5),
+        ({"ds.lora.dora": True, "ds.zero_stage": 2, "train.async_enable": True, "train.max_restarts": 1}, 2.0),
+        ({"ds.load_in_4bit": True, "ds.param_dtype": "bf16"}, 0.01),
+        ({"ds.param_dtype": "bf16", "algo.advantage.estimator": "gae", "train.colocate_all": True}, 0.01),
+    ],
+    ids=["zero 3", "dora, asynchronous", "4 bits", "hybrid with a critic"],
+)
+def test_engines_and_trainer_agree_in_other_layouts(
+    workspace: Path, tmp_path: Path, changes: dict[str, Any], gap: float
+) -> None:
+    grpo(workspace, tmp_path, **changes)
+    check_numbers(tmp_path, gap=gap)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("more", [{}, {"ref.precompute": True}, {"ds.zero_stage": 3, "ds.lora.dropout": 0.1}], ids=str)
+def test_a_preference_run_that_is_killed_and_resumed_logs_what_an_unbroken_one_logs(
+    workspace: Path, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    flags = {
+        "model.model_name_or_path": workspace / "model",
+        "data.dataset": workspace / "pairs.jsonl",
+        "data.prompt_key": "prompt",
+        "data.max_len": 32,
+        "train.batch_size": 8,
+        "adam.lr": 1e-2,
+        "ds.param_dtype": "fp32",
+        "ds.lora.rank": 4,
+        "ckpt.save_steps": 4,
+        **more,
+    }
+    run("train_dpo", flags | places(tmp_path / "whole"))
+    process = launch("train_dpo", flags | places(tmp_path / "killed"))
+    kill_when(process, lambda: steps_logged(tmp_path / "killed") >= 6)
+    run("train_dpo", flags | places(tmp_path / "killed") | {"ckpt.load_enable": True, "run.dir": None})
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    first = next(iter(read_lines(tmp_path / "whole" / "metrics.jsonl")))
+    assert first["train/chosen_reward"] == first["train/reject_reward"] == 0
+    ours, theirs = (tmp_path / run / "model" / "adapter_model.safetensors" for run in ("killed", "whole"))
+    assert ours.read_bytes() == theirs.read_bytes()

@@ -1,0 +1,208 @@
+"""Adapters: what is trained, merged, stored and switched off, against plain Transformers, PEFT and loops in float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from openrlhf.batches import offsets_of
+from openrlhf.checkpoints.export import export_hf
+from openrlhf.cli import lora_combiner
+from openrlhf.config.flags import UserError
+from openrlhf.config.shared import LoraConfig
+from openrlhf.distributed.whole import trained_tensors, whole_tensors
+from openrlhf.models.adapters import adapters_off
+from openrlhf.models.loading import LoadSpec, load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from openrlhf.models.scalar import load_scalar
+from tests.config.commands import violations
+from tests.tiny import character_tokenizer, save_tiny_model
+
+KINDS = ["qwen2-tied", "llama", "qwen3-moe"]
+LORA = LoraConfig(rank=4, alpha=12)
+TOKENS = torch.tensor([[5, 9, 33, 17, 8, 21, 40], [11, 12, 6, 30, 59, 4, 7]])
+
+
+def spec(path: str, lora: LoraConfig = LORA, **more: Any) -> LoadSpec:
+    return LoadSpec(path=path, **{"param_dtype": "fp32", "attention": "sdpa", "packing": False, "lora": lora, **more})
+
+
+def moved(hf: Any) -> Any:
+    """The model with random adapters, as if it had been trained."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
+    return hf.eval()
+
+
+def logits(hf: Any) -> Tensor:
+    with torch.no_grad():
+        return hf(TOKENS).logits
+
+
+def export(hf: Any, folder: Path) -> str:
+    state = {each.name: each.make() for each in trained_tensors(hf)}
+    export_hf([list(state.items())], hf, character_tokenizer(), str(folder), writes=True)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", [{}, {"rslora": True}, {"dora": True}], ids=str)
+def test_a_merged_weight_is_that_of_a_loop_in_float64(kind: str, variant: dict[str, bool], tmp_path: Path) -> None:
+    hf = moved(load_causal_lm(spec(save_tiny_model(tmp_path, kind), LoraConfig(rank=4, alpha=12, **variant))))
+    scale = 12 / (math.sqrt(4) if "rslora" in variant else 4)
+    merged = {each.name: each.make() for each in whole_tensors(hf)}
+    checked = 0
+    for name, layer in hf.named_modules():
+        if not hasattr(layer, "lora_A"):
+            continue
+        w, a, b = (
+            m.weight.detach().double() for m in (layer.base_layer, layer.lora_A["default"], layer.lora_B["default"])
+        )
+        magnitude = layer.lora_magnitude_vector["default"].weight.detach().double() if "dora" in variant else None
+        for i in (0, len(w) - 1):
+            row = [float(w[i, j] + scale * sum(b[i, k] * a[k, j] for k in range(4))) for j in range(w.shape[1])]
+            if magnitude is not None:
+                length = math.sqrt(sum(x * x for x in row))
+                row = [x * float(magnitude[i]) / length for x in row]
+            torch.testing.assert_close(
+                merged[f"{name}.weight"][i].double(), torch.tensor(row).double(), atol=1e-6, rtol=0
+            )
+            checked += 1
+    assert checked >= 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", [{}, {"dora": True}], ids=str)
+def test_the_plain_model_has_the_logits_of_the_adapted_one_and_without_adapters_those_of_its_base(
+    kind: str, variant: dict[str, bool], tmp_path: Path
+) -> None:
+    path = save_tiny_model(tmp_path, kind)
+    hf = load_causal_lm(spec(path, LoraConfig(rank=4, **variant))).eval()
+    plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    base = logits(plain)
+    assert torch.equal(logits(hf), base)  # new adapters change nothing
+    assert (logits(moved(hf)) - base).abs().max() > 0.01
+    with adapters_off(hf):
+        assert torch.equal(logits(hf), base)
+    tensors = list(whole_tensors(hf))
+    assert [each.name for each in tensors] == [name for name, _ in plain.named_parameters()]
+    for each in tensors:
+        assert each.shape == tuple(each.make().shape)
+        plain.get_parameter(each.name).data.copy_(each.make())
+    torch.testing.assert_close(logits(plain), logits(hf), atol=2e-6, rtol=0)
+    assert all(".lora_" in name for name, parameter in hf.named_parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_export_is_loaded_by_peft_and_merged_by_the_combiner(dora: bool, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "base")
+    hf = moved(load_causal_lm(spec(path, LoraConfig(rank=4, dora=dora))))
+    adapter = export(hf, tmp_path / "adapter")
+    assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)), logits(hf))
+    lora_combiner.main(
+        f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'merged'} --ds.param_dtype fp32".split()
+    )
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(hf), atol=2e-6, rtol=0)
+    assert (tmp_path / "merged/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("prefix", ["score", "value"])
+def test_the_head_of_a_reward_model_is_trained_whole_and_stored_with_the_adapter(prefix: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "base", "llama")
+    model = load_scalar(spec(path), head_prefix=prefix, seed=3)
+    model.set_scale(0.5, 2.0)
+    trained = [name for name, p in model.hf.named_parameters() if p.requires_grad and ".lora_" not in name]
+    assert trained == [f"{prefix}.weight"]
+    hf = moved(model.hf)
+    adapter = export(hf, tmp_path / "adapter")
+    if prefix == "score":  # what Transformers calls it
+        again = AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=1, dtype=torch.float32)
+        assert torch.equal(logits(again), logits(hf))
+    lora_combiner.main(
+        f"--is_rm --model_path {path} --lora_path {adapter} --output_path {tmp_path / 'm'} --ds.param_dtype fp32".split()
+    )
+    merged = load_scalar(spec(str(tmp_path / "m"), LoraConfig()), require_head=True, normalize=True)
+    assert (merged.mean, merged.std) == (0.5, 2.0)
+    torch.testing.assert_close(logits(merged.hf), logits(hf), atol=2e-6, rtol=0)
+    if prefix == "score":
+        plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "m")
+        torch.testing.assert_close(logits(plain), logits(hf), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"hidden_size": 64}], ids=str)
+def test_an_adapter_of_another_model_is_refused(
+    changes: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = export(load_causal_lm(spec(save_tiny_model(tmp_path / "base"))), tmp_path / "adapter")
+    other = save_tiny_model(tmp_path / "other", **changes)
+    with pytest.raises(SystemExit):
+        lora_combiner.main(f"--model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split())
+    assert f"--lora_path {adapter} is no adapter of --model_path {other}" in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    adapter = export(load_causal_lm(spec(save_tiny_model(tmp_path / "base"))), tmp_path / "adapter")
+    [sentence] = violations("train_sft", f"--model.model_name_or_path {adapter}")
+    assert sentence.endswith("is an adapter: merge it with its base first: openrlhf lora_combiner.")
+
+
+@pytest.mark.parametrize(("kind", "names"), [("llama", ("q_proj", "nose")), ("qwen2-tied", ("lm_head",))])
+def test_a_module_that_is_not_there_or_is_tied_is_refused_with_those_that_are_there(
+    kind: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError, match=f"target_modules {names[-1]}: no linear layer .* Use names among down_proj, gate"
+    ):
+        load_causal_lm(spec(save_tiny_model(tmp_path, kind), LoraConfig(rank=4, target_modules=names)))
+
+
+def test_an_adapted_output_layer_scores_as_plain_transformers(tmp_path: Path) -> None:
+    """Named explicitly: `all-linear` leaves the output layer alone."""
+    path = save_tiny_model(tmp_path, "llama")
+    hf = moved(load_causal_lm(spec(path, LoraConfig(rank=4, target_modules=("lm_head", "layers.0.mlp.up_proj")))))
+    assert sum(hasattr(layer, "lora_A") for layer in hf.modules()) == 2
+    scores = PolicyModel(hf, packing=False)(TOKENS.flatten(), offsets_of([7, 7]), torch.ones(14, dtype=torch.bool))
+    expected = logits(hf)[:, :-1].log_softmax(-1).gather(2, TOKENS[:, 1:, None])[..., 0]
+    torch.testing.assert_close(scores.logprobs.view(2, 7)[:, 1:].detach(), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_adapters_the_same_gradients(reentrant: bool, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    found = []
+    for checkpointing in (False, True):
+        hf: Any = load_causal_lm(spec(path, gradient_checkpointing=checkpointing, reentrant=reentrant)).train()
+        hf(TOKENS, use_cache=False).logits.square().mean().backward()
+        found.append([p.grad for n, p in hf.named_parameters() if "lora_B" in n])
+    for plain, checkpointed in zip(*found, strict=True):
+        assert float(plain.abs().max()) > 0
+        torch.testing.assert_close(checkpointed, plain)
+
+
+def test_weights_in_4_bits_are_published_as_they_compute(tmp_path: Path) -> None:
+    """Scoring first, as a run does: on a CPU bitsandbytes would pack the weights for kernels without a gradient."""
+    path = save_tiny_model(tmp_path, "qwen2-untied", hidden_size=64, intermediate_size=128)
+    hf: Any = load_causal_lm(spec(path, param_dtype="bf16", load_in_4bit=True)).eval()
+    plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    exact = logits(plain)
+    before = logits(hf)
+    moved(hf).train()(TOKENS).logits.float().square().mean().backward()
+    assert all(p.grad is not None for p in hf.parameters() if p.requires_grad)
+    for each in whole_tensors(hf):
+        plain.get_parameter(each.name).data.copy_(each.make())
+    torch.testing.assert_close(logits(plain), logits(hf.eval()), atol=0.02, rtol=0)
+    with adapters_off(hf):
+        assert torch.equal(logits(hf), before)
+    assert 0 < float((before - exact).abs().max()) < 0.5  # rounded to 4 bits, and no more than that
