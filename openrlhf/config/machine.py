@@ -6,11 +6,13 @@ import math
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from typing import Any
 
 PROC = Path("/proc/driver/nvidia/gpus")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -108,11 +110,16 @@ def cluster_settings() -> dict[str, str]:
 def quick_imports() -> Generator[None, None, None]:
     """For imports of large libraries: within it, nobody looks for garbage, which takes a quarter of their time.
 
-    Everything alive at its end is never looked through again.
+    Everything alive at its end is never looked through again. Transformers would import PEFT, if it is installed, for a
+    second; it is imported where adapters are asked for.
     """
     gc.disable()
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault("peft", None)  # to the import system: there is no such module
     try:
         yield
     finally:
+        if modules["peft"] is None:
+            del modules["peft"]
         gc.freeze()
         gc.enable()
