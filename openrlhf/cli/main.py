@@ -18,11 +18,14 @@ VERBS = {
     "kd": ("train_kd", "knowledge distillation from a teacher"),
     "kto": ("train_kto", "KTO, from answers that are desirable or not"),
     "ppo": ("train_ppo_ray", "reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO"),
+    "train_ppo": ("train_ppo", "the same on one machine, as deepspeed once started it: all models share its devices"),
     "eval": ("eval", "evaluation of a checkpoint: pass@k, accuracy of a reward model, win rate"),
+    "batch_inference": ("batch_inference", "answers to the prompts of a dataset, or rewards of answers, in a file"),
+    "chat": ("interactive_chat", "a conversation with a model"),
     "reward": ("reward_test", "`reward test`: try a reward on a dataset, before any training"),
     "serve-rm": ("serve_rm", "HTTP server of a reward model"),
 }
-PLANNED = ("lora_combiner", "batch_inference", "interactive_chat")
+PLANNED = ("lora_combiner",)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -34,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     verb = next((short for short, (command, _) in VERBS.items() if command == verb), verb)
     if verb in ("-h", "--help"):
         print("usage: openrlhf VERB [--flag VALUE ...]      openrlhf VERB --help lists its flags\n")
-        print("\n".join(f"  {name:9} {what}" for name, (_, what) in VERBS.items()))
+        print("\n".join(f"  {name:15} {what}" for name, (_, what) in VERBS.items()))
     elif verb == "--version":
         print(f"openrlhf {__version__}")
     elif verb in VERBS:

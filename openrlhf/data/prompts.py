@@ -8,6 +8,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.evaluation import EvaluatedDataConfig
+from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.data.errors import ROW, check_columns, row_error, text_of
 from openrlhf.data.rows import Columns, as_rows, map_rows, number_rows
@@ -16,7 +17,7 @@ from openrlhf.data.tokenizer import require_chat_template
 from openrlhf.trajectory import Prompt
 
 FEATURES = Features({"text": Value("string"), "tokens": List(Value("int32"))})
-PromptSection = RLDataConfig | EvaluatedDataConfig  # columns and templates of prompts
+PromptSection = RLDataConfig | EvaluatedDataConfig | InferenceDataConfig  # columns and templates of prompts
 DATASOURCE = "datasource"
 
 

@@ -173,20 +173,10 @@ class Evaluation:
         config = self.config
         spec = settings.eval_sampling(config)
         self.recorder.display.note(f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each.")
-        group = engine_group(config.vllm, name)
-        made_of = settings.engine_settings(config, model.path, self.kind, model.tokenizer)
-        engines = Fleet(group, self._places(group), on_gpus=self.kind == "cuda")
-        with closing(engines) as fleet, fleet.naming_logs():
-            fleet.start(made_of, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
-            fleet.wait()
+        with engines(config, model.path, model.tokenizer, self.kind, name=name, log_dir=self.log_dir) as fleet:
             scored_later = config.reward.models or config.judge.url
             agents = make_agents(config, model.tokenizer, needs_reward=not scored_later, log_dir=Path(self.log_dir))
-            answers = self._sample(model, fleet, spec, agents)
-            fleet.stop()
-        return answers
-
-    def _places(self, group: HostGroup) -> Sequence[Machine]:
-        return places_now(Placement(groups=(group,), on_gpus=self.kind == "cuda"))[group.name]
+            return self._sample(model, fleet, spec, agents)
 
     def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:
         """Written answers, one to each prompt, rewarded like sampled answers."""
@@ -209,16 +199,10 @@ class Evaluation:
 
     def rewarded(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
         """The answers with the rewards of the reward models added. The reward models run only meanwhile."""
-        config = self.config
-        if not config.reward.models:
+        if not self.config.reward.models:
             return list(answers)
-        group = reward_hosts(config)
-        with closing(make_hosts(group, self._places(group), on_gpus=self.kind == "cuda")) as hosts:
-            connect_hosts(config, hosts, log_dir=self.log_dir)
-            models = RewardModels(WorkerGroup(hosts, "reward"), config.reward.weights or ())
-            created = models.workers.create(RewardWorker, settings.reward_settings(config))
-            gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
-            return EarlyStages(models=models, timeout_s=config.train.step_timeout).annotated(answers)
+        with reward_models(self.config, self.kind, log_dir=self.log_dir) as models:
+            return models.annotated(answers)
 
     def compared(self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
         """The pairs; the answer with the larger reward is the better one."""
@@ -246,6 +230,37 @@ class Evaluation:
 
 
 @contextmanager
+def engines(
+    config: settings.Engines, path: str, tokenizer: PreTrainedTokenizerBase, kind: Device, *, name: str, log_dir: str
+) -> Iterator[Fleet]:
+    """The engines of a model, which run within it."""
+    group = engine_group(config.vllm, name)
+    made_of = settings.engine_settings(config, path, kind, tokenizer)
+    with closing(Fleet(group, places_of(group, kind), on_gpus=kind == "cuda")) as fleet, fleet.naming_logs():
+        fleet.start(made_of, log_dir=log_dir, timeout_s=config.train.setup_timeout)
+        fleet.wait()
+        yield fleet
+        fleet.stop()
+
+
+@contextmanager
+def reward_models(config: settings.Sampling, kind: Device, *, log_dir: str) -> Iterator[EarlyStages]:
+    """The reward models, which run within it."""
+    group = reward_hosts(config)
+    with closing(make_hosts(group, places_of(group, kind), on_gpus=kind == "cuda")) as hosts:
+        connect_hosts(config, hosts, log_dir=log_dir)
+        models = RewardModels(WorkerGroup(hosts, "reward"), config.reward.weights or ())
+        created = models.workers.create(RewardWorker, settings.reward_settings(config))
+        gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
+        yield EarlyStages(models=models, timeout_s=config.train.step_timeout)
+
+
+def places_of(group: HostGroup, kind: Device) -> Sequence[Machine]:
+    """The machine of each process of a group that runs alone."""
+    return places_now(Placement(groups=(group,), on_gpus=kind == "cuda"))[group.name]
+
+
+@contextmanager
 def started(config: EvaluationConfig) -> Iterator[Evaluation]:
     """An evaluation in a run folder of its own, on a Ray cluster that is there or is started for it."""
     kind = engine_device()
@@ -270,7 +285,7 @@ def largest_phase(config: EvaluationConfig, *, on_gpus: bool) -> Placement:
     return Placement(groups=(max(phases, key=lambda group: group.slots),), on_gpus=on_gpus)
 
 
-def reward_hosts(config: EvaluationConfig) -> HostGroup:
+def reward_hosts(config: settings.Sampling) -> HostGroup:
     """The processes of the reward models."""
     nodes, slots = config.reward.num_nodes, config.reward.num_gpus_per_node
     return HostGroup(name="reward", roles=("reward",), nodes=nodes, per_node=slots)

@@ -103,7 +103,7 @@ def test_a_mistake_is_printed_once_per_machine(
     assert waits == [common.OTHERS_WAIT_S] * 2
 
 
-@pytest.mark.parametrize("verb", ["lora_combiner", "batch_inference", "interactive_chat"])
+@pytest.mark.parametrize("verb", ["lora_combiner"])
 def test_a_command_that_is_planned_is_said_to_be_missing_yet(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main([verb])

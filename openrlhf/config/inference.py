@@ -1,0 +1,177 @@
+"""Roots of the commands that use engines and train nothing: what they share, `batch_inference` and `interactive_chat`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+from openrlhf.config import machine, ppo_rules, rules, shared
+from openrlhf.config.commands import ModelCommand, RecordedCommand
+from openrlhf.config.effects import Sentences
+from openrlhf.config.flags import Section, derived, option, required
+from openrlhf.config.ppo import engine_values
+from openrlhf.config.rollout import PromptColumns, RewardConfig, RolloutConfig, VLLMConfig
+from openrlhf.config.supervised import RMDeepSpeedConfig
+
+# Flags without an effect where nothing is trained: of engines, and of models that score.
+ENGINE_ONLY = (
+    "rollout.n_samples_per_prompt rollout.dump_dir rollout.replay_dir rollout.only vllm.sync_backend vllm.sync_with_ray "
+    "vllm.enable_sleep rollout.vllm_generate_batch_size "
+)
+SCORE_ONLY = (
+    "reward.clip_range reward.overlong_buffer_len reward.overlong_penalty_factor reward.stop_properly_penalty_coef "
+    "ds.grad_accum_dtype ds.overlap_comm ds.adam_offload ds.param_offload ds.use_universal_ckpt "
+    "data.dataloader_num_workers logger.logging_steps "
+)
+NO_AGENT = (
+    "train.agent_func_path rollout.max_turns rollout.step_timeout rollout.episode_timeout rollout.remote_engines "
+)
+NEW_TOKENS = 1024
+
+
+# fmt: off
+class SampledModelConfig(shared.ModelSourceConfig):
+    """The model."""
+    model_name_or_path: str | None = option(None, "Folder or hub name of a language model.", holds="model")
+
+class EngineCommand(ModelCommand):
+    """What every command has that uses engines and trains nothing."""
+    model: SampledModelConfig = SampledModelConfig()
+    vllm: VLLMConfig = VLLMConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: shared.ProcessConfig = shared.ProcessConfig()
+
+    @property
+    def samples(self) -> int:
+        """Answers to a prompt."""
+        return 1
+
+    def derived_values(self) -> dict[str, Any]:
+        """What follows from the flags, by path."""
+        prefixes = self.samples > 1 or self.train.agent_func_path is not None
+        engines = engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=prefixes)
+        return engines | {"vllm.enable_sleep": False}
+
+    def engine_mistakes(self) -> Sentences:
+        """What may be wrong with engines and sampling."""
+        return [
+            (not self.model.model_name_or_path, "--model.model_name_or_path must be given."),
+            *ppo_rules.engine_mistakes(self.vllm, self.rollout, self.data.max_len),
+            (self.vllm.dtype == "fp16", "<ds.param_dtype> is no type of an engine's: give --vllm.dtype bf16 or fp32."),
+        ]
+
+
+class InferenceRolloutConfig(RolloutConfig):
+    repetition_penalty: float = option(1.0, "Above 1: tokens that are there already become less likely.", gt=0)
+    max_new_tokens: int = derived("Tokens of an answer; unset: 1024, at most half of data.max_len.", ge=1)
+
+class CsftConfig(Section):
+    """Conditional fine-tuning."""
+    enable: bool = option(False, "Ask for answers of a reward: put csft.prompt behind each prompt.")
+    prompt: str = option("<rm_score>: 5.00", "The reward in words.", needs="enable")
+
+    normalize_enable: bool = option(
+        False, "Rewards in inputs: less their mean, by their deviation over all rows.", needs="post_processor=csft")
+
+class InferenceCommand(EngineCommand):
+    """What both commands of inference have."""
+    rollout: InferenceRolloutConfig = InferenceRolloutConfig()
+    csft: CsftConfig = CsftConfig()
+
+    def derived_values(self) -> dict[str, Any]:
+        """What follows from the flags, by path."""
+        tokens = self.rollout.max_new_tokens or max(1, min(NEW_TOKENS, self.data.max_len // 2))
+        return super().derived_values() | {"rollout.max_new_tokens": tokens}
+
+
+class InferenceDataConfig(PromptColumns, shared.DatasetConfig):
+    """Tokenizer and data."""
+    output_key: str = option("output", "Column with the answer to score.")
+
+class BatchInferenceConfig(InferenceCommand, RecordedCommand):
+    """Answers to the prompts of a dataset, or the scores of answers."""
+    effects: ClassVar[dict[str, str]] = {
+        "!always": ENGINE_ONLY + SCORE_ONLY + NO_AGENT + "data.label_key reward -reward.model_name_or_path "
+            "-reward.normalize_enable -reward.weights -reward.offload -reward.num_nodes -reward.num_gpus_per_node",
+        "!task=rm": "vllm best_of_n csft.enable csft.prompt rollout.max_new_tokens rollout.temperature rollout.top_p "
+            "rollout.top_k rollout.stop rollout.stop_token_ids rollout.seeded rollout.repetition_penalty",
+        "task=rm": "reward post_processor data.output_key rollout.micro_batch_size rollout.max_tokens_per_gpu "
+            "ds.value_head_prefix ds.attn_implementation ds.packing_samples train.full_determinism_enable ds.zero_stage",
+        "post_processor=csft": "reward_template",
+        "!rollout.max_tokens_per_gpu": "rollout.micro_batch_size",
+    }
+
+    task: str = option(
+        "generate", "Answer prompts (generate_vllm is the same), or score answers with reward models.",
+        choices=("generate", "generate_vllm", "rm"))
+    output_path: str = required("File for the results, a JSON object per line. A killed command continues in it.")
+    best_of_n: int = option(1, "Answers to each prompt.", ge=1)
+    iter: int | None = option(None, "Use the rows from iter x rollout.batch_size on, so many.", ge=0)
+    post_processor: str = option(
+        "none", "What is written of scored answers: all; the best of each input (rs); all, with the reward in the input "
+        "(csft); the best and the worst of each input as a pair (iter_dpo).", choices=("none", "rs", "csft", "iter_dpo", "null"))
+    reward_template: str = option("{input} <rm_score>: {reward} ", "Input with the reward in it.")
+    data: InferenceDataConfig = InferenceDataConfig(max_samples=100_000_000)
+    reward: RewardConfig = RewardConfig()
+    rollout: InferenceRolloutConfig = InferenceRolloutConfig(batch_size=2048, micro_batch_size=16)
+    train: shared.ProcessConfig = shared.ProcessConfig(seed=1234)
+    ds: RMDeepSpeedConfig = RMDeepSpeedConfig()
+    local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
+
+    @property
+    def samples(self) -> int:
+        """Answers to a prompt."""
+        return self.best_of_n
+
+    @property
+    def scores(self) -> bool:
+        """Whether answers are scored, not sampled."""
+        return self.task == "rm"
+
+    def derived_values(self) -> dict[str, Any]:
+        """What follows from the flags, by path: all GPUs are used; the model is the one that scores."""
+        gpus, given = machine.count_gpus(), self.given
+        default = {
+            "vllm.num_engines": max(1, gpus // self.vllm.devices),
+            "reward.num_gpus_per_node": min(8, gpus) or 1,
+            "reward.model_name_or_path": self.model.model_name_or_path if self.scores else None,
+        }
+        spread = {path: value for path, value in default.items() if path not in given}
+        engines = spread.get("vllm.num_engines", self.vllm.num_engines)
+        return super().derived_values() | {"vllm.max_engines": self.vllm.max_engines or engines} | spread
+
+    def mistakes(self) -> Sentences:
+        """What may be wrong with this resolved configuration."""
+        template, path = self.reward_template, os.path.expanduser(self.output_path or "")
+        lacking = [word for word in ("{input}", "{reward}") if word not in template]
+        return [
+            *super().mistakes(),
+            *rules.probabilities_fit(self, "data.dataset", "data.dataset_probs"),
+            (path and os.path.isdir(path), "<output_path> is a folder: name a file in it."),
+            (lacking and self.post_processor == "csft", f"<reward_template> has no {' and no '.join(lacking)}."),
+            *(rules.sum_mistakes(self.reward, len(self.reward.models)) if self.scores else self.engine_mistakes()),
+            (self.scores and not self.reward.models, "<task> needs the reward model: give --reward.model_name_or_path."),
+        ]
+
+
+class ChatConfig(InferenceCommand):
+    """A conversation with a model."""
+    effects: ClassVar[dict[str, str]] = {
+        "!always": ENGINE_ONLY + NO_AGENT + "rollout.batch_size rollout.micro_batch_size rollout.max_tokens_per_gpu "
+            "data.dataloader_num_workers data.max_samples csft.normalize_enable ds.attn_implementation ds.packing_samples "
+            "train.full_determinism_enable"}
+
+    data: shared.DataConfig = shared.DataConfig(max_len=4096)
+    rollout: InferenceRolloutConfig = InferenceRolloutConfig(temperature=0.2, top_p=0.9, repetition_penalty=1.2)
+    system: str | None = option(None, "System prompt.")
+    preamble: str | None = option(None, "File whose text comes before the conversation.")
+
+    def mistakes(self) -> Sentences:
+        """What may be wrong with this resolved configuration."""
+        template = self.data.input_template
+        return [
+            *super().mistakes(),
+            *self.engine_mistakes(),
+            (template is not None and "{}" not in template, "<data.input_template> has no {} for the message."),
+            (self.preamble and not rules.is_file(self.preamble), "<preamble> is no file on this machine."),
+        ]
