@@ -47,6 +47,20 @@ def get_tokenizer(
     return tokenizer
 
 
+def require_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, trust_remote_code: bool) -> None:
+    """Raise DataError unless the model at `path`, which `flag` names, has the same texts for the same token ids."""
+    theirs = get_tokenizer(path, trust_remote_code=trust_remote_code, flag=flag).get_vocab()
+    ours = tokenizer.get_vocab()
+    unlike = sorted((ours.get(text, -1), text) for text in {*ours, *theirs} if ours.get(text) != theirs.get(text))
+    if unlike:
+        text = unlike[0][1]
+        raise DataError(
+            f"{flag} {path} has another vocabulary: {len(unlike)} of {len(ours)} tokens differ, for example {text!r}, which "
+            f"is {theirs.get(text, 'missing')} there and {ours.get(text, 'missing')} here. Name a teacher with the "
+            "tokenizer of the student."
+        )
+
+
 def _explain(path: str, error: Exception, flag: str) -> str:
     if "trust_remote_code" in str(error):
         return (

@@ -1,18 +1,24 @@
 """Knowledge distillation: a student learns the responses, and the teacher's distribution of each of their tokens."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.distillation import soft_cross_entropy
 from openrlhf.batches import TokenRows
 from openrlhf.config.supervised import KDConfig, KDLossConfig
+from openrlhf.data.loading import Table
+from openrlhf.data.sft import SFTDataset
+from openrlhf.data.tokenizer import require_vocabulary
+from openrlhf.models.loading import configuration
 from openrlhf.models.policy import LogitModel
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.sft import SFTTask
-from openrlhf.trainers.tasks import offline_task
+from openrlhf.trainers.tasks import load_spec, offline_task
 
 TEACHER = "teacher"
 
@@ -34,6 +40,18 @@ class DistillationTask(SFTTask):
         """The teacher."""
         return {TEACHER: self.kd.teacher_model}
 
+    def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
+        """As in SFT. Raises DataError if the teacher has another vocabulary."""
+        trusted = self.config.model.trust_remote_code
+        require_vocabulary(tokenizer, self.kd.teacher_model, flag="--kd.teacher_model", trust_remote_code=trusted)
+        return super().rows(dataset, tokenizer)
+
+    @cached_property
+    def shared(self) -> int:
+        """Token ids that both models have logits for: vocabularies may be padded to unlike sizes."""
+        configs = (configuration(load_spec(self.config, path)) for path in (None, self.kd.teacher_model))
+        return min(config.get_text_config().vocab_size for config in configs)
+
     @property
     def offloads(self) -> bool:
         """--kd.teacher_offload."""
@@ -42,12 +60,12 @@ class DistillationTask(SFTTask):
     def loss(self, model: Any, micro: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's part of the mean over the window's target tokens, and its metrics."""
         at, targets = micro.loss_mask.roll(-1), micro.tokens[micro.loss_mask]  # the logits before each target
-        top_k = self.kd.top_k
+        top_k, shared = self.kd.top_k, self.shared
 
         def best(logits: Tensor, rows: slice) -> Tensor:
             if top_k is None:
-                return logits
-            chosen = logits.topk(min(top_k, logits.shape[1]))
+                return logits[:, :shared]
+            chosen = logits[:, :shared].topk(min(top_k, shared))
             return torch.stack([chosen.values, chosen.indices.to(logits.dtype)], -1)
 
         with torch.no_grad():
@@ -57,9 +75,8 @@ class DistillationTask(SFTTask):
             own = -torch.log_softmax(logits, -1).gather(1, targets[rows, None])[:, 0]
             of_chunk = taught[rows]
             tokens = None if top_k is None else of_chunk[..., 1].long()
-            return torch.stack(
-                [own, soft_cross_entropy(logits, of_chunk if tokens is None else of_chunk[..., 0], tokens)], 1
-            )
+            teacher = of_chunk if tokens is None else of_chunk[..., 0]
+            return torch.stack([own, soft_cross_entropy(logits[:, :shared], teacher, tokens)], 1)
 
         outputs = model(micro.tokens, micro.offsets, at, both)
         own, soft = outputs.values.sum(0)

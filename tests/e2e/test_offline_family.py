@@ -1,0 +1,263 @@
+"""DPO, KTO, process reward models and distillation as a user runs them: learning, killed and resumed, given wrong input."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, places, run, steps_logged, write_rows
+from tests.reference.preferences import answer_loss, pair_loss
+from tests.tiny import save_tiny_model
+
+EOS, TEMPLATE, BATCH = "<eos>", "say {}=", 16
+TRAIN_ROWS, EVAL_ROWS = 96, 13
+STEP, RIGHT, WRONG = "?", "+", "-"
+
+
+def words(count: int, seed: int) -> list[str]:
+    """Different words of two to seven letters."""
+    draw = random.Random(seed)
+    found: dict[str, None] = {}
+    while len(found) < count:
+        word = "".join(draw.choices("abcdefgh", k=draw.randint(2, 7)))
+        found[word] = None
+    return list(found)
+
+
+def digits(word: str) -> str:
+    """The places of a word's letters in the alphabet."""
+    return "".join(str(ord(letter) - ord("a")) for letter in word)
+
+
+def rows_of(task: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """Toy data: a word is to be answered by itself, not by its digits; a step with one of the first letters is right."""
+    draw = random.Random(seed)
+    if task == "dpo":
+        return [{"prompt": word, "chosen": word + EOS, "rejected": digits(word) + EOS} for word in words(count, seed)]
+    if task == "kto":
+        good = [draw.random() < 0.5 for _ in range(count)]
+        return [
+            {"input": word, "output": (word if desirable else digits(word)) + EOS, "label": desirable}
+            for word, desirable in zip(words(count, seed), good, strict=True)
+        ]
+    if task == "prm":
+        rows = []
+        for _ in range(count):
+            steps = draw.choices("abcdefgh", k=3)
+            labels = [RIGHT if letter in "abcd" else WRONG for letter in steps]
+            rows.append({"input": "".join(letter + STEP for letter in steps), "label": labels})
+        return rows
+    return [{"input": word, "output": word + EOS} for word in words(count, seed)]
+
+
+@pytest.fixture(scope="module")
+def workspace(own_folder: Path) -> Path:
+    """A tiny model, a teacher that is sure of what it says, and data for each task."""
+    save_tiny_model(own_folder / "model")
+    save_tiny_model(own_folder / "teacher", seed=5)
+    teacher = AutoModelForCausalLM.from_pretrained(own_folder / "teacher", dtype=torch.float32)
+    with torch.no_grad():
+        teacher.get_output_embeddings().weight.mul_(5)
+    teacher.save_pretrained(own_folder / "teacher")
+    for task in ("dpo", "kto", "prm", "kd"):
+        write_rows(own_folder / f"{task}.jsonl", rows_of(task, TRAIN_ROWS, seed=1))
+        write_rows(own_folder / f"{task}-eval.jsonl", rows_of(task, EVAL_ROWS, seed=2))
+    return own_folder
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "dpo": {"data.prompt_key": "prompt", "data.input_template": TEMPLATE, "adam.lr": 3e-3},
+    "kto": {"data.output_key": "output", "data.input_template": TEMPLATE, "kto.beta": 0.3, "adam.lr": 3e-3},
+    "prm": {"prm.placeholder_token": STEP, "prm.reward_tokens": [RIGHT, WRONG], "adam.lr": 1e-2},
+    "kd": {"data.input_template": TEMPLATE, "kd.coef": 0.9, "adam.lr": 1e-2},
+}
+
+
+def flags_of(task: str, workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    teacher = {"kd.teacher_model": workspace / "teacher"} if task == "kd" else {}
+    return {
+        "model.model_name_or_path": workspace / "model",
+        "data.dataset": workspace / f"{task}.jsonl",
+        "data.max_len": 32,
+        "eval.dataset": workspace / f"{task}-eval.jsonl",
+        "eval.split": "train",
+        "train.batch_size": BATCH,
+        "train.micro_batch_size": 8,
+        "train.max_epochs": 3,
+        "ds.param_dtype": "fp32",
+        **OWN[task],
+        **teacher,
+        **places(folder),
+        **changes,
+    }
+
+
+# ---- each command, against plain Transformers
+
+
+class Plain:
+    """An exported model in plain Transformers, float64, without any code of ours."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text).input_ids
+
+    def table(self, tokens: list[int]) -> torch.Tensor:
+        """Log-probabilities of the next token after each token."""
+        with torch.no_grad():
+            return torch.log_softmax(self.hf(torch.tensor([tokens])).logits[0], -1)
+
+    def total(self, prompt: str, answer: str) -> float:
+        """Σ log π of an answer."""
+        before, after = self.ids(prompt), self.ids(answer)
+        table = self.table(before + after)[len(before) - 1 : -1]
+        return float(table.gather(1, torch.tensor(after)[:, None]).sum())
+
+
+def last(folder: Path, name: str) -> float:
+    return column(folder, name)[-1]
+
+
+@pytest.fixture(scope="module")
+def preferred(workspace: Path) -> Path:
+    """A run of DPO that nothing disturbed."""
+    folder = workspace / "run-dpo"
+    run("train_dpo", flags_of("dpo", workspace, folder, **{"ckpt.save_steps": 4}))
+    return folder
+
+
+def test_dpo_prefers_the_chosen_answers(workspace: Path, preferred: Path) -> None:
+    assert column(preferred, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-6)  # policy and reference are alike
+    assert column(preferred, "train/chosen_reward")[0] == pytest.approx(0, abs=1e-5)
+    policy, reference = Plain(preferred / "model"), Plain(workspace / "model")
+    losses, right = [], 0
+    for row in rows_of("dpo", EVAL_ROWS, seed=2):
+        prompt = TEMPLATE.format(row["prompt"])
+        ours, theirs = ([m.total(prompt, row[k]) for k in ("chosen", "rejected")] for m in (policy, reference))
+        lengths = len(row["chosen"]), len(row["rejected"])
+        losses.append(pair_loss("dpo", (ours[0], ours[1]), (theirs[0], theirs[1]), lengths, 0.1, 0.0, 0.0))
+        right += ours[0] - theirs[0] > ours[1] - theirs[1]
+    assert last(preferred, "eval/eval_loss") == pytest.approx(sum(losses) / EVAL_ROWS, abs=2e-6)
+    assert last(preferred, "eval/acc_mean") == pytest.approx(right / EVAL_ROWS)
+    assert right / EVAL_ROWS > 0.9
+
+
+def test_a_killed_and_resumed_run_of_dpo_logs_what_an_unbroken_one_logs(workspace: Path, preferred: Path) -> None:
+    """With the scores of the reference computed before the training, too: the same numbers."""
+    folder = workspace / "killed-dpo"
+    flags = flags_of("dpo", workspace, folder, **{"ckpt.save_steps": 4, "ref.precompute": True})
+    kill_when(launch("train_dpo", flags), lambda: steps_logged(folder) >= 6)
+    done = run("train_dpo", {**flags, "ckpt.load_enable": True, "run.dir": None})
+    assert "The reference's log-probabilities are those in" in done.printed + done.errors
+    ours, theirs = numbers(folder), numbers(preferred)
+    assert len(ours) == len(theirs)
+    for row, expected in zip(ours, theirs, strict=True):
+        if row["step"] == 1:  # policy and reference are alike, and rounding decides which answer is preferred
+            row |= {name: expected[name] for name in ("train/acc", "train/acc_mean")}
+        assert row == pytest.approx(expected, abs=1e-6)
+
+
+def test_kto_learns_from_labels(workspace: Path) -> None:
+    folder = workspace / "run-kto"
+    run("train_kto", flags_of("kto", workspace, folder))
+    assert column(folder, "train/kto_loss")[0] == pytest.approx(0.5, abs=1e-6)
+    policy, reference = Plain(folder / "model"), Plain(workspace / "model")
+    rows = rows_of("kto", EVAL_ROWS, seed=2)
+    apart = [
+        policy.total(TEMPLATE.format(row["input"]), other["output"])
+        - reference.total(TEMPLATE.format(row["input"]), other["output"])
+        for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
+    ]
+    losses = []
+    for row in rows:
+        prompt = TEMPLATE.format(row["input"])
+        ratio = policy.total(prompt, row["output"]) - reference.total(prompt, row["output"])
+        losses.append(answer_loss(ratio, row["label"], sum(apart) / EVAL_ROWS, 0.3, (1.0, 1.0)))
+    assert last(folder, "eval/eval_loss") == pytest.approx(sum(losses) / EVAL_ROWS, abs=2e-6)
+    assert last(folder, "eval/chosen_reward") > last(folder, "eval/reject_reward")
+
+
+def test_a_process_reward_model_tells_right_steps_from_wrong_ones(workspace: Path) -> None:
+    folder = workspace / "run-prm"
+    run("train_prm", flags_of("prm", workspace, folder, **{"ds.packing_samples": True}))
+    judge = Plain(folder / "model")
+    losses, right = [], []
+    for row in rows_of("prm", EVAL_ROWS, seed=2):
+        tokens = judge.ids(row["input"])
+        table = judge.table(tokens)[[t for t, token in enumerate(tokens) if token == judge.ids(STEP)[0]]]
+        both = torch.log_softmax(table[:, [judge.ids(RIGHT)[0], judge.ids(WRONG)[0]]], -1)
+        for scores, label in zip(both, row["label"], strict=True):
+            losses.append(-float(scores[int(label == WRONG)]))
+            right.append(float(scores.argmax()) == float(label == WRONG))
+    assert last(folder, "eval/eval prm_loss") == pytest.approx(sum(losses) / len(losses), abs=2e-6)
+    assert last(folder, "eval/eval acc") == pytest.approx(sum(right) / len(right))
+    assert last(folder, "eval/eval acc") > 0.9
+
+
+def test_a_student_comes_closer_to_its_teacher(workspace: Path) -> None:
+    folder = workspace / "run-kd"
+    run("train_kd", flags_of("kd", workspace, folder, **{"kd.teacher_offload": True}))
+    student, teacher = Plain(folder / "model"), Plain(workspace / "teacher")
+
+    def apart(model: Plain) -> float:
+        """Mean KL(teacher ‖ model) of the tokens of the held-out answers, in nats."""
+        found = []
+        for row in rows_of("kd", EVAL_ROWS, seed=2):
+            tokens = model.ids(TEMPLATE.format(row["input"]) + row["output"])
+            start = len(model.ids(TEMPLATE.format(row["input"]))) - 1
+            ours, theirs = model.table(tokens)[start:-1], teacher.table(tokens)[start:-1]
+            found += ((theirs.exp() * (theirs - ours)).sum(-1)).tolist()
+        return sum(found) / len(found)
+
+    assert apart(student) < 0.5 * apart(Plain(workspace / "model"))
+    losses = column(folder, "train/distil_loss")
+    assert losses[-1] < losses[0]
+
+
+# ---- wrong input
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        ("dpo", {"data.chosen_key": "better"}, r"no column 'better', which --data\.chosen_key names"),
+        ("dpo", {"model.loss_type": "simpo", "ref.precompute": True}, r"--ref\.precompute.*no effect"),
+        ("kto", {"data.label_key": "good"}, r"no column 'good', which --data\.label_key names"),
+        ("prm", {"prm.placeholder_token": "ab"}, r"--prm\.placeholder_token 'ab' is 2 tokens"),
+        ("prm", {"prm.reward_tokens": ["+", "*"]}, r"row 1, column 'label': has the label '-', not one of"),
+        ("kd", {"kd.teacher_model": "nowhere"}, r"the model in nowhere is no folder here"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    workspace: Path, task: str, changes: dict[str, Any], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = flags_of(task, workspace, workspace / "mistaken", **changes, dry_run=True)
+    with pytest.raises(SystemExit) if "ref.precompute" not in changes else nullcontext():  # that is a notice
+        import_module(f"openrlhf.cli.train_{task}").main(as_arguments(flags))
+    errors = capfd.readouterr().err
+    assert re.search(message, errors), errors
+    assert "Traceback" not in errors
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(workspace: Path) -> None:
+    other = workspace / "other-teacher"
+    save_tiny_model(other, seed=3)
+    tokens = json.loads((other / "tokenizer.json").read_text())
+    tokens["model"]["vocab"] = {t: i for i, t in enumerate(sorted(tokens["model"]["vocab"]))}
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    flags = flags_of("kd", workspace, workspace / "mistaken", **{"kd.teacher_model": other})
+    done = run("train_kd", flags, status=2)
+    assert re.search(r"--kd\.teacher_model .*other-teacher.*vocabulary", done.errors), done.errors
