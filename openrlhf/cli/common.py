@@ -101,11 +101,11 @@ def train_offline(config: Root, task: str) -> None:
         os._exit(0)
 
 
-def ray_command(root: type[C], command: str, runner: str) -> Callable[..., None]:
-    """The `main` of a module whose processes Ray places: parse the flags, of `argv` or of this process, and run.
+def one_process(root: type[C], command: str, runner: str, *, on_ray: bool = True) -> Callable[..., None]:
+    """The `main` of a module that one process runs: parse the flags, of `argv` or of this process, and run.
 
-    `runner`: MODULE:FUNCTION, loaded after the flags, so that --help and mistakes answer at once. Under `deepspeed` or `torchrun`
-    the first process runs, and the others end at once.
+    `runner`: MODULE:FUNCTION, loaded after the flags, so that --help and mistakes answer at once. `on_ray`: see `flags_or_exit`.
+    Under `deepspeed` or `torchrun` the first process runs, and the others end at once.
     """
 
     def main(argv: Sequence[str] | None = None) -> None:
@@ -113,8 +113,9 @@ def ray_command(root: type[C], command: str, runner: str) -> Callable[..., None]
             raise SystemExit(0)
         for name in [name for name in os.environ if name in LAUNCHER or name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
-        config = flags_or_exit(root, argv, command=command, on_ray=True)
-        check_versions()
+        config = flags_or_exit(root, argv, command=command, on_ray=on_ray)
+        if on_ray:
+            check_versions()
         module, _, name = runner.partition(":")
         with machine.quick_imports():
             run = getattr(import_module(module), name)

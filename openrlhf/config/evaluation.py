@@ -64,14 +64,10 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         """Whether engines are needed."""
         return self.task != "rm_accuracy"
 
-    @property
-    def samples(self) -> int:
-        """Answers to a prompt."""
-        return self.eval.n_samples_per_prompt
-
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path."""
-        return rules.machine_values(self) | super().derived_values()
+        shared = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
+        return rules.machine_values(self) | self.engine_values(shared=shared)
 
     def notices(self) -> Sentences:
         """What the user may have to know of this resolved configuration."""

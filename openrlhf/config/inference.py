@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from openrlhf.config import machine, ppo_rules, rules, shared
 from openrlhf.config.commands import ModelCommand, RecordedCommand
 from openrlhf.config.effects import Sentences
-from openrlhf.config.flags import Section, derived, option, required
+from openrlhf.config.flags import Section, amend, derived, option, required
 from openrlhf.config.ppo import engine_values
-from openrlhf.config.rollout import PromptColumns, RewardConfig, RolloutConfig, VLLMConfig
+from openrlhf.config.rollout import RewardConfig, RolloutConfig, VLLMConfig
 from openrlhf.config.supervised import RMDeepSpeedConfig
 
 # Flags without an effect where nothing is trained: of engines, and of models that score.
@@ -41,15 +41,9 @@ class EngineCommand(ModelCommand):
     rollout: RolloutConfig = RolloutConfig()
     train: shared.ProcessConfig = shared.ProcessConfig()
 
-    @property
-    def samples(self) -> int:
-        """Answers to a prompt."""
-        return 1
-
-    def derived_values(self) -> dict[str, Any]:
-        """What follows from the flags, by path."""
-        prefixes = self.samples > 1 or self.train.agent_func_path is not None
-        engines = engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=prefixes)
+    def engine_values(self, *, shared: bool) -> dict[str, Any]:
+        """What follows for engines, by path; `shared`: samples share prefixes."""
+        engines = engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=shared)
         return engines | {"vllm.enable_sleep": False}
 
     def engine_mistakes(self) -> Sentences:
@@ -81,17 +75,23 @@ class InferenceCommand(EngineCommand):
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path."""
         tokens = self.rollout.max_new_tokens or max(1, min(NEW_TOKENS, self.data.max_len // 2))
-        return super().derived_values() | {"rollout.max_new_tokens": tokens}
+        return self.engine_values(shared=True) | {"rollout.max_new_tokens": tokens}
 
 
-class InferenceDataConfig(PromptColumns, shared.DatasetConfig):
+class InferenceDataConfig(shared.DatasetConfig):
     """Tokenizer and data."""
-    output_key: str = option("output", "Column with the answer to score.")
+    input_key: str = option("input", "Column with the prompt, text or chat.")
+    output_key: str | None = option("output", "Column with the answer to score.")
+
+    @property
+    def label_key(self) -> str | None:
+        """The column that is read besides the prompt."""
+        return self.output_key
 
 class BatchInferenceConfig(InferenceCommand, RecordedCommand):
     """Answers to the prompts of a dataset, or the scores of answers."""
     effects: ClassVar[dict[str, str]] = {
-        "!always": ENGINE_ONLY + SCORE_ONLY + NO_AGENT + "data.label_key reward -reward.model_name_or_path "
+        "!always": ENGINE_ONLY + SCORE_ONLY + NO_AGENT + "vllm.enable_prefix_caching reward -reward.model_name_or_path "
             "-reward.normalize_enable -reward.weights -reward.offload -reward.num_nodes -reward.num_gpus_per_node",
         "!task=rm": "vllm best_of_n csft.enable csft.prompt rollout.max_new_tokens rollout.temperature rollout.top_p "
             "rollout.top_k rollout.stop rollout.stop_token_ids rollout.seeded rollout.repetition_penalty",
@@ -119,26 +119,21 @@ class BatchInferenceConfig(InferenceCommand, RecordedCommand):
     local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
 
     @property
-    def samples(self) -> int:
-        """Answers to a prompt."""
-        return self.best_of_n
-
-    @property
     def scores(self) -> bool:
         """Whether answers are scored, not sampled."""
         return self.task == "rm"
 
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path: all GPUs are used; the model is the one that scores."""
-        gpus, given = machine.count_gpus(), self.given
+        gpus = machine.count_gpus()
         default = {
             "vllm.num_engines": max(1, gpus // self.vllm.devices),
             "reward.num_gpus_per_node": min(8, gpus) or 1,
             "reward.model_name_or_path": self.model.model_name_or_path if self.scores else None,
         }
-        spread = {path: value for path, value in default.items() if path not in given}
-        engines = spread.get("vllm.num_engines", self.vllm.num_engines)
-        return super().derived_values() | {"vllm.max_engines": self.vllm.max_engines or engines} | spread
+        own = {path: value for path, value in default.items() if path not in self.given}
+        output = self.data.output_key if self.scores else None
+        return own | super(BatchInferenceConfig, amend(self, own)).derived_values() | {"data.output_key": output}
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
@@ -157,7 +152,7 @@ class BatchInferenceConfig(InferenceCommand, RecordedCommand):
 class ChatConfig(InferenceCommand):
     """A conversation with a model."""
     effects: ClassVar[dict[str, str]] = {
-        "!always": ENGINE_ONLY + NO_AGENT + "rollout.batch_size rollout.micro_batch_size rollout.max_tokens_per_gpu "
+        "!always": ENGINE_ONLY + NO_AGENT + "vllm.enable_prefix_caching rollout.batch_size rollout.micro_batch_size rollout.max_tokens_per_gpu "
             "data.dataloader_num_workers data.max_samples csft.normalize_enable ds.attn_implementation ds.packing_samples "
             "train.full_determinism_enable"}
 

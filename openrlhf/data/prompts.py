@@ -35,7 +35,8 @@ class PromptDataset(torch.utils.data.Dataset[Prompt]):
     def __init__(
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: PromptSection, *, image_key: str = "images"
     ) -> None:
-        columns = {"--data.input_key": data.input_key, "--data.label_key": data.label_key}
+        label_flag = "--data.output_key" if isinstance(data, InferenceDataConfig) else "--data.label_key"
+        columns = {"--data.input_key": data.input_key, label_flag: data.label_key}
         check_columns(dataset.column_names, columns)
         if data.apply_chat_template:
             require_chat_template(tokenizer)

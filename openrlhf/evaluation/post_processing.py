@@ -19,11 +19,6 @@ def by_input(rows: Rows) -> list[Rows]:
     return list(groups.values())
 
 
-def everything(rows: Rows, config: BatchInferenceConfig) -> Rows:
-    """The unchanged rows."""
-    return rows
-
-
 def best(rows: Rows, config: BatchInferenceConfig) -> Rows:
     """The row with the highest reward of each input, for rejection sampling. Of equal rewards, the first."""
     return [max(group, key=REWARD) for group in by_input(rows)]
@@ -56,9 +51,8 @@ def pairs(rows: Rows, config: BatchInferenceConfig) -> Rows:
     ]
 
 
+# The others leave the rows as they are.
 POST_PROCESSORS: dict[str, Callable[[Rows, BatchInferenceConfig], Rows]] = {
-    "none": everything,
-    "null": everything,
     "rs": best,
     "csft": conditioned,
     "iter_dpo": pairs,

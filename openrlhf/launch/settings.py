@@ -223,9 +223,9 @@ def eval_sampling(config: PPOConfig | EvaluationConfig) -> SamplingSpec:
     return replace(train_sampling(config), purpose="eval", rollout=rollout)
 
 
-def inference_sampling(config: InferenceCommand) -> SamplingSpec:
-    """How answers are drawn that nobody trains or evaluates."""
-    rollout = replace(config.rollout, n_samples_per_prompt=config.samples)
+def inference_sampling(config: InferenceCommand, *, samples: int) -> SamplingSpec:
+    """How answers are drawn that nobody trains on or evaluates."""
+    rollout = replace(config.rollout, n_samples_per_prompt=samples)
     penalty = config.rollout.repetition_penalty
     return replace(train_sampling(config), purpose="eval", rollout=rollout, repetition_penalty=penalty)
 
