@@ -39,6 +39,7 @@ class Journal:
         if not lines:
             self._write(identity)
         elif different := differences(json.loads(lines[0]), json.loads(json_line(identity))):
+            self.close()
             raise JournalError(
                 f"{self.path} was begun with other settings. Go on with those, or delete it to begin anew, or give another "
                 "--output_path:" + "".join(f"\n  {difference}" for difference in different)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from operator import itemgetter
-from statistics import fmean, stdev
+from statistics import mean, stdev
 from typing import Any
 
 from openrlhf.config.inference import BatchInferenceConfig
@@ -30,10 +30,10 @@ def conditioned(rows: Rows, config: BatchInferenceConfig) -> Rows:
     With --csft.normalize_enable that is (r − mean) ÷ standard deviation of all rows, the unbiased one, in float64; 0 if all
     rewards are equal.
     """
-    rewards, mean, scale = [row["reward"] for row in rows], 0.0, 1.0
+    rewards, center, scale = [row["reward"] for row in rows], 0.0, 1.0
     if config.csft.normalize_enable:
-        mean, scale = fmean(rewards), (stdev(rewards) if len(rewards) > 1 else 0.0) or 1.0
-    templates = (config.reward_template.replace("{reward}", f"{(reward - mean) / scale:.2f}") for reward in rewards)
+        center, scale = mean(rewards), (stdev(rewards) if len(rewards) > 1 else 0.0) or 1.0
+    templates = (config.reward_template.replace("{reward}", f"{(reward - center) / scale:.2f}") for reward in rewards)
     return [
         row | {"input": template.replace("{input}", row["input"])}
         for row, template in zip(rows, templates, strict=True)
