@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -90,6 +91,12 @@ def answers(workspace: Path, cluster: None) -> list[dict[str, Any]]:
     return infer(flags(workspace, "answers"))
 
 
+@pytest.fixture(scope="module")
+def scores(workspace: Path, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers with their rewards."""
+    return infer(scoring(workspace, "scores"))
+
+
 def test_every_prompt_has_its_answers_in_the_order_of_the_dataset(
     workspace: Path, answers: list[dict[str, Any]]
 ) -> None:
@@ -101,11 +108,10 @@ def test_every_prompt_has_its_answers_in_the_order_of_the_dataset(
 
 
 def test_results_of_other_settings_are_refused_and_a_cut_journal_goes_on(
-    workspace: Path, answers: list[dict[str, Any]]
+    workspace: Path, scores: list[dict[str, Any]]
 ) -> None:
-    """Scores are cheap to make again. The journal of a killed command ends within a line."""
+    """The journal of a killed command ends within a line."""
     line = scoring(workspace, "scores")
-    whole = infer(line)
     with pytest.raises(JournalError, match="is there already"):
         infer(line)
     identity = {"task": "rm"}
@@ -113,14 +119,13 @@ def test_results_of_other_settings_are_refused_and_a_cut_journal_goes_on(
     path.write_text(json.dumps({"--task": "generate"}) + "\n")
     with pytest.raises(JournalError, match="--task: generate there, rm here"):
         infer(line)
-    path.write_text(json.dumps(identity) + "\n" + f"[0, [{whole[0]['reward']}]]\n[1, [0.")
-    assert infer(line) == whole
+    path.write_text(json.dumps(identity) + "\n" + f"[0, [{scores[0]['reward']}]]\n[1, [0.")
+    assert infer(line) == scores
 
 
-def test_rewards_are_those_of_plain_transformers_and_each_processor_writes_its_rows(
-    workspace: Path, answers: list[dict[str, Any]]
+def test_rewards_are_those_of_plain_transformers(
+    workspace: Path, answers: list[dict[str, Any]], scores: list[dict[str, Any]]
 ) -> None:
-    scores = infer(scoring(workspace, "all"))
     hf = AutoModelForSequenceClassification.from_pretrained(workspace / "reward").float().eval()
     tokenizer = character_tokenizer()
     with torch.no_grad():
@@ -207,8 +212,6 @@ def test_a_chat_through_a_pipe_answers_until_the_input_ends(workspace: Path) -> 
 
 def talking(line: dict[str, Any]) -> Any:
     """A chat whose input is a pipe."""
-    import subprocess
-
     return subprocess.Popen(
         [sys.executable, "-m", "openrlhf.cli.interactive_chat", *as_arguments(line)],
         stdin=subprocess.PIPE,
