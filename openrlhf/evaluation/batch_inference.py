@@ -157,14 +157,15 @@ def scored(work: Work, rows: list[int], kind: Device, log_dir: str) -> Iterator[
 def keep(groups: Iterable[list[Trajectory]], journal: Journal, recorder: Recorder) -> list[Trajectory]:
     """Write down each row that finishes. Returns a failed answer of each row that has one."""
     failed: list[Trajectory] = []
-    tokens, began = 0, time.monotonic()
+    tokens, began = 0, 0.0
     for group in groups:
         failures = [t for t in group if t.failed]
         failed += failures[:1]
         if not failures:
             journal.add(group[0].prompt.index, [t.response_text if t.reward is None else t.reward for t in group])
-        tokens += sum(t.num_actions or len(t.tokens) for t in group)
-        rate = tokens / (time.monotonic() - began)
+        tokens += sum(t.num_actions or len(t.tokens) for t in group) if began else 0
+        began = began or time.monotonic()  # before the first row, models start
+        rate = tokens / max(time.monotonic() - began, 1e-6)
         recorder.display.progress(len(journal.results), f"{rate:,.0f} tokens/s, {len(failed)} rows failed")
     return failed
 

@@ -138,13 +138,14 @@ def test_rewards_are_those_of_plain_transformers(
 
 
 def chain(workspace: Path, name: str, processor: str, command: str, **columns: str) -> Finished:
-    """Score with a post-processor, then train on the rows."""
-    rows = infer(scoring(workspace, name, post_processor=processor))
+    """Score with a post-processor, then train on the rows. The tokenizer has no token for < and _."""
+    template = "{input} score:{reward} " if processor == "csft" else None
+    infer(scoring(workspace, name, post_processor=processor, reward_template=template))
     training = {
         "model.model_name_or_path": workspace / "model",
         "data.dataset": workspace / f"{name}.jsonl",
         "data.max_len": 64,
-        "train.batch_size": len(rows) // 2,
+        "train.batch_size": 4,
         "train.max_epochs": 1,
         "ds.param_dtype": "fp32",
         **{key.replace("__", "."): value for key, value in columns.items()},
@@ -164,8 +165,9 @@ def test_pairs_feed_dpo_and_conditioned_inputs_feed_fine_tuning(workspace: Path,
     chain(workspace, "pairs", "iter_dpo", "train_dpo", data__prompt_key="prompt")
     chain(workspace, "csft", "csft", "train_sft", data__output_key="output", data__input_template="{}")
     tuned = workspace / "trained_csft/model"
-    asked = infer(flags(workspace, "asked", **{"model.model_name_or_path": tuned, "csft.enable": True}))
-    assert all(row["input"].endswith("= <rm_score>: 5.00 ") for row in asked)
+    prompt = {"csft.enable": True, "csft.prompt": "score:5.00", "data.max_len": 40}
+    asked = infer(flags(workspace, "asked", **{"model.model_name_or_path": tuned, **prompt}))
+    assert all(row["input"].endswith("= score:5.00 ") for row in asked)
 
 
 @pytest.mark.verify
