@@ -37,7 +37,6 @@ HOMES = {
     "datasets": ["data.*"],
     "math_verify": ["rewards.graders"],
     "wandb": ["observability.trackers"],
-    "tensorboard": ["observability.trackers"],
     "rich": ["observability.*"],
     "fastapi": ["serving.server", "agents.openai_endpoint"],
     "uvicorn": ["serving.server", "agents.openai_endpoint"],

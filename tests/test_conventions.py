@@ -15,8 +15,10 @@ from openrlhf.algorithms import kl as kl_module
 from openrlhf.algorithms import tensors
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS, GROUP_STD_EPSILON, gae, shape_rewards
 from openrlhf.algorithms.corrections import Correction, Level, Mode, correction_weights
+from openrlhf.algorithms.distillation import soft_cross_entropy
 from openrlhf.algorithms.kl import KLController, kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, Clip, aggregation_weights, value_loss
+from openrlhf.algorithms.preference_losses import Judged, Strength, ipo, kto, orpo, simpo
 from openrlhf.algorithms.rewards import overlong_penalty, token_rewards
 from openrlhf.algorithms.tensors import linear_logprobs, masked_whiten
 from openrlhf.config.choices import CORRECTIONS
@@ -204,6 +206,47 @@ def temperature() -> list[str]:
     return [
         "logits 0 and log 3 at temperature 0.5 have "
         f"probabilities {low} and {high} and an entropy of {numbers(entropy[:1])} nats"
+    ]
+
+
+def pair(logprobs: tuple[float, float], lengths: tuple[int, int] = (1, 1)) -> Judged:
+    """A pair with these Σ log π of the policy, and a reference that gives both answers 0."""
+    policy, tokens = torch.tensor([logprobs]), torch.tensor([lengths], dtype=torch.float32)
+    return Judged(policy=policy, reference=torch.zeros_like(policy), tokens=tokens)
+
+
+@proves("IPO")
+def ipo_of_sums() -> list[str]:
+    return [f"h 3 with β 0.1 costs {numbers(ipo(pair((-1.0, -4.0), (2, 4)), Strength(beta=0.1)))}"]
+
+
+@proves("SimPO's margin")
+def simpo_margin() -> list[str]:
+    cost = numbers(simpo(pair((-1.0, -4.0), (2, 4)), Strength(beta=2.0, target=0.5)))
+    return [f"answers of 2 and 4 tokens with log π -1 and -4, β 2 and γ 0.5 cost {cost}"]
+
+
+@proves("ORPO's NLL")
+def orpo_nll() -> list[str]:
+    cost = numbers(orpo(pair((-1.0, -4.0), (2, 4)), Strength(beta=0.1)))
+    return [f"log π -1 and -4 for 2 and 4 tokens, β 0.1 cost {cost}"]
+
+
+@proves("KTO's KL")
+def kto_kl() -> list[str]:
+    ratios, labels = torch.tensor([1.0, 1.0]), torch.tensor([True, False])
+    good, bad = kto(ratios, labels, 0.4, beta=0.5, desirable_weight=1.0, undesirable_weight=1.0)
+    told = f"a desirable answer costs {numbers(good[None])}, an undesirable one {numbers(bad[None])}"
+    return [f"with r 1, KL 0.4 and β 0.5 {told}"]
+
+
+@proves("Distillation's mean")
+def distillation() -> list[str]:
+    teacher = torch.tensor([[0.9, 0.1]]).log()
+    student, own = (numbers(soft_cross_entropy(logits, teacher)) for logits in (torch.zeros(1, 2), teacher))
+    return [
+        f"probabilities 0.5 and 0.5 against the teacher's 0.9 and 0.1 cost {student}, "
+        f"at most the teacher's own entropy of {own} less"
     ]
 
 

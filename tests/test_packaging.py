@@ -22,8 +22,8 @@ from tests.tiny import save_tiny_model
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Imported where a flag asks for them, with a sentence that says what to install.
 OPTIONAL = {"wandb"}
-# Declared because another library asks for it: Transformers, where it loads into ZeRO-3 shards.
-ASKED_FOR = {"accelerate"}
+# Declared because another library asks for it: Transformers, where it loads into ZeRO-3 shards; torch, where it writes events.
+ASKED_FOR = {"accelerate", "tensorboard"}
 PINNED = {name: ROOT / f"requirements/{name}-dev.txt" for name in ("cpu", "gpu")}
 
 

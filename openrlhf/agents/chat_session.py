@@ -4,14 +4,12 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
-from openrlhf.data.templates import STAND_IN, Message, render, to_messages
+from openrlhf.data.templates import STAND_IN, Message, render, to_messages, with_parsed_arguments
 
 HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
@@ -22,14 +20,6 @@ class ChatMistake(EngineRefusal):
 
 class ContextFull(ChatMistake):
     """The conversation leaves no room for a reply."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """What the policy said: the message that clients see."""
-
-    message: Message
-    finish_reason: str  # "stop", "length" or "tool_calls"
 
 
 class ChatSession:
@@ -48,7 +38,7 @@ class ChatSession:
     def prompt_for(self, messages: Any, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """The tokens that the policy is to continue. Raises ChatMistake, ContextFull."""
         try:
-            asked = [_with_parsed_arguments(_with_plain_text(message)) for message in to_messages(messages)]
+            asked = [_with_plain_text(message) for message in to_messages(messages)]
         except ValueError as error:
             raise ChatMistake(f"messages {error}") from error
         if self._reply is None:
@@ -86,7 +76,7 @@ class ChatSession:
         except ChatMistake:  # some templates want to see the call before its result
             if not (self._reply and self._reply.get("tool_calls")):
                 raise
-            calls = _with_parsed_arguments({**stand_in, "tool_calls": self._reply["tool_calls"]})
+            calls = with_parsed_arguments({**stand_in, "tool_calls": self._reply["tool_calls"]})
             shown = self._render([*self._seen, calls], tools, prompt=False)
             text = self._render([*self._seen, calls, *messages], tools)
             if not text.startswith(shown):
@@ -97,7 +87,7 @@ class ChatSession:
             raise ChatMistake("the chat template does not show earlier replies, so the conversation cannot go on")
         return after
 
-    def heard(self, prompt: list[int], output: CompletionOutput, *, tools: bool) -> Reply:
+    def heard(self, prompt: list[int], output: CompletionOutput, *, tools: bool) -> Message:
         """Keep what was sampled, and read it as a message: calls of tools, if there are any, and text."""
         self._seen = self._asked
         self.tokens = [*prompt, *output.token_ids]
@@ -114,7 +104,7 @@ class ChatSession:
             if stopped_by:
                 message["content"] = message["content"].partition(stopped_by)[0]
         self._reply = message
-        return Reply(message=message, finish_reason="tool_calls" if "tool_calls" in message else output.finish_reason)
+        return message
 
     def _render(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None, *, prompt: bool = True) -> str:
         try:
@@ -178,19 +168,6 @@ def _with_plain_text(message: Message) -> Message:
     if other := {part.get("type") for part in content} - {"text"}:
         raise ValueError(f"hold parts of type {', '.join(sorted(map(repr, other)))}; the policy reads text only")
     return {**message, "content": "".join(part.get("text", "") for part in content)}
-
-
-def _with_parsed_arguments(message: Message) -> Message:
-    """The message with the arguments of its tool calls as objects, as chat templates want them."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = dict(call.get("function") or {})
-        with suppress(TypeError, ValueError):
-            function["arguments"] = json.loads(function.get("arguments") or "{}")
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls}
 
 
 def _same(echoed: Message, reply: Message) -> bool:

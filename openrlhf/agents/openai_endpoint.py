@@ -24,8 +24,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
-from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull, Reply
+from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull
 from openrlhf.agents.contract import AgentExecutorBase, Engine
+from openrlhf.data.templates import Message
 from openrlhf.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -201,18 +202,18 @@ class OpenAIAgentExecutor(AgentExecutorBase):
                 return session.answered[1]
             prompt = session.chat.prompt_for(request.messages, request.tools)
             output = (await session.engine.generate(prompt, params)).outputs[0]
-            reply = session.chat.heard(prompt, output, tools=bool(request.tools))
-            answer = self._completion(prompt, output, reply, logprobs=request.logprobs)
+            message = session.chat.heard(prompt, output, tools=bool(request.tools))
+            answer = self._completion(prompt, output, message, logprobs=request.logprobs)
             session.answered = (request.messages, answer)
             return answer
 
     def _completion(
-        self, prompt: list[int], output: CompletionOutput, reply: Reply, *, logprobs: bool
+        self, prompt: list[int], output: CompletionOutput, message: Message, *, logprobs: bool
     ) -> dict[str, Any]:
         choice = {
             "index": 0,
-            "message": reply.message,
-            "finish_reason": reply.finish_reason,
+            "message": message,
+            "finish_reason": "tool_calls" if "tool_calls" in message else output.finish_reason,
             "logprobs": {"content": self._logprobs(output)} if logprobs else None,
             "token_ids": output.token_ids,
         }

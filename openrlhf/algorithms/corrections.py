@@ -19,7 +19,7 @@ Mode = Literal["clip", "mask", "truncate"]
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """One choice of level, mode and band. Raises ValueError for a band that is empty or negative.
+    """One choice of level, mode and band, 0 ≤ low < high.
 
     Level: ω of the token itself, the product over the tokens of its row, or their geometric mean. Mode: `clip` holds
     the ω of the level to the band; `truncate` holds it below the upper end only; `mask` gives the token its own ω, or 0
@@ -30,12 +30,6 @@ class Correction:
     mode: Mode
     low: float
     high: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high:
-            raise ValueError(
-                f"--algo.correction.band {self.low} {self.high}: give the lower bound first, and none below 0"
-            )
 
 
 @torch.no_grad()

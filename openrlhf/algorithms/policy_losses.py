@@ -26,18 +26,11 @@ class PolicyLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """The range [1 − low, 1 + high] of a ratio, and the dual clip of tokens with a negative advantage.
-
-    Raises ValueError if `dual` is 1 or less.
-    """
+    """The range [1 − low, 1 + high] of a ratio, and the dual clip, above 1, of tokens with a negative advantage."""
 
     low: float
     high: float
     dual: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.dual is not None and self.dual <= 1:
-            raise ValueError(f"--actor.dual_clip {self.dual} must be above 1")
 
 
 # log π_θ (with gradient), log π_old, Â and the action mask, all (B, T), and the clip
@@ -105,13 +98,9 @@ def _surrogate(rho: Tensor, log_rho: Tensor, advantages: Tensor, mask: Tensor, c
 def cispo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip) -> PolicyLoss:
     """ℓ = −sg(clip(ρ, 1 − ε_low, 1 + ε_high)) Â log π_θ: every token keeps a gradient.
 
-    ε_low = 1 leaves the lower side open, as in the paper. Raises ValueError for a dual clip, which this loss has no use
-    for. MiniMax-M1, 2025, eqs. 4 and 5, arXiv:2506.13585
+    ε_low = 1 leaves the lower side open, as in the paper. The loss has no use for a dual clip. MiniMax-M1, 2025, eqs. 4
+    and 5, arXiv:2506.13585
     """
-    if clip.dual is not None:
-        raise ValueError(
-            f"--actor.dual_clip {clip.dual} has no meaning with --actor.policy_loss_type cispo: leave it out"
-        )
     log_rho = log_ratio(logprobs, old_logprobs, mask).detach()
     rho = bounded_exp(log_rho).masked_fill(~mask, 0)
     weight = rho.clamp(1 - clip.low, 1 + clip.high)
@@ -133,38 +122,33 @@ def value_loss(values: PerToken, old_values: PerToken, returns: PerToken, mask: 
 
 
 # action mask and the longest response -> (weights (B, T), this micro-batch's part of the denominator)
-Aggregation = Callable[[Tensor, int | None], tuple[Tensor, float]]
+Aggregation = Callable[[Tensor, int], tuple[Tensor, float]]
 AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")
 
 
 @AGGREGATIONS.register("token")
-def token_mean(mask: TokenMask, max_tokens: int | None) -> tuple[PerToken, float]:
+def token_mean(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
     """Every token counts the same: the mean over the window.  DAPO, eq. 8, arXiv:2503.14476"""
     return mask.float(), float(mask.sum())
 
 
 @AGGREGATIONS.register("sequence")
-def sequence_mean(mask: TokenMask, max_tokens: int | None) -> tuple[PerToken, float]:
+def sequence_mean(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
     """Every sequence counts the same: the mean of means.  GRPO, eq. 3, arXiv:2402.03300"""
     lengths = mask.sum(1, keepdim=True)
     return mask / lengths.clamp(min=1), float((lengths > 0).sum())
 
 
 @AGGREGATIONS.register("constant")
-def constant_length(mask: TokenMask, max_tokens: int | None) -> tuple[PerToken, float]:
+def constant_length(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
     """Sums of sequences ÷ a constant: length has no influence.  Dr. GRPO, arXiv:2503.20783"""
-    if not max_tokens:
-        raise ValueError(
-            "--algo.loss.aggregation constant divides by the longest response: set --rollout.max_new_tokens"
-        )
     return mask / max_tokens, float(mask.any(1).sum())
 
 
-def aggregation_weights(mask: TokenMask, kind: str, *, max_tokens: int | None = None) -> tuple[PerToken, float]:
+def aggregation_weights(mask: TokenMask, kind: str, *, max_tokens: int) -> tuple[PerToken, float]:
     """(weights, count) of a micro-batch: loss = Σ_window Σ weights · ℓ / Σ_window count.
 
     Rows with an empty mask are not counted. For mask [[T, T], [T, F]]: token → [[1, 1], [1, 0]] and 3; sequence → [[½,
-    ½], [1, 0]] and 2; constant with 4 → [[¼, ¼], [¼, 0]] and 2. Raises ValueError for an unknown kind, and for
-    `constant` without `max_tokens`.
+    ½], [1, 0]] and 2; constant with `max_tokens` 4 → [[¼, ¼], [¼, 0]] and 2. Raises ValueError for an unknown kind.
     """
     return AGGREGATIONS[kind](mask, max_tokens)

@@ -68,10 +68,8 @@ def linear_logprobs(
 
     Nats. The logits of one chunk of rows are held at a time; the backward computes them again. The product runs in the
     dtype of its inputs, as in the inference engine; everything after the product runs in float32 (float64 for float64
-    inputs). Both results are differentiable. A weight that needs no gradient costs none. Raises ValueError for a
-    temperature of 0 or less.
+    inputs). Both results are differentiable. A weight that needs no gradient costs none. `temperature` is above 0.
     """
-    check_temperature(temperature)
     untyped = cast(Any, _LinearScores)
     return untyped.apply(hidden, weight, bias, targets, temperature, entropy)
 
@@ -80,19 +78,9 @@ def logit_logprobs(
     logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"], *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """The results of `linear_logprobs`, from the logits themselves. Autograd keeps several copies of the logits."""
-    check_temperature(temperature)
     log_p = _log_softmax(logits, temperature)
     bounded = log_p.clamp(min=NEGLIGIBLE_LOGPROB)
     return log_p.gather(1, targets[:, None])[:, 0], -(bounded.exp() * bounded).sum(1) if entropy else None
-
-
-def check_temperature(temperature: float) -> None:
-    """Raise ValueError if the temperature is 0 or less, because such a policy cannot be trained."""
-    if temperature <= 0:
-        raise ValueError(
-            f"--rollout.temperature {temperature} cannot be trained: the policy is softmax(logits / temperature). "
-            "Set a temperature above 0."
-        )
 
 
 def row_chunks(rows: int, vocabulary: int) -> Iterator[slice]:

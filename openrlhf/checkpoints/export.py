@@ -1,4 +1,4 @@
-"""Hugging Face exports: a folder that `from_pretrained` and a stock vLLM server load."""
+"""Hugging Face exports: a folder that `from_pretrained` and a stock vLLM server load; of adapters, one that PEFT loads."""
 
 import os
 import shutil
@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from openrlhf.models.adapters import is_adapted, save_adapter
 
 
 def export_hf(
@@ -20,7 +22,8 @@ def export_hf(
 ) -> None:
     """Write weights, configuration and tokenizer to the folder `path`, beside it first; other files there stay.
 
-    `buckets` stream the whole parameters and may be collective: every rank iterates, the one that `writes` keeps them.
+    `buckets` stream the whole parameters, of a model with adapters the trained ones. They may be collective: every rank
+    iterates, the one that `writes` keeps them.
     """
     state: dict[str, Tensor] = {}
     for bucket in buckets:
@@ -32,11 +35,15 @@ def export_hf(
     aside = final.with_name(f"{final.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    with torch.no_grad():
-        model.save_pretrained(aside, state_dict=_with_tied(state, model), safe_serialization=True)
+    if is_adapted(model):
+        save_adapter(model, state, aside)
+    else:
+        with torch.no_grad():
+            model.save_pretrained(aside, state_dict=_with_tied(state, model), safe_serialization=True)
     tokenizer.save_pretrained(aside)
     final.mkdir(exist_ok=True)
-    for weights in final.glob("model*.safetensors*"):  # of an earlier export: perhaps more shards than this one's
+    earlier = ("model*.safetensors*", "adapter_*")  # perhaps with more shards than this export, or of another kind
+    for weights in (file for pattern in earlier for file in final.glob(pattern)):
         weights.unlink()
     for made in aside.iterdir():
         if made.is_dir():

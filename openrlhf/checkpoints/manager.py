@@ -128,25 +128,18 @@ class CheckpointManager:
             raise self._failed(tag, error) from error
         return StagedCheckpoint(directory=directory, tag=tag, nonce=nonce, places=tuple(places))
 
-    def commit(
-        self,
-        staged: StagedCheckpoint,
-        *,
-        state: RunState,
-        metric_key: str | None = None,
-        metric_value: float | None = None,
-    ) -> Checkpoint:
+    def commit(self, staged: StagedCheckpoint, *, state: RunState, metric_value: float | None = None) -> Checkpoint:
         """Make a save whose files are all written the newest checkpoint, and remove older ones beyond the limits.
 
-        A metric that is not finite counts as none. Raises CheckpointError if the save fails, and gives the save up; trouble
-        with older checkpoints is only a warning.
+        `metric_value`: of the metric that the run follows, for these weights. A value that is not finite counts as none.
+        Raises CheckpointError if the save fails, and gives the save up; trouble with older checkpoints is only a warning.
         """
         if not staged.tag.endswith(_tag(state.step)):
             raise ValueError(f"{staged.tag} was given the state of step {state.step}")
         if metric_value is not None and not math.isfinite(metric_value):
             metric_value = None
         try:
-            checkpoint = self._seal(staged, state, metric_key, metric_value)
+            checkpoint = self._seal(staged, state, metric_value)
             self._install(staged, checkpoint)
         except OSError as error:
             with suppress(OSError):  # what is left is settled by the next call
@@ -177,16 +170,14 @@ class CheckpointManager:
             f"room, choose another --ckpt.path, or keep fewer with --ckpt.max_num (now {self.max_num})."
         )
 
-    def _seal(
-        self, staged: StagedCheckpoint, state: RunState, metric_key: str | None, metric_value: float | None
-    ) -> Checkpoint:
+    def _seal(self, staged: StagedCheckpoint, state: RunState, metric_value: float | None) -> Checkpoint:
         """Sync and hash the staged files, and write the draft of the manifest beside them."""
         files: dict[str, tuple[int, str]] = {}
         for directory in (staged.directory / place for place in staged.places):
             if not any(directory.iterdir()):
                 raise FileNotFoundError(f"nothing was written into {directory}")
             if not directory.name.endswith("_hf"):
-                metric = {"metric_key": metric_key, "metric_value": metric_value}
+                metric = {"metric_key": state.best_metric_key, "metric_value": metric_value}
                 write_atomically(directory / "metric.json", json.dumps(metric))
             for path in sync_tree(directory):
                 name = str(path.relative_to(staged.directory))
@@ -198,7 +189,7 @@ class CheckpointManager:
             sequence=max((other.sequence for other in self.checkpoints()), default=0) + 1,
             places=staged.places,
             files=files,
-            metric_key=metric_key,
+            metric_key=state.best_metric_key,
             metric_value=metric_value,
             state=state,
         )

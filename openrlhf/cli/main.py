@@ -23,9 +23,9 @@ VERBS = {
     "batch_inference": ("batch_inference", "answers to the prompts of a dataset, or rewards of answers, in a file"),
     "chat": ("interactive_chat", "a conversation with a model"),
     "reward": ("reward_test", "`reward test`: try a reward on a dataset, before any training"),
+    "lora_combiner": ("lora_combiner", "the plain model that a LoRA adapter and its base are"),
     "serve-rm": ("serve_rm", "HTTP server of a reward model"),
 }
-PLANNED = ("lora_combiner",)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -55,10 +55,8 @@ def run_plugin_task(verb: str, argv: Sequence[str]) -> None:
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
     if verb not in tasks:
         known = list(dict.fromkeys([*VERBS, *tasks]))
-        planned = verb.removeprefix("train_") in PLANNED
-        ending = " yet" if planned else ""
-        hint = "" if planned else did_you_mean(nearest(verb, known))
-        fail(f"there is no verb {verb}{ending}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own.")
+        hint = did_you_mean(nearest(verb, known))
+        fail(f"there is no verb {verb}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own.")
     train_offline(flags_or_exit(tasks[verb].root, argv, command=verb), verb)
 
 

@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import Any, ClassVar, Self
 
 from openrlhf.config import machine, rules, shared
-from openrlhf.config.effects import Sentences, without_effect
+from openrlhf.config.effects import Effects, Sentences, without_effect
 from openrlhf.config.flags import Section, amend, bound_violations, mentions, option, spelled_out
 from openrlhf.config.unsupported import refusals
 
@@ -17,7 +17,7 @@ class Command(Section):
     """What every command has. `given`: the values by path that flags and a file gave; all others are defaults."""
 
     always: ClassVar[bool] = True  # `!always` is a condition that never holds
-    effects: ClassVar[Mapping[str, str]] = {}  # conditions of this command, and the flags and sections that have them
+    effects: ClassVar[Effects] = {}  # conditions of this command, and the flags and sections that have them
 
     given: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
     plugin: tuple[str, ...] = option((), "Your file with registrations.", metavar="FILE.py")
@@ -83,6 +83,8 @@ class ModelCommand(Command):
             *super().mistakes(),
             ("/" not in attention and attention not in rules.ATTENTIONS,
              f"<ds.attn_implementation> is unknown: use {', '.join(rules.ATTENTIONS)}, or OWNER/KERNEL of the hub."),
+            (self.ds.load_in_4bit and self.ds.param_dtype != "bf16",
+             "<ds.param_dtype> does not go together with --ds.load_in_4bit, which computes in bf16."),
             (self.ds.param_dtype == "fp32" and "flash_attention" in attention,
              "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32."),
         ]
@@ -138,9 +140,14 @@ class Root(RecordedCommand):
 
     def mistakes(self) -> Sentences:
         """Patience has evaluations to wait for, a metric to judge by, and a checkpoint that keeps the best weights."""
-        patience, ckpt = self.eval.patience, self.ckpt
+        patience, ckpt, lora = self.eval.patience, self.ckpt, self.ds.lora
         return [
             *super().mistakes(),
+            (lora.rank and not lora.target_modules, "--ds.lora.target_modules names no layer: leave it out for all of them."),
+            (lora.dora and self.ds.zero_stage == 3,
+             "<ds.lora.dora> reads whole weights, of which each rank has a part with <ds.zero_stage>: use 0, 1 or 2."),
+            (self.ds.load_in_4bit and not lora.rank,
+             "<ds.load_in_4bit> freezes the model's weights: train adapters beside them with --ds.lora.rank."),
             (self.ds.param_dtype == "fp16", "<ds.param_dtype> is not available yet: use bf16."),
             (self.ds.adam_offload and not self.ds.zero_stage, "<ds.adam_offload> needs --ds.zero_stage 1, 2 or 3."),
             (self.ds.param_offload != "none" and self.ds.zero_stage != 3, "<ds.param_offload> needs --ds.zero_stage 3."),

@@ -5,29 +5,19 @@ not. `optim=adam,muon`: it has one of these values. `a|b`: either holds. Names a
 first, then in the sections around it. A name that the command does not have asks for nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openrlhf.config.flags import Flag, flags_of, value_at
+from openrlhf.config.flags import Flag, flags_of, toml_beside, value_at
 
 Given = Mapping[str, Any]  # the values that the user gave, by path
 Sentences = list[tuple[object, str]]  # whether a sentence holds; <train.seed> in it becomes --train.seed 42
 MOST_NAMES = 8  # in one notice
-# What a term is called that is not about a flag.
-WORDS = {
-    "always": "this command",
-    "uses_gpus": "a GPU",
-    "needs_reference": "a --model.loss_type that has a reference",
-    "hybrid": "--train.colocate_all",
-    "ckpt.saves": "--ckpt.save_steps",
-    "estimator.needs_critic": "a critic (--algo.advantage.estimator gae)",
-    "estimator.needs_groups": "<algo.advantage.estimator>",
-    "estimator.whitened": "an --algo.advantage.estimator that whitens, as gae, reinforce and reinforce_baseline do",
-    "reward.function_path": "--reward.remote_url FILE.py",
-    "reward.urls": "--reward.remote_url URL",
-    "reward.models": "--reward.model_name_or_path",
-    "remote_teacher": "--algo.distill.teacher NAME",
-}
+Effects = Mapping[
+    str, Sequence[str]
+]  # conditions, and the flags and sections that have them; `-train.seed` takes one out
+EFFECTS = toml_beside(__file__)  # of several commands
+WORDS = EFFECTS["words"]  # what a term is called that is not about a flag
 
 
 def without_effect(config: Any, given: Given) -> Sentences:
@@ -80,9 +70,9 @@ def _holds(term: str, value: Any) -> bool:
     return met != term.startswith("!")
 
 
-def _names(paths: str, flag: str) -> bool:
-    """Whether a list of flags and sections has a flag in it; `-train.seed` takes one out."""
-    signs = [not word.startswith("-") for word in paths.split() if f"{flag}.".startswith(word.removeprefix("-") + ".")]
+def _names(paths: Sequence[str], flag: str) -> bool:
+    """Whether a list of flags and sections has a flag in it."""
+    signs = [not word.startswith("-") for word in paths if f"{flag}.".startswith(word.removeprefix("-") + ".")]
     return bool(signs) and all(signs)
 
 

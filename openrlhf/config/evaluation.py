@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from openrlhf.config import rules, shared
 from openrlhf.config.commands import RecordedCommand
-from openrlhf.config.effects import Sentences
+from openrlhf.config.effects import EFFECTS, Effects, Sentences
 from openrlhf.config.flags import Section, option, required
-from openrlhf.config.inference import ENGINE_ONLY, SCORE_ONLY, EngineCommand
+from openrlhf.config.inference import EngineCommand
 from openrlhf.config.learning import RLEvalConfig
 from openrlhf.config.rollout import PromptColumns, RewardConfig, RolloutConfig
 from openrlhf.config.supervised import PairColumns, RMDeepSpeedConfig
@@ -35,18 +35,7 @@ class EvaluatedDataConfig(PairColumns, PromptColumns, shared.DataConfig):
 
 class EvaluationConfig(EngineCommand, RecordedCommand):
     """Evaluation of a checkpoint by itself."""
-    effects: ClassVar[dict[str, str]] = {
-        "!always": ENGINE_ONLY + SCORE_ONLY + "eval.steps eval.patience eval.at_start rollout.temperature",
-        "!task=rm_accuracy":
-            "model.model_name_or_path vllm rollout.batch_size rollout.max_new_tokens rollout.stop rollout.stop_token_ids "
-            "rollout.top_p rollout.top_k rollout.remote_engines reward.remote_url reward.verifier train.agent_func_path "
-            "data.input_key data.label_key eval.temperature eval.n_samples_per_prompt",
-        "task=rm_accuracy": "data.prompt_key data.chosen_key data.rejected_key",
-        "task=win_rate": "against judge",
-        "reward.models": "rollout.micro_batch_size rollout.max_tokens_per_gpu ds.value_head_prefix "
-            "ds.attn_implementation ds.packing_samples",
-        "!rollout.max_tokens_per_gpu": "rollout.micro_batch_size",
-    }
+    effects: ClassVar[Effects] = EFFECTS["evaluation"]
 
     task: str = option(
         "pass_k", "pass@k per data source; how often reward models prefer the chosen answer of a pair; or how often "
@@ -80,7 +69,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
             return [*super().mistakes(), *self._sampling(), *compared]
         return [
             *super().mistakes(),
-            (not self.reward.models, "<task> judges reward models: give --reward.model_name_or_path."),
+            (not self.reward.scalars, "<task> judges reward models: give --reward.model_name_or_path."),
             *rules.sum_mistakes(self.reward, len(self.reward.models)),
         ]
 

@@ -218,10 +218,15 @@ def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
+def toml_beside(module: str) -> dict[str, Any]:
+    """The TOML file beside a module, which gives its `__file__`."""
+    return tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
 def tables(module: str) -> dict[str, dict[str, str]]:
     """By name, what the TOML file beside a module says of names: `said = ["name", "name"]` in one of its tables."""
-    read = tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
-    return {title: {name: said for said, names in table.items() for name in names} for title, table in read.items()}
+    read = toml_beside(module).items()
+    return {title: {name: said for said, names in table.items() for name in names} for title, table in read}
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:

@@ -7,26 +7,11 @@ from typing import Any, ClassVar
 
 from openrlhf.config import machine, ppo_rules, rules, shared
 from openrlhf.config.commands import ModelCommand, RecordedCommand
-from openrlhf.config.effects import Sentences
-from openrlhf.config.flags import Section, amend, derived, option, required
+from openrlhf.config.effects import EFFECTS, Effects, Sentences
+from openrlhf.config.flags import Section, amend, option, required
 from openrlhf.config.ppo import engine_values
 from openrlhf.config.rollout import RewardConfig, RolloutConfig, VLLMConfig
 from openrlhf.config.supervised import RMDeepSpeedConfig
-
-# Flags without an effect where nothing is trained: of engines, and of models that score.
-ENGINE_ONLY = (
-    "rollout.n_samples_per_prompt rollout.dump_dir rollout.replay_dir rollout.only vllm.sync_backend vllm.sync_with_ray "
-    "vllm.enable_sleep rollout.vllm_generate_batch_size "
-)
-SCORE_ONLY = (
-    "reward.clip_range reward.overlong_buffer_len reward.overlong_penalty_factor reward.stop_properly_penalty_coef "
-    "ds.grad_accum_dtype ds.overlap_comm ds.adam_offload ds.param_offload ds.use_universal_ckpt "
-    "data.dataloader_num_workers logger.logging_steps "
-)
-NO_AGENT = (
-    "train.agent_func_path rollout.max_turns rollout.step_timeout rollout.episode_timeout rollout.remote_engines "
-)
-NEW_TOKENS = 1024
 
 
 # fmt: off
@@ -57,15 +42,18 @@ class EngineCommand(ModelCommand):
 
 class InferenceRolloutConfig(RolloutConfig):
     repetition_penalty: float = option(1.0, "Above 1: tokens that are there already become less likely.", gt=0)
-    max_new_tokens: int = derived("Tokens of an answer; unset: 1024, at most half of data.max_len.", ge=1)
 
 class CsftConfig(Section):
     """Conditional fine-tuning."""
     enable: bool = option(False, "Ask for answers of a reward: put csft.prompt behind each prompt.")
     prompt: str = option("<rm_score>: 5.00", "The reward in words.", needs="enable")
-
     normalize_enable: bool = option(
         False, "Rewards in inputs: less their mean, by their deviation over all rows.", needs="post_processor=csft")
+
+    @property
+    def suffix(self) -> str:
+        """The text behind a prompt, as the default of --reward_template puts it there in training."""
+        return f" {self.prompt.strip()} " if self.enable else ""
 
 class InferenceCommand(EngineCommand):
     """What both commands of inference have."""
@@ -74,8 +62,7 @@ class InferenceCommand(EngineCommand):
 
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path."""
-        tokens = self.rollout.max_new_tokens or max(1, min(NEW_TOKENS, self.data.max_len // 2))
-        return self.engine_values(shared=True) | {"rollout.max_new_tokens": tokens}
+        return self.engine_values(shared=True)
 
 
 class InferenceDataConfig(shared.DatasetConfig):
@@ -90,16 +77,7 @@ class InferenceDataConfig(shared.DatasetConfig):
 
 class BatchInferenceConfig(InferenceCommand, RecordedCommand):
     """Answers to the prompts of a dataset, or the scores of answers."""
-    effects: ClassVar[dict[str, str]] = {
-        "!always": ENGINE_ONLY + SCORE_ONLY + NO_AGENT + "vllm.enable_prefix_caching reward -reward.model_name_or_path "
-            "-reward.normalize_enable -reward.weights -reward.offload -reward.num_nodes -reward.num_gpus_per_node",
-        "!task=rm": "vllm best_of_n csft.enable csft.prompt rollout.max_new_tokens rollout.temperature rollout.top_p "
-            "rollout.top_k rollout.stop rollout.stop_token_ids rollout.seeded rollout.repetition_penalty",
-        "task=rm": "reward post_processor data.output_key rollout.micro_batch_size rollout.max_tokens_per_gpu "
-            "ds.value_head_prefix ds.attn_implementation ds.packing_samples train.full_determinism_enable ds.zero_stage",
-        "post_processor=csft": "reward_template",
-        "!rollout.max_tokens_per_gpu": "rollout.micro_batch_size",
-    }
+    effects: ClassVar[Effects] = EFFECTS["batch_inference"]
 
     task: str = option(
         "generate", "Answer prompts (generate_vllm is the same), or score answers with reward models.",
@@ -113,7 +91,7 @@ class BatchInferenceConfig(InferenceCommand, RecordedCommand):
     reward_template: str = option("{input} <rm_score>: {reward} ", "Input with the reward in it.")
     data: InferenceDataConfig = InferenceDataConfig(max_samples=100_000_000)
     reward: RewardConfig = RewardConfig()
-    rollout: InferenceRolloutConfig = InferenceRolloutConfig(batch_size=2048, micro_batch_size=16)
+    rollout: InferenceRolloutConfig = InferenceRolloutConfig(batch_size=2048, micro_batch_size=16, max_new_tokens=1024)
     train: shared.ProcessConfig = shared.ProcessConfig(seed=1234)
     ds: RMDeepSpeedConfig = RMDeepSpeedConfig()
     local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
@@ -132,8 +110,8 @@ class BatchInferenceConfig(InferenceCommand, RecordedCommand):
             "reward.model_name_or_path": self.model.model_name_or_path if self.scores else None,
         }
         own = {path: value for path, value in default.items() if path not in self.given}
-        output = self.data.output_key if self.scores else None
-        return own | super(BatchInferenceConfig, amend(self, own)).derived_values() | {"data.output_key": output}
+        own |= {"csft.enable": False} if self.scores else {"data.output_key": None}
+        return own | super(BatchInferenceConfig, amend(self, own)).derived_values()
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
@@ -145,19 +123,18 @@ class BatchInferenceConfig(InferenceCommand, RecordedCommand):
             (path and os.path.isdir(path), "<output_path> is a folder: name a file in it."),
             (lacking and self.post_processor == "csft", f"<reward_template> has no {' and no '.join(lacking)}."),
             *(rules.sum_mistakes(self.reward, len(self.reward.models)) if self.scores else self.engine_mistakes()),
-            (self.scores and not self.reward.models, "<task> needs the reward model: give --reward.model_name_or_path."),
+            (self.scores and not self.reward.scalars, "<task> needs the reward model: give --reward.model_name_or_path."),
+            (self.reward.process_model, "<reward.process_model> judges answers while they are sampled: leave it out."),
         ]
 
 
 class ChatConfig(InferenceCommand):
     """A conversation with a model."""
-    effects: ClassVar[dict[str, str]] = {
-        "!always": ENGINE_ONLY + NO_AGENT + "vllm.enable_prefix_caching rollout.batch_size rollout.micro_batch_size rollout.max_tokens_per_gpu "
-            "data.dataloader_num_workers data.max_samples csft.normalize_enable ds.attn_implementation ds.packing_samples "
-            "train.full_determinism_enable"}
+    effects: ClassVar[Effects] = EFFECTS["interactive_chat"]
 
     data: shared.DataConfig = shared.DataConfig(max_len=4096)
-    rollout: InferenceRolloutConfig = InferenceRolloutConfig(temperature=0.2, top_p=0.9, repetition_penalty=1.2)
+    rollout: InferenceRolloutConfig = InferenceRolloutConfig(
+        temperature=0.2, top_p=0.9, repetition_penalty=1.2, max_new_tokens=1024)
     system: str | None = option(None, "System prompt.")
     preamble: str | None = option(None, "File whose text comes before the conversation.")
 

@@ -6,12 +6,13 @@ from typing import ClassVar
 
 from openrlhf.config import choices, shared
 from openrlhf.config.commands import Root
+from openrlhf.config.effects import EFFECTS, Effects
 from openrlhf.config.flags import Section, derived, option
 from openrlhf.config.rollout import PlacementConfig, PromptConfig, RewardConfig, RolloutConfig, VLLMConfig
 
 # Conditions: see `effects`.
 CRITIC = "estimator.needs_critic"
-FROZEN = "algo.kl.init_coef|algo.distill.teacher"
+FROZEN = "has_frozen_policy"
 
 
 # fmt: off
@@ -158,19 +159,7 @@ class RLEvalConfig(shared.EvalConfig):
 
 class RLFlags(Root):
     """Reinforcement learning."""
-    effects: ClassVar[dict[str, str]] = {
-        "!rollout.only": "actor -actor.model_name_or_path critic ref algo -algo.advantage.estimator "
-        "-algo.dynamic_filtering_enable -algo.dynamic_filtering_range eval ckpt train -train.seed -train.num_episodes "
-        "-train.setup_timeout -train.step_timeout -train.full_determinism_enable -train.agent_func_path "
-        "-train.dynamic_batch_enable -train.max_tokens_per_gpu",  # the last two are used by reward models
-        "!rollout.replay_dir": "vllm placement.vllm eval train.agent_func_path rollout.max_turns rollout.step_timeout "
-        "rollout.episode_timeout rollout.dump_dir rollout.top_p rollout.top_k rollout.stop rollout.stop_token_ids "
-        "rollout.seeded reward.remote_url reward.verifier reward.batch reward.timeout reward.retries reward.workers "
-        "reward.memory_gib",
-        CRITIC: "critic placement.critic",
-        FROZEN: "ref placement.ref",
-        "reward.models": "placement.reward",
-    }
+    effects: ClassVar[Effects] = EFFECTS["reinforcement"]
 
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
@@ -191,6 +180,16 @@ class RLFlags(Root):
     def samples(self) -> int:
         """Samples of one iteration."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference is loaded. With adapters it is the policy without them."""
+        return self.algo.kl.init_coef > 0 and not self.ds.lora.rank
+
+    @property
+    def has_frozen_policy(self) -> bool:
+        """Whether a reference or a teacher is loaded."""
+        return self.has_reference or self.local_teacher is not None
 
     @property
     def hybrid(self) -> bool:

@@ -28,7 +28,7 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
     actor, train, reward = config.actor, config.train, config.reward
     gamma, loss = config.algo.advantage.gamma, choices.POLICY_LOSSES[actor.policy_loss_type]
     clip = None if "actor.eps_clip" in config.given else loss.clip
-    critic = config.critic.model_name_or_path or next(iter(reward.models), actor.model_name_or_path)
+    critic = config.critic.model_name_or_path or next(iter(reward.scalars), actor.model_name_or_path)
     advantage, preset = config.algo.advantage, ppo_rules.correction_preset(config)
     unless_given = {
         "actor.eps_clip_low_high": clip or (actor.eps_clip, actor.eps_clip),

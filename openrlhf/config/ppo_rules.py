@@ -125,7 +125,7 @@ def device_mistakes(config: RLFlags) -> Sentences:
     train, vllm, cluster = config.train, config.vllm, config.placement.cluster
     groups = {"actor": config.actor, "ref": config.ref, "critic": config.critic, "reward": config.reward}
     sizes = {role: (group.num_nodes, group.num_gpus_per_node) for role, group in groups.items()}
-    used = {"actor": True, "ref": config.algo.kl.init_coef or config.local_teacher,
+    used = {"actor": True, "ref": config.has_frozen_policy,
             "critic": config.estimator.needs_critic, "reward": config.reward.models}
     sharing = [[role for role in roles if used.get(role)] for roles in train.colocated]
     unequal = next(((roles[0], role) for roles in sharing for role in roles[1:]

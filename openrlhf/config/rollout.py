@@ -113,8 +113,10 @@ class RuleConfig(Section):
 class RewardConfig(RuleConfig):
     """Rewards."""
     model_name_or_path: str | None = option(None, "Models, by comma; scores add up.", holds="model")
-    process_model: str | None = option(None, "Process model: rewards at step ends.", holds="model")
-    weights: tuple[float, ...] | None = option(None, "Of the models, then of the rule, in the sum; unset: 1 each.")
+    process_model: str | None = option(None, "Process reward model: rewards the ends of steps.", holds="model")
+    step_separator: str = option("\n", "Text that ends a step of an answer.", needs="process_model")
+    weights: tuple[float, ...] | None = option(
+        None, "Of the models, the process model, then the rule, in the sum; unset: 1 each.")
     on_error: str = option(
         "fail", "An episode whose reward failed: fail counts it towards reward.max_error_rate, "
         "drop leaves it out, a number becomes its reward.", metavar="fail|drop|NUMBER")
@@ -136,9 +138,14 @@ class RewardConfig(RuleConfig):
         return None if self.on_error in ("fail", "drop") else float(self.on_error)
 
     @property
-    def models(self) -> list[str]:
-        """The reward models."""
+    def scalars(self) -> list[str]:
+        """The models of whole answers."""
         return items(self.model_name_or_path)
+
+    @property
+    def models(self) -> list[str]:
+        """All reward models."""
+        return [*self.scalars, *filter(None, [self.process_model])]
 
 class PromptColumns(Section):
     """Columns of prompts."""

@@ -80,6 +80,8 @@ def sources_exist(config: Any) -> Sentences:
             script = flag.holds == "dataset" and path.endswith(".py")
             gone = looks_local(path) and not Path(path).expanduser().exists()
             rows += [
+                (flag.holds == "model" and (Path(path).expanduser() / "adapter_config.json").is_file(),
+                 f"{flag.name} {path} is an adapter: merge it with its base first: openrlhf lora_combiner."),
                 (gone and not script, f"{flag.name} {path} does not exist on this machine."),
                 (script, f"{flag.name} {path} is a Python script, which the datasets library no "
                  "longer runs. Convert the data to parquet or jsonl and give that."),

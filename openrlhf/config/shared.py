@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from openrlhf.config import choices
 from openrlhf.config.flags import Section, derived, option, required
 
 # fmt: off
@@ -93,6 +94,8 @@ class LoraConfig(Section):
     alpha: int = option(16, "Scale: the update is multiplied by alpha / rank.", gt=0, needs="rank")
     dropout: float = option(0.0, "Dropout in front of the adapter.", ge=0, lt=1, needs="rank")
     target_modules: tuple[str, ...] = option(("all-linear",), "Modules; all-linear: each layer.", needs="rank")
+    rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA).", needs="rank")
+    dora: bool = option(False, "Train the length of each weight row too (DoRA).", needs="rank")
 
 class LoadingConfig(Section):
     """How models are loaded and run."""
@@ -140,6 +143,9 @@ class DataConfig(TokenizerConfig):
     """Tokenizer and data."""
     dataloader_num_workers: int = option(0, "Processes that prepare batches.", ge=0)
     max_samples: int = option(1_000_000, "Rows to use, per dataset and of their blend.", ge=1)
+    layout: str = option(
+        "auto", "Layout of the rows. auto: recognised by the columns, unless *_key flags are given; columns: as the flags say.",
+        choices=choices.LAYOUTS)
     input_template: str | None = option(
         None, "Text with {} as prompt, without a chat template.", needs="!apply_chat_template")
     apply_chat_template: bool = option(False, "Render with the tokenizer's chat template.")

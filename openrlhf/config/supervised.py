@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from openrlhf.config import choices, machine, rules, shared
 from openrlhf.config.commands import Root
-from openrlhf.config.effects import Sentences
+from openrlhf.config.effects import EFFECTS, Effects, Sentences
 from openrlhf.config.flags import Section, option, required
 
 
@@ -68,9 +68,7 @@ class SFTDataConfig(ResponseDataConfig):
 
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning."""
-    effects: ClassVar[dict[str, str]] = {
-        "!model.pretrain_mode_enable": "data.output_key data.apply_chat_template data.input_template"
-    }
+    effects: ClassVar[Effects] = EFFECTS["sft"]
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_sft")
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_sft"))
@@ -79,14 +77,19 @@ class SFTConfig(SupervisedConfig):
     ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
     data: SFTDataConfig = SFTDataConfig(input_template="User: {}\nAssistant: ")
 
+    def derived_values(self) -> dict[str, Any]:
+        """Plain text has no layout."""
+        return super().derived_values() | ({"data.layout": "columns"} if self.model.pretrain_mode_enable else {})
+
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
         data, plain = self.data, self.model.pretrain_mode_enable
+        keyed = data.layout == "columns" or (data.layout == "auto" and {"data.input_key", "data.output_key"} & self.given.keys())
         return [
             *super().mistakes(),
             (data.multiturn and not data.apply_chat_template,
              "--data.multiturn needs --data.apply_chat_template: only a chat has turns."),
-            (not (data.output_key or data.apply_chat_template or plain),
+            (keyed and not (data.output_key or data.apply_chat_template or plain),
              "No column has the response: name it with --data.output_key, or use --data.apply_chat_template for chats, or "
              "--model.pretrain_mode_enable for plain text."),
         ]
@@ -106,7 +109,7 @@ class PreferenceDataConfig(PairColumns, shared.OfflineDataConfig):
 class ReferenceConfig(Section):
     """The reference model."""
     model_name_or_path: str | None = option(None, "Folder or hub name; unset: the model that is trained.", holds="model")
-    offload: bool = option(False, "Keep it in CPU memory between uses.")
+    offload: bool = option(False, "Keep it in CPU memory between uses.", needs="!reference_is_policy")
 
 
 class DPOReferenceConfig(ReferenceConfig):
@@ -123,9 +126,18 @@ class DPOModelConfig(shared.ModelConfig):
     nll_loss_coef: float = option(0.0, "Weight of the chosen answers' negative log-likelihood.", ge=0)
 
 
-class DPOConfig(SupervisedConfig):
+class ReferencedConfig(SupervisedConfig):
+    ref: ReferenceConfig = ReferenceConfig()
+
+    @property
+    def reference_is_policy(self) -> bool:
+        """Whether the reference is the trained model with its adapters switched off, not a second model."""
+        return self.ds.lora.rank > 0 and self.ref.model_name_or_path in (None, self.model.model_name_or_path)
+
+
+class DPOConfig(ReferencedConfig):
     """Direct preference optimization from pairs: DPO, cDPO, IPO, SLiC, robust DPO, SimPO, ORPO."""
-    effects: ClassVar[dict[str, str]] = {"needs_reference": "ref"}
+    effects: ClassVar[Effects] = EFFECTS["dpo"]
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_dpo")
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_dpo"))
@@ -145,15 +157,6 @@ class DPOConfig(SupervisedConfig):
         """The loss that --model.ipo_enable means."""
         ipo = {"model.loss_type": "ipo"} if self.model.ipo_enable else {}
         return super().derived_values() | ipo
-
-    def notices(self) -> Sentences:
-        """What the user may have to know of this resolved configuration."""
-        data = self.data
-        return [
-            (not (data.prompt_key or data.apply_chat_template),
-             "Without --data.prompt_key all of both texts is judged, the prompt too."),
-            *super().notices(),
-        ]
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
@@ -177,14 +180,13 @@ class KTODataConfig(PairColumns, ResponseDataConfig):
     label_key: str = option("label", "Column with 1 or true for a desirable answer, 0 or false for an undesirable one.")
 
 
-class KTOConfig(SupervisedConfig):
+class KTOConfig(ReferencedConfig):
     """KTO: from answers that are desirable or not."""
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_kto")
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_kto"))
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-5)
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     kto: KTOLossConfig = KTOLossConfig()
-    ref: ReferenceConfig = ReferenceConfig()
     ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
     data: KTODataConfig = KTODataConfig(input_template="User: {}\nAssistant: ")
 
@@ -221,7 +223,7 @@ class PRMDataConfig(shared.OfflineDataConfig):
 
 class PRMConfig(SupervisedConfig):
     """Process reward model from labelled steps."""
-    effects: ClassVar[dict[str, str]] = {"!always": "data.input_template data.apply_chat_template data.tokenizer_chat_template"}
+    effects: ClassVar[Effects] = EFFECTS["prm"]
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_prm")
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_prm"))
@@ -230,7 +232,7 @@ class PRMConfig(SupervisedConfig):
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     prm: PRMLossConfig = PRMLossConfig()
     ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
-    data: PRMDataConfig = PRMDataConfig()
+    data: PRMDataConfig = PRMDataConfig(layout="columns")
 
 
 class RMModelConfig(shared.ModelConfig):

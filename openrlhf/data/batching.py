@@ -69,8 +69,7 @@ class ResumableSampler(Sampler[int]):
     Example, 7 rows for two ranks without shuffling: rank 0 gets 0, 2, 4 (without `drop_last` also 6), rank 1 gets 1, 3,
     5.
 
-    `consumed`: rows that all ranks together have used since training began. Raises ValueError if the rows do not fill
-    one batch.
+    `consumed`: rows that all ranks together have used since training began.
     """
 
     def __init__(
@@ -85,16 +84,9 @@ class ResumableSampler(Sampler[int]):
         consumed: int = 0,
         drop_last: bool = True,
     ) -> None:
-        if not 0 <= dp_rank < dp_size:
-            raise ValueError(f"there is no data-parallel rank {dp_rank} of {dp_size}")
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.epoch_rows = num_rows - num_rows % math.lcm(batch_size, dp_size) if drop_last else num_rows
-        if drop_last and not self.epoch_rows:
-            raise ValueError(
-                f"{num_rows} rows do not fill one batch of {batch_size} over {dp_size} ranks. "
-                "Lower --train.batch_size, or give more data."
-            )
         self.epoch, used = divmod(consumed, max(self.epoch_rows, 1))
         self.position = used // dp_size  # rows of this epoch that this rank has taken
 

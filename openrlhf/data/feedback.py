@@ -11,12 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data import templates
-from openrlhf.data.errors import check_columns, kind, notice, row_error, text_of
-from openrlhf.data.layouts import recognise
+from openrlhf.data.errors import kind, notice, row_error, text_of
+from openrlhf.data.layouts import DROPPED, columns_read, read
 from openrlhf.data.prompts import DATASOURCE
 from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
 from openrlhf.data.templates import Encoded, Message, Passage, cut, encode, fill_template, in_common, messages_of
-from openrlhf.data.tokenizer import require_chat_template
 
 FEATURES = Features(
     {
@@ -31,7 +30,7 @@ FEATURES = Features(
 )
 PairSection = PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig  # columns, templates and `max_len` of pairs
 MARGIN = "margin"
-SAME_TEXT, TIE = "whose chosen and rejected text are the same", "that are ties"
+SAME_TEXT = "whose chosen and rejected text are the same"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,50 +67,36 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     to `max_len` tokens, the last of which is always end-of-text. Pairs with two equal texts after the cut are dropped.
 
     With `needs_prompt`, pairs with a prompt of `max_len` − 2 tokens or more are dropped too. Without a `prompt_key`,
-    the prompt of a chat is everything before the last answer, and plain texts have no prompt.
+    the prompt of a chat is everything before the last answer, also of a transcript of HH-RLHF, and other plain texts
+    have no prompt.
 
-    If the chosen column is missing, the columns of some public datasets are recognised (`layouts`), and their ties are
-    dropped. `summary` counts dropped and cut pairs. Raises DataError for a missing column, for a malformed row (naming
-    the row), and if no pair is left.
+    `summary` counts dropped and cut pairs. Raises DataError for a missing column, for a malformed row (naming the row),
+    and if no pair is left.
     """
 
     def __init__(
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: PairSection, *, needs_prompt: bool = False
     ) -> None:
-        layout = None if data.chosen_key in dataset.column_names else recognise(dataset.column_names)
-        if layout:
-            prompt = "prompt" if layout.has_prompt else None
-            data = replace(data, prompt_key=prompt, chosen_key="chosen", rejected_key="rejected")
-        keys = ("prompt_key", "chosen_key", "rejected_key")
-        flags: dict[str, str | None] = {f"--data.{key}": getattr(data, key) for key in keys}
-        if not layout:
-            check_columns(dataset.column_names, flags)
-        if not (layout or data.prompt_key) and "prompt" in dataset.column_names:
-            first = dataset[0]
-            if str(first["prompt"]).strip() not in str(first[data.chosen_key]):
-                notice(
-                    "The column 'prompt' is not used, and the texts do not contain it: set --data.prompt_key prompt."
-                )
-        if data.apply_chat_template:
-            require_chat_template(tokenizer)
-        self.tokenizer, self.data, self.layout, self.needs_prompt = tokenizer, data, layout, needs_prompt
-        used = list(layout.columns) if layout else [name for name in flags.values() if name]
+        used = columns_read(dataset, tokenizer, data, ("prompt_key", "chosen_key", "rejected_key"))
         used += [name for name in (MARGIN, DATASOURCE) if name in dataset.column_names]
+        self.tokenizer, self.data, self.needs_prompt = tokenizer, data, needs_prompt
         advice = "Look at --data.chosen_key, --data.rejected_key and --data.max_len."
-        super().__init__(PairRow, dataset, used, self._encoded, FEATURES, what="pair", advice=advice)
-        if cut_pairs := sum(self.rows["cut"]):
-            self.summary += f" {cut_pairs} of the kept pairs were cut to {data.max_len} tokens (--data.max_len)."
+        super().__init__(
+            PairRow, dataset, used, self._encoded, FEATURES, what="pair", advice=advice, max_len=data.max_len
+        )
+        if needs_prompt and not any(self.rows["prompt_length"]):
+            notice(
+                "The texts have no common prompt, so all of both is judged. --data.prompt_key names a column with one."
+            )
 
     def _encoded(self, columns: Columns) -> Columns:
         """Batches of columns as the columns of `FEATURES`."""
-        rows = [self.layout.pair(row) if self.layout else row for row in as_rows(columns)]
-        pairs = [
-            [self._text(row, key) for key in (self.data.chosen_key, self.data.rejected_key)] if row else []
-            for row in rows
-        ]
+        rows = [read(row, self.data.layout) for row in as_rows(columns)]
+        keys = self.data.chosen_key, self.data.rejected_key
+        pairs = [[] if DROPPED in row else [self._text(row, key) for key in keys] for row in rows]
         encoded = iter(encode(self.tokenizer, [text.text for pair in pairs for text in pair]))
         results = [
-            self._tokens(row, pair, [next(encoded), next(encoded)]) if row else TIE
+            self._tokens(row, pair, [next(encoded), next(encoded)]) if pair else str(row[DROPPED])
             for row, pair in zip(rows, pairs, strict=True)
         ]
         return as_columns(results, FEATURES)
@@ -122,38 +107,41 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         return Passage(text=text, spans=[], response=answer).closed(str(self.tokenizer.eos_token))
 
     def _plain(self, row: Mapping[str, Any], column: str) -> tuple[str, int]:
-        prompt = ""
+        text = text_of(row, column)
         if self.data.prompt_key:
             prompt = fill_template(self.data.input_template, text_of(row, self.data.prompt_key))
-        return prompt + text_of(row, column), len(prompt)
+            return prompt + text, len(prompt)
+        turns = list(templates.TRANSCRIPT.finditer(text))  # of HH-RLHF: the last one is the answer
+        return text, turns[-1].end() if turns and not turns[0].start() else 0
 
     def _conversation(self, row: Mapping[str, Any], column: str) -> tuple[str, int]:
         key = self.data.prompt_key
         prompt = messages_of(row, key, role="user", flag="--data.prompt_key") if key else []
-        if not prompt and isinstance(row[column], str):
+        side = "chosen" if column == self.data.chosen_key else "rejected"
+        answer, tools = messages_of(row, column, role="assistant", flag=f"--data.{side}_key"), templates.tools_of(row)
+        if not prompt and isinstance(row[column], str) and len(answer) == 1:
             problem = (
                 "is a string, not a list of chat messages: set --data.prompt_key to the column with "
                 "the question, or leave out --data.apply_chat_template."
             )
             raise row_error(row, column, problem)
-        side = "chosen" if column == self.data.chosen_key else "rejected"
-        messages = prompt + messages_of(row, column, role="assistant", flag=f"--data.{side}_key")
+        messages = prompt + answer
         try:
-            text = templates.render(self.tokenizer, messages)
-            return text, self._answer(prompt or messages[:-1], messages, text)
+            text = templates.render(self.tokenizer, messages, tools=tools)
+            return text, self._answer(prompt or messages[:-1], messages, text, tools)
         except ValueError as error:
             raise row_error(row, column, f"{error}.") from error
 
-    def _answer(self, prompt: list[Message], messages: list[Message], text: str) -> int:
+    def _answer(self, prompt: list[Message], messages: list[Message], text: str, tools: Any) -> int:
         """The character where the answer begins; the start of the last answer if the template rewrites history."""
         if not self.needs_prompt:
             return 0
         if messages[-1]["role"] != "assistant":
             raise ValueError("the last message is not the assistant's, so there is no answer to judge")
-        before = templates.render(self.tokenizer, prompt, add_generation_prompt=True) if prompt else ""
+        before = templates.render(self.tokenizer, prompt, add_generation_prompt=True, tools=tools) if prompt else ""
         if text.startswith(before):
             return len(before)
-        return templates.render_conversation(self.tokenizer, messages).response
+        return templates.render_conversation(self.tokenizer, messages, tools=tools).response
 
     def _tokens(self, row: Mapping[str, Any], texts: list[Passage], pair: list[Encoded]) -> Result:
         """The columns of a tokenized pair, or the reason why the pair is dropped."""

@@ -7,7 +7,7 @@ DataError.
 import hashlib
 import re
 import unicodedata
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Self
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.errors import DataError
 from openrlhf.data.loading import Table
-from openrlhf.data.templates import render
+from openrlhf.data.templates import render, texts_in
 
 LOOKED_AT = 8  # rows
 RECORD = "openrlhf_format"  # in tokenizer_config.json, which goes wherever the model goes
@@ -29,16 +29,7 @@ ANSWER = "(the answer)"
 def texts_of(rows: Table, columns: Collection[str]) -> list[str]:
     """The strings in some columns of the first rows: plain values, and contents of chat messages."""
     first = rows[:LOOKED_AT]
-    return [text for column in columns for value in first.get(column, []) for text in _strings(value)]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    match value:
-        case str():
-            yield value
-        case list():
-            for message in value:
-                yield from _strings(message.get("content") if isinstance(message, dict) else None)
+    return [text for column in columns for value in first.get(column, []) for text in texts_in(value)]
 
 
 def round_trip(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, prompts: bool = False) -> list[str]:

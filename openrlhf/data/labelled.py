@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import KTODataConfig
 from openrlhf.data import sft
-from openrlhf.data.errors import check_columns, row_error
+from openrlhf.data.errors import row_error
 from openrlhf.data.feedback import PreferenceDataset
+from openrlhf.data.layouts import columns_read
 from openrlhf.data.rows import Columns, TokenizedRows, as_rows
-from openrlhf.data.tokenizer import require_chat_template
 
 FEATURES = Features({**sft.FEATURES, "desirable": Value("bool")})
 
@@ -41,16 +41,11 @@ class LabelledDataset(TokenizedRows[LabelledRow]):
 
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: KTODataConfig) -> None:
         self.answers, self.label_key = sft.Encoder(tokenizer=tokenizer, data=data, pretrain=False), data.label_key
-        columns = {
-            "--data.input_key": data.input_key,
-            "--data.output_key": data.output_key,
-            "--data.label_key": data.label_key,
-        }
-        check_columns(dataset.column_names, columns)
-        if data.apply_chat_template:
-            require_chat_template(tokenizer)
-        used, advice = [column for column in columns.values() if column], "Look at --data.*_key and --data.max_len."
-        super().__init__(LabelledRow, dataset, used, self._encoded, FEATURES, what="row", advice=advice)
+        used = columns_read(dataset, tokenizer, data, ("input_key", "output_key", "label_key"))
+        advice = "Look at --data.*_key and --data.max_len."
+        super().__init__(
+            LabelledRow, dataset, used, self._encoded, FEATURES, what="row", advice=advice, max_len=data.max_len
+        )
         desirable = sum(self.rows["desirable"])
         self.summary += f" {desirable} are desirable, {len(self) - desirable} are not."
 

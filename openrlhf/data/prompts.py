@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.learning import RLDataConfig
-from openrlhf.data.errors import ROW, check_columns, row_error, text_of
+from openrlhf.data.errors import ROW, notice, row_error, text_of
+from openrlhf.data.layouts import columns_read, read
 from openrlhf.data.rows import Columns, as_rows, map_rows, number_rows
-from openrlhf.data.templates import encode, fill_template, messages_of, render
-from openrlhf.data.tokenizer import require_chat_template
+from openrlhf.data.templates import encode, fill_template, messages_of, render, tools_of
 from openrlhf.trajectory import Prompt
 
-FEATURES = Features({"text": Value("string"), "tokens": List(Value("int32"))})
+FEATURES = Features({"text": Value("string"), "tokens": List(Value("int32")), "answered": Value("bool")})
 PromptSection = RLDataConfig | EvaluatedDataConfig | InferenceDataConfig  # columns and templates of prompts
 DATASOURCE = "datasource"
 
@@ -25,7 +25,8 @@ class PromptDataset(torch.utils.data.Dataset[Prompt]):
     """The rows of a dataset as prompts, rendered when the object is created; no row is dropped.
 
     With `apply_chat_template` the input column holds strings (a user message) or lists of messages. They are rendered
-    with the generation prompt of the assistant. Without `apply_chat_template` the column holds strings, which are put
+    up to the last turn that is not the assistant's, with the tools in the column `tools`, and with the generation
+    prompt of the assistant. Without `apply_chat_template` the column holds strings, which are put
     into `input_template`. Without `label_key` every label is "". Without a column `datasource` the data source is
     "default". Without a column `image_key` there are no images. The index of a prompt is its row number: a source
     replaces the index by the running number of the draw. Raises DataError for a missing column, and for a malformed or
@@ -35,14 +36,16 @@ class PromptDataset(torch.utils.data.Dataset[Prompt]):
     def __init__(
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: PromptSection, *, image_key: str = "images"
     ) -> None:
-        label_flag = "--data.output_key" if isinstance(data, InferenceDataConfig) else "--data.label_key"
-        columns = {"--data.input_key": data.input_key, label_flag: data.label_key}
-        check_columns(dataset.column_names, columns)
-        if data.apply_chat_template:
-            require_chat_template(tokenizer)
+        label_flag = "output_key" if isinstance(data, InferenceDataConfig) else "label_key"
+        used = columns_read(dataset, tokenizer, data, ("input_key", label_flag))
         self.tokenizer, self.data, self.image_key = tokenizer, data, image_key
         rows = number_rows(dataset)
-        self._prompts = map_rows(rows, [data.input_key], self._rendered, FEATURES, "Rendering prompts")
+        prompts = map_rows(rows, used, self._rendered, FEATURES, "Rendering prompts")
+        if answered := sum(prompts["answered"]):
+            notice(
+                f"{answered} prompts end with turns of the assistant, which are left out: the policy answers instead."
+            )
+        self._prompts = prompts.remove_columns("answered")
         wanted = (data.label_key, DATASOURCE, image_key, ROW)
         self._extras = rows.select_columns([name for name in rows.column_names if name in wanted])
 
@@ -60,20 +63,26 @@ class PromptDataset(torch.utils.data.Dataset[Prompt]):
         )
 
     def _rendered(self, columns: Columns) -> Columns:
-        """Batches of the input column as the columns of `FEATURES`."""
-        rows = as_rows(columns)
-        prompts = encode(self.tokenizer, [self._text(row) for row in rows])
+        """Batches of columns as the columns of `FEATURES`."""
+        rows = [read(row, self.data.layout) for row in as_rows(columns)]
+        texts, answered = zip(*map(self._text, rows), strict=True)
+        prompts = encode(self.tokenizer, texts)
         for row, prompt in zip(rows, prompts, strict=True):
             if not prompt.tokens:
                 raise row_error(row, self.data.input_key, "is an empty prompt.")
-        texts, tokens = [prompt.text for prompt in prompts], [prompt.tokens for prompt in prompts]
-        return {"text": texts, "tokens": tokens}
+        return {"text": list(texts), "tokens": [prompt.tokens for prompt in prompts], "answered": list(answered)}
 
-    def _text(self, row: Mapping[str, Any]) -> str:
+    def _text(self, row: Mapping[str, Any]) -> tuple[str, bool]:
+        """The prompt, and whether turns of the assistant at its end were left out."""
         if not self.data.apply_chat_template:
-            return fill_template(self.data.input_template, text_of(row, self.data.input_key))
+            return fill_template(self.data.input_template, text_of(row, self.data.input_key)), False
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
+        asked = max((n for n, message in enumerate(messages, 1) if message["role"] != "assistant"), default=0)
+        if not asked:
+            raise row_error(row, self.data.input_key, "has turns of the assistant only, which nobody asked for.")
+        tools = tools_of(row)
         try:
-            return render(self.tokenizer, messages, add_generation_prompt=True)
+            text = render(self.tokenizer, messages[:asked], add_generation_prompt=True, tools=tools)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
+        return text, asked < len(messages)

@@ -65,6 +65,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row]):
         *,
         what: str,
         advice: str,
+        max_len: int,
     ) -> None:
         """`what`: the word for a row in messages. Raises DataError, with `advice`, if no row is left."""
         mapped = once_per_machine(lambda: map_rows(number_rows(dataset), columns, encoder, features, "Tokenizing"))
@@ -75,6 +76,8 @@ class TokenizedRows(torch.utils.data.Dataset[Row]):
         if not counts[""]:
             raise DataError(f"No {what} is left to train on: {self.summary} {advice}")
         self.rows = mapped.select([number for number, reason in enumerate(reasons) if not reason])
+        if cut := sum(self.rows["cut"]):
+            self.summary += f" {cut} of the kept {what}s were cut to {max_len} tokens (--data.max_len)."
         self._row = row
         self._fields = self.rows.select_columns([field.name for field in fields(row) if field.name in features])
 

@@ -8,10 +8,11 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
-from openrlhf.data.errors import check_columns, row_error, text_of
+from openrlhf.data import templates
+from openrlhf.data.errors import row_error, text_of
+from openrlhf.data.layouts import columns_read, read
 from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
-from openrlhf.data.templates import Encoded, Passage, cut, encode, fill_template, messages_of, render_conversation
-from openrlhf.data.tokenizer import require_chat_template
+from openrlhf.data.templates import Encoded, Passage, cut, encode, fill_template, messages_of
 
 FEATURES = Features(
     {
@@ -19,10 +20,12 @@ FEATURES = Features(
         "loss_mask": List(Value("bool")),
         "dropped": Value("string"),
         "rewritten": Value("int32"),
+        "cut": Value("bool"),
     }
 )
 NO_PROMPT, NO_RESPONSE = "with an empty prompt", "with an empty response"
 NO_ASSISTANT, TOO_SHORT = "without an assistant message", "of fewer than two tokens"
+NOT_LEARNED = "without a turn to learn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +50,9 @@ class SFTDataset(TokenizedRows[SFTRow]):
     `max_len` tokens, the last of which is always end-of-text and learned.
 
     The response is the output column with all its messages; without an output column, the last message of the
-    assistant; with `multiturn`, every message of the assistant. Messages after the last message of the assistant are
-    cut off. In pretrain mode a text is the unchanged input column, and every token but the first is learned.
+    assistant; with `multiturn`, every message of the assistant whose field `loss` or `weight`, if it has one, is not
+    false or 0. Messages after the last message that is learned are cut off. The chat template gets the column `tools`.
+    In pretrain mode a text is the unchanged input column, and every token but the first is learned.
 
     Rows with an empty prompt or response, or with a prompt of `max_len` − 2 tokens or more, are dropped and counted in
     `summary`. Raises DataError for a missing column, for a malformed row (naming the row), and if no row is left.
@@ -60,13 +64,9 @@ class SFTDataset(TokenizedRows[SFTRow]):
         if pretrain:
             data = replace(data, output_key=None, apply_chat_template=False)
         encoder = Encoder(tokenizer=tokenizer, data=data, pretrain=pretrain)
-        columns = {"--data.input_key": data.input_key, "--data.output_key": data.output_key}
-        check_columns(dataset.column_names, columns)
-        if data.apply_chat_template:
-            require_chat_template(tokenizer)
-        used = [column for column in columns.values() if column]
+        used = columns_read(dataset, tokenizer, data, ("input_key", "output_key"))
         advice = "Look at --data.input_key, --data.output_key and --data.max_len."
-        super().__init__(SFTRow, dataset, used, encoder, FEATURES, what="row", advice=advice)
+        super().__init__(SFTRow, dataset, used, encoder, FEATURES, what="row", advice=advice, max_len=data.max_len)
         if rewritten := sum(self.rows["rewritten"]):
             self.summary += f" {rewritten} assistant turns are not learned, because the chat template rewrites them."
 
@@ -80,7 +80,7 @@ class Encoder:
     pretrain: bool
 
     def __call__(self, columns: Columns) -> Columns:
-        passages = [self._passage(row) for row in as_rows(columns)]
+        passages = [self._passage(read(row, self.data.layout)) for row in as_rows(columns)]
         texts = [passage.text for passage in passages if isinstance(passage, Passage)]
         encoded = iter(encode(self.tokenizer, texts))
         results = [
@@ -108,16 +108,21 @@ class Encoder:
         asked = len(messages)
         if self.data.output_key:
             messages += messages_of(row, self.data.output_key, role="assistant", flag="--data.output_key")
-        while messages and messages[-1]["role"] != "assistant":
-            messages.pop()
+        try:
+            learned = templates.learned_turns(messages, chosen=self.data.multiturn)
+        except ValueError as error:
+            raise row_error(row, self.data.input_key, f"{error}.") from error
+        if not learned:
+            return NOT_LEARNED if any(message["role"] == "assistant" for message in messages) else NO_ASSISTANT
+        messages = messages[: learned[-1] + 1]
         if len(messages) < 2:
-            return NO_PROMPT if messages else NO_ASSISTANT
+            return NO_PROMPT
         if not messages[-1]["content"] and not messages[-1].get("tool_calls"):
             return NO_RESPONSE
-        answers = [n for n, message in enumerate(messages) if n >= asked and message["role"] == "assistant"]
-        first = answers[0] if answers else -1  # without an output column the last message is the response
+        first = next((turn for turn in learned if turn >= asked), -1)  # without an output column the last one
+        turns, tools = learned if self.data.multiturn else (), templates.tools_of(row)
         try:
-            passage = render_conversation(self.tokenizer, messages, first=first, every_turn=self.data.multiturn)
+            passage = templates.render_conversation(self.tokenizer, messages, first=first, turns=turns, tools=tools)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
         return passage.closed(str(self.tokenizer.eos_token))
@@ -136,4 +141,5 @@ class Encoder:
             mask[learned.start : learned.stop] = [True] * len(learned)
         if not self.pretrain:
             tokens, mask[-1] = cut(tokens, self.data.max_len, self.tokenizer), True
-        return {"tokens": tokens, "loss_mask": mask, "rewritten": passage.rewritten}
+        was_cut = len(encoded.tokens) > len(tokens)
+        return {"tokens": tokens, "loss_mask": mask, "rewritten": passage.rewritten, "cut": was_cut}

@@ -18,6 +18,7 @@ FEATURES = Features(
         "places": List(Value("int32")),
         "labels": List(Value("float64")),
         "dropped": Value("string"),
+        "cut": Value("bool"),
     }
 )
 
@@ -44,7 +45,8 @@ class StepDataset(TokenizedRows[StepRow]):
         check_columns(dataset.column_names, {"--data.input_key": data.input_key, "--data.label_key": data.label_key})
         self.placeholder = one_token(tokenizer, prm.placeholder_token or "", "--prm.placeholder_token")
         self.reward_tokens = [one_token(tokenizer, token, "--prm.reward_tokens") for token in prm.reward_tokens]
-        first = next((label for labels in dataset[data.label_key] for label in labels or () if label is not None), None)
+        lists = (labels for labels in dataset[data.label_key] if isinstance(labels, list))
+        first = next((label for labels in lists for label in labels if label is not None), None)
         self.soft = isinstance(first, int | float)
         if self.soft and len(self.reward_tokens) != 2:
             raise DataError(
@@ -53,7 +55,9 @@ class StepDataset(TokenizedRows[StepRow]):
             )
         advice = "Look at --data.input_key, --data.label_key, --prm.placeholder_token and --data.max_len."
         columns = [data.input_key, data.label_key]
-        super().__init__(StepRow, dataset, columns, self._encoded, FEATURES, what="row", advice=advice)
+        super().__init__(
+            StepRow, dataset, columns, self._encoded, FEATURES, what="row", advice=advice, max_len=data.max_len
+        )
 
     def _encoded(self, columns: Columns) -> Columns:
         """Batches of columns as the columns of `FEATURES`."""
@@ -78,7 +82,8 @@ class StepDataset(TokenizedRows[StepRow]):
         ]
         if not kept:
             return "without a labelled step" if not any(label is not None for label in labels) else "cut before a step"
-        return {"tokens": tokens, "places": [place for place, _ in kept], "labels": [label for _, label in kept]}
+        where, known = zip(*kept, strict=True)
+        return {"tokens": tokens, "places": where, "labels": known, "cut": len(every) > len(tokens)}
 
     def _label(self, row: Mapping[str, Any], label: Any) -> float:
         column = self.data.label_key
@@ -86,11 +91,11 @@ class StepDataset(TokenizedRows[StepRow]):
             if not isinstance(label, int | float) or not (math.isfinite(label) and 0 <= label <= 1):
                 raise row_error(row, column, f"has the label {label!r}, which is no probability.")
             return float(label)
-        token = one_token(self.tokenizer, label, "A label") if isinstance(label, str) else None
-        if token is None or (self.reward_tokens and token not in self.reward_tokens):
-            expected = list(self.prm.reward_tokens) or "a text"
-            raise row_error(row, column, f"has the label {label!r}, not one of {expected}.")
-        return float(token)
+        tokens = self.tokenizer.encode(label, add_special_tokens=False) if isinstance(label, str) else []
+        if len(tokens) != 1 or (self.reward_tokens and tokens[0] not in self.reward_tokens):
+            expected = f"one of {list(self.prm.reward_tokens)}" if self.reward_tokens else "a text of one token"
+            raise row_error(row, column, f"has the label {label!r}, not {expected}.")
+        return float(tokens[0])
 
 
 def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:

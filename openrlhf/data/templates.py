@@ -1,8 +1,12 @@
 """From chat messages to text, to the characters that the assistant wrote, and to their tokens."""
 
+import json
+import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import jinja2
@@ -13,9 +17,17 @@ from openrlhf.data.errors import kind, row_error
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
+Draw = Callable[..., tuple[str, list[Span]]]  # messages to a text, and the spans that the template marks
 
 STAND_IN = "<<what the assistant said>>"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields besides the content
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+# Words of ShareGPT and HH-RLHF.
+SPEAKERS = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+SPEAKERS |= {"Human": "user", "Assistant": "assistant"}
+TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):")  # turns of a text of HH-RLHF, which begins with the first
+LEARNED = ("loss", "weight")  # fields of a message
+TOOLS = "tools"  # a column
 
 
 def fill_template(template: str | None, text: str) -> str:
@@ -37,39 +49,121 @@ def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) ->
 
 
 def to_messages(value: Any, *, role: str = "user") -> list[Message]:
-    """A value as chat messages. A string is one message of `role`; a list is checked.
+    """A value as chat messages. A string is one message of `role`, or a transcript of HH-RLHF; a list is checked.
 
-    Null fields are left out, because Arrow adds them if other rows have a value there. Raises ValueError that names the
-    malformed message and its fault.
+    Messages may have `from` and `value`, as in ShareGPT; a single message needs no list. Null fields are left out,
+    because Arrow adds them if other rows have a value there. Raises ValueError that names the malformed message and its
+    fault.
     """
     if isinstance(value, str):
-        return [{"role": role, "content": value}]
+        return _turns(value) or [{"role": role, "content": value}]
+    if isinstance(value, dict):
+        value = [value]
     if not isinstance(value, list) or not value:
         seen = "an empty list" if value == [] else kind(value)
         raise ValueError(f"is {seen}, not a string or a list of chat messages")
     return [_to_message(message, number) for number, message in enumerate(value)]
 
 
+def _turns(text: str) -> list[Message]:
+    """The messages of a transcript; none if the text does not begin like one."""
+    opening, *turns = TRANSCRIPT.split(text)
+    said = [] if opening else zip(turns[::2], turns[1::2], strict=True)
+    return [{"role": SPEAKERS[speaker], "content": words.strip()} for speaker, words in said]
+
+
 def _to_message(message: Any, number: int) -> Message:
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is {kind(message)}, not an object with role and content")
     present = _without_nulls(message)
+    if "role" not in present and {"from", "value"} <= present.keys():
+        speaker, value = present.pop("from"), present.pop("value")
+        said: Message = {"content": value}
+        if speaker == "function_call":
+            try:
+                said = {"tool_calls": [{"type": "function", "function": json.loads(value)}]}
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"the function_call of message {number} is no JSON: {value!r}") from error
+        present = {"role": SPEAKERS.get(str(speaker), speaker), **said, **present}
     if "role" not in present or not ("content" in present or present.get("tool_calls")):
         has = ", ".join(map(repr, present)) or "nothing"
         raise ValueError(f"message {number} needs 'role' and 'content', but has {has}")
     role, content = present["role"], present.setdefault("content", "")
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        present["content"] = [_without_nulls(part) for part in content]
-    elif not isinstance(content, str):
+    if not isinstance(content, str) and not _are_objects(content):
         needed = "must be a string or a list of objects"
         raise ValueError(f"the content of message {number} {needed}, not {kind(content)}")
-    if not isinstance(role, str):
-        raise ValueError(f"the role of message {number} must be a string, not {kind(role)}")
-    return present
+    if role not in ROLES:
+        raise ValueError(f"the role of message {number} is {role!r}, not one of {', '.join(ROLES)}")
+    calls = present.get("tool_calls") or []
+    if not _are_objects(calls) or not _are_objects([call.get("function", {}) for call in calls]):
+        raise ValueError(f"the tool_calls of message {number} must be a list of objects, not {calls!r}")
+    return with_parsed_arguments(present)
 
 
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, dict) for part in value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return value
+
+
+def with_parsed_arguments(message: Message) -> Message:
+    """The message with the arguments of its tool calls as objects, as chat templates want them."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = {**(call.get("function") or call)}  # some calls have name and arguments themselves
+        with suppress(TypeError, ValueError):
+            function["arguments"] = json.loads(function.get("arguments") or "{}")
+        calls.append({**call, "function": function} if call.get("function") else function)
+    return {**message, "tool_calls": calls}
+
+
+def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The definitions of tools in the column `tools`, a list or JSON. Raises DataError for anything else."""
+    tools = row.get(TOOLS)
+    try:
+        tools = _without_nulls(json.loads(tools) if isinstance(tools, str) and tools else tools or [])
+    except ValueError as error:
+        raise row_error(row, TOOLS, f"is a string, but no JSON: {error}.") from error
+    if not _are_objects(tools):
+        raise row_error(row, TOOLS, f"is {kind(tools)}, not a list of definitions of tools.")
+    return tools
+
+
+def learned_turns(messages: Sequence[Message], *, chosen: bool) -> list[int]:
+    """The turns of the assistant; if they are `chosen`, without those whose field `loss` or `weight` is false or 0.
+
+    Raises ValueError for a field with another value, of somebody else's turn that would be learned, or that is not read.
+    """
+    turns: list[int] = []
+    for number, message in enumerate(messages):
+        role, field = message["role"], next((name for name in LEARNED if name in message), None)
+        wanted = message[field] if field else role == "assistant"
+        if wanted not in ((0, 1) if role == "assistant" else (0,)) or (field and not chosen):
+            needed = (
+                "true or 1 is for turns of the assistant, false or 0 for all"
+                if chosen
+                else "only --data.multiturn reads it"
+            )
+            raise ValueError(f"message {number}, of the {role}, has {field} {wanted!r}: {needed}")
+        turns += [number] * bool(wanted)
+    return turns
+
+
+def texts_in(value: Any) -> list[str]:
+    """The strings in a value: the value itself, or the contents of chat messages."""
+    if isinstance(value, list):
+        return [text for part in value if isinstance(part, dict) for text in texts_in(part)]
+    if isinstance(value, dict):
+        return texts_in(value.get("content") or value.get("value"))
+    return [value] if isinstance(value, str) else []
 
 
 def render(
@@ -86,7 +180,7 @@ def render(
 def _render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    add_generation_prompt: bool,
+    add_generation_prompt: bool = False,
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[str, list[Span]]:
     """The text, and the spans that the template's `{% generation %}` blocks wrote, if there are such blocks."""
@@ -128,25 +222,29 @@ class Passage:
 
 
 def render_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, first: int = -1, every_turn: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    first: int = -1,
+    turns: Sequence[int] = (),
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> Passage:
     """A conversation that ends with the assistant, with its targets.
 
-    Targets are everything from message `first` on, which is the assistant's, or every assistant turn. If the template
-    has `{% generation %}` marks, only marked text is a target. Without marks a turn is the text after the generation
-    prompt and before the next message. If the template rewrites history (drops earlier reasoning), a turn is its
-    content and the end of turn after it; an earlier turn whose content was changed is no target. Raises ValueError if
-    message `first`, or with `every_turn` the last turn, cannot be found.
+    Targets are everything from message `first` on, which is the assistant's, or these `turns` of the assistant. If the
+    template has `{% generation %}` marks, only marked text is a target. Without marks a turn is the text after the
+    generation prompt and before the next message. If the template rewrites history (drops earlier reasoning), a turn is
+    its content and the end of turn after it; an earlier turn whose content was changed is no target. Raises ValueError
+    if message `first`, or the last of `turns`, cannot be found.
     """
-    text, marked = _render(tokenizer, messages, False)
+    draw: Draw = partial(_render, tokenizer, tools=tools)
+    text, marked = draw(messages)
     first %= len(messages)
     if marked:
-        earlier = len(_render(tokenizer, messages[:first], False)[1]) if first else 0
-        last = marked[earlier:] or marked[-1:]
-        return Passage(text=text, spans=marked if every_turn else last, response=last[0][0])
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    wanted = turns if every_turn else [first]
-    found = [_find_turn(tokenizer, messages, turn, text) for turn in wanted]
+        spans = _marked(draw, messages, marked, first, turns)
+        return Passage(text=text, spans=spans, response=spans[-1 if turns else 0][0])
+    wanted = turns or [first]
+    found = [_find_turn(draw, messages, turn, text) for turn in wanted]
     if found[-1] is None:
         raise ValueError(
             f"the chat template changes message {wanted[-1]} of the assistant (it may drop reasoning), so the tokens of "
@@ -155,27 +253,42 @@ def render_conversation(
         )
     spans = [span for span in found if span is not None]
     rewritten = len(found) - len(spans)
-    if not every_turn and first < len(messages) - 1:
+    if not turns and first < len(messages) - 1:
         spans = [(spans[0][0], len(text))]
     return Passage(text=text, spans=spans, response=spans[-1][0], rewritten=rewritten)
 
 
-def _find_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, text: str) -> Span | None:
-    through = render(tokenizer, messages[: turn + 1])
+def _marked(
+    draw: Draw, messages: Sequence[Message], marked: list[Span], first: int, turns: Sequence[int]
+) -> list[Span]:
+    """The marked spans from message `first` on, or those of `turns`, found by counting the marks before each turn."""
+
+    def before(turn: int) -> int:
+        return len(draw(messages[:turn])[1]) if turn else 0
+
+    if not turns:
+        return marked[before(first) :] or marked[-1:]
+    if len(turns) == sum(message["role"] == "assistant" for message in messages):
+        return marked
+    return [span for turn in turns for span in marked[before(turn) : before(turn + 1)]] or marked[-1:]
+
+
+def _find_turn(draw: Draw, messages: Sequence[Message], turn: int, text: str) -> Span | None:
+    through, _ = draw(messages[: turn + 1])
     if turn:
-        prompt = render(tokenizer, messages[:turn], add_generation_prompt=True)
+        prompt, _ = draw(messages[:turn], add_generation_prompt=True)
         stable = text.startswith(prompt) and text.startswith(through)
         if stable and len(prompt) < len(through):
             return len(prompt), len(through)
     if any(messages[turn].get(field) for field in REASONING):
         return None
-    return _find_content(tokenizer, messages, turn, text)
+    return _find_content(draw, messages, turn, text)
 
 
-def _find_content(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, text: str) -> Span | None:
+def _find_content(draw: Draw, messages: Sequence[Message], turn: int, text: str) -> Span | None:
     """The span of a turn's content in `text`: between the texts before and after a placeholder for the content."""
     past = [*messages[:turn], {**messages[turn], "content": STAND_IN}]
-    before, _, after = render(tokenizer, [*past, *messages[turn + 1 :]]).partition(STAND_IN)
+    before, _, after = draw([*past, *messages[turn + 1 :]])[0].partition(STAND_IN)
     end = len(text) - len(after)
     shown = text[len(before) : end].strip()
     content = messages[turn]["content"]
@@ -183,7 +296,7 @@ def _find_content(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
         return None
     if not isinstance(content, str) or shown != content.strip():
         return None
-    end_of_turn = render(tokenizer, past).partition(STAND_IN)[2]
+    end_of_turn = draw(past)[0].partition(STAND_IN)[2]
     return len(before), end + in_common(end_of_turn, after)
 
 

@@ -47,17 +47,20 @@ def get_tokenizer(
     return tokenizer
 
 
-def require_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, trust_remote_code: bool) -> None:
-    """Raise DataError unless the model at `path`, which `flag` names, has the same texts for the same token ids."""
+def require_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, owner: str, trust_remote_code: bool
+) -> None:
+    """Raise DataError if the model at `path` has other numbers for the tokens of `tokenizer`, which it is given.
+
+    `flag` names that model; `owner` is the flag that names the model of `tokenizer`, with its value.
+    """
     theirs = get_tokenizer(path, trust_remote_code=trust_remote_code, flag=flag).get_vocab()
     ours = tokenizer.get_vocab()
-    unlike = sorted((ours.get(text, -1), text) for text in {*ours, *theirs} if ours.get(text) != theirs.get(text))
-    if unlike:
-        text = unlike[0][1]
+    if differing := [token for token, number in ours.items() if theirs.get(token) != number]:
         raise DataError(
-            f"{flag} {path} has another vocabulary: {len(unlike)} of {len(ours)} tokens differ, for example {text!r}, which "
-            f"is {theirs.get(text, 'missing')} there and {ours.get(text, 'missing')} here. Name a teacher with the "
-            "tokenizer of the student."
+            f"{flag} {path} has another vocabulary than {owner}: {len(differing)} of {len(ours)} tokens have another number "
+            f"or none there, among them {differing[0]!r}. Use a model with the same tokenizer"
+            + (", or serve this one and name its URL with --reward.remote_url." if "reward" in flag else ".")
         )
 
 

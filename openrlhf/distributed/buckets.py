@@ -6,15 +6,17 @@ this module.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from openrlhf.config.flags import UserError
 
+T = TypeVar("T")
 ALIGNMENT = 16  # bytes; every tensor starts on this boundary, so any dtype can be viewed in place
 HASH_BLOCK = 2**16  # words of 8 bytes: half a megabyte stays in a core's cache
 BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 128}  # a GPU would wait for 10,000 small kernels per GiB
@@ -46,20 +48,16 @@ class TensorSpec:
 Bucket = list[TensorSpec]
 
 
-def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
-    """Cut `specs`, in order, into buckets of at most `bucket_bytes`. A larger tensor has a bucket of its own.
-
-    Trainer and engine call it with the same arguments, so that they agree on the buckets.
-    """
-    buckets: list[Bucket] = []
+def cut_into_buckets(items: Iterable[T], size: Callable[[T], int], bucket_bytes: int) -> list[list[T]]:
+    """Cut `items`, in order, into buckets of at most `bucket_bytes`. A larger item has a bucket of its own."""
+    buckets: list[list[T]] = []
     room = -1
-    for spec in specs:
-        size = _aligned(spec.nbytes)
-        if size > room:
+    for item in items:
+        if size(item) > room:
             buckets.append([])
             room = bucket_bytes
-        buckets[-1].append(spec)
-        room -= size
+        buckets[-1].append(item)
+        room -= size(item)
     return buckets
 
 
@@ -141,7 +139,7 @@ class WeightManifest:
 
     def buckets(self) -> list[Bucket]:
         """The tensors in buckets, as trainer and engines cut them."""
-        return plan_buckets(self.specs, self.bucket_bytes)
+        return cut_into_buckets(self.specs, lambda spec: _aligned(spec.nbytes), self.bucket_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,10 +24,12 @@ from transformers import PreTrainedModel
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.distributed import devices, ds_config
+from openrlhf.distributed.buckets import cut_into_buckets
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.distributed.quiet_deepspeed import OffloadStateTypeEnum, deepspeed
 from openrlhf.distributed.strategy import Strategy, initialize
 from openrlhf.distributed.universal import converted, was_sharded_otherwise
+from openrlhf.distributed.whole import Whole, trained_tensors, whole_tensors
 from openrlhf.observability.metrics import Metric, merge_all, values
 
 Totals = Mapping[str, float]
@@ -56,6 +58,8 @@ class TrainEngine:
     def __init__(self, engine: Any, strategy: Strategy, name: str) -> None:
         self.engine, self.strategy, self.name = engine, strategy, name
         self.sleeps = strategy.config.sleeps  # its training state is in CPU memory between uses
+        self.partial = not all(p.requires_grad for p in engine.module.parameters())  # some weights are frozen
+        engine.module.register_state_dict_post_hook(_drop_frozen)
         self.sharded = strategy.config.zero_stage == 3  # each rank has a part of every weight
         self._wrapped = ds_config.training_stage(strategy.config, strategy.layout.world_size) > 0
         self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped steps: all so far; since the last applied step
@@ -249,10 +253,12 @@ class TrainEngine:
         return float(self.engine.get_lr()[0])
 
     def save(self, directory: str, tag: str) -> None:
-        """Write weights, optimizer, schedule, random state and skipped steps to `directory/tag`. Collective."""
+        """Write trained weights, optimizer, schedule, random state and skipped steps to `directory/tag`. Collective."""
         skipped = {"nonfinite_steps": self.nonfinite_steps, "nonfinite_in_a_row": self.nonfinite_in_a_row}
         with self.awake():
-            self.engine.save_checkpoint(directory, tag=tag, client_state=skipped, save_latest=False)
+            self.engine.save_checkpoint(
+                directory, tag=tag, client_state=skipped, save_latest=False, exclude_frozen_parameters=self.partial
+            )
         torch.save(random_state(), Path(directory) / tag / f"random_state_{self.strategy.rank}.pt")
         self.strategy.barrier()
 
@@ -267,7 +273,7 @@ class TrainEngine:
         self.engine._config.load_universal_checkpoint = convert
         universal = converted(self.strategy, directory, tag) if convert else nullcontext(directory)
         with self.awake(), universal as readable:
-            path, skipped = self.engine.load_checkpoint(readable, tag=tag)
+            path, skipped = self.engine.load_checkpoint(readable, tag=tag, load_module_strict=not self.partial)
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
         for state in self.engine.optimizer.state.values() if convert else ():
@@ -284,42 +290,38 @@ class TrainEngine:
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors of `full_parameters`, in the same order and under the same names."""
-        return {name: full_shape(parameter) for name, parameter in self.hf.named_parameters()}
+        return {each.name: each.shape for each in whole_tensors(self.hf)}
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Whole parameters in buckets, by their names in the Transformers model. Collective over the ranks.
+        """The parameters of the plain model in buckets, by their names in the Transformers model; adapters are merged.
 
-        The tensors of a bucket are valid until the next bucket is requested. Tied weights come once.
+        Collective over the ranks. The tensors of a bucket are valid until the next bucket is requested. Tied weights
+        come once.
         """
+        return self._gathered(whole_tensors(self.hf), bucket_bytes)
+
+    def exported_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """As `full_parameters`, but of a model with frozen weights the trained parameters as they are: the adapters."""
+        return self._gathered((trained_tensors if self.partial else whole_tensors)(self.hf), bucket_bytes)
+
+    def _gathered(self, tensors: Iterable[Whole], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         if self.sharded:  # a forward that no backward followed leaves prefetched parameters in flight
             self.engine.optimizer.empty_partition_cache()
-        for bucket in _module_buckets(self.hf, bucket_bytes):
-            parameters = [p for _, p in bucket]
+        for bucket in cut_into_buckets(tensors, lambda each: each.nbytes, bucket_bytes):
+            parameters = [part for each in bucket for part in each.parts]
             with deepspeed.zero.GatheredParameters(parameters, enabled=self.sharded):
-                yield [(name, p.data) for name, p in bucket]
+                yield [(each.name, each.make()) for each in bucket]
+
+
+def _drop_frozen(module: nn.Module, state: dict[str, Any], *_: object) -> None:
+    """Take the frozen weights out of a checkpoint. DeepSpeed leaves the second names of tied ones there."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            state.pop(name, None)
 
 
 def _not_finite(metrics: Metrics) -> str:
     return ", ".join(f"{name} = {value}" for name, value in values(metrics).items() if not math.isfinite(value))
-
-
-def _module_buckets(module: nn.Module, limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    bucket: list[tuple[str, nn.Parameter]] = []
-    size = 0
-    for name, parameter in module.named_parameters():  # names each tied weight once
-        nbytes = math.prod(full_shape(parameter)) * parameter.element_size()
-        if bucket and size + nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, parameter))
-        size += nbytes
-    if bucket:
-        yield bucket
-
-
-def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter. ZeRO 3 stores the shape in an empty placeholder."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def random_state() -> dict[str, Any]:

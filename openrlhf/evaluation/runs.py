@@ -14,9 +14,11 @@ from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.feedback import PreferenceDataset
+from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import Table, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.rows import number_rows
+from openrlhf.data.shown import show_text
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.cluster import places_now, ray_cluster
 from openrlhf.distributed.placement import HostGroup, Machine, Placement, engine_group
@@ -79,9 +81,11 @@ def run_rm_accuracy(config: EvaluationConfig) -> None:
         config.reward.models[0], trust_remote_code=config.model.trust_remote_code, flag="--reward.model_name_or_path"
     )
     check_reward_models(config, tokenizer, policy=f"the first, {config.reward.models[0]}")
-    rows = PreferenceDataset(read_rows(config), tokenizer, config.data)
+    read = read_rows(config)
+    rows = PreferenceDataset(read, tokenizer, recognise(read, config, "pairs"))
     if config.dry_run:
-        return print(f"{rows.summary}\nfirst chosen text: {tokenizer.decode(rows[0].chosen)!r}")
+        chosen, rejected = (show_text(side, getattr(rows[0], side), tokenizer) for side in ("chosen", "rejected"))
+        return print(rows.summary, chosen, rejected, sep="\n")
     with started(config) as evaluation:
         evaluation.recorder.display.note(rows.summary)
         chosen = [comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].chosen) for n in range(len(rows))]
@@ -249,7 +253,7 @@ def reward_models(config: settings.Sampling, kind: Device, *, log_dir: str) -> I
     group = reward_hosts(config)
     with closing(make_hosts(group, places_of(group, kind), on_gpus=kind == "cuda")) as hosts:
         connect_hosts(config, hosts, log_dir=log_dir)
-        models = RewardModels(WorkerGroup(hosts, "reward"), config.reward.weights or ())
+        models = RewardModels(WorkerGroup(hosts, "reward"), config.reward)
         created = models.workers.create(RewardWorker, settings.reward_settings(config))
         gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
         yield EarlyStages(models=models, timeout_s=config.train.step_timeout)

@@ -5,36 +5,21 @@ An identity maps flags, or the things that flags name, to values that survive JS
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from openrlhf.config.flags import value_at
+from openrlhf.config.flags import toml_beside, value_at
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.files import fingerprint
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
 
 COMPARED_ROWS = 64  # of a dataset, evenly spread
-OBJECTIVE = (
-    "algo.advantage.estimator",
-    "actor.policy_loss_type",
-    "algo.kl.estimator",
-    "algo.kl.use_loss",
-    "reward.verifier",
-    "train.async_enable",
-)
-SAMPLING = (
-    "rollout.n_samples_per_prompt",
-    "rollout.temperature",
-    "rollout.max_new_tokens",
-    "data.max_len",
-    "algo.dynamic_filtering_enable",
-    "algo.dynamic_filtering_range",
-)
+FLAGS: dict[str, list[str]] = toml_beside(__file__)
 
 Identity = dict[str, Any]
 
@@ -46,7 +31,7 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows, *, model
     def columns(row: int) -> list[Any]:
         return [column.tolist() for column in vars(task.collate([rows[row]])).values() if isinstance(column, Tensor)]
 
-    flags = ("train.batch_size", "train.seed", *task.objective)
+    flags = ("train.batch_size", "train.seed", *FLAGS["adapter"], *task.objective)
     path, trusted = model or config.model.model_name_or_path, config.model.trust_remote_code
     return {
         "task": task.name,
@@ -59,16 +44,18 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows, *, model
 def rl_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
     """The identity of an RL run."""
     model = of_model(config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code)
-    return _of_prompts(config, OBJECTIVE, prompts, tokenizer) | {"--actor.model_name_or_path": model}
+    return _of_prompts(config, FLAGS["run"] + FLAGS["adapter"], prompts, tokenizer) | {
+        "--actor.model_name_or_path": model
+    }
 
 
 def episode_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
     """The identity of an RL run's episodes: everything that decides its prompts and how their samples are drawn."""
-    return _of_prompts(config, SAMPLING, prompts, tokenizer)
+    return _of_prompts(config, FLAGS["episodes"], prompts, tokenizer)
 
 
 def _of_prompts(
-    config: PPOConfig, flags: tuple[str, ...], prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase
+    config: PPOConfig, flags: Sequence[str], prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase
 ) -> Identity:
     def contents(number: int) -> list[Any]:
         return [prompts[number].tokens, prompts[number].label]
@@ -98,7 +85,7 @@ def of_model(path: str, *, trust_remote_code: bool = False) -> str:
     return f"{stored.get('model_type')} {_hash(architecture)}, weights {weights}"
 
 
-def _values(config: Any, paths: tuple[str, ...]) -> Identity:
+def _values(config: Any, paths: Sequence[str]) -> Identity:
     return json.loads(json.dumps({f"--{path}": value_at(config, path) for path in paths}))
 
 

@@ -1,8 +1,10 @@
 """From the flags to a finished offline run: rows, schedule, engine, resume, loop."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
+from itertools import islice
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,8 +14,11 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data import first_look
+from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import DataError, notice
+from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
+from openrlhf.data.shown import SHOWN, show_batch, show_template
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import FrozenModel, Strategy
@@ -44,22 +49,22 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     # Before the rows, which the processes of a machine share.
     strategy = None if config.dry_run else Strategy(ds, seed=train.seed, full_determinism=train.full_determinism_enable)
     train_rows, eval_rows = load_rows(task, tokenizer)
+    config = task.config
     epoch = steps_per_epoch(config, train_rows)
     total_steps, size = epoch * config.train.max_epochs, config.train.batch_size
     plan = f"{train_rows.summary} {total_steps} optimizer step(s) of {size} rows; {len(train_rows) % size} left over."
     if eval_rows is None and (eval_rows := task.measured_rows(train_rows)):
         plan += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
     if not strategy:
-        first = tokenizer.decode(task.collate([train_rows[0]]).tokens.tolist())
-        print(plan, f"first row: {first!r}", UNPROVEN, sep="\n")
+        print(plan, show_template(tokenizer), *first_texts(task, train_rows, tokenizer), UNPROVEN, sep="\n")
         return
     identity = offline_identity(task, train_rows)
     checkpoints = CheckpointManager.of(config.ckpt, [""])
     checkpoint = to_continue(config, checkpoints, strategy, identity) if config.ckpt.load_enable else None
     engine = load_models(task, strategy, total_steps)
     if task.precomputes:
-        train_rows = with_reference(task, train_rows, strategy)
-        eval_rows = with_reference(task, eval_rows, strategy) if eval_rows else None
+        train_rows = with_reference(task, train_rows, engine)
+        eval_rows = with_reference(task, eval_rows, engine) if eval_rows else None
         task.frozen = {}
     run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
     resume_step = checkpoint and checkpoint.state.step
@@ -85,6 +90,13 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
             trainer.resume(checkpoint)
         trainer.fit()
     torch.distributed.destroy_process_group()
+
+
+def first_texts(task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """The first rows of the first optimizer step as the model will see them."""
+    train = task.config.train
+    order = ResumableSampler(len(rows), seed=train.seed, batch_size=train.batch_size)
+    return show_batch(task.collate([rows[row] for row in islice(order, SHOWN)]), tokenizer, task.sample_names)
 
 
 def to_continue(
@@ -116,12 +128,16 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
 
 
 def load_rows(task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, Rows | None]:
-    """The tokenized training and evaluation rows. --data.max_samples limits training rows only. Raises DataError."""
+    """The tokenized training and evaluation rows, of one layout, which becomes the task's configuration.
+
+    --data.max_samples limits training rows only. Raises DataError.
+    """
     data, evaluation, seed = task.config.data, task.config.eval, task.config.train.seed
     most, split, probs, text = data.max_samples, data.dataset_split, data.dataset_probs, key_columns(data)
     read = load_datasets(data.dataset, split=split, probs=probs, max_samples=most, seed=seed, text=text)
+    task.config = replace(task.config, data=recognise(read, task.config))
     train = task.rows(read, tokenizer)
-    for sentence in first_look_at(task, first_look.texts_of(read, text), train, tokenizer):
+    for sentence in first_look_at(task, first_look.texts_of(read, key_columns(task.config.data)), train, tokenizer):
         notice(sentence)
     if not evaluation.dataset:
         return train, None

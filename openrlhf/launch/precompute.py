@@ -11,7 +11,7 @@ import torch.utils.data
 from torch import Tensor
 
 from openrlhf.data.errors import notice
-from openrlhf.distributed.strategy import Strategy
+from openrlhf.distributed.engine import TrainEngine
 from openrlhf.files import write_atomically
 from openrlhf.launch.identity import offline_identity
 from openrlhf.trainers.tasks import Rows
@@ -30,16 +30,17 @@ class Scored(torch.utils.data.Dataset[Any]):
         return self.rows[index].with_reference(self.sums[index])
 
 
-def with_reference(task: Any, rows: Rows, strategy: Strategy) -> Scored:
+def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
     """The rows with the scores in the file of an earlier run with these rows and this reference, or with new ones. Collective."""
     reference = task.config.ref.model_name_or_path or task.config.model.model_name_or_path
     identity = offline_identity(task, rows, model=reference)
+    strategy = engine.strategy
     named = {name: identity[name] for name in identity if name.startswith(("rows", "--model"))}
     digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
     path = Path(task.config.ckpt.path).expanduser() / f"reference-{digest}.json"
     sums = strategy.broadcast(json.loads(path.read_bytes()) if strategy.is_main and path.exists() else None)
     if sums is None:
-        sums = reference_sums(task, rows, strategy)
+        sums = reference_sums(task, rows, engine)
         if strategy.is_main:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(sums).encode())
@@ -49,13 +50,15 @@ def with_reference(task: Any, rows: Rows, strategy: Strategy) -> Scored:
 
 
 @torch.no_grad()
-def reference_sums(task: Any, rows: Rows, strategy: Strategy) -> list[list[float]]:
+def reference_sums(task: Any, rows: Rows, engine: TrainEngine) -> list[list[float]]:
     """Σ log π_ref of the answers of each row. Every rank scores a part, with equally many forwards. Collective."""
+    strategy = engine.strategy
     ranks, size, found = strategy.dp_size, task.config.train.micro_batch_size, list[Tensor]()
     mine = list(range(strategy.dp_rank, len(rows), ranks))
     for start in range(0, math.ceil(len(rows) / ranks), size):
         part = [rows[row] for row in mine[start : start + size] or [0]]
-        micro, _ = task.before(None, task.collate(part).to(strategy.device))
+        with engine.evaluating():
+            micro, _ = task.before(engine, task.collate(part).to(strategy.device))
         found.append(micro.reference.view(len(part), -1).cpu())
     scored = torch.cat(found).tolist()[: len(mine)]
     every = strategy.gather(scored)

@@ -9,13 +9,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
-from openrlhf.data.errors import DataError, notice
+from openrlhf.data.errors import notice
+from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
-from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.data.tokenizer import get_tokenizer, require_vocabulary
 from openrlhf.launch import settings
-from openrlhf.models.loading import check_is_causal, check_positions
+from openrlhf.models.loading import check_is_causal, check_positions, step_tokens
 from openrlhf.models.scalar import check_is_scalar
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 
@@ -39,7 +40,8 @@ def load_prompts(config: PPOConfig) -> PromptData:
     policy = f"--actor.model_name_or_path {config.actor.model_name_or_path}"
     check_reward_models(config, tokenizer, policy=policy)
     if config.local_teacher:
-        check_vocabulary(config, config.local_teacher, tokenizer, flag="--algo.distill.teacher", policy=policy)
+        trusts, flag = config.model.trust_remote_code, "--algo.distill.teacher"
+        require_vocabulary(tokenizer, config.local_teacher, flag=flag, owner=policy, trust_remote_code=trusts)
     prompts = partial(read_prompts, config, tokenizer, image_key=data.image_key)
     train = prompts(data.prompt_dataset, split=data.prompt_split, probs=data.prompt_probs, max_samples=data.max_samples)
     look_at_prompts(config, train, tokenizer, policy=config.actor.model_name_or_path, flag="--actor.model_name_or_path")
@@ -74,7 +76,7 @@ def read_prompts(
     `part`: split, max_samples and probs of `load_datasets`.
     """
     rows = load_datasets(spec, seed=config.train.seed, text=key_columns(config.data), **part)
-    return PromptDataset(rows, tokenizer, config.data, image_key=image_key)
+    return PromptDataset(rows, tokenizer, recognise(rows, config, "text"), image_key=image_key)
 
 
 def look_at_prompts(
@@ -86,7 +88,7 @@ def look_at_prompts(
     """
     first = [prompts[number] for number in range(min(first_look.LOOKED_AT, len(prompts)))]
     texts = [prompt.text for prompt in first]
-    used, trained = first_look.TextFormat.of(config.data, tokenizer), first_look.recorded(tokenizer)
+    used, trained = first_look.TextFormat.of(prompts.data, tokenizer), first_look.recorded(tokenizer)
     found = first_look.round_trip(tokenizer, texts, prompts=True)
     found += first_look.compare_formats(f"{flag} {policy}", trained, used, texts)
     room = settings.train_sampling(config).prompt_room
@@ -133,23 +135,10 @@ def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase)
 
 def check_reward_models(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, *, policy: str) -> None:
     """Raise ModelError if one is no reward model, and DataError if one has another vocabulary than the policy."""
-    for path in config.reward.models:
+    trusts = config.model.trust_remote_code
+    for path in config.reward.scalars:
         check_is_scalar(settings.load_spec(config, path))
-        check_vocabulary(config, path, tokenizer, flag="--reward.model_name_or_path", policy=policy)
-
-
-def check_vocabulary(
-    config: settings.Sampling, path: str, tokenizer: PreTrainedTokenizerBase, *, flag: str, policy: str
-) -> None:
-    """Raise DataError if a model has another vocabulary than the policy, whose tokens it is given instead of text.
-
-    `policy` is the flag that names the policy, with its value.
-    """
-    theirs = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code, flag=flag).get_vocab()
-    ours = tokenizer.get_vocab()
-    if differing := [token for token, number in ours.items() if theirs.get(token) != number]:
-        raise DataError(
-            f"{flag} {path} has another vocabulary than {policy}: {len(differing)} of {len(ours)} tokens have another "
-            f"number or none there, among them {differing[0]!r}. Use a model with the policy's tokenizer"
-            + (", or serve this one and name its URL with --reward.remote_url." if "reward" in flag else ".")
-        )
+        require_vocabulary(tokenizer, path, flag="--reward.model_name_or_path", owner=policy, trust_remote_code=trusts)
+    if path := config.reward.process_model:
+        step_tokens(settings.load_spec(config, path))
+        require_vocabulary(tokenizer, path, flag="--reward.process_model", owner=policy, trust_remote_code=trusts)

@@ -1,10 +1,14 @@
 """From the flags of RL to a finished run: all checks before a model is loaded, then `Run`."""
 
 import os
+from collections.abc import Iterable
+from itertools import islice
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.prompts import PromptDataset
+from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.distributed.cluster import expected_machines
 from openrlhf.distributed.placement import Placement
 from openrlhf.launch import settings
@@ -70,11 +74,12 @@ def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
     steps = -(-len(data.train) // config.rollout.batch_size) * config.train.num_episodes
     most = "at most " if config.algo.dynamic_filtering_enable else ""
     print(f"{len(data.train)} prompts, {most}{steps} steps of {config.rollout.batch_size} prompts")
-    show_prompts(data.train)
+    show_prompts(data.train, ResumableSampler(len(data.train), seed=config.train.seed, drop_last=False))
     print(UNPROVEN)
 
 
-def show_prompts(prompts: PromptDataset) -> None:
-    """Print the first prompts."""
-    for row in (prompts[i] for i in range(min(3, len(prompts)))):
-        print(f"prompt {row.text!r} ({len(row.tokens)} tokens), label {row.label!r}")
+def show_prompts(prompts: PromptDataset, rows: Iterable[int] | None = None) -> None:
+    """Print the format of the prompts, and the first of them as the policy will see them."""
+    print(show_template(prompts.tokenizer))
+    for row in (prompts[i] for i in islice(range(len(prompts)) if rows is None else rows, SHOWN)):
+        print(show_text(f"prompt of row {row.index + 1}, label {row.label!r}", row.tokens, prompts.tokenizer))

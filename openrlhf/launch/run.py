@@ -124,7 +124,7 @@ class Run:
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
         config = self.config
         errors = ErrorBudget.of(config.reward)
-        models = RewardModels(groups["reward"], config.reward.weights or ()) if "reward" in groups else None
+        models = RewardModels(groups["reward"], config.reward) if "reward" in groups else None
         generator = self._make_generator()
         stages = make_stages(config, groups)
         source = self._make_source(generator, models, stages, errors)
@@ -179,7 +179,7 @@ class Run:
         agents = make_agents(
             config,
             self.data.tokenizer,
-            needs_reward=not config.reward.model_name_or_path and not config.algo.distill.teacher,
+            needs_reward=not config.reward.models and not config.algo.distill.teacher,
             log_dir=Path(self.log_dir),
         )
         if agents:
@@ -204,7 +204,8 @@ class Run:
         common = self.data.train, generator, self.loop, settings.train_sampling(config), config.train
         workers = config.data.dataloader_num_workers
         if config.train.async_enable:
-            early = [stage for stage in stages if stage.writes != "old_logprobs"]  # π_old is the policy of the update
+            # π_old is the policy of the update; and the policy scores no rows while it is updated.
+            early = [stage for stage in stages if stage.by.role != "actor"]
             scored = replace(scored, stages=early)
             return AsyncSource(*common, keep=keep, annotated=scored.of_group, num_workers=workers)
         source = SyncSource(
@@ -247,6 +248,8 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[St
     stages: list[Stage] = []
     if "actor" in groups and settings.needs_old_logprobs(config):
         stages.append(Stage(writes="old_logprobs", by=groups["actor"], method=PolicyWorker.logprobs))
+    if "actor" in groups and config.algo.kl.init_coef and not config.has_reference:
+        stages.append(Stage(writes="ref_logprobs", by=groups["actor"], method=PolicyWorker.reference_logprobs))
     for role, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
         if role in groups:
             stages.append(Stage(writes=column, by=groups[role], method=ReferenceWorker.logprobs))

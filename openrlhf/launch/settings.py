@@ -45,6 +45,8 @@ def needs_old_logprobs(config: PPOConfig) -> bool:
 
 def has_dropout(config: PPOConfig) -> bool:
     """Whether the model's forward draws random numbers in training."""
+    if config.ds.lora.rank and config.ds.lora.dropout:
+        return True
     architecture = AutoConfig.from_pretrained(
         config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code
     )
@@ -111,6 +113,8 @@ def trained_settings(config: PPOConfig, model: ActorConfig | CriticConfig, kind:
         load_spec(config, path),
         gradient_checkpointing=actor.gradient_checkpointing_enable,
         reentrant=actor.gradient_checkpointing_reentrant,
+        lora=config.ds.lora,
+        seed=train.seed,
     )
     tokens = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
     return TrainedSettings(
@@ -153,7 +157,9 @@ def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSet
 def reward_settings(config: Sampling) -> RewardModelSettings:
     """The settings of the reward workers."""
     return RewardModelSettings(
-        models=tuple(load_spec(config, path) for path in config.reward.models),
+        models=tuple(load_spec(config, path) for path in config.reward.scalars),
+        process_model=load_spec(config, config.reward.process_model) if config.reward.process_model else None,
+        step_separator=config.reward.step_separator,
         forward_limits=forward_limits(config),
         head_prefix=config.ds.value_head_prefix,
         normalize=config.reward.normalize_enable,

@@ -59,13 +59,13 @@ def plan_placement(config: PPOConfig, kind: str) -> Placement:
     roles: dict[str, GroupConfig | RewardConfig] = {}
     if not config.rollout.only:
         roles["actor"] = config.actor
-        if config.algo.kl.init_coef > 0:
+        if config.has_reference:
             roles["ref"] = config.ref
         if config.local_teacher:
             roles["teacher"] = config.ref
         if config.estimator.needs_critic:
             roles["critic"] = config.critic
-    if config.reward.model_name_or_path:
+    if config.reward.models:
         roles["reward"] = config.reward
     groups: list[HostGroup] = []
     for sharing in [*config.train.colocated, *([role] for role in roles)]:

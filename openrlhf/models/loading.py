@@ -1,5 +1,6 @@
 """Loads Transformers models as the flags say: dtype, attention, gradient checkpointing."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,15 +10,16 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.config.flags import UserError
-from openrlhf.config.shared import LoadingConfig
+from openrlhf.config.shared import LoadingConfig, LoraConfig
 from openrlhf.models import packed_attention
+from openrlhf.models.adapters import with_adapters
 
 
 class ModelError(UserError, ValueError):
@@ -26,6 +28,7 @@ class ModelError(UserError, ValueError):
 
 # Configuration entries by which some architectures transform logits after the output layer.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
+STEP_TOKENS = "process_reward"  # in the config.json of a process reward model: its placeholder and reward tokens
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 transformers_logging.disable_progress_bar()  # one bar per process and model would flood the logs
@@ -43,13 +46,22 @@ class LoadSpec:
     gradient_checkpointing: bool = False
     reentrant: bool = False
     trust_remote_code: bool = False
+    load_in_4bit: bool = False
+    lora: LoraConfig | None = None  # new adapters, if its rank is above 0
+    seed: int = 0  # of new adapters
     device_map: str | None = None  # auto: spread over the GPUs of this process, layer by layer
 
     @classmethod
     def of(cls, path: str, ds: LoadingConfig, **more: Any) -> Self:
         """The settings in the section --ds of the flags, and more."""
-        dtype, attention = ds.param_dtype, ds.attn_implementation
-        return cls(path=path, param_dtype=dtype, attention=attention, packing=ds.packing_samples, **more)
+        return cls(
+            path=path,
+            param_dtype=ds.param_dtype,
+            attention=ds.attn_implementation,
+            packing=ds.packing_samples,
+            load_in_4bit=ds.load_in_4bit,
+            **more,
+        )
 
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
@@ -109,6 +121,23 @@ def check_is_causal(spec: LoadSpec) -> None:
     reject_transformed_logits(config)
 
 
+def step_tokens(spec: LoadSpec) -> tuple[str, list[str]]:
+    """The placeholder of a process reward model, and its tokens for a right and a wrong step, from its config.json.
+
+    Raises ModelError if they are not there.
+    """
+    check_is_causal(spec)
+    stored = getattr(configuration(spec), STEP_TOKENS, None) or {}
+    placeholder, judgements = stored.get("placeholder_token"), stored.get("reward_tokens") or []
+    if not placeholder or len(judgements) < 2:
+        example = {"placeholder_token": "\n", "reward_tokens": ["+", "-"]}
+        raise ModelError(
+            f"{spec.path} does not name its tokens. Train it by train_prm with --prm.reward_tokens, the one for a right step "
+            f"first; or add them to its config.json, for example {json.dumps({STEP_TOKENS: example})}."
+        )
+    return placeholder, judgements
+
+
 def reject_transformed_logits(architecture: PretrainedConfig) -> None:
     """Raise ModelError for an architecture that transforms logits after the output layer.
 
@@ -135,11 +164,19 @@ def check_positions(spec: LoadSpec) -> None:
 def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained` for any model."""
     packed = spec.packing and spec.attention == "sdpa"
+    # NF4, each block's scale rounded too.  Dettmers et al. 2023, arXiv:2305.14314
+    qlora = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[spec.param_dtype],
+    )
     return {
         "dtype": DTYPES[spec.param_dtype],
         "attn_implementation": packed_attention.NAME if packed else spec.attention,
         "trust_remote_code": spec.trust_remote_code,
         "device_map": spec.device_map,
+        "quantization_config": qlora if spec.load_in_4bit else None,
     }
 
 
@@ -152,7 +189,7 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
         there = os.path.isdir(spec.path)
         what = "cannot be read (an incomplete download?)" if there else "is no folder here, and the hub did not give it"
         raise ModelError(f"the model in {spec.path} {what}: {error}") from error
-    except (KeyError, ValueError) as error:  # KeyError: of architectures with an own table of attentions
+    except (ImportError, KeyError, ValueError) as error:  # KeyError: of architectures with an own table of attentions
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"the model {spec.path} comes with its own code: if you trust the code, add --model.trust_remote_code"
@@ -166,10 +203,20 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
         raise ModelError(f"the model {spec.path} cannot be loaded: {error}") from error
 
 
-def prepared(model: PreTrainedModel, spec: LoadSpec) -> PreTrainedModel:
-    """The model with one set of position frequencies, and with gradient checkpointing if the flags ask for it."""
+def prepared(model: PreTrainedModel, spec: LoadSpec, *, head: str | None = None) -> PreTrainedModel:
+    """The model with one set of position frequencies; with adapters and gradient checkpointing if the flags ask for it.
+
+    `head` names the head of a scalar model, which is trained beside adapters.
+    """
     if spec.max_len:
         pin_longrope(model, spec.max_len)
+    for layer in model.modules() if spec.load_in_4bit else ():
+        # Otherwise the first evaluation on a CPU packs the weights for kernels that have no gradient.
+        layer.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
+    if spec.lora and spec.lora.rank:
+        model = with_adapters(model, spec.lora, path=spec.path, seed=spec.seed, head=head)
+        if spec.reentrant:  # a layer without an input that has a gradient would get none
+            model.enable_input_require_grads()
     if spec.gradient_checkpointing:
         options: dict[str, Any] = {"use_reentrant": spec.reentrant}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

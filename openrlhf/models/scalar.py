@@ -114,7 +114,8 @@ def load_scalar(
     if reinit_head or not stored:
         setattr(hf, name, _new_head(head, seed))
         hf.config.update({"mean": 0.0, "std": 1.0} if "mean" in hf.config.to_dict() else {})
-    return ScalarModel(loading.prepared(hf, spec), packing=spec.packing, normalize=normalize, balancing=balancing)
+    hf = loading.prepared(hf, spec, head=name)
+    return ScalarModel(hf, packing=spec.packing, normalize=normalize, balancing=balancing)
 
 
 def check_is_scalar(spec: LoadSpec) -> None:

@@ -5,11 +5,11 @@ agent adds are logged as `train/<name>`, as means, and need no declaration.
 """
 
 import re
-import tomllib
 from functools import cache
 from math import inf
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from openrlhf.config.flags import toml_beside
 
 
 class MetricSpec(NamedTuple):
@@ -40,7 +40,7 @@ def find_spec(name: str) -> MetricSpec | None:
     return None
 
 
-GROUPS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["group"]
+GROUPS: list[dict[str, Any]] = toml_beside(__file__)["group"]
 GLOSSARY = {
     name: MetricSpec(group["reduces"], group["unit"], tuple(group["range"]), definition)
     for group in GROUPS

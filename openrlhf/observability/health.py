@@ -12,6 +12,8 @@ from functools import cache
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from openrlhf.config.flags import toml_beside
+
 
 class Point(NamedTuple):
     """A value of a metric, the step of it, and its standard error (NaN if none is logged)."""
@@ -110,41 +112,7 @@ def _rising(first: Point, latest: Sequence[Point]) -> bool:
     return values == sorted(values) and values[-1] > 1.05 * values[0]
 
 
-_LR = "the learning rate (--adam.lr; in RL --actor.adam.lr and --critic.adam.lr)"
-MEANING = {  # of each sickness, and what to look at
-    "not finite": "An optimizer step is skipped if its loss or gradient is not finite. "
-    f"Lower {_LR}, use --ds.param_dtype bf16 or fp32 instead of fp16, and look for extreme rewards.",
-    "same rewards": "All samples have the same reward, so there is nothing to learn from. Compare responses, labels and "
-    "rewards in samples.jsonl. If all are wrong: is the prompt's format (--data.input_template, "
-    "--data.apply_chat_template) the one that the model was trained with, does the reward function expect the end token, "
-    "is --rollout.max_new_tokens large enough? If all are right: use harder prompts.",
-    "no update": "The model does not learn. Check "
-    f"{_LR} and its warm-up, that the rows differ, and that they have tokens to learn (--data.output_key).",
-    "divergence": "The training diverges. Lower --adam.lr, or raise --lr_warmup_ratio.",
-    "overfitting": "The loss on the evaluation set rises while the training continues. Lower --train.max_epochs or "
-    "--adam.lr, or keep the best weights with --eval.patience.",
-    "drift": "The policy runs away from the reference; the unit is nats per token. Raise --algo.kl.init_coef, lower "
-    "--actor.adam.lr, or end such runs with --algo.kl.stop_run.",
-    "leap": "One batch moved the policy this far, or in asynchronous training the age of its samples did; the unit is "
-    "nats per token. The first steps of AdamW change every weight by the full learning rate, mostly along noise, and can "
-    "undo what the model knew. Lower --actor.adam.lr, or raise --actor.lr_warmup_ratio.",
-    "entropy collapse": "The samples of a prompt hardly differ any more. Raise --actor.entropy_coef, --algo.kl.init_coef "
-    "or the upper bound of --actor.eps_clip_low_high.",
-    "entropy growth": "The samples turn into noise. Lower --actor.adam.lr or --actor.entropy_coef, or raise "
-    "--algo.kl.init_coef.",
-    "chance": "The reward model ranks the pairs no better than chance, and a policy that it trains will get worse. Change "
-    "--adam.lr, train on more pairs, and check that --data.chosen_key names the better answers.",
-    "truncation": "Episodes run out of tokens before they end. Raise --rollout.max_new_tokens, or check that the model was "
-    "trained to write the tokenizer's end token.",
-    "mismatch": "Engine and trainer disagree about the log-probabilities of sampled tokens. Compare --vllm.dtype with "
-    "--ds.param_dtype. Samples of older weights differ too: lower --train.max_staleness. The loss is corrected for the "
-    "difference with --algo.advantage.is_correction_enable.",
-    "empty responses": "The policy ends at once. Check whether the reward prefers short responses, and whether the prompts "
-    "have the format that the model was trained with.",
-    "regression": "The score on held-out prompts fell by more than two standard errors: the training makes the model worse. "
-    "Lower --actor.adam.lr, raise --actor.lr_warmup_ratio or --algo.kl.init_coef, or keep the best weights with "
-    "--eval.patience.",
-}
+MEANING: dict[str, str] = toml_beside(__file__)  # of each sickness, and what to look at
 CAUSES = {"no update": "same rewards"}  # a sickness is not reported after its cause
 
 _LOSS, _PASS_RATE = r"train/(gpt_loss|loss|kto_loss|prm_loss)", r"eval/eval_.+_pass1"

@@ -55,7 +55,8 @@ def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_le
         if number is not None:
             parts.append(replace(part, value=write(number), style="bold" if part.rank == 0 else ""))
     if "timing/step_total" in values:
-        spent = [f"{say} {seconds(values[name])}" for name, say in _SPENT.items() if name in values]
+        times = {say: values.get(f"timing/{name}") for name, say in _SPENT.items()}
+        spent = [f"{say} {seconds(time)}" for say, time in times.items() if time is not None]
         time = seconds(values["timing/step_total"])
         parts.append(Part(value=f"{time:>5}", unit="s", detail=", ".join(spent), rank=2))
     if seconds_left is not None:
@@ -135,12 +136,7 @@ _SHOWN: Sequence[tuple[tuple[str, ...], Callable[[float], str], Part]] = (  # th
     (("timing/tokens_per_second",), lambda rate: f"{compact(rate):>5}", Part(unit="tokens/s", rank=4)),
 )
 
-_SPENT = {
-    "timing/generation": "generate",
-    "timing/make_experience": "score",
-    "timing/ppo_train": "train",
-    "timing/broadcast": "publish",
-}
+_SPENT = {"generation": "generate", "make_experience": "score", "ppo_train": "train", "broadcast": "publish"}
 
 _FAILED = "train/failed_"
 _EPISODES, _NONFINITE = f"{_FAILED}episodes", "train/nonfinite_steps"

@@ -16,6 +16,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
+from openrlhf.config.flags import toml_beside
 from openrlhf.files import write_atomically
 from openrlhf.observability import charts
 from openrlhf.observability.charts import Chart, draw
@@ -31,6 +32,7 @@ HUGE = 1e100  # a number beyond it only says that something broke
 SAMPLE_PAIRS = 4
 SHOWN_ERRORS = 10
 MORE_PANELS = 60
+SHOWN = toml_beside(__file__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ def read_stage(stage: Stage) -> StageView:
     series = read_series(rows)
     samples = read_samples(read_lines(stage.folder / SAMPLES))
     panels, used = [], set[str]()
-    for title, patterns in _PANELS.items():
+    for title, patterns in SHOWN["panels"].items():
         names = [name for name in sorted(series) if re.fullmatch(patterns, name) and name not in used]
         if names:
             panels.append(make_panel(title, names, series))
@@ -189,7 +191,7 @@ def make_tiles(series: Series) -> list[tuple[str, str, str]]:
     A number of every step is averaged over the first and the last twentieth of its steps; an evaluation is not.
     """
     tiles: list[tuple[str, str, str]] = []
-    for pattern in _TILES:
+    for pattern in SHOWN["tiles"]:
         for name in sorted(name for name in series if re.fullmatch(pattern, name)):
             numbers = [value for _, value in series[name]]
             few = 1 if name.startswith("eval/") else max(1, len(numbers) // 20)
@@ -227,39 +229,6 @@ def _failures(series: Series, samples: Samples) -> list[str]:
     counts = {"Failed episodes, dropped": failed, "Logged episodes with an error": samples.error_count}
     return [f"{what}: {count:,.0f}" for what, count in counts.items() if count]
 
-
-_TILES = (
-    r"eval/eval_.+_pass\d+",
-    r"train/reward",
-    r"eval/(eval gpt_loss|eval_loss|eval prm_loss)",
-    r"eval/(acc_mean|eval acc)",
-    r"train/(gpt_loss|loss|kto_loss|prm_loss)",
-    r"train/acc",
-    r"train/kl",
-    r"train/response_length",
-)
-
-_PANELS = {  # title, and the metrics that the panel shows, all of one unit
-    "Pass rate": r"eval/eval_.+_pass\d+",
-    "Reward": r"train/reward|rollout/reward_mean",
-    "Loss": r"train/(gpt_loss|loss|kto_loss|prm_loss)|eval/(eval (gpt|prm)_loss|eval_loss)",
-    "Accuracy": r"train/acc|eval/(acc_mean|eval acc)",
-    "Rewards of chosen and rejected": r"train/(chosen|reject)_reward",
-    "KL to the reference": r"train/kl",
-    "Spread of rewards of a prompt": r"train/group_reward_std",
-    "Response length": r"train/response_length|eval/eval_response_length_mean",
-    "Entropy": r"train/entropy_loss",
-    "Truncated": r"train/truncated|eval/eval_truncated_rate",
-    "Policy loss": r"train/policy_loss",
-    "Clipped tokens": r"train/ppo_clip_ratio",
-    "Log-prob gap, mean": r"train/(logprob_gap_mean|vllm_kl)",
-    "Log-prob gap, largest": r"train/logprob_gap_max",
-    "Critic loss": r"train/critic_loss",
-    "Gradient norm": r"train/(actor_|critic_)?grad_norm",
-    "Learning rate": r"train/(actor_|critic_)?lr",
-    "Time of a step": r"timing/(step_total|generation|make_experience|ppo_train|broadcast)",
-    "Throughput": r"timing/tokens_per_second",
-}
 
 _ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True

@@ -9,21 +9,15 @@ import importlib
 import importlib.util
 import logging
 import textwrap
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tensorboard.plugins.text.summary import text_pb
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from torch.utils.tensorboard import SummaryWriter
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import LoggerConfig, WandbConfig
 from openrlhf.observability.run_folder import WANDB_ID
-
-# Generated modules, whose classes a type checker cannot see.
-_events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
-_summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
 
 logger = logging.getLogger(__name__)
 
@@ -71,29 +65,24 @@ class Trackers:
 
 
 class TensorBoardTracker:
-    """Event files, written by tensorboard's own writer, so that neither TensorFlow nor torch is loaded."""
+    """Event files, which can be read before the run ends."""
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
         """Events after `resume_step` that an earlier process wrote are hidden."""
-        self._writer = EventFileWriter(str(directory))
-        if resume_step is not None:
-            start = _events.SessionLog(status=_events.SessionLog.START)
-            self._write(step=resume_step + 1, session_log=start)
+        self._writer = SummaryWriter(directory, purge_step=None if resume_step is None else resume_step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        rows = [_summaries.Summary.Value(tag=tag, simple_value=x) for tag, x in values.items()]
-        self._write(step=step, summary=_summaries.Summary(value=rows))
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
+        self._writer.flush()
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
         verbatim = textwrap.indent(text, "    ", lambda line: True)  # a code block in Markdown
-        self._write(step=step, summary=text_pb(SAMPLES_NAME, f"reward {reward}\n\n{verbatim}"))
+        self._writer.add_text(SAMPLES_NAME, f"reward {reward}\n\n{verbatim}", step)
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
-
-    def _write(self, **fields: Any) -> None:
-        self._writer.add_event(_events.Event(wall_time=time.time(), **fields))
-        self._writer.flush()
 
 
 class WandbTracker:

@@ -16,19 +16,18 @@ class RewardErrors(UserError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorBudget:
-    """The fraction of a batch's episodes that may fail (--reward.max_error_rate). `counts`: whether failed episodes count."""
+    """The fraction of a batch's episodes that may fail."""
 
     max_error_rate: float
-    counts: bool = True
 
     @classmethod
     def of(cls, reward: RewardConfig) -> ErrorBudget:
-        """The budget that the flags give: with --reward.on_error drop, failed episodes do not count."""
-        return cls(max_error_rate=reward.max_error_rate, counts=reward.on_error != "drop")
+        """--reward.max_error_rate; with --reward.on_error drop, all may fail."""
+        return cls(max_error_rate=1.0 if reward.on_error == "drop" else reward.max_error_rate)
 
     def exceeded_by(self, failed: int, *, of: int) -> bool:
         """Whether this number of failures is too large."""
-        return self.counts and failed > self.max_error_rate * of
+        return failed > self.max_error_rate * of
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise RewardErrors, with the first error, if too many have failed."""

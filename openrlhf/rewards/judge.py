@@ -3,6 +3,9 @@
 import asyncio
 import os
 import re
+from pathlib import Path
+
+from jinja2 import Template
 
 from openrlhf.config.evaluation import JudgeConfig
 from openrlhf.config.rollout import RuleConfig
@@ -10,23 +13,7 @@ from openrlhf.rewards.remote_engines import RemoteEngine
 from openrlhf.rewards.servers import HTTPServers
 from openrlhf.trajectory import Failure
 
-QUESTION = """\
-Below are a message and two answers to it, A and B. Decide which answer is better: more correct, more helpful and more to the \
-point. Neither the order of the answers nor their length is a reason.
-
-<message>
-{message}
-</message>
-
-<answer_A>
-{a}
-</answer_A>
-
-<answer_B>
-{b}
-</answer_B>
-
-End with a line that holds one letter and nothing else: A if answer A is better, B if answer B is better."""
+QUESTION = Template(Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8"))
 
 
 class NoVerdict(ValueError):
@@ -55,10 +42,7 @@ class Judge:
         return (won + 1 - lost) / 2
 
     async def _prefers_a(self, message: str, a: str, b: str) -> bool:
-        parts = {"message": message, "a": a, "b": b}
-        # One pass: an answer may hold {b} itself.
-        asked = re.sub(r"\{(message|a|b)\}", lambda place: parts[place[1]], QUESTION)
-        messages = [{"role": "user", "content": asked}]
+        messages = [{"role": "user", "content": QUESTION.render(message=message, a=a, b=b)}]
         return read_verdict(await self.engine.chat(messages, temperature=0, max_tokens=self.max_tokens)) == "A"
 
 

@@ -152,14 +152,19 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "…"
 
 
-def combined(trajectory: Trajectory, by_models: Sequence[float], weights: Sequence[float]) -> Trajectory:
-    """The episode with the weighted sum of its rewards: of each reward model, then of the rule, if there is one.
+def combined(
+    trajectory: Trajectory, by_models: Sequence[float], weights: Sequence[float], by_steps: Sequence[float] = ()
+) -> Trajectory:
+    """The episode with the weighted sum of its rewards: of each model, then of the rule, if there is one.
+
+    `by_steps`: what a process reward model gives each token; its sum is the last of the models' rewards.
 
     Without weights each counts 1. An agent's rewards of turns are weighted like its reward. The rule's score stays the
     score; without a rule the sum is the score too. Each of several rewards is logged. A sum that is not finite fails the
     episode.
     """
     rule = [] if trajectory.reward is None else [trajectory.reward]
+    by_models = [*by_models, *([math.fsum(by_steps)] if by_steps else [])]
     rewards = [*by_models, *rule]
     weights = weights or [1.0] * len(rewards)
     total = math.fsum(w * r for w, r in zip(weights[: len(rewards)], rewards, strict=True))
@@ -167,10 +172,12 @@ def combined(trajectory: Trajectory, by_models: Sequence[float], weights: Sequen
         return trajectory.failing(f"its reward is {total}: the reward models gave {list(by_models)}", Failure.RESULT)
     names = [f"reward_model_{i}" for i in range(1, len(by_models) + 1)] + ["reward_rule"] * len(rule)
     parts = dict(zip(names, rewards, strict=True)) if len(rewards) > 1 else {}
+    turns = [(position, weights[-1] * part) for position, part in trajectory.turn_rewards]
+    steps = [(place, weights[len(by_models) - 1] * part) for place, part in enumerate(by_steps) if part]
     return replace(
         trajectory,
         reward=total,
         score=total if trajectory.score is None else trajectory.score,
         extra_logs={**trajectory.extra_logs, **parts},
-        turn_rewards=tuple((position, weights[-1] * part) for position, part in trajectory.turn_rewards),
+        turn_rewards=(*turns, *steps),
     )

@@ -1,6 +1,6 @@
 """The cost of generation: prompt tokens found in the cache, and time in which only a few long samples ran."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -19,21 +19,21 @@ class SampleCost:
 
 def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
     """The metrics of the samples of a step."""
-    tail, total = tail_seconds([(cost.asked, cost.asked + cost.seconds) for cost in costs])
+    running = at_once((cost.asked, cost.asked + cost.seconds) for cost in costs)
+    peak = max((samples for samples, _ in running), default=0)
+    tail = sum(seconds for samples, seconds in running if 10 * samples < peak)
     return {
         "timing/prefill_cached": Mean(sum(c.cached_tokens for c in costs), sum(c.prompt_tokens for c in costs)),
-        "timing/tail_share": Mean(tail, total),
+        "timing/tail_share": Mean(tail, sum(seconds for _, seconds in running)),
     }
 
 
-def tail_seconds(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds with less than a tenth as many running samples as at the peak, and seconds with any running sample.
+def at_once(spans: Iterable[tuple[float, float]]) -> list[tuple[int, float]]:
+    """How many of these spans of time lie side by side, and for how many seconds; times without any are left out.
 
-    Example: 20 samples run from 0 to 1, and one of them until 4: (3, 4).
+    Example: of two spans, from 0 to 3 and from 1 to 2: [(1, 1), (2, 1), (1, 1)].
     """
-    changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
-    running = list(accumulate(change for _, change in changes))
-    peak = max(running, default=0)
-    lasted = [(count, end - start) for count, ((start, _), (end, _)) in zip(running, pairwise(changes), strict=False)]
-    busy = [(count, seconds) for count, seconds in lasted if count]
-    return sum(seconds for count, seconds in busy if 10 * count < peak), sum(seconds for _, seconds in busy)
+    edges = sorted(edge for start, end in spans for edge in ((start, 1), (end, -1)))
+    numbers = accumulate(change for _, change in edges)
+    lasted = [(number, end - start) for number, ((start, _), (end, _)) in zip(numbers, pairwise(edges), strict=False)]
+    return [(number, seconds) for number, seconds in lasted if number]

@@ -42,8 +42,9 @@ class DistillationTask(SFTTask):
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
         """As in SFT. Raises DataError if the teacher has another vocabulary."""
-        trusted = self.config.model.trust_remote_code
-        require_vocabulary(tokenizer, self.kd.teacher_model, flag="--kd.teacher_model", trust_remote_code=trusted)
+        student, flag = self.config.model, "--kd.teacher_model"
+        owner, trusts = f"--model.model_name_or_path {student.model_name_or_path}", student.trust_remote_code
+        require_vocabulary(tokenizer, self.kd.teacher_model, flag=flag, owner=owner, trust_remote_code=trusts)
         return super().rows(dataset, tokenizer)
 
     @cached_property

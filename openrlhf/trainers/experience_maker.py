@@ -90,8 +90,8 @@ class ExperienceMaker:
         pending_rewards = self.reward_models.launch(experience) if self.reward_models else None
         missing = [stage for stage in self.stages if getattr(experience, stage.writes) is None]
         columns = {stage.writes: stage.launch(experience) for stage in missing}
-        if self.reward_models and pending_rewards:
-            kept = self.reward_models.summed(kept, pending_rewards.collect(self.timeout_s))
+        if pending_rewards:
+            kept = pending_rewards.added_to(kept, self.timeout_s)
             clock("reward_models")
             place = {(t.prompt.index, t.sample_index): t for t in kept}
             trajectories = [place.get((t.prompt.index, t.sample_index), t) for t in trajectories]

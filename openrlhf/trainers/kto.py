@@ -13,6 +13,7 @@ from openrlhf.batches import Answers
 from openrlhf.config.supervised import KTOConfig
 from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.labelled import BothAnswers, LabelledDataset, LabelledRow
+from openrlhf.data.layouts import JUDGED
 from openrlhf.data.loading import Table
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.observability.metrics import Mean, Metric
@@ -29,12 +30,14 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     """
 
     root: ClassVar = KTOConfig
+    sample_names: ClassVar = ("answer", "")  # the other is that of the KL
     objective: ClassVar = ("kto.beta", "kto.desirable_weight", "kto.undesirable_weight", "model.aux_loss_coef")
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
         """Labelled answers; both answers of pairs, if there are pairs and no labels."""
         data = self.config.data
-        if data.label_key not in dataset.column_names and data.chosen_key in dataset.column_names:
+        there = dataset.column_names
+        if data.label_key not in there and (data.chosen_key in there or data.layout in JUDGED):
             return BothAnswers(PreferenceDataset(dataset, tokenizer, data, needs_prompt=True))
         return LabelledDataset(dataset, tokenizer, data)
 

@@ -265,9 +265,7 @@ class PPOTrainer:
                     self.source.save(Path(staged.engine_dir(SOURCE)) / staged.tag)
                 if self.ckpt.save_hf:
                     self.export(staged.hf_dir)
-            self.checkpoints.commit(
-                staged, state=self._state(), metric_key=self.best.followed, metric_value=self.best.value_of(self.step)
-            )
+            self.checkpoints.commit(staged, state=self._state(), metric_value=self.best.value_of(self.step))
             self.saved = self.step
 
     @contextmanager

@@ -23,6 +23,7 @@ class PreferenceTask(ReferencedTask[DPOConfig, PairRow]):
     """The loss of --model.loss_type per pair, mean over the window's pairs of all ranks."""
 
     root: ClassVar = DPOConfig
+    sample_names: ClassVar = ("chosen", "rejected")
     objective: ClassVar = (
         "model.loss_type",
         "model.beta",
@@ -41,14 +42,19 @@ class PreferenceTask(ReferencedTask[DPOConfig, PairRow]):
         data = self.config.data
         return super().text_format(tokenizer, ending) if data.prompt_key or data.apply_chat_template else None
 
+    @property
+    def compares(self) -> bool:
+        """Whether the loss of --model.loss_type reads a reference."""
+        return self.config.needs_reference
+
     def frozen_paths(self) -> dict[str, str | None]:
         """The reference, if the loss reads one."""
-        return super().frozen_paths() if self.config.needs_reference else {}
+        return super().frozen_paths() if self.compares else {}
 
     @property
     def precomputes(self) -> bool:
         """--ref.precompute."""
-        return self.config.needs_reference and self.config.ref.precompute
+        return self.compares and self.config.ref.precompute
 
     def collate(self, rows: Sequence[PairRow]) -> Answers:
         """Rows of the dataset as one ragged batch: 2i is the chosen and 2i + 1 the rejected text of pair i."""

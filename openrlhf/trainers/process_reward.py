@@ -13,7 +13,8 @@ from openrlhf.config.supervised import PRMConfig
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.data.steps import StepDataset, StepRow
-from openrlhf.models.policy import LogitModel
+from openrlhf.models.loading import STEP_TOKENS
+from openrlhf.models.policy import LogitModel, PolicyModel
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.tasks import LanguageTask, offline_task
 
@@ -37,6 +38,13 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         rows = StepDataset(dataset, tokenizer, self.config)
         self.reward_tokens, self.soft = rows.reward_tokens, rows.soft
         return rows
+
+    def load_model(self) -> PolicyModel:
+        """A language model that stores its tokens, for its use as a reward."""
+        model, prm = super().load_model(), self.config.prm
+        stored = {"placeholder_token": prm.placeholder_token, "reward_tokens": list(prm.reward_tokens)}
+        setattr(model.hf.config, STEP_TOKENS, stored)
+        return model
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """Unknown: texts have prompts and steps already."""

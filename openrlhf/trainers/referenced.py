@@ -1,6 +1,7 @@
 """What the tasks with a frozen reference share: the reference, its log-probabilities, and pairs that stay together."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from openrlhf.batches import Answers
 from openrlhf.config.supervised import DPOConfig, KTOConfig
+from openrlhf.models.adapters import adapters_off
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.tasks import LanguageTask, Row
 
@@ -20,9 +22,14 @@ class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced,
 
     together: ClassVar = 2
 
+    @property
+    def compares(self) -> bool:
+        """Whether the loss reads the reference."""
+        return True
+
     def frozen_paths(self) -> dict[str, str | None]:
-        """The reference; by default the model as it is before the training."""
-        return {REFERENCE: self.config.ref.model_name_or_path}
+        """The reference, unless it is the trained model without its adapters."""
+        return {} if self.config.reference_is_policy else {REFERENCE: self.config.ref.model_name_or_path}
 
     @property
     def offloads(self) -> bool:
@@ -30,10 +37,12 @@ class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced,
         return self.config.ref.offload
 
     def before(self, model: Any, micro: Answers) -> tuple[Answers, Mapping[str, float]]:
-        """Σ log π_ref of the answers, unless it is known."""
-        if micro.reference is not None or REFERENCE not in self.frozen:
+        """Σ log π_ref of the answers, unless it is known or not needed."""
+        if micro.reference is not None or not self.compares:
             return micro, {}
-        scores = self.frozen[REFERENCE](micro.tokens, micro.offsets, micro.loss_mask)
+        reference = self.frozen.get(REFERENCE, model)
+        with nullcontext() if REFERENCE in self.frozen else adapters_off(model.module):
+            scores = reference(micro.tokens, micro.offsets, micro.loss_mask)
         return replace(micro, reference=micro.answer_sums(scores.logprobs)), {}
 
 

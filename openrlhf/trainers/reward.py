@@ -17,7 +17,7 @@ from openrlhf.data.loading import Table
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.observability.metrics import Deviation, Mean, Metric
 from openrlhf.trainers.referenced import pair_metrics
-from openrlhf.trainers.tasks import OfflineTask, load_spec, offline_task
+from openrlhf.trainers.tasks import OfflineTask, offline_task, trained_spec
 
 MEASURED = 0.01  # of the training rows, whose rewards are measured if there is no evaluation set
 
@@ -27,6 +27,7 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
     """ℓ = −log σ(r_chosen − r_rejected − margin) per pair, mean over the window's pairs of all ranks."""
 
     root: ClassVar = RMConfig
+    sample_names: ClassVar = ("chosen", "rejected")
     padding_side: ClassVar = "left"
     together: ClassVar = 2
     objective: ClassVar = ("model.loss_type", "model.margin_loss_enable", "model.aux_loss_coef")
@@ -47,7 +48,7 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
     def load_model(self) -> ScalarModel:
         """A language model with a scalar head."""
         return load_scalar(
-            load_spec(self.config),
+            trained_spec(self.config),
             head_prefix=self.config.ds.value_head_prefix,
             reinit_head=self.config.model.reinit_head,
             balancing=self.config.model.aux_loss_coef > 0,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.batches import Experience, Ragged
+from openrlhf.config.rollout import RewardConfig
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.rewards.protocol import combined
 from openrlhf.trainers.update_plan import share
@@ -53,18 +54,38 @@ class Stage:
 
 
 class RewardModels:
-    """The reward workers. Their rewards are added to the reward function's with `weights`."""
+    """The reward workers. Their rewards are added to the reward function's with the weights of the flags."""
 
-    def __init__(self, workers: WorkerGroup, weights: Sequence[float]) -> None:
-        self.workers, self.weights = workers, weights
+    def __init__(self, workers: WorkerGroup, reward: RewardConfig) -> None:
+        self.workers, self.reward = workers, reward
 
-    def launch(self, experience: Experience) -> Pending:
-        """The rewards of every model for every row, (B, K), on their way."""
-        return Pending(experience.texts(), self.workers, RewardWorker.rewards, per_sample=True)
+    def launch(self, experience: Experience) -> "PendingRewards":
+        """The rewards of every model for every row, on their way."""
+        whole = steps = None
+        if self.reward.scalars:
+            whole = Pending(experience.texts(), self.workers, RewardWorker.rewards, per_sample=True)
+        if self.reward.process_model:
+            steps = Pending(experience.targets(), self.workers, RewardWorker.step_rewards)
+        return PendingRewards(whole=whole, steps=steps, weights=self.reward.weights or ())
 
-    def summed(self, trajectories: Sequence[Trajectory], rewards: Tensor) -> list[Trajectory]:
-        """The episodes with the weighted sum of the reward models' rewards (B, K) and their own reward."""
-        return [combined(t, row, self.weights) for t, row in zip(trajectories, rewards.tolist(), strict=True)]
+
+@dataclass(frozen=True, kw_only=True)
+class PendingRewards:
+    """The rewards of models on their way: of whole episodes (B, K), and of steps (N,)."""
+
+    whole: Pending | None
+    steps: Pending | None
+    weights: Sequence[float]
+
+    def added_to(self, trajectories: Sequence[Trajectory], timeout_s: float) -> list[Trajectory]:
+        """The episodes with the weighted sum of these rewards and their own."""
+        whole, steps = [[] for _ in trajectories], [[] for _ in trajectories]
+        if self.whole:
+            whole = self.whole.collect(timeout_s).tolist()
+        if self.steps:
+            steps = [row.tolist() for row in self.steps.collect(timeout_s).split(self.steps.batch.lengths.tolist())]
+        rows = zip(trajectories, whole, steps, strict=True)
+        return [combined(t, by_models, self.weights, by_steps) for t, by_models, by_steps in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +109,8 @@ class EarlyStages:
         rewards = self.models.launch(experience) if self.models else None
         pending = {stage.writes: stage.launch(experience) for stage in self.stages}
         done = finished
-        if self.models and rewards:
-            done = self.models.summed(finished, rewards.collect(self.timeout_s))
+        if rewards:
+            done = rewards.added_to(finished, self.timeout_s)
         for name, column in pending.items():
             rows = column.collect(self.timeout_s).split(experience.lengths.tolist())
             done = [replace(t, columns={**t.columns, name: row.tolist()}) for t, row in zip(done, rows, strict=True)]

@@ -185,9 +185,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             if self.ckpt.save_hf:
                 self.export(staged.hf_dir)
         if self.strategy.is_main:
-            self.checkpoints.commit(
-                staged, state=self._state(), metric_key=self.best.followed, metric_value=self.best.value_of(self.step)
-            )
+            self.checkpoints.commit(staged, state=self._state(), metric_value=self.best.value_of(self.step))
         self.strategy.barrier()
 
     def _state(self) -> RunState:
@@ -219,9 +217,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
         return checkpoint is not None
 
     def export(self, path: str) -> None:
-        """Write the model in the format of Transformers. Collective over the ranks."""
+        """Write the model in the format of Transformers, or its adapters in PEFT's. Collective over the ranks."""
         export_hf(
-            self.engine.full_parameters(1 << 30), self.engine.hf, self.tokenizer, path, writes=self.strategy.is_main
+            self.engine.exported_parameters(1 << 30), self.engine.hf, self.tokenizer, path, writes=self.strategy.is_main
         )
         self.strategy.barrier()
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -44,6 +45,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     padding_side: ClassVar[str] = "right"
     together: ClassVar[int] = 1  # neighbouring rows of a batch that stay in one micro-batch
     objective: ClassVar[tuple[str, ...]] = ("model.aux_loss_coef",)  # flags; a resumed run needs the same values
+    sample_names: ClassVar[tuple[str, ...]] = ("text",)  # the samples of a row in a batch; "": --dry_run leaves it out
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -147,14 +149,14 @@ class LanguageTask(OfflineTask[Config, Row, Micro]):
 
     def load_model(self) -> PolicyModel:
         """A causal language model."""
-        return self._language_model(None, balancing=self.config.model.aux_loss_coef > 0)
+        return self._language_model(trained_spec(self.config), balancing=self.config.model.aux_loss_coef > 0)
 
     def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
         """The models of `frozen_paths`."""
-        return {name: partial(self._language_model, path) for name, path in self.frozen_paths().items()}
+        specs = {name: load_spec(self.config, path) for name, path in self.frozen_paths().items()}
+        return {name: partial(self._language_model, spec) for name, spec in specs.items()}
 
-    def _language_model(self, path: str | None, *, balancing: bool = False) -> PolicyModel:
-        spec = load_spec(self.config, path)
+    def _language_model(self, spec: LoadSpec, *, balancing: bool = False) -> PolicyModel:
         return self.model_class(load_causal_lm(spec), packing=spec.packing, balancing=balancing)
 
 
@@ -173,7 +175,7 @@ def offline_task(name: str) -> Callable[[Kind], Kind]:
 
 
 def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
-    """The settings for loading the model to train, or another model at `path`."""
+    """The settings for loading the model as it is before the training, or another model at `path`."""
     model = config.model
     return LoadSpec.of(
         path or model.model_name_or_path,
@@ -183,3 +185,8 @@ def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
         reentrant=model.gradient_checkpointing_reentrant,
         trust_remote_code=model.trust_remote_code,
     )
+
+
+def trained_spec(config: SupervisedConfig) -> LoadSpec:
+    """The settings for loading the model to train, with adapters if the flags ask for them."""
+    return replace(load_spec(config), lora=config.ds.lora, seed=config.train.seed)

@@ -179,8 +179,8 @@ class TrainedWorker(ABC, Generic[Job]):
             self.average.load(directory, tag)
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-        """Write the model, or the average of its weights if there is one, in the format of Transformers. Collective."""
+        """Write the model, or its adapters, or the average of what is trained if there is one. Collective."""
         with self.average.in_place() if self.average else nullcontext():
-            buckets = self.engine.full_parameters(self.trained.bucket_bytes)
+            buckets = self.engine.exported_parameters(self.trained.bucket_bytes)
             export_hf(buckets, self.engine.hf, tokenizer, path, writes=self.strategy.is_main)
             self.strategy.barrier()

@@ -13,6 +13,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.proof import prove_layout
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.workers.base import MicroBatchLimits, column_of
+from openrlhf.workers.steps import StepScorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class RewardModelSettings:
     """The settings of a reward worker."""
 
     models: tuple[LoadSpec, ...]
+    process_model: LoadSpec | None
+    step_separator: str
     forward_limits: MicroBatchLimits
     head_prefix: str
     normalize: bool
@@ -60,7 +63,10 @@ class RewardModelSettings:
 
 
 class RewardWorker:
-    """Trained reward models. Each gives a finished episode one number, the output at the last token."""
+    """Trained reward models. Each gives a finished episode one number, the output at the last token.
+
+    A process reward model gives each step of an episode a number.
+    """
 
     def __init__(self, strategy: Strategy, settings: RewardModelSettings) -> None:
         self.strategy = strategy
@@ -68,9 +74,20 @@ class RewardWorker:
         self.models = [
             FrozenModel(strategy, partial(self._load, spec), offload=settings.offload) for spec in settings.models
         ]
-        for model in self.models:
+        self.steps: StepScorer | None = None
+        if settings.process_model:
+            separator, offload = settings.step_separator, settings.offload
+            self.steps = StepScorer(strategy, settings.process_model, separator=separator, offload=offload)
+        for model in [*self.models, *([self.steps.model] if self.steps else [])]:
             prove_layout(model.on_device())
             model.rest()
+
+    def step_rewards(self, answers: TokenRows) -> Tensor:
+        """Rewards of the steps of this rank's rows by the process reward model, (N,): see `StepScorer.rewards`."""
+        assert self.steps
+        column = column_of(answers, self.steps.rewards, self.settings.forward_limits, self.strategy)
+        self.steps.model.rest()
+        return column
 
     def _load(self, spec: LoadSpec) -> ScalarModel:
         settings = self.settings

@@ -20,6 +20,7 @@ from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.engine import Metrics
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
+from openrlhf.models.adapters import adapters_off
 from openrlhf.models.loading import load_causal_lm, stored_tensors
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Max, Mean
@@ -88,6 +89,11 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """log π_θ of every target of this rank's rows, (N,), with the current weights: π_old of the coming update."""
         with self.engine.evaluating():
             return column_of(rows, self._score, self.trained.forward_limits, self.strategy)
+
+    def reference_logprobs(self, rows: TokenRows) -> Tensor:
+        """log π_ref of every target of this rank's rows, (N,): the policy without its adapters."""
+        with adapters_off(self.engine.module):
+            return self.logprobs(rows)
 
     def _score(self, micro: TokenRows) -> Tensor:
         return self.engine.module(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs

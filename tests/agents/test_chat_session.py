@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from examples.agents.calculator_task import CALL, CALLED, TEMPLATE, calculator_tokenizer
 from openrlhf.agents.answers import CompletionOutput
 from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull, parse_reply
+from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
 
 TOKENIZER = calculator_tokenizer()
 TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
@@ -26,6 +27,11 @@ def ids(text: str) -> list[int]:
 def sampled(text: str, *, finish: str = "stop") -> CompletionOutput:
     tokens = ids(text + ("<|end|>" if finish == "stop" else ""))
     return CompletionOutput(index=0, text=text, token_ids=tokens, logprobs=None, finish_reason=finish, stop_reason=None)
+
+
+class Client(OpenAIAgentExecutor):
+    def run_agent(self, prompt: str, label: Any, session_id: str) -> float:
+        return 0.0
 
 
 def user(text: str) -> dict[str, Any]:
@@ -43,7 +49,7 @@ def test_the_tokens_of_a_session_are_the_template_around_what_was_sampled(turns:
         prompt = session.prompt_for(messages)
         assert prompt == expected
         output = sampled(said, finish=finish)
-        messages.append(session.heard(prompt, output, tools=False).message)
+        messages.append(session.heard(prompt, output, tools=False))
         assert session.tokens == [*expected, *output.token_ids]
         assert session.ranges[-1] == (len(expected), len(session.tokens))
         expected = [*session.tokens, *([] if finish == "stop" else ids("<|end|>"))]
@@ -52,7 +58,7 @@ def test_the_tokens_of_a_session_are_the_template_around_what_was_sampled(turns:
 
 def test_a_request_that_was_not_answered_may_be_made_again() -> None:
     session = ChatSession(TOKENIZER, 1000)
-    reply = session.heard(session.prompt_for([user("2+3")]), sampled("5"), tools=False).message
+    reply = session.heard(session.prompt_for([user("2+3")]), sampled("5"), tools=False)
     asked = [user("2+3"), reply, user("4")]
     assert session.prompt_for(asked) == session.prompt_for(asked)  # the first time, the engine refused
     assert session.prompt_for([user("2+3"), reply, user("7")])[-3:] == ids("7<|end|><|assistant|>")
@@ -63,8 +69,8 @@ def test_what_stopped_a_reply_stays_in_its_tokens_and_is_not_shown() -> None:
     output = replace(sampled("12+", finish="length"), finish_reason="stop", stop_reason="+")
     twice = replace(sampled("1++", finish="length"), finish_reason="stop", stop_reason="+")  # of a token that holds two
     other = ChatSession(TOKENIZER, 1000)
-    assert other.heard(other.prompt_for([user("2")], TOOLS), twice, tools=True).message["content"] == "1"
-    reply = session.heard(session.prompt_for([user("2")]), output, tools=False).message
+    assert other.heard(other.prompt_for([user("2")], TOOLS), twice, tools=True)["content"] == "1"
+    reply = session.heard(session.prompt_for([user("2")]), output, tools=False)
     assert reply["content"] == "12"
     assert session.tokens[-3:] == ids("12+")
     assert session.prompt_for([user("2"), reply, user("4")])[-5:] == ids("<|end|><|user|>4<|end|><|assistant|>")
@@ -93,7 +99,7 @@ def test_a_template_that_wants_to_see_the_call_before_its_result_gets_to() -> No
     prompts = []
     for session in (plain, strict):
         prompt = session.prompt_for([user("2+3")], TOOLS)
-        reply = session.heard(prompt, sampled(f"{CALL}2+3{CALLED}"), tools=True).message
+        reply = session.heard(prompt, sampled(f"{CALL}2+3{CALLED}"), tools=True)
         [made] = reply["tool_calls"]
         assert re.fullmatch("[0-9a-z]{9}", made["id"])
         result = {"role": "tool", "tool_call_id": made["id"], "content": "5"}
@@ -107,7 +113,7 @@ def test_what_the_template_would_change_stays_as_it_was_sampled() -> None:
     tokenizer.chat_template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] | trim('1') }}")
     session = ChatSession(tokenizer, 1000)
     prompt = session.prompt_for([user("2+3")])
-    reply = session.heard(prompt, sampled("11511"), tools=False).message
+    reply = session.heard(prompt, sampled("11511"), tools=False)
     assert reply["content"] == "11511"
     again = session.prompt_for([user("2+3"), reply, user("4")])
     assert again == ids("<|user|>2+3<|end|><|assistant|>11511<|end|><|user|>4<|end|><|assistant|>")
@@ -116,12 +122,15 @@ def test_what_the_template_would_change_stays_as_it_was_sampled() -> None:
 def test_calls_of_tools_are_read_from_the_text_and_their_results_follow() -> None:
     session = ChatSession(TOKENIZER, 1000)
     prompt = session.prompt_for([user("2+3")], TOOLS)
-    reply = session.heard(prompt, sampled(f"{CALL}2+3{CALLED}"), tools=True)
-    [call] = reply.message["tool_calls"]
-    assert (reply.finish_reason, reply.message["content"]) == ("tool_calls", "")
+    output = sampled(f"{CALL}2+3{CALLED}")
+    reply = session.heard(prompt, output, tools=True)
+    [call] = reply["tool_calls"]
+    assert reply["content"] == ""
+    [choice] = Client()._completion(prompt, output, reply, logprobs=False)["choices"]
+    assert (choice["message"], choice["finish_reason"]) == (reply, "tool_calls")
     assert call["function"] == {"name": "calculator", "arguments": '{"expression": "2+3"}'}
     result = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
-    asked = session.prompt_for([user("2+3"), {**reply.message, "refusal": None}, result], TOOLS)
+    asked = session.prompt_for([user("2+3"), {**reply, "refusal": None}, result], TOOLS)
     assert asked == ids(f"<|user|>2+3<|end|><|assistant|>{CALL}2+3{CALLED}<|end|><|tool|>5<|end|><|assistant|>")
 
 
@@ -160,7 +169,7 @@ def test_a_response_template_of_the_tokenizer_is_used() -> None:
     }
     session = ChatSession(tokenizer, 1000)
     prompt = session.prompt_for([user("2+3")], TOOLS)
-    reply = session.heard(prompt, sampled("socall2+3end"), tools=True).message
+    reply = session.heard(prompt, sampled("socall2+3end"), tools=True)
     assert [call["function"] for call in reply["tool_calls"]] == [{"name": "calculator", "arguments": "2+3"}]
     assert reply["content"] == "so"
 
@@ -183,7 +192,7 @@ def test_messages_that_do_not_continue_the_conversation_are_refused(messages: li
 
 def test_a_full_context_is_refused_and_the_session_is_truncated() -> None:
     session = ChatSession(TOKENIZER, 12)
-    reply = session.heard(session.prompt_for([user("2+3")]), sampled("5"), tools=False).message
+    reply = session.heard(session.prompt_for([user("2+3")]), sampled("5"), tools=False)
     with pytest.raises(ContextFull, match=r"--data\.max_len 12"):
         session.prompt_for([user("2+3"), reply, user("4")])
     assert session.truncated and session.ranges == [(6, 8)]

@@ -147,9 +147,3 @@ def test_tokens_beyond_the_band_are_pointed_out_by_row_where_the_row_is_judged()
     old, rollout, _ = row
     acting = torch.tensor([[True, False, True]])
     assert correction_weights(old, rollout, acting, preset("seq-mask-tis"))[1].equal(acting)
-
-
-@pytest.mark.parametrize(("low", "high"), [(2.0, 0.5), (1.0, 1.0), (-1.0, 2.0)])
-def test_an_impossible_band_is_refused(low: float, high: float) -> None:
-    with pytest.raises(ValueError, match=rf"--algo\.correction\.band {low} {high}"):
-        Correction(level="token", mode="clip", low=low, high=high)

@@ -50,12 +50,6 @@ def test_the_overlong_penalty_agrees_with_the_reference(
     assert penalty.tolist() == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("buffer", [0.0, -1.0, 101.0])
-def test_an_impossible_overlong_buffer_is_refused(buffer: float) -> None:
-    with pytest.raises(ValueError, match=r"--reward\.overlong_buffer_len"):
-        overlong_penalty(torch.tensor([1]), max_length=100, buffer=buffer)
-
-
 @pytest.mark.parametrize(
     ("coef", "expected"), [(0.5, [1.0, -2.0]), (0.0, [0.0, -2.0]), (1.0, [2.0, -2.0]), (-3.0, [-3.0, -2.0])]
 )
@@ -64,15 +58,8 @@ def test_truncated_samples_are_scaled_or_replaced(coef: float, expected: list[fl
     assert stop_properly_penalty(torch.tensor([2.0, -2.0]), truncated, coef).tolist() == expected
 
 
-def test_a_bonus_for_being_cut_off_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--reward\.stop_properly_penalty_coef 1\.5"):
-        stop_properly_penalty(torch.ones(1), torch.ones(1, dtype=torch.bool), 1.5)
-
-
 def test_rewards_are_held_to_their_range() -> None:
     assert clip_rewards(torch.tensor([-12.0, 3.0, 12.0]), -10.0, 10.0).tolist() == [-10.0, 3.0, 10.0]
-    with pytest.raises(ValueError, match=r"--reward\.clip_range 1\.0 -1\.0"):
-        clip_rewards(torch.zeros(1), 1.0, -1.0)
 
 
 def test_the_last_action_of_each_row() -> None:

@@ -48,8 +48,8 @@ def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -
             (staged.directory / place / "weights").write_text(label * 9)
     except OSError:
         raise RankError from None
-    state = RunState(step=step, identity={"label": label})
-    manager.commit(staged, state=state, metric_key="pass1", metric_value=1 / step)
+    state = RunState(step=step, best_metric_key="pass1", identity={"label": label})
+    manager.commit(staged, state=state, metric_value=1 / step)
 
 
 def newest_label(manager: CheckpointManager) -> str | None:

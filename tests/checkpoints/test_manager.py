@@ -35,7 +35,7 @@ def fill(staged: StagedCheckpoint, text: str = "weights") -> None:
 def save(manager: CheckpointManager, step: int, metric: float | None = None, **begin: bool) -> Checkpoint:
     staged = manager.begin(step, **begin)
     fill(staged)
-    return manager.commit(staged, state=RunState(step=step), metric_key="eval_pass1", metric_value=metric)
+    return manager.commit(staged, state=RunState(step=step, best_metric_key="eval_pass1"), metric_value=metric)
 
 
 def tags(manager: CheckpointManager) -> list[str]:
@@ -54,7 +54,7 @@ def test_an_offline_checkpoint_has_the_layout_that_deepspeed_loads(tmp_path: Pat
     staged = manager.begin(20, hf=True)
     assert not list(Path(staged.engine_dir()).glob("global_step20/*"))  # a directory nobody else uses
     fill(staged)
-    checkpoint = manager.commit(staged, state=RunState(step=20), metric_key="loss", metric_value=0.5)
+    checkpoint = manager.commit(staged, state=RunState(step=20, best_metric_key="loss"), metric_value=0.5)
     assert tree(tmp_path) == {
         "latest",
         "global_step20.manifest.json",

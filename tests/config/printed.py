@@ -12,7 +12,6 @@ PPO = (
     "--reward.model_name_or_path OpenRLHF/Llama-3-8b-rm-700k"
 )
 NO_PROMPTS = "--data.prompt_dataset must be given."
-NO_RESPONSE = "No column has the response: name it with --data.output_key"
 NO_REWARD = "Nothing rewards the samples: give --reward.remote_url"
 NO_GROUPS = (
     "--algo.advantage.estimator group_norm compares samples of one prompt, but --rollout.n_samples_per_prompt is 1."
@@ -59,9 +58,7 @@ PRINTED = {
     ),
     "SFT": Printed(
         text="deepspeed --module openrlhf.cli.train_sft "
-        "--actor.model_name_or_path meta-llama/Meta-Llama-3-8B --data.dataset OpenRLHF/sft-mixture",
-        lacks=(NO_RESPONSE,),
-        missing="--data.output_key output",
+        "--actor.model_name_or_path meta-llama/Meta-Llama-3-8B --data.dataset OpenRLHF/sft-mixture"
     ),
     "RM": Printed(
         text="deepspeed --module openrlhf.cli.train_rm --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "

@@ -19,6 +19,7 @@ import torch
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config import machine
+from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.effects import conditions_of, look_up
 from openrlhf.config.flags import Flag, Section, amend, flags_of, mentions
 from openrlhf.config.inference import ChatConfig, EngineCommand, InferenceCommand
@@ -40,8 +41,11 @@ from openrlhf.workers.policy import clip_of, correction_of
 from tests.config.commands import ROOTS, SMALLEST, read_flags
 from tests.sources import ROOT, package
 
-COMMANDS: dict[str, type[Any]] = ROOTS | {"reward_test": RewardTestConfig}
-LINES = SMALLEST | {"reward_test": "--data.prompt_dataset d --data.label_key l --reward.verifier math"}
+COMMANDS: dict[str, type[Any]] = ROOTS | {"reward_test": RewardTestConfig, "lora_combiner": CombinerConfig}
+LINES = SMALLEST | {
+    "reward_test": "--data.prompt_dataset d --data.label_key l --reward.verifier math",
+    "lora_combiner": "--model_path m --lora_path a --output_path o",
+}
 EVERY_FLAG = [(command, path) for command, root in COMMANDS.items() for path in flags_of(root)]
 
 NOT_YET = "not available yet"
@@ -71,10 +75,9 @@ MET = {
     "reward.models": "--reward.model_name_or_path r",
 }
 # Modules that a command hands whole sections to, or reads flags in: `READ.section.flag` must stand in one of them.
-TRAINING = (
-    "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder observability.trackers"
-)
+TRAINING = "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder observability.trackers models.adapters"
 READERS = {
+    "lora_combiner": "checkpoints.combine",
     "train_sft": f"{TRAINING} trainers.sft data.sft data.first_look",
     "train_rm": f"{TRAINING} trainers.reward data.feedback",
     "train_dpo": f"{TRAINING} trainers.preference trainers.referenced data.feedback launch.precompute",
@@ -83,9 +86,9 @@ READERS = {
     "train_kd": f"{TRAINING} trainers.distill trainers.sft data.sft data.first_look",
     "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data launch.processes launch.agents agents.play "
     "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers data.prompts data.first_look "
-    "trainers.sources trainers.async_source workers.policy workers.critic checkpoints.manager rollout.fleet distributed.placement",
+    "trainers.sources trainers.async_source trainers.stages models.adapters workers.policy workers.critic checkpoints.manager rollout.fleet distributed.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
-    "eval": "evaluation.runs trainers.reward launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.judge "
+    "eval": "evaluation.runs trainers.reward trainers.stages launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.judge "
     "observability.recorder observability.trackers data.prompts data.feedback rollout.fleet distributed.placement",
     "reward_test": "evaluation.reward_test rewards.rule",
     "batch_inference": "evaluation.batch_inference evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "

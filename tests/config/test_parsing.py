@@ -200,7 +200,6 @@ def test_what_is_missing_is_named() -> None:
     text = str(caught.value)
     assert "--model.model_name_or_path must be given" in text
     assert "--data.dataset must be given" in text
-    assert "--data.output_key" in text
 
 
 @pytest.mark.parametrize("command", SMALLEST)

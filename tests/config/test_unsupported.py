@@ -9,7 +9,7 @@ import pytest
 
 from openrlhf.config.flags import Flag, amend, flags_of
 from openrlhf.config.unsupported import NOT_YET, refusals
-from tests.config.commands import ROOTS, violations
+from tests.config.commands import ROOTS, TRAINING, violations
 
 
 def other_value(flag: Flag) -> Any:
@@ -58,6 +58,12 @@ SUPPORTED = [
     ("train_sft", "--logger.tensorboard_dir t --logger.wandb.key k --run.json --dry_run"),
     ("train_sft", "--model.aux_loss_coef 0.01 --model.gradient_checkpointing_enable"),
     ("train_rm", "--model.aux_loss_coef 0.01"),
+    *[
+        (command, "--ds.load_in_4bit --ds.lora.rank 8 --ds.lora.dropout 0.1 --ds.lora.rslora --ds.lora.dora")
+        for command in TRAINING
+    ],
+    ("train_sft", "--ds.lora.rank 8 --ds.lora.target_modules q_proj v_proj --ds.zero_stage 3"),
+    ("serve_rm", "--ds.load_in_4bit"),
     ("train_ppo_ray", "--actor.aux_loss_coef 0.01 --train.enable_ema --train.ema_beta 0.99"),
     ("train_sft", "--lr_scheduler linear --max_norm 0 --adam.weight_decay 0.1 --ds.param_dtype fp32"),
     ("train_ppo_ray", "--train.colocate_actor_ref --vllm.num_engines 3 --ds.zero_stage 0"),

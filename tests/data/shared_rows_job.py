@@ -17,7 +17,9 @@ from openrlhf.data.rows import Columns, TokenizedRows, as_columns, as_rows
 from openrlhf.data.sft import SFTRow
 from openrlhf.distributed.strategy import Strategy
 
-FEATURES = Features({"tokens": List(Value("int32")), "loss_mask": List(Value("bool")), "dropped": Value("string")})
+FEATURES = Features(
+    {"tokens": List(Value("int32")), "loss_mask": List(Value("bool")), "dropped": Value("string"), "cut": Value("bool")}
+)
 SIZES = {"training": 200, "evaluation": 7, "broken": 200, "killed": 200}
 BROKEN = 150
 
@@ -33,13 +35,15 @@ def tokenized(folder: Path, case: str) -> TokenizedRows[SFTRow]:
         if case == "killed" and len(list(folder.glob("killed-*"))) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         results = [
-            {"tokens": list(map(ord, row["text"])), "loss_mask": [True] * len(row["text"])} if row["text"] else "empty"
+            {"tokens": list(map(ord, row["text"])), "loss_mask": [True] * len(row["text"]), "cut": False}
+            if row["text"]
+            else "empty"
             for row in rows
         ]
         return as_columns(results, FEATURES)
 
     dataset = Dataset.from_list([{"text": "ab" * number} for number in range(SIZES[case])])
-    return TokenizedRows(SFTRow, dataset, ["text"], encode, FEATURES, what="row", advice="")
+    return TokenizedRows(SFTRow, dataset, ["text"], encode, FEATURES, what="row", advice="", max_len=1000)
 
 
 def seen(folder: Path, case: str) -> Any:

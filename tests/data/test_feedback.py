@@ -99,15 +99,6 @@ def test_columns_may_have_other_names() -> None:
     assert (text(row.chosen), text(row.rejected)) == ("a <eos>", "b <eos>")
 
 
-def test_a_prompt_column_that_the_texts_do_not_contain_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
-    pairs([{"prompt": "Why? ", "chosen": "a", "rejected": "b"}])
-    assert "set --data.prompt_key prompt" in capsys.readouterr().err
-    pairs([{"prompt": "Why? ", "chosen": "Why? a", "rejected": "Why? b"}])
-    pairs([{"prompt": "Why? ", "chosen": "a", "rejected": "b"}], prompt_key="prompt")
-    chat([{"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}])
-    assert capsys.readouterr().err == ""
-
-
 # ---- margins
 
 
@@ -209,6 +200,36 @@ def test_plain_texts_without_a_prompt_column_are_judged_whole() -> None:
     assert row.prompt_length == 0
 
 
+TURNS = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+
+
+def test_the_prompt_of_a_transcript_is_everything_before_its_last_answer() -> None:
+    rows = [{"chosen": f"{TURNS} ok", "rejected": f"{TURNS} no"}]
+    row = pairs(rows, needs_prompt=True, max_len=99)[0]
+    assert (text(row.chosen[: row.prompt_length]), answers(row)) == (TURNS, (" ok <eos>", " no <eos>"))
+    as_messages = chat(rows, needs_prompt=True, max_len=99)[0]
+    assert text(as_messages.chosen) == (
+        "<|user|>a<|end|>\n<|assistant|>b<|end|>\n<|user|>c<|end|>\n<|assistant|>ok<|end|>"
+    )
+    assert answers(as_messages) == ("ok<|end|>", "no<|end|>")
+
+
+def test_texts_without_a_prompt_are_announced_where_it_matters(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"chosen": "a", "rejected": "b"}]
+    pairs(rows)
+    pairs([{"q": "Q", **rows[0]}], prompt_key="q", needs_prompt=True)
+    assert capsys.readouterr().err == ""
+    pairs(rows, needs_prompt=True)
+    assert "--data.prompt_key names a column" in capsys.readouterr().err
+
+
+def test_tools_are_in_the_prompt_of_both_answers() -> None:
+    template = "{% for tool in tools %}[{{ tool.name }}]{% endfor %}" + PLAIN_CHAT
+    rows = [{"q": "a", "chosen": "ok", "rejected": "no", "tools": [{"name": "add"}]}]
+    row = chat(rows, template, prompt_key="q", needs_prompt=True)[0]
+    assert text(row.chosen[: row.prompt_length]) == "[add]<|user|>a<|end|>\n<|assistant|>"
+
+
 def test_different_histories_are_judged_from_where_they_differ() -> None:
     chosen, rejected = ([user("a"), assistant("ok")], [user("a much longer question"), assistant("no")])
     row = chat([{"chosen": chosen, "rejected": rejected}], needs_prompt=True)[0]
@@ -272,7 +293,7 @@ def test_messages_without_a_template_and_strings_with_one_name_the_flag_to_chang
 
 
 def test_a_malformed_message_is_named_by_row_and_message() -> None:
-    bad = [{"from": "human", "value": "a"}]
+    bad = [{"speaker": "human", "value": "a"}]
     with pytest.raises(DataError, match=r"row 1, column 'chosen': message 0 needs 'role'"):
         chat([{"chosen": bad, "rejected": bad}])
 
@@ -285,32 +306,6 @@ def test_a_chat_without_an_answer_is_refused_where_the_answer_is_judged() -> Non
 def test_a_missing_chat_template_is_an_error_before_any_row() -> None:
     with pytest.raises(DataError, match=r"--data\.tokenizer_chat_template"):
         pairs([{"chosen": [user("a")], "rejected": [user("b")]}], apply_chat_template=True)
-
-
-# ---- public datasets with columns of their own
-
-
-def test_chatbot_arena_is_recognised_and_its_ties_left_out() -> None:
-    a, b = [user("q"), assistant("a")], [user("q"), assistant("b")]
-    winners = ["model_b", "tie", "model_a", "tie (bothbad)"]
-    rows = [{"winner": winner, "conversation_a": a, "conversation_b": b} for winner in winners]
-    data = chat(rows)
-    assert [text(data[place].chosen)[-8:-7] for place in (0, 1)] == ["b", "a"]
-    assert [text(data[place].rejected)[-8:-7] for place in (0, 1)] == ["a", "b"]
-    assert data.summary == "2 of 4 pairs kept, dropped 2 that are ties."
-    with pytest.raises(DataError, match="row 1, column 'winner': is 'A', not model_a"):
-        chat([{"winner": "A", "conversation_a": a, "conversation_b": b}])
-
-
-def test_webgpt_comparisons_are_recognised() -> None:
-    scores = [(-0.5, 0.5), (0.0, 0.0), (1.0, -1.0)]
-    question = {"full_text": "Q", "id": "1"}
-    rows = [{"question": question, "answer_0": "x", "answer_1": "y", "score_0": s, "score_1": t} for s, t in scores]
-    data = pairs(rows, input_template="{}:", needs_prompt=True)
-    assert [answers(data[place]) for place in (0, 1)] == [("y <eos>", "x <eos>"), ("x <eos>", "y <eos>")]
-    assert data[0].prompt_length == 2
-    with pytest.raises(DataError, match="row 1, column 'score_1': is null, not a number"):
-        pairs([rows[0] | {"score_1": None}])
 
 
 # ---- real and large data

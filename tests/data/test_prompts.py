@@ -46,6 +46,22 @@ def test_the_columns_datasource_and_images_are_passed_on() -> None:
     assert (row[1].datasource, row[1].images) == ("default", None)
 
 
+def test_a_conversation_is_a_prompt_up_to_the_last_turn_that_is_not_the_assistants(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def said(role: str) -> dict[str, str]:
+        return {"role": role, "content": role[0]}
+
+    turns = [said("system"), said("user"), said("assistant"), said("tool"), said("assistant"), said("assistant")]
+    rows = [{"input": turns}, {"input": turns[:2]}]
+    prompts = dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
+    assert prompts[0].text.endswith("<|assistant|>a<|end|>\n<|tool|>t<|end|>\n<|assistant|>")
+    assert prompts[1].text == "<|system|>s<|end|>\n<|user|>u<|end|>\n<|assistant|>"
+    assert "1 prompts end with turns of the assistant" in capsys.readouterr().err
+    with pytest.raises(DataError, match="row 1, column 'input': has turns of the assistant only"):
+        dataset([{"input": turns[-1:]}], build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
+
+
 LABELS = ["42", 42, 4.5, None, True, {"answer": 1}, {"tests": ["a"]}, ["x", 1], "2024-05-06"]
 
 

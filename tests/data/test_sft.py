@@ -71,8 +71,9 @@ def test_the_first_response_token_is_learned_when_it_merges_with_the_prompts_las
 
 
 def test_a_long_response_is_cut_and_still_ends_with_end_of_text() -> None:
-    row = dataset([{"input": "ab", "output": "cdefghij"}], output_key="output", max_len=6)[0]
-    assert show(row) == ["ab", "[cde<eos>]"]
+    rows = dataset([{"input": "ab", "output": "cdefghij"}], output_key="output", max_len=6)
+    assert show(rows[0]) == ["ab", "[cde<eos>]"]
+    assert rows.summary == "1 of 1 rows kept. 1 of the kept rows were cut to 6 tokens (--data.max_len)."
 
 
 def test_braces_in_the_data_do_no_harm() -> None:
@@ -241,6 +242,114 @@ def test_messages_after_the_last_answer_are_cut_off() -> None:
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
+# ---- turns that are not learned, tools, and other words for roles
+
+
+def said(content: str, **fields: Any) -> dict[str, Any]:
+    return assistant(content) | fields
+
+
+@pytest.mark.parametrize("template", [PLAIN_CHAT, MARKED_CHAT])
+@pytest.mark.parametrize("off", [{"loss": False}, {"weight": 0}, {"weight": 0.0, "loss": None}])
+def test_turns_without_loss_are_context(template: str, off: dict[str, Any]) -> None:
+    messages = [user("a"), said("bad", **off), user("c"), said("ok"), user("d"), said("no", weight=1)]
+    tokenizer = build_tokenizer(template, eos="<|end|>")
+    shown = show(dataset([{"input": messages}], tokenizer, apply_chat_template=True, multiturn=True)[0])
+    assert [text.rstrip("\n]") for text in shown if text[0] == "["] == ["[ok<|end|>", "[no<|end|>"]
+    assert "bad<|end|>" in shown[0]
+
+
+def test_what_follows_the_last_learned_turn_is_cut_off() -> None:
+    messages = [user("a"), said("ok"), user("c"), said("bad", loss=False)]
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    row = dataset([{"input": messages}], tokenizer, apply_chat_template=True, multiturn=True)[0]
+    assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
+
+
+def test_a_row_without_a_turn_to_learn_is_left_out_and_counted() -> None:
+    rows = [{"input": TWO_TURNS}, {"input": [user("a"), said("ok", loss=False)]}]
+    kept = dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True, multiturn=True)
+    assert kept.summary == "1 of 2 rows kept, dropped 1 without a turn to learn."
+
+
+@pytest.mark.parametrize(
+    ("messages", "multiturn", "complaint"),
+    [
+        (
+            [user("a") | {"loss": True}, said("ok")],
+            True,
+            "message 0, of the user, has loss True: true or 1 is for turns of",
+        ),
+        ([user("a"), said("ok", weight=0.5)], True, "message 1, of the assistant, has weight 0.5: true or 1"),
+        ([user("a"), said("ok", loss="yes")], True, "message 1, of the assistant, has loss 'yes': true or 1"),
+        (
+            [user("a"), said("ok", loss=False)],
+            False,
+            "message 1, of the assistant, has loss False: only --data.multiturn",
+        ),
+    ],
+)
+def test_a_field_of_a_turn_that_would_be_misread_is_an_error_with_its_row(
+    messages: list[dict[str, Any]], multiturn: bool, complaint: str
+) -> None:
+    rows = [{"input": TWO_TURNS}, {"input": messages}]
+    with pytest.raises(DataError, match=f"row 2, column 'input': {complaint}"):
+        dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True, multiturn=multiturn)
+
+
+def test_every_other_word_of_sharegpt_has_its_role() -> None:
+    template = (
+        "{% for tool in tools %}[{{ tool.name }}]{% endfor %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ call.function.name }}:{{ call.function.arguments.x }}{% endfor %}<|end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    turns = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "a"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 1}}'},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "two"},
+    ]
+    rows = [{"conversations": turns, "tools": '[{"name": "add"}]'}]
+    flags = {"input_key": "conversations", "apply_chat_template": True, "multiturn": True}
+    row = dataset(rows, build_tokenizer(template, eos="<|end|>"), max_len=200, **flags)[0]
+    assert show(row) == [
+        "[add]<|system|>s<|end|>\n<|user|>a<|end|>\n<|assistant|>",
+        "[add:1<|end|>\n]",
+        "<|tool|>2<|end|>\n<|assistant|>",
+        "[two<|end|>]",
+    ]
+
+
+def test_arguments_of_calls_are_objects_for_the_template_and_what_arrow_adds_is_left_out() -> None:
+    template = "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    texts, objects = (
+        ['{"x": 1}', "", None],
+        [{"x": 1}, {"y": 2}],
+    )  # Arrow gives both objects both fields, as in parquet files
+    for arguments, expected in ((texts, ['{"x": 1}', "{}", "{}"]), (objects, ['{"x": 1}', '{"y": 2}'])):
+        calls = [{"function": {"name": "f", "arguments": each}} for each in arguments]
+        rows = [{"input": [user("a"), said("", tool_calls=[call])]} for call in calls]
+        shown = dataset(rows, build_tokenizer(template), apply_chat_template=True, max_len=200)
+        assert ["".join(show(shown[place])).split('arguments": ')[1][:-10] for place in range(len(rows))] == expected
+
+
+def test_calls_that_have_name_and_arguments_themselves_stay_as_they_are() -> None:
+    template = "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    rows = [{"input": [user("a"), said("", tool_calls=[{"name": "f", "arguments": '{"x": 1}'}])]}]
+    shown = "".join(show(dataset(rows, build_tokenizer(template), apply_chat_template=True, max_len=200)[0]))
+    assert '[{"name": "f", "arguments": {"x": 1}}]' in shown
+
+
+@pytest.mark.parametrize(
+    ("tools", "complaint"),
+    [("[add]", "is a string, but no JSON"), ([1], "is a list, not a list of definitions"), ({"a": 1}, "is an object")],
+)
+def test_tools_that_are_no_definitions_are_an_error_with_their_row(tools: Any, complaint: str) -> None:
+    with pytest.raises(DataError, match=f"row 1, column 'tools': {complaint}"):
+        dataset([{"input": TWO_TURNS, "tools": tools}], build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
+
+
 # ---- rows that are left out
 
 
@@ -303,7 +412,7 @@ def test_chat_messages_without_a_template_name_the_flag_that_is_missing() -> Non
 
 
 def test_a_malformed_message_is_named_by_row_and_message() -> None:
-    rows = [{"input": [{"from": "human", "value": "a"}]}]
+    rows = [{"input": [{"speaker": "human", "value": "a"}]}]
     with pytest.raises(DataError, match=r"row 1, column 'input': message 0 needs 'role'.*--data\.input_key"):
         dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
 

@@ -15,7 +15,7 @@ from tokenizers.processors import ByteLevel as ByteLevelOffsets
 from tokenizers.trainers import BpeTrainer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from openrlhf.data.templates import encode, fill_template, render, render_conversation, to_messages
+from openrlhf.data.templates import encode, fill_template, learned_turns, render, render_conversation, to_messages
 from tests.data.small import FORGETFUL_CHAT, MARKED_CHAT, PLAIN_CHAT, SPACED_CHAT, THINKING_CHAT, build_tokenizer
 
 
@@ -71,13 +71,20 @@ def test_a_message_that_calls_a_tool_needs_no_content() -> None:
         (3, "is a number"),
         ([], "is an empty list"),
         (["hi"], "message 0 is a string, not an object"),
-        ([user("a"), {"from": "gpt", "value": "x"}], "message 1 needs 'role' and 'content', but has 'from', 'value'"),
+        ([user("a"), {"from": "gpt"}], "message 1 needs 'role' and 'content', but has 'from'"),
+        (
+            [user("a"), {"from": "bard", "value": "x"}],
+            "the role of message 1 is 'bard', not one of system, developer, user",
+        ),
+        ([user("a") | {"tool_calls": ["f"]}], r"the tool_calls of message 0 must be a list of objects, not \['f'\]"),
+        ([{"from": "function_call", "value": "[1]"}], "the tool_calls of message 0 must be a list of objects"),
+        ([{"from": "function_call", "value": "f(x)"}], "the function_call of message 0 is no JSON: 'f.x.'"),
         (
             [{"role": "user", "content": 3}],
             "the content of message 0 must be a string or a list of objects, not a number",
         ),
         ([{"role": "user", "content": None}], "needs 'role' and 'content'"),
-        ([{"role": 1, "content": "a"}], "the role of message 0 must be a string, not a number"),
+        ([{"role": 1, "content": "a"}], "the role of message 0 is 1, not one of system"),
         (
             [{"role": "user", "content": ["a"]}],
             "the content of message 0 must be a string or a list of objects, not a list",
@@ -106,7 +113,8 @@ def test_rendering_is_what_the_tokenizer_itself_renders() -> None:
 
 
 def targets(template: str, messages: list[dict[str, Any]], *, every_turn: bool) -> list[str]:
-    passage = render_conversation(build_tokenizer(template), messages, every_turn=every_turn)
+    turns = learned_turns(messages, chosen=True) if every_turn else ()
+    passage = render_conversation(build_tokenizer(template), messages, turns=turns)
     return [passage.text[start:end] for start, end in passage.spans]
 
 
@@ -126,7 +134,7 @@ def test_marks_of_the_template_agree_with_the_prefixes_up_to_the_newline_after_t
 
 def test_history_without_its_reasoning_is_context_only() -> None:
     messages = [user("a"), assistant("<think>hm</think>ok"), user("c"), assistant("<think>so</think>no")]
-    passage = render_conversation(build_tokenizer(FORGETFUL_CHAT), messages, every_turn=True)
+    passage = render_conversation(build_tokenizer(FORGETFUL_CHAT), messages, turns=learned_turns(messages, chosen=True))
     assert "hm" not in passage.text
     assert [passage.text[start:end] for start, end in passage.spans] == ["<think>so</think>no<|end|>\n"]
     assert passage.rewritten == 1
@@ -148,7 +156,9 @@ def test_an_answer_is_found_where_the_generation_prompt_goes_on_otherwise() -> N
 def test_an_answer_with_reasoning_of_its_own_field_that_is_dropped_is_context_only() -> None:
     prompts_a_thought = PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>")
     messages = [user("a"), assistant("ok", reasoning_content="hm"), user("c"), assistant("no")]
-    passage = render_conversation(build_tokenizer(prompts_a_thought), messages, every_turn=True)
+    passage = render_conversation(
+        build_tokenizer(prompts_a_thought), messages, turns=learned_turns(messages, chosen=True)
+    )
     assert (len(passage.spans), passage.rewritten) == (1, 1)
 
 
@@ -167,7 +177,7 @@ def test_a_last_answer_that_the_template_changes_is_an_error_with_the_way_out() 
 
 
 def test_the_response_begins_where_the_last_turn_does() -> None:
-    passage = render_conversation(build_tokenizer(PLAIN_CHAT), TWO_TURNS, every_turn=True)
+    passage = render_conversation(build_tokenizer(PLAIN_CHAT), TWO_TURNS, turns=(1, 3))
     assert passage.text[passage.response :] == "no<|end|>\n"
 
 
@@ -230,7 +240,7 @@ def test_the_tokens_of_a_span_are_those_whose_bytes_overlap_it(
 
 def test_a_prompt_that_ends_in_a_space_loses_no_first_token() -> None:
     tokenizer = build_tokenizer(SPACED_CHAT)
-    passage = render_conversation(tokenizer, [user("a"), assistant("bee")], every_turn=False)
+    passage = render_conversation(tokenizer, [user("a"), assistant("bee")])
     encoded = encode(tokenizer, [passage.text])[0]
     learned = [tokenizer.convert_ids_to_tokens(encoded.tokens)[t] for t in encoded.tokens_of(passage.spans[0])]
     assert learned == [" b", "e", "e", "\n"]

@@ -20,8 +20,8 @@ from openrlhf.distributed.buckets import (
     WorkerReceipt,
     bucket_hash,
     bucket_nbytes,
+    cut_into_buckets,
     pack,
-    plan_buckets,
     unpack,
     verify_receipt,
 )
@@ -59,6 +59,10 @@ def reference_hash(data: bytes) -> int:
 def random_bytes(n: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator)
+
+
+def plan_buckets(specs: list[TensorSpec], limit: int) -> list[list[TensorSpec]]:
+    return cut_into_buckets(specs, lambda spec: bucket_nbytes([spec]), limit)
 
 
 class TestPlan:

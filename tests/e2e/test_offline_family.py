@@ -15,9 +15,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.commands import as_arguments, column, kill_when, launch, numbers, places, run, steps_logged, write_rows
+from tests.e2e.commands import (
+    as_arguments,
+    column,
+    kill_when,
+    launch,
+    numbers,
+    places,
+    run,
+    samples,
+    small_grpo,
+    steps_logged,
+    write_rows,
+)
 from tests.reference.preferences import answer_loss, pair_loss
-from tests.tiny import save_tiny_model
+from tests.tiny import HEADS, character_tokenizer, save_tiny_model
 
 EOS, TEMPLATE, BATCH = "<eos>", "say {}=", 16
 TRAIN_ROWS, EVAL_ROWS = 96, 13
@@ -63,8 +75,9 @@ def rows_of(task: str, count: int, seed: int) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
     """A tiny model, a teacher that is sure of what it says, and data for each task."""
-    save_tiny_model(own_folder / "model")
-    save_tiny_model(own_folder / "teacher", seed=5)
+    sizes = {**HEADS, "vocab_size": len(character_tokenizer())}
+    save_tiny_model(own_folder / "model", **sizes)
+    save_tiny_model(own_folder / "teacher", seed=5, **sizes)
     teacher = AutoModelForCausalLM.from_pretrained(own_folder / "teacher", dtype=torch.float32)
     with torch.no_grad():
         teacher.get_output_embeddings().weight.mul_(5)
@@ -190,9 +203,16 @@ def test_kto_learns_from_labels(workspace: Path) -> None:
     assert last(folder, "eval/chosen_reward") > last(folder, "eval/reject_reward")
 
 
-def test_a_process_reward_model_tells_right_steps_from_wrong_ones(workspace: Path) -> None:
+@pytest.fixture(scope="module")
+def step_judge(workspace: Path) -> Path:
+    """A run of a process reward model."""
     folder = workspace / "run-prm"
-    run("train_prm", flags_of("prm", workspace, folder, **{"ds.packing_samples": True}))
+    run("train_prm", flags_of("prm", workspace, folder, **{"ds.packing_samples": True, "train.max_epochs": 8}))
+    return folder
+
+
+def test_a_process_reward_model_tells_right_steps_from_wrong_ones(step_judge: Path) -> None:
+    folder = step_judge
     judge = Plain(folder / "model")
     losses, right = [], []
     for row in rows_of("prm", EVAL_ROWS, seed=2):
@@ -205,6 +225,30 @@ def test_a_process_reward_model_tells_right_steps_from_wrong_ones(workspace: Pat
     assert last(folder, "eval/eval prm_loss") == pytest.approx(sum(losses) / len(losses), abs=2e-6)
     assert last(folder, "eval/eval acc") == pytest.approx(sum(right) / len(right))
     assert last(folder, "eval/eval acc") > 0.9
+
+
+def test_a_process_reward_model_rewards_the_steps_of_an_episode(workspace: Path, step_judge: Path) -> None:
+    """Every sample's reward is the mean of P(right) of its steps, which end with z: here in plain Transformers."""
+    folder = workspace / "run-process"
+    write_rows(workspace / "prompts.jsonl", [{"input": word} for word in words(8, seed=4)])
+    flags = {
+        **small_grpo(workspace, folder, prompts=4, samples=2),
+        "algo.advantage.estimator": "reinforce",
+        "reward.process_model": step_judge / "model",
+        "reward.step_separator": "z",
+    }
+    run("train_ppo_ray", flags)
+    judge = Plain(step_judge / "model")
+    placeholder, right, wrong = (judge.ids(text)[0] for text in (STEP, RIGHT, WRONG))
+    seen = [sample for sample in samples(folder) if re.fullmatch(r"[^<\s]+(<eos>)?", sample["response"])]
+    assert len(samples(folder)) == 16 and len(seen) > 4
+    for sample in seen:
+        text, scores = judge.ids(sample["prompt"]), list[float]()
+        for step in re.findall("[^z?]*[z?]|[^z?]+$", sample["response"].replace(EOS, "")):
+            text += judge.ids(step) + [placeholder] * (not step.endswith(STEP))
+            table = judge.table(text)[-1][[right, wrong]]
+            scores.append(float(table.softmax(-1)[0]))
+        assert sample["reward"] == pytest.approx(sum(scores) / len(scores), abs=1e-4), sample
 
 
 def test_a_student_comes_closer_to_its_teacher(workspace: Path) -> None:

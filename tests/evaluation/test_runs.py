@@ -105,4 +105,4 @@ def test_wrong_models_and_columns_are_told(model: str, line: str, error: type[Ex
 def test_a_dry_run_shows_the_prompts_and_starts_nothing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = "--model.model_name_or_path {model} --reward.verifier length --data.label_key output --dry_run"
     run_evaluation(config_of(model, line))
-    assert "prompt '1+1=' (4 tokens), label '2'" in capsys.readouterr().out
+    assert "--- prompt of row 1, label '2': 4 tokens, ids" in capsys.readouterr().out

@@ -133,7 +133,7 @@ def test_tensorboard_shows_numbers_and_samples_under_the_run_name(tmp_path):
     events = read_events(tmp_path / "my_run")  # readable before the run closes
     assert [(e.step, e.value) for e in events.Scalars("train/kl")] == [(1, 0.5), (2, 0.25)]
     assert [e.value for e in events.Scalars("eval/eval gpt_loss")] == [2.0]
-    (sample,) = events.Tensors("train/generated_samples")
+    (sample,) = events.Tensors("train/generated_samples/text_summary")
     text = sample.tensor_proto.string_val[0].decode()
     assert text == "reward 1.0\n\n    line one\n    # not a heading"
     trackers.close()

@@ -216,8 +216,8 @@ def test_what_a_reward_reads_is_decoded_for_it_and_nothing_else(pool: ProcessPoo
 def test_the_flags_say_whether_failures_count_and_which_reward_stands_in() -> None:
     flags = {text: RewardConfig(on_error=text, max_error_rate=0.25) for text in ("fail", "drop", "-1")}
     budgets = {text: ErrorBudget.of(reward) for text, reward in flags.items()}
-    assert budgets["fail"] == budgets["-1"] == ErrorBudget(max_error_rate=0.25, counts=True)
-    assert budgets["drop"] == ErrorBudget(max_error_rate=0.25, counts=False)
+    assert budgets["fail"] == budgets["-1"] == ErrorBudget(max_error_rate=0.25)
+    assert budgets["drop"] == ErrorBudget(max_error_rate=1.0)
     assert [reward.fallback for reward in flags.values()] == [None, None, -1.0]
 
 
@@ -248,4 +248,4 @@ def test_the_run_stops_with_the_first_traceback_above_the_error_rate_and_not_at_
 
 
 def test_dropped_episodes_stop_no_run():
-    ErrorBudget(max_error_rate=0, counts=False).check(episodes(5, 5))
+    ErrorBudget(max_error_rate=1.0).check(episodes(5, 5))

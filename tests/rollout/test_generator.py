@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from openrlhf.config.rollout import RolloutConfig
-from openrlhf.observability.metrics import Metric, values
+from openrlhf.observability.metrics import Mean, Metric, values
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.fleet import checked
 from openrlhf.rollout.generator import Annotate, Group, Request, RolloutGenerator, SamplingSpec
-from openrlhf.rollout.measures import SampleCost, generation_metrics, tail_seconds
+from openrlhf.rollout.measures import SampleCost, generation_metrics
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Failure, Prompt
 from tests.streams import rollout
@@ -209,6 +209,14 @@ def test_a_log_probability_that_is_not_finite_fails_its_sample_and_names_the_eng
 
 
 # ---- the tail, by hand
+
+
+def tail_seconds(spans: list[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds of the tail, and seconds in which any sample ran."""
+    costs = [SampleCost(asked=start, seconds=end - start, prompt_tokens=1, cached_tokens=0) for start, end in spans]
+    share = generation_metrics(costs)["timing/tail_share"]
+    assert isinstance(share, Mean)
+    return share.sum, share.count
 
 
 def test_the_tail_is_when_less_than_a_tenth_as_many_run_as_at_the_peak() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from openrlhf.config.flags import amend
-from openrlhf.config.shared import DeepSpeedConfig
-from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
+from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, RMDeepSpeedConfig, SFTConfig
 from openrlhf.data.feedback import PairRow
 from openrlhf.data.labelled import LabelledRow
 from openrlhf.data.sft import SFTRow
@@ -23,11 +23,18 @@ from openrlhf.trainers.distill import DistillationTask
 from openrlhf.trainers.kto import KTOTask
 from openrlhf.trainers.preference import PreferenceTask
 from openrlhf.trainers.process_reward import ProcessRewardTask
+from openrlhf.trainers.reward import RewardTask
+from openrlhf.trainers.sft import SFTTask
 from openrlhf.trainers.tasks import OfflineTask
 from openrlhf.workers.base import MicroBatchLimits
 
 STEPS, ROWS = 2, 8
 REWARD_TOKENS = (11, 12)
+ADAPTERS = {
+    "": LoraConfig(),
+    "lora": LoraConfig(rank=4, alpha=8, rslora=True),
+    "dora": LoraConfig(rank=4, alpha=8, dora=True, target_modules=("q_proj", "down_proj")),
+}
 FLAGS: dict[str, Any] = {
     "adam.lr": 1.0,
     "adam.eps": 1.0,  # nearly linear in the gradient, so that weights compare as tightly as gradients do
@@ -88,9 +95,14 @@ def task_of(name: str, model: str, other: str, ds: DeepSpeedConfig) -> OfflineTa
     """The task of a name; the rest of the name is a choice of the task."""
     kind, _, choice = name.partition("_")
     common = {**FLAGS, "model.model_name_or_path": model, "ds": ds}
+    reference = None if ds.lora.rank else other
     match kind:
+        case "sft":
+            return SFTTask(amend(SFTConfig(), common))
+        case "rm":
+            return RewardTask(amend(RMConfig(), common | {"ds": RMDeepSpeedConfig(**vars(ds))}))
         case "kto":
-            own = {"ref.model_name_or_path": other, "kto.beta": 0.5, "kto.undesirable_weight": 1.5}
+            own = {"ref.model_name_or_path": reference, "kto.beta": 0.5, "kto.undesirable_weight": 1.5}
             return KTOTask(amend(KTOConfig(), common | own))
         case "kd":
             own = {"kd.teacher_model": other, "kd.top_k": 5 if choice == "top" else None}
@@ -101,7 +113,7 @@ def task_of(name: str, model: str, other: str, ds: DeepSpeedConfig) -> OfflineTa
             return task
         case _:
             own = {"model.loss_type": name, "model.label_smoothing": 0.1, "model.nll_loss_coef": 0.2}
-            return PreferenceTask(amend(DPOConfig(), {**common, **own, "ref.model_name_or_path": other}))
+            return PreferenceTask(amend(DPOConfig(), {**common, **own, "ref.model_name_or_path": reference}))
 
 
 def rows_of(name: str, step: int) -> list[Any]:
@@ -109,7 +121,7 @@ def rows_of(name: str, step: int) -> list[Any]:
     kind, _, choice = name.partition("_")
     if kind == "prm":
         return solutions(step, choice)
-    return {"kto": answers, "kd": responses}.get(kind, pairs)(step)
+    return {"kto": answers, "kd": responses, "sft": responses}.get(kind, pairs)(step)
 
 
 def train(strategy: Strategy, name: str, task: OfflineTask[Any, Any, Any], limits: MicroBatchLimits) -> dict[str, Any]:
@@ -136,10 +148,14 @@ def main() -> None:
     model, other, out, *layouts = sys.argv[1:]
     results = {}
     for layout in layouts:
-        name, stage, micro, kind = layout.split("-")
+        name, stage, micro, kind, *adapter = layout.split("-")
         packing = kind == "packed"
         ds = DeepSpeedConfig(
-            zero_stage=int(stage[-1]), param_dtype="fp32", packing_samples=packing, attn_implementation="sdpa"
+            zero_stage=int(stage[-1]),
+            param_dtype="fp32",
+            packing_samples=packing,
+            attn_implementation="sdpa",
+            lora=ADAPTERS["".join(adapter)],
         )
         strategy = Strategy(ds, seed=0)
         limits = MicroBatchLimits(size=int(micro[-1]), packed=packing)

@@ -14,11 +14,12 @@ from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience, TokenRows, offsets_of
 from openrlhf.config.flags import amend
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.rollout import RewardConfig
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.protocol import combined
 from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker, group_metrics, trainable
 from openrlhf.trainers.filtering import thrown_away
-from openrlhf.trainers.stages import EarlyStages, RewardModels, Stage
+from openrlhf.trainers.stages import EarlyStages, PendingRewards, RewardModels, Stage
 from openrlhf.workers.critic import CriticWorker
 from tests.reference import credit as reference
 from tests.trainers.episodes import episode, failed
@@ -296,7 +297,8 @@ class Judge(RewardModels):
     def launch(self, experience: Experience) -> Any:
         rows = torch.arange(experience.num_samples).float()
         rows[list(self.broken)] = torch.nan
-        return Here(torch.stack([torch.ones(len(rows)), rows], 1))
+        whole: Any = Here(torch.stack([torch.ones(len(rows)), rows], 1))
+        return PendingRewards(whole=whole, steps=None, weights=self.reward.weights or ())
 
 
 SENT: list[set[str]] = []
@@ -310,7 +312,7 @@ def annotated(
         Lengths(writes="old_logprobs", by=NOBODY, method=NOBODY),
         Lengths(writes="values", by=NOBODY, method=NOBODY, reads=Experience.texts),
     ]
-    judge = None if broken is None else Judge(NOBODY, [0.5, 2.0, 1.0])
+    judge = None if broken is None else Judge(NOBODY, RewardConfig(weights=(0.5, 2.0, 1.0)))
     if judge and broken:
         judge.broken = broken
     return maker_of(stages, judge, needs_groups=needs_groups).annotate(trajectories)
@@ -329,7 +331,7 @@ def test_a_stage_is_sent_the_columns_that_it_reads_and_nothing_else() -> None:
 def test_stages_of_one_prompt_leave_failed_episodes_and_their_places_alone() -> None:
     group = [episode(0, 0, score=1.0), failed(0, 1), episode(0, 2, score=0.0, actions=0)]
     lengths = Lengths(writes="values", by=NOBODY, method=NOBODY, reads=Experience.texts)
-    early = EarlyStages(models=Judge(NOBODY, [0.5, 2.0, 1.0]), stages=[lengths], timeout_s=1.0)
+    early = EarlyStages(models=Judge(NOBODY, RewardConfig(weights=(0.5, 2.0, 1.0))), stages=[lengths], timeout_s=1.0)
     first, untouched, last = asyncio.run(early.of_group(group))
     assert untouched is group[1]
     assert (first.reward, last.reward) == (0.5 + 0.0 + 1.0, 0.5 + 2.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from openrlhf.config.shared import DeepSpeedConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
@@ -25,10 +25,10 @@ def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for bucket in policy.engine.full_parameters(1 << 14) for name, tensor in bucket}
 
 
-def run(stage: int, dtype: str, model: str, out: str) -> list[dict[str, Any]]:
+def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[dict[str, Any]]:
     """The weights at the start and after each step; exports in `out`: of the whole run, and of the resumed one."""
     strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype=dtype), seed=0)
-    load = LoadSpec(path=model, param_dtype=dtype, attention="sdpa", packing=True)
+    load = LoadSpec(path=model, param_dtype=dtype, attention="sdpa", packing=True, lora=lora)
     settings = policy_settings(load, MicroBatchLimits(size=2))
     settings = replace(settings, trained=replace(settings.trained, ema_beta=BETA))
     plan = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[strategy.rank]
@@ -56,11 +56,11 @@ def run(stage: int, dtype: str, model: str, out: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Arguments: model folder, output folder, then cases like `zero3-fp32`."""
+    """Arguments: model folder, output folder, then cases like `zero3-fp32` or `zero3-fp32-lora`."""
     model, out, *cases = sys.argv[1:]
     for case in cases:
-        stage, dtype = case.removeprefix("zero").split("-")
-        path = run(int(stage), dtype, model, f"{out}/{case}")
+        stage, dtype, *adapter = case.removeprefix("zero").split("-")
+        path = run(int(stage), dtype, LoraConfig(rank=4 * len(adapter)), model, f"{out}/{case}")
         if torch.distributed.get_rank() == 0:
             torch.save(path, Path(out) / case / "path.pt")
     torch.distributed.barrier()

@@ -13,13 +13,14 @@ from tests.tiny import save_tiny_model
 from tests.workers.average_job import BETA
 
 CASES = ["zero0-fp32", "zero1-bf16", "zero2-fp32", "zero3-fp32"]
+ADAPTED = [f"{case}-lora" for case in CASES]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out")
     model = save_tiny_model(tmp_path_factory.mktemp("model"))
-    run_ranks(request.param, "tests.workers.average_job", model, str(out), *CASES)
+    run_ranks(request.param, "tests.workers.average_job", model, str(out), *CASES, *ADAPTED)
     return out
 
 
@@ -44,3 +45,16 @@ def test_the_export_is_the_average_over_the_steps_that_were_applied(folder: Path
 def test_a_resumed_run_exports_the_bytes_of_an_unbroken_one(folder: Path, case: str) -> None:
     whole, resumed = (folder / case / run / "model.safetensors" for run in ("whole", "resumed"))
     assert whole.read_bytes() == resumed.read_bytes()
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_adapters_are_averaged_exported_and_resumed_alike(folder: Path, case: str) -> None:
+    """The checkpoint has the adapters and their optimizer's state, and no frozen weight."""
+    whole, resumed = (folder / case / run / "adapter_model.safetensors" for run in ("whole", "resumed"))
+    assert whole.read_bytes() == resumed.read_bytes()
+    start, *_, end = torch.load(folder / case / "path.pt")
+    adapted = [name for name in start if not torch.equal(start[name], end[name])]
+    assert len(adapted) == len([name for name in start if "_proj.weight" in name])
+    files = list((folder / case / "checkpoint/global_step2").glob("*model_states.pt"))
+    states = [torch.load(file, weights_only=False) for file in files]
+    assert states and all(".lora_" in name for state in states for name in state["module"] or ())

@@ -1,0 +1,237 @@
+"""Layouts that public datasets have: each is recognised by its columns, named in a notice, and read by its flags."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from openrlhf.config import choices
+from openrlhf.config.flags import amend
+from openrlhf.config.learning import RLDataConfig
+from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
+from openrlhf.data.errors import DataError
+from openrlhf.data.feedback import PreferenceDataset
+from openrlhf.data.labelled import LabelledDataset
+from openrlhf.data.layouts import LAYOUTS, READERS, recognise
+from openrlhf.data.prompts import PromptDataset
+from openrlhf.data.sft import SFTDataset
+from tests.data.small import PLAIN_CHAT, build_tokenizer
+from tests.sources import ROOT
+
+Rows = list[dict[str, Any]]
+ROOTS: dict[str, Any] = {
+    "sft": SFTConfig,
+    "kd": KDConfig,
+    "dpo": DPOConfig,
+    "rm": RMConfig,
+    "kto": KTOConfig,
+    "prm": PRMConfig,
+}
+CHAT = "--data.apply_chat_template"
+Q, A, B = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "ok"), ("assistant", "no")))
+SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "ok"}]
+
+
+def config(task: str, **given: Any) -> Any:
+    """The flags of a task, some of them given."""
+    paths = {f"data.{flag}": value for flag, value in given.items()}
+    return amend(ROOTS[task](), {"data.max_len": 64, "given": paths, **paths})
+
+
+def recognised(row: dict[str, Any], task: str, capsys: pytest.CaptureFixture[str], **given: Any) -> tuple[Any, str]:
+    """The section `data` for a row, and the flags in the notice."""
+    data = recognise(Dataset.from_list([row]), config(task, **given))
+    return data, (re.findall(r"have the layout of (.*), and are read so", capsys.readouterr().err) or [""])[0]
+
+
+PAIRS: list[tuple[dict[str, Any], str]] = [
+    ({"chosen": [Q, A], "rejected": [Q, B]}, CHAT),
+    ({"prompt": "q", "chosen": "ok", "rejected": "no"}, "--data.prompt_key prompt"),
+    ({"prompt": [Q], "chosen": [A], "rejected": [B]}, f"{CHAT} --data.prompt_key prompt"),
+    ({"prompt": "q", "chosen": [A], "rejected": [B]}, f"{CHAT} --data.prompt_key prompt"),
+    ({"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]}, CHAT),  # the answers repeat it
+    (
+        {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "no"}},
+        f"{CHAT} --data.prompt_key conversations",
+    ),
+    ({"winner": "model_b", "conversation_a": [Q, B], "conversation_b": [Q, A]}, f"--data.layout arena {CHAT}"),
+    (
+        {"question": {"full_text": "q"}, "answer_0": "no", "answer_1": "ok", "score_0": -1.0, "score_1": 1.0},
+        "--data.layout webgpt --data.prompt_key prompt",
+    ),
+    (
+        {"instruction": "q", "input": "", "chosen": "ok", "rejected": "no"},
+        "--data.layout alpaca --data.prompt_key instruction",
+    ),
+    ({"question": "q", "chosen": "ok", "rejected": "no"}, "--data.layout orca --data.prompt_key question"),
+]
+
+
+@pytest.mark.parametrize("task", ["rm", "dpo", "kto"])
+@pytest.mark.parametrize(("row", "flags"), PAIRS)
+def test_pairs_are_recognised_and_read(
+    row: dict[str, Any], flags: str, task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, said = recognised(row, task, capsys)
+    assert said == flags
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    pair = PreferenceDataset(Dataset.from_list([row]), tokenizer, data, needs_prompt=True)[0]
+    texts = ("".join(tokenizer.convert_ids_to_tokens(tokens)) for tokens in (pair.chosen, pair.rejected))
+    turns = "<|user|>q<|end|>\n<|assistant|>{}<|end|>" if CHAT in flags else "q{} <|end|>"
+    if task == "kto" and CHAT not in flags:
+        turns = "User: q\nAssistant: {} <|end|>"
+    assert list(texts) == [turns.format("ok"), turns.format("no")]
+    assert pair.prompt_length > 0
+
+
+TEXTS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [Q, A]}, f"{CHAT} --data.input_key messages"),
+    ({"conversations": SHAREGPT}, f"{CHAT} --data.input_key conversations"),
+    ({"prompt": [Q], "completion": [A]}, f"{CHAT} --data.input_key prompt --data.output_key completion"),
+    ({"prompt": "q", "completion": "ok"}, "--data.input_key prompt --data.output_key completion"),
+    ({"prompt": "q", "response": "ok"}, "--data.input_key prompt --data.output_key response"),
+    ({"question": "q", "answer": "ok"}, "--data.input_key question --data.output_key answer"),
+    ({"input": "q", "output": "ok"}, "--data.output_key output"),
+    (
+        {"instruction": "q", "input": "", "output": "ok"},
+        "--data.layout alpaca --data.input_key instruction --data.output_key output",
+    ),
+    ({"question": "q", "response": "ok"}, "--data.layout orca --data.input_key question --data.output_key response"),
+]
+
+
+@pytest.mark.parametrize(("row", "flags"), TEXTS)
+def test_rows_of_supervised_training_are_recognised_and_read(
+    row: dict[str, Any], flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, said = recognised(row, "sft", capsys)
+    assert said == flags
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    tokens = SFTDataset(Dataset.from_list([row]), tokenizer, data)[0].tokens
+    text = "<|user|>q<|end|>\n<|assistant|>ok<|end|>" if CHAT in flags else "User: q\nAssistant: ok <|end|>"
+    assert "".join(tokenizer.convert_ids_to_tokens(tokens)) == text
+    # Labelled answers have the same texts, and a label.
+    labelled = {**row, "label": 1}
+    data, _ = recognised(labelled, "kto", capsys)
+    assert LabelledDataset(Dataset.from_list([labelled]), tokenizer, data)[0].tokens == tokens
+
+
+def test_answers_with_a_score_are_labelled_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"instruction": "q", "response": "ok", "score": score} for score in (1, 0)]
+    data, said = recognised(rows[0], "kto", capsys)
+    assert said.endswith("--data.label_key score")
+    labelled = LabelledDataset(Dataset.from_list(rows), build_tokenizer(), data)
+    assert [labelled[place].desirable for place in (0, 1)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "row", [{"messages": [Q, A]}, {"conversations": SHAREGPT}, {"prompt": [Q]}, {"prompt": [Q], "completion": [A]}]
+)
+def test_prompts_of_reinforcement_learning_end_before_the_answer(row: dict[str, Any]) -> None:
+    sections = amend(config("sft"), {"data": RLDataConfig()})
+    rows = Dataset.from_list([row])
+    prompt = PromptDataset(rows, build_tokenizer(PLAIN_CHAT), recognise(rows, sections, "text"))[0]
+    assert prompt.text == "<|user|>q<|end|>\n<|assistant|>"
+
+
+def test_input_system_and_history_of_alpaca_are_in_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"instruction": "do", "input": "it", "output": "ok", "system": "", "history": None}
+    full = {**row, "system": "s", "history": [["a", "b"]]}
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    data, _ = recognised(row, "sft", capsys)
+
+    def text(rows: Rows, **more: Any) -> str:
+        tokens = SFTDataset(Dataset.from_list(rows), tokenizer, amend(data, more))[0].tokens
+        return "".join(tokenizer.convert_ids_to_tokens(tokens))
+
+    assert text([row]) == "User: do\nit\nAssistant: ok <|end|>"
+    assert text([full], apply_chat_template=True) == (
+        "<|system|>s<|end|>\n<|user|>a<|end|>\n<|assistant|>b<|end|>\n<|user|>do\nit<|end|>\n<|assistant|>ok<|end|>"
+    )
+    with pytest.raises(DataError, match=r"row 1, column 'instruction': is a list.*--data\.apply_chat_template"):
+        text([full])
+    with pytest.raises(DataError, match=r"row 1, column 'history': has \['a'\], which is no \[question, answer\]"):
+        text([{**row, "history": [["a"]]}])
+
+
+def test_ties_of_comparisons_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    winners = ["tie", "model_b", "tie (bothbad)"]
+    rows = [{"winner": winner, "conversation_a": [Q, B], "conversation_b": [Q, A]} for winner in winners]
+    data, _ = recognised(rows[0], "rm", capsys)
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    pairs = PreferenceDataset(Dataset.from_list(rows), tokenizer, data)
+    assert pairs.summary == "1 of 3 pairs kept, dropped 2 that are ties."
+    with pytest.raises(DataError, match="row 1, column 'winner': is 'A', not model_a"):
+        PreferenceDataset(Dataset.from_list([{**rows[0], "winner": "A"}]), tokenizer, data)
+    row = PAIRS[7][0]
+    data, _ = recognised(row, "rm", capsys)
+    with pytest.raises(DataError, match="row 2, column 'score_1': is null, not a number"):
+        PreferenceDataset(Dataset.from_list([row, {**row, "score_1": None}]), tokenizer, data)
+
+
+# ---- what the user says wins
+
+
+def test_columns_that_the_user_names_stay_and_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"instruction": "q", "input": "x", "output": "ok"}
+    given = config("sft", input_key="instruction", output_key="output")
+    assert recognise(Dataset.from_list([row]), given) is given.data
+    assert "have the layout of --data.layout alpaca, which is not added" in capsys.readouterr().err
+    other = config("sft", input_key="input", output_key="output")
+    assert recognise(Dataset.from_list([row]), other) is other.data
+    whole = config("rm", chosen_key="chosen", rejected_key="rejected", apply_chat_template=True)
+    assert recognise(Dataset.from_list([PAIRS[0][0]]), whole) is whole.data
+    assert capsys.readouterr().err == ""
+
+
+def test_a_layout_can_be_named_or_recognition_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"instruction": "q", "output": "ok", "messages": [Q, A]}
+    data, _ = recognised(row, "sft", capsys, layout="alpaca")
+    assert (data.input_key, data.output_key, data.layout) == ("instruction", "output", "alpaca")
+    data, said = recognised(row, "sft", capsys, layout="columns")
+    assert (data.input_key, data.output_key, said) == ("input", None, "")
+    with pytest.raises(DataError, match=r"--data\.layout orca has other columns than the dataset, 'instruction'"):
+        recognised(row, "sft", capsys, layout="orca")
+    with pytest.raises(DataError, match=r"--data\.layout alpaca has other columns"):
+        recognised(row, "sft", capsys, layout="alpaca", input_key="messages")
+
+
+def test_the_layout_of_a_command_that_reads_no_such_rows_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for task, row in (("prm", {"messages": [Q, A]}), ("rm", {"messages": [Q, A]}), ("sft", {"other": "a"})):
+        data, said = recognised(row, task, capsys)
+        assert (data, said) == (config(task).data, "")
+    pretraining = SFTConfig(model=amend(SFTConfig().model, {"pretrain_mode_enable": True}))
+    assert pretraining.derived_values()["data.layout"] == "columns"
+
+
+def test_a_default_that_the_layout_has_no_use_for_is_reset(capsys: pytest.CaptureFixture[str]) -> None:
+    data, _ = recognised({"messages": [Q, A]}, "kd", capsys)
+    assert config("kd").data.output_key == "output"
+    assert data.output_key is None
+
+
+def test_the_table_names_the_choices_and_only_flags_that_some_command_has() -> None:
+    entries = [entry["flags"] for kind in LAYOUTS.values() for entry in kind]
+    assert {*READERS, "auto", "columns"} == set(choices.LAYOUTS)
+    assert {flags["layout"] for flags in entries if "layout" in flags} == set(READERS)
+    known = {name for root in ROOTS.values() for name in vars(root().data)}
+    assert {flag for flags in entries for flag in flags} <= known
+
+
+def test_the_page_about_data_has_every_layout_with_its_flags() -> None:
+    lines = (ROOT / "docs/data.md").read_text().splitlines()
+    for kind, entries in LAYOUTS.items():
+        for entry in entries:
+            flags = {
+                f: v
+                for f, v in entry["flags"].items()
+                if v and (kind == "text" or f not in ("chosen_key", "rejected_key"))
+            }
+            words = {f"--data.{flag}" + ("" if value is True else f" {value}") for flag, value in flags.items()}
+            assert any(
+                words == set(re.findall(r"--data\.\w+(?: \w+)?", line.rpartition("|")[0].rpartition("|")[2]))
+                for line in lines
+            ), words

@@ -1,0 +1,137 @@
+"""What --dry_run of each offline command shows: the first texts as the model will see them, with their targets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers.decoders import Fuse
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from openrlhf.batches import TokenRows
+from openrlhf.cli.common import train_offline
+from openrlhf.config.options import parse_config
+from openrlhf.data.shown import LONGEST, show_batch, show_text
+from tests.config.commands import ROOTS
+from tests.data.small import PLAIN_CHAT, build_tokenizer
+from tests.tiny import tiny_config
+
+
+def tokenizer_that_decodes() -> PreTrainedTokenizerFast:
+    """The tokenizer whose ids are known; decoded tokens are joined without spaces."""
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    tokenizer.backend_tokenizer.decoder = Fuse()
+    return tokenizer
+
+
+Show = Callable[..., str]
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ok"}]
+BAD = [CHAT[0], {"role": "assistant", "content": "no"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model with the tokenizer whose ids are known."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = tokenizer_that_decodes()
+    AutoModelForCausalLM.from_config(tiny_config("llama", vocab_size=len(tokenizer), eos_token_id=5)).save_pretrained(
+        folder
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def dry_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Show:
+    """What a command prints for a file of rows."""
+
+    def show(task: str, rows: list[dict[str, Any]], flags: str = "") -> str:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        line = f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 1 --run.dir {tmp_path} --dry_run"
+        config = parse_config(ROOTS[f"train_{task}"], f"{line} {flags}".split(), command=f"train_{task}")
+        train_offline(config, task)
+        return capsys.readouterr().out
+
+    return show
+
+
+def test_sft_shows_every_turn_and_which_are_learned(dry_run: Show) -> None:
+    turns = [*CHAT, CHAT[0], BAD[1] | {"loss": False}, *CHAT]
+    printed = dry_run("sft", [{"messages": turns}], "--data.apply_chat_template --data.multiturn")
+    assert "Template: --data.apply_chat_template." in printed
+    assert (
+        "--- text 1: 24 tokens, 5 targets, ids 3 74 5 8 4 106 … 74 5 8 4 106 5\n"
+        "<|user|>a<|end|>\n<|assistant|>⟦ok<|end|>\n⟧<|user|>a<|end|>\n<|assistant|>no<|end|>\n"
+        "<|user|>a<|end|>\n<|assistant|>⟦ok<|end|>⟧\n"
+    ) in printed
+
+
+def test_distillation_shows_what_sft_shows(dry_run: Show, model: Path) -> None:
+    printed = dry_run("kd", [{"input": "a", "output": "ok"}], f"--kd.teacher_model {model}")
+    assert "Template: --data.input_template 'User: {}\\nAssistant: '." in printed
+    assert "User: a\nAssistant: ⟦ok <|end|>⟧" in printed
+
+
+def test_preferences_show_both_texts_with_what_is_judged(dry_run: Show) -> None:
+    rows = [{"chosen": CHAT, "rejected": BAD}]
+    printed = dry_run("dpo", rows)
+    assert (
+        "--- chosen 1: 7 tokens, 2 targets, ids 3 74 5 8 4 106 5\n<|user|>a<|end|>\n<|assistant|>⟦ok<|end|>⟧" in printed
+    )
+    assert "--- rejected 1: 8 tokens, 3 targets," in printed
+    assert "<|assistant|>⟦no<|end|>⟧" in printed
+    printed = dry_run("rm", [rows[0] | {"margin": 0.5}])
+    assert "--- chosen 1, margins 0.5: 7 tokens, 1 targets," in printed
+    assert "<|assistant|>no⟦<|end|>⟧" in printed
+
+
+def test_labelled_answers_show_their_label_and_no_text_of_the_kl(dry_run: Show) -> None:
+    printed = dry_run("kto", [{"prompt": "a", "completion": "ok", "label": True}])
+    assert printed.count("--- ") == 1
+    assert "--- answer 1, desirable 1: " in printed
+    printed = dry_run("kto", [{"prompt": "a", "chosen": "ok", "rejected": "no"}])
+    assert printed.count("--- ") == 2
+    assert "desirable 1: " in printed and "desirable 0: " in printed
+    assert "User: a\nAssistant: ⟦no <|end|>⟧" in printed
+
+
+@pytest.mark.parametrize(
+    ("labels", "tokens", "shown"),
+    [
+        (["+", "-"], "", "⟦<think> = +⟧b⟦<think> = -⟧"),
+        ([0.25, None], "--prm.reward_tokens + -", "⟦<think> = 0.25⟧b<think>"),
+    ],
+)
+def test_steps_are_shown_with_their_labels(dry_run: Show, labels: list[Any], tokens: str, shown: str) -> None:
+    rows = [{"input": "a<think>b<think>", "label": labels}]
+    printed = dry_run("prm", rows, f"--prm.placeholder_token <think> {tokens}")
+    assert "Template: none" in printed
+    assert f"a{shown}" in printed
+
+
+def test_the_rows_are_those_of_the_first_step(dry_run: Show) -> None:
+    """The order of seed 42."""
+    rows = [{"input": str(number), "output": "ok"} for number in range(9)]
+    first = torch.randperm(9, generator=torch.Generator().manual_seed(42)).tolist()[:2]
+    printed = dry_run("sft", rows)
+    assert [f"User: {number}\n" in printed for number in range(9)] == [number in first for number in range(9)]
+
+
+def test_a_prompt_has_no_targets_and_a_long_text_shows_both_ends() -> None:
+    tokenizer = tokenizer_that_decodes()
+    tokens = tokenizer("a" * LONGEST + "b" * LONGEST)["input_ids"]
+    shown = show_text("prompt", tokens, tokenizer)
+    assert shown.startswith(f"--- prompt: {2 * LONGEST} tokens, ids 74 74 74 74 74 74 … 75 75")
+    assert shown.endswith("a" * 10 + " … " + "b" * (LONGEST // 2))
+
+
+def test_the_brackets_are_around_the_targets_token_by_token() -> None:
+    tokenizer = tokenizer_that_decodes()
+    batch = TokenRows.from_lists([[58, 106, 9, 106], [58]], [[False, True, False, True], [False]])
+    shown = list(show_batch(batch, tokenizer, ["text", ""]))
+    assert shown == ["--- text 1: 4 tokens, 2 targets, ids 58 106 9 106\nQ⟦ok⟧ ⟦ok⟧"]
