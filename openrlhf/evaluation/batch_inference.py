@@ -1,12 +1,10 @@
 """`openrlhf batch_inference`: answers to all prompts of a dataset, or the rewards of answers, in a file."""
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,8 +22,9 @@ from openrlhf.evaluation.post_processing import POST_PROCESSORS, by_input
 from openrlhf.evaluation.runs import engines, reward_hosts, reward_models
 from openrlhf.files import write_atomically
 from openrlhf.launch import settings
-from openrlhf.launch.identity import of_model, of_rows
+from openrlhf.launch.identity import FLAGS, Identity, of_model, of_rows
 from openrlhf.launch.prompt_data import check_reward_models, look_at_prompts, policy_tokenizer, read_prompts
+from openrlhf.observability.display import Display
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import json_line
 from openrlhf.rollout.background import BackgroundLoop
@@ -33,13 +32,6 @@ from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device, engine_device
 from openrlhf.rollout.generator import Request, RolloutGenerator
 from openrlhf.trajectory import Prompt, Trajectory
-
-# The flags that decide a result, besides the model and the rows.
-SCORES = "task data.max_len reward.normalize_enable reward.weights"
-ANSWERS = (
-    "task data.max_len best_of_n train.seed rollout.max_new_tokens rollout.temperature rollout.top_p rollout.top_k "
-    "rollout.repetition_penalty rollout.stop rollout.stop_token_ids"
-)
 
 
 def run_batch_inference(config: BatchInferenceConfig) -> None:
@@ -59,7 +51,12 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
             group = reward_hosts(config) if config.scores else engine_group(config.vllm, "vllm")
             with ray_cluster(Placement(groups=(group,), on_gpus=kind == "cuda")):
                 do = scored if config.scores else answered
-                failed = keep(do(work, missing, kind, str(recorder.folder.logs.absolute())), journal, recorder)
+                failed = keep(
+                    do(work, missing, kind, str(recorder.folder.logs.absolute())),
+                    journal,
+                    recorder.display,
+                    config.rollout.batch_size,
+                )
         if journal.results:
             write_results(work, journal, recorder)
         if failed:
@@ -80,12 +77,12 @@ class Work:
     rows: range
 
     def prompt(self, row: int) -> Prompt:
-        """A prompt; with --csft.enable it asks for a reward, as the default of --reward_template puts it in training."""
-        prompt, csft = self.prompts[row], self.config.csft
-        if not csft.enable or self.config.scores:
+        """A prompt; with --csft.enable it asks for a reward."""
+        prompt, suffix = self.prompts[row], self.config.csft.suffix
+        if not suffix:
             return prompt
-        text = f"{prompt.text} {csft.prompt.strip()} "
-        return replace(prompt, text=text, tokens=encode(self.tokenizer, [text])[0].tokens)
+        [encoded] = encode(self.tokenizer, [prompt.text + suffix])
+        return replace(prompt, text=prompt.text + suffix, tokens=encoded.tokens)
 
     def text(self, row: int) -> str:
         """Prompt, and output if there is one."""
@@ -98,15 +95,13 @@ class Work:
         [encoded] = encode(self.tokenizer, [passage.text])
         return given_text(self.tokenizer, row, "", cut(encoded.tokens, self.config.data.max_len, self.tokenizer))
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Identity:
         """Everything that decides the results."""
         config = self.config
-        flags, models = (
-            (SCORES, config.reward.models) if config.scores else (ANSWERS, [config.model.model_name_or_path])
-        )
+        models = config.reward.models if config.scores else [str(config.model.model_name_or_path)]
         return {
-            **{f"--{flag}": value_at(config, flag) for flag in flags.split()},
-            "models": [of_model(str(path), trust_remote_code=config.model.trust_remote_code) for path in models],
+            **{f"--{flag}": value_at(config, flag) for flag in FLAGS["inference"]},
+            "models": [of_model(path, trust_remote_code=config.model.trust_remote_code) for path in models],
             "rows of --data.dataset, rendered": of_rows(len(self.rows), lambda place: self.text(self.rows[place])),
         }
 
@@ -128,8 +123,9 @@ def read_work(config: BatchInferenceConfig) -> Work:
         raise DataError(f"--iter {config.iter} begins at row {first + 1} of --data.dataset, which has {len(prompts)}.")
     if not config.scores:
         look_at_prompts(config, prompts, tokenizer, policy=path, flag="--model.model_name_or_path")
-    elif wrong := [row + 1 for row in rows if not isinstance(prompts[row].label, str)]:
-        raise DataError(f"--data.dataset, row {wrong[0]}, --data.output_key {data.output_key}: that is no text.")
+    column = prompts.data.label_key
+    if config.scores and (wrong := [row for row in rows if not (column and isinstance(prompts[row].label, str))]):
+        raise DataError(f"--data.dataset, row {wrong[0] + 1}: --data.output_key {column} names no text to score.")
     return Work(config=config, tokenizer=tokenizer, prompts=prompts, rows=rows)
 
 
@@ -154,39 +150,34 @@ def scored(work: Work, rows: list[int], kind: Device, log_dir: str) -> Iterator[
             yield from ([text] for text in models.annotated([work.whole(row) for row in rows[start : start + size]]))
 
 
-def keep(groups: Iterable[list[Trajectory]], journal: Journal, recorder: Recorder) -> list[Trajectory]:
+def keep(groups: Iterable[list[Trajectory]], journal: Journal, display: Display, every: int) -> list[Trajectory]:
     """Write down each row that finishes. Returns a failed answer of each row that has one."""
     failed: list[Trajectory] = []
-    tokens, began = 0, 0.0
-    for group in groups:
+    for number, group in enumerate(groups, 1):
         failures = [t for t in group if t.failed]
         failed += failures[:1]
         if not failures:
             journal.add(group[0].prompt.index, [t.response_text if t.reward is None else t.reward for t in group])
-        tokens += sum(t.num_actions or len(t.tokens) for t in group) if began else 0
-        began = began or time.monotonic()  # before the first row, models start
-        rate = tokens / max(time.monotonic() - began, 1e-6)
-        recorder.display.progress(len(journal.results), f"{rate:,.0f} tokens/s, {len(failed)} rows failed")
+        display.status(f"{len(failed)} rows failed", done=len(journal.results))
+        if number % every == 0:
+            display.note(f"{len(journal.results)} rows have results, {len(failed)} failed.")
     return failed
 
 
 def write_results(work: Work, journal: Journal, recorder: Recorder) -> None:
     """Write the final file, in the order of the dataset. Raises DataError if it would be empty."""
-    processor, note = work.config.post_processor, recorder.display.note
+    process, note = POST_PROCESSORS.get(work.config.post_processor), recorder.display.note
     results = [(work.prompt(row), journal.results[row]) for row in work.rows if row in journal.results]
     if work.config.scores:
         scores = [{"input": prompt.text, "output": prompt.label, "reward": reward} for prompt, [reward] in results]
-        process, inputs = POST_PROCESSORS.get(processor), len(by_input(scores))
-        lines = process(scores, work.config) if process else scores
-        rewards = [row["reward"] for row in scores]
+        lines, rewards = process(scores, work.config) if process else scores, [row["reward"] for row in scores]
         mean, deviation = fmean(rewards), stdev(rewards) if len(rewards) > 1 else 0.0
         recorder.log(0, {"eval/reward_mean": mean, "eval/reward_std": deviation})
-        note(f"{len(rewards)} answers: reward {mean:.4f} on average, deviation {deviation:.4f}")
-        if processor == "iter_dpo":
-            note(f"{inputs - len(lines)} of {inputs} inputs make no pair, because all their rewards are equal.")
+        inputs = len(by_input(scores))
+        note(f"{len(rewards)} answers to {inputs} inputs: reward {mean:.4f} on average, deviation {deviation:.4f}")
     else:
         lines = [{"input": prompt.text, "output": output} for prompt, outputs in results for output in outputs]
     if not lines:
         raise DataError(f"There is no pair to write to {journal.final}: sample several answers with --best_of_n.")
     write_atomically(journal.final, *map(json_line, lines))
-    note(f"{len(lines)} lines are in {journal.final}")
+    note(f"{len(lines)} lines are in {journal.final}. Prompts are whole: train with --data.input_template {{}}.")

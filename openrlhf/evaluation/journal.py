@@ -1,6 +1,5 @@
 """The results of a long command on disk as soon as they are there, so that a killed command continues."""
 
-import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,15 +11,15 @@ from openrlhf.observability.run_folder import json_line
 
 
 class JournalError(UserError, ValueError):
-    """The results on disk are complete, in use, or of another command."""
+    """The results on disk are complete, or of another command."""
 
 
 class Journal:
     """Results by row number, in a file beside the final one.
 
     The first line is the identity of the command. Each other line has a row and its whole result, so a row is there once
-    or not at all. A last line that a kill has cut is dropped. Raises JournalError if the final file is there already, if
-    another process writes the results, or if a command with another identity began them.
+    or not at all. A last line that a kill has cut is dropped. Raises JournalError if the final file is there already, or
+    if a command with another identity began the results.
     """
 
     def __init__(self, final: Path, identity: Mapping[str, Any]) -> None:
@@ -28,23 +27,19 @@ class Journal:
         if final.exists() and not self.path.exists():
             raise JournalError(f"--output_path {final} is there already: delete it, or give another path.")
         final.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise JournalError(f"Another process writes {self.path}: wait for it, or end it.") from error
-        self._file.seek(0)
-        *lines, unfinished = self._file.read().split(b"\n")
-        self._file.truncate(self._file.tell() - len(unfinished))
-        if not lines:
-            self._write(identity)
-        elif different := differences(json.loads(lines[0]), json.loads(json_line(identity))):
-            self.close()
+        written = self.path.read_bytes() if self.path.exists() else b""
+        *lines, unfinished = written.split(b"\n")
+        begun = json.loads(lines[0]) if lines else identity
+        if different := differences(begun, json.loads(json_line(identity))):
             raise JournalError(
                 f"{self.path} was begun with other settings. Go on with those, or delete it to begin anew, or give another "
                 "--output_path:" + "".join(f"\n  {difference}" for difference in different)
             )
         self.results: dict[int, list[Any]] = dict(map(json.loads, lines[1:]))
+        self._file = self.path.open("ab")
+        self._file.truncate(len(written) - len(unfinished))
+        if not lines:
+            self._write(identity)
 
     def add(self, row: int, result: list[Any]) -> None:
         """Write the result of a row."""
@@ -56,5 +51,5 @@ class Journal:
         self._file.flush()
 
     def close(self) -> None:
-        """Let other processes have the file."""
+        """Close the file."""
         self._file.close()

@@ -16,8 +16,6 @@ from rich.text import Text
 from openrlhf.observability.lines import Part, clock_time, evaluation_parts, join_parts, step_parts
 from openrlhf.observability.run_folder import json_line
 
-BETWEEN_NOTES_S = 30.0  # of progress, where there is no bar
-
 
 class Display:
     """Prints for the person who started the run. `live`: lines above a progress bar; `json`: one object per line."""
@@ -55,9 +53,9 @@ class Display:
         self._progress.update(self._bar, total=total_steps, completed=done)
         self._progress.start()
 
-    def status(self, text: str) -> None:
-        """Show beside the progress bar what the run is doing now: "generating 512 episodes"."""
-        self._progress.update(self._bar, description=text)
+    def status(self, text: str, *, done: int | None = None) -> None:
+        """Show beside the progress bar what the run is doing now: "generating 512 episodes". `done`: where the bar is."""
+        self._progress.update(self._bar, description=text, completed=done)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Print a training step, given its metrics by their logged names."""
@@ -70,13 +68,6 @@ class Display:
         self._line(step_parts(step, self._total, values, seconds_left=in_line))
         beside_bar = "" if left is None else f"{clock_time(left)} left"
         self._progress.update(self._bar, completed=step, left=beside_bar)
-
-    def progress(self, done: int, text: str) -> None:
-        """Show beside the progress bar how work without steps goes; without a bar, as a line every half minute."""
-        self._progress.update(self._bar, completed=done, description=text)
-        if not self.live and self._clock() - self._began >= BETWEEN_NOTES_S:
-            self._began = self._clock()
-            self.note(f"{done} of {self._total}: {text}")
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print an evaluation of the weights after `step`."""
