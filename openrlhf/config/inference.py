@@ -47,8 +47,6 @@ class CsftConfig(Section):
     """Conditional fine-tuning."""
     enable: bool = option(False, "Ask for answers of a reward: put csft.prompt behind each prompt.")
     prompt: str = option("<rm_score>: 5.00", "The reward in words.", needs="enable")
-    normalize_enable: bool = option(
-        False, "Rewards in inputs: less their mean, by their deviation over all rows.", needs="post_processor=csft")
 
     @property
     def suffix(self) -> str:
@@ -97,6 +95,11 @@ class BatchInferenceConfig(InferenceCommand, RecordedCommand):
     local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
 
     @property
+    def samples_answers(self) -> bool:
+        """Whether the model answers prompts."""
+        return not self.scores
+
+    @property
     def scores(self) -> bool:
         """Whether answers are scored, not sampled."""
         return self.task == "rm"
@@ -115,13 +118,12 @@ class BatchInferenceConfig(InferenceCommand, RecordedCommand):
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        template, path = self.reward_template, os.path.expanduser(self.output_path or "")
-        lacking = [word for word in ("{input}", "{reward}") if word not in template]
+        not_in, path = not all(word in self.reward_template for word in ("{input}", "{reward}")), os.path.expanduser(self.output_path or "")
         return [
             *super().mistakes(),
             *rules.probabilities_fit(self, "data.dataset", "data.dataset_probs"),
             (path and os.path.isdir(path), "<output_path> is a folder: name a file in it."),
-            (lacking and self.post_processor == "csft", f"<reward_template> has no {' and no '.join(lacking)}."),
+            (not_in and self.post_processor == "csft", "<reward_template> needs both {input} and {reward}."),
             *(rules.sum_mistakes(self.reward, len(self.reward.models)) if self.scores else self.engine_mistakes()),
             (self.scores and not self.reward.scalars, "<task> needs the reward model: give --reward.model_name_or_path."),
             (self.reward.process_model, "<reward.process_model> judges answers while they are sampled: leave it out."),

@@ -1,156 +1,119 @@
 """`openrlhf batch_inference`: answers to all prompts of a dataset, or the rewards of answers, in a file."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.flags import UserError, value_at
+from openrlhf.config.flags import UserError
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.data.errors import DataError
-from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.templates import Passage, cut, encode
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.cluster import ray_cluster
-from openrlhf.distributed.placement import Placement, engine_group
 from openrlhf.evaluation.comparing import given_text
 from openrlhf.evaluation.journal import Journal
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, by_input
-from openrlhf.evaluation.runs import engines, reward_hosts, reward_models
+from openrlhf.evaluation.runs import Started, engines, reward_models, started
 from openrlhf.files import write_atomically
 from openrlhf.launch import settings
-from openrlhf.launch.identity import FLAGS, Identity, of_model, of_rows
+from openrlhf.launch.identity import inference_identity
 from openrlhf.launch.prompt_data import check_reward_models, look_at_prompts, policy_tokenizer, read_prompts
-from openrlhf.observability.display import Display
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import json_line
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
-from openrlhf.rollout.engine_settings import Device, engine_device
+from openrlhf.rollout.engine_settings import engine_device
 from openrlhf.rollout.generator import Request, RolloutGenerator
 from openrlhf.trajectory import Prompt, Trajectory
 
 
 def run_batch_inference(config: BatchInferenceConfig) -> None:
     """Answer or score all rows that have no result yet, and write the file. Raises UserError if a row failed."""
-    check_engine_args(config.vllm.engine_args, kind := engine_device())
-    work = read_work(config)
+    check_engine_args(config.vllm.engine_args, engine_device())
+    tokenizer = read_tokenizer(config)
+    prompts = read_rows(config, tokenizer)
     if config.dry_run:
-        return print(f"{len(work.rows)} rows, the first: {work.text(work.rows[0])!r}")
-    with (
-        closing(Journal(Path(config.output_path).expanduser(), work.identity())) as journal,
-        closing(Recorder(config, config.run.dir)) as recorder,
-    ):
-        missing, failed = [row for row in work.rows if row not in journal.results], list[Trajectory]()
-        recorder.display.note(f"{len(work.rows)} rows, {len(missing)} to do. Results so far: {journal.path}")
-        recorder.display.begin(len(work.rows), done=len(journal.results))
-        if missing:
-            group = reward_hosts(config) if config.scores else engine_group(config.vllm, "vllm")
-            with ray_cluster(Placement(groups=(group,), on_gpus=kind == "cuda")):
-                do = scored if config.scores else answered
-                failed = keep(
-                    do(work, missing, kind, str(recorder.folder.logs.absolute())),
-                    journal,
-                    recorder.display,
-                    config.rollout.batch_size,
-                )
+        return print(f"{len(prompts)} rows, the first: {prompts[0].text + prompts[0].label!r}")
+    journal = Journal(Path(config.output_path).expanduser(), inference_identity(config, prompts))
+    with started(config) as run:
+        missing = [prompt for prompt in prompts if prompt.index not in journal.results]
+        run.recorder.display.note(f"{len(prompts)} rows, {len(missing)} to do. Results so far: {journal.path}")
+        run.recorder.display.begin(len(prompts), done=len(journal.results))
+        work = scored if config.scores else answered
+        failed = keep(work(config, tokenizer, missing, run), journal, run.recorder, every=config.rollout.batch_size)
         if journal.results:
-            write_results(work, journal, recorder)
-        if failed:
-            raise UserError(
-                f"{len(failed)} rows failed and are not in {journal.final}: the same command tries them again. The first, "
-                f"row {failed[0].prompt.index + 1}: {failed[0].error}"
-            )
-        journal.path.unlink()
+            write_results(config, prompts, journal, run.recorder)
+    if failed:
+        raise UserError(
+            f"{len(failed)} rows failed and are not in {journal.final}: the same command tries them again. The first, "
+            f"row {failed[0].prompt.index + 1}: {failed[0].error}"
+        )
+    journal.path.unlink()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """The rows of a command: prompts to answer, or prompts whose labels are the outputs to score."""
-
-    config: BatchInferenceConfig
-    tokenizer: PreTrainedTokenizerBase
-    prompts: PromptDataset
-    rows: range
-
-    def prompt(self, row: int) -> Prompt:
-        """A prompt; with --csft.enable it asks for a reward."""
-        prompt, suffix = self.prompts[row], self.config.csft.suffix
-        if not suffix:
-            return prompt
-        [encoded] = encode(self.tokenizer, [prompt.text + suffix])
-        return replace(prompt, text=prompt.text + suffix, tokens=encoded.tokens)
-
-    def text(self, row: int) -> str:
-        """Prompt, and output if there is one."""
-        prompt = self.prompt(row)
-        return f"{prompt.text}{prompt.label}"
-
-    def whole(self, row: int) -> Trajectory:
-        """Prompt and output as one text, ended and cut as in the training of a reward model."""
-        passage = Passage(text=self.text(row), spans=[], response=0).closed(str(self.tokenizer.eos_token))
-        [encoded] = encode(self.tokenizer, [passage.text])
-        return given_text(self.tokenizer, row, "", cut(encoded.tokens, self.config.data.max_len, self.tokenizer))
-
-    def identity(self) -> Identity:
-        """Everything that decides the results."""
-        config = self.config
-        models = config.reward.models if config.scores else [str(config.model.model_name_or_path)]
-        return {
-            **{f"--{flag}": value_at(config, flag) for flag in FLAGS["inference"]},
-            "models": [of_model(path, trust_remote_code=config.model.trust_remote_code) for path in models],
-            "rows of --data.dataset, rendered": of_rows(len(self.rows), lambda place: self.text(self.rows[place])),
-        }
-
-
-def read_work(config: BatchInferenceConfig) -> Work:
-    """The rows that the flags name, checked together with the models. Raises DataError or ModelError."""
-    data, size, path = config.data, config.rollout.batch_size, str(config.model.model_name_or_path)
-    if config.scores:
-        path = config.reward.models[0]
-        tokenizer = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-        check_reward_models(config, tokenizer, policy=f"the first, {path}")
-    else:
-        tokenizer = policy_tokenizer(config, path, flag="--model.model_name_or_path")
-    split, probs, most = data.dataset_split, data.dataset_probs, data.max_samples
-    prompts = read_prompts(config, tokenizer, data.dataset, split=split, probs=probs, max_samples=most)
-    first = (config.iter or 0) * size
-    rows = range(len(prompts))[first : None if config.iter is None else first + size]
-    if not rows:
-        raise DataError(f"--iter {config.iter} begins at row {first + 1} of --data.dataset, which has {len(prompts)}.")
+def read_tokenizer(config: BatchInferenceConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model that answers or scores; the models are checked. Raises DataError or ModelError."""
     if not config.scores:
-        look_at_prompts(config, prompts, tokenizer, policy=path, flag="--model.model_name_or_path")
-    column = prompts.data.label_key
-    if config.scores and (wrong := [row for row in rows if not (column and isinstance(prompts[row].label, str))]):
-        raise DataError(f"--data.dataset, row {wrong[0] + 1}: --data.output_key {column} names no text to score.")
-    return Work(config=config, tokenizer=tokenizer, prompts=prompts, rows=rows)
+        return policy_tokenizer(config, str(config.model.model_name_or_path), flag="--model.model_name_or_path")
+    path = config.reward.models[0]
+    tokenizer = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+    check_reward_models(config, tokenizer, policy=f"the first, {path}")
+    return tokenizer
 
 
-def answered(work: Work, rows: list[int], kind: Device, log_dir: str) -> Iterator[list[Trajectory]]:
-    """The answers to the prompts of these rows, row by row as they finish."""
-    config, tokenizer, path = work.config, work.tokenizer, str(work.config.model.model_name_or_path)
+def read_rows(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The prompts to answer, or those whose labels are the answers to score. Raises DataError."""
+    data, suffix = config.data, config.csft.suffix
+    split, probs, most = data.dataset_split, data.dataset_probs, data.max_samples
+    dataset = read_prompts(config, tokenizer, data.dataset, split=split, probs=probs, max_samples=most)
+    size, number = config.rollout.batch_size, config.iter
+    rows = range(len(dataset)) if number is None else range(len(dataset))[number * size : (number + 1) * size]
+    if not rows:
+        raise DataError(f"--iter {number} begins behind the last of the {len(dataset)} rows of --data.dataset.")
+    prompts = [dataset[row] for row in rows]
+    if not config.scores:
+        path = str(config.model.model_name_or_path)
+        look_at_prompts(config, dataset, tokenizer, policy=path, flag="--model.model_name_or_path")
+    elif wrong := [p for p in prompts if not (dataset.data.label_key and isinstance(p.label, str))]:
+        raise DataError(f"--data.dataset, row {wrong[0].index + 1}: --data.output_key names no text to score.")
+    if not suffix:
+        return prompts
+    asked = encode(tokenizer, [prompt.text + suffix for prompt in prompts])
+    return [replace(p, text=p.text + suffix, tokens=e.tokens) for p, e in zip(prompts, asked, strict=True)]
+
+
+def answered(
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], run: Started
+) -> Iterator[list[Trajectory]]:
+    """The answers to these prompts, prompt by prompt as they finish."""
+    path, size = str(config.model.model_name_or_path), config.rollout.batch_size
     request = Request(spec=settings.inference_sampling(config, samples=config.best_of_n), step=0)
     with (
-        engines(config, path, tokenizer, kind, name="vllm", log_dir=log_dir) as fleet,
+        engines(config, path, tokenizer, run.kind, name="vllm", log_dir=run.log_dir) as fleet,
         closing(BackgroundLoop()) as loop,
     ):
-        prompts, at_once = map(work.prompt, rows), config.rollout.batch_size
-        stream = RolloutGenerator(fleet, tokenizer, None).stream(prompts, request, groups=len(rows), at_once=at_once)
+        stream = RolloutGenerator(fleet, tokenizer, None).stream(prompts, request, groups=len(prompts), at_once=size)
         yield from loop.iterate(stream, config.train.step_timeout)
 
 
-def scored(work: Work, rows: list[int], kind: Device, log_dir: str) -> Iterator[list[Trajectory]]:
-    """The texts of these rows with their rewards, row by row."""
-    size = work.config.rollout.batch_size
-    with reward_models(work.config, kind, log_dir=log_dir) as models:
-        for start in range(0, len(rows), size):
-            yield from ([text] for text in models.annotated([work.whole(row) for row in rows[start : start + size]]))
+def scored(
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], run: Started
+) -> Iterator[list[Trajectory]]:
+    """These prompts and their answers as whole texts with rewards, ended and cut as in the training of a reward model."""
+    size, end = config.rollout.batch_size, str(tokenizer.eos_token)
+    with reward_models(config, run.kind, log_dir=run.log_dir) as models:
+        for start in range(0, len(prompts), size):
+            part = prompts[start : start + size]
+            whole = [Passage(text=p.text + p.label, spans=[], response=0).closed(end).text for p in part]
+            tokens = [cut(text.tokens, config.data.max_len, tokenizer) for text in encode(tokenizer, whole)]
+            texts = [given_text(tokenizer, p.index, "", ids) for p, ids in zip(part, tokens, strict=True)]
+            yield from ([text] for text in models.annotated(texts))
 
 
-def keep(groups: Iterable[list[Trajectory]], journal: Journal, display: Display, every: int) -> list[Trajectory]:
+def keep(groups: Iterable[list[Trajectory]], journal: Journal, recorder: Recorder, *, every: int) -> list[Trajectory]:
     """Write down each row that finishes. Returns a failed answer of each row that has one."""
     failed: list[Trajectory] = []
     for number, group in enumerate(groups, 1):
@@ -158,26 +121,28 @@ def keep(groups: Iterable[list[Trajectory]], journal: Journal, display: Display,
         failed += failures[:1]
         if not failures:
             journal.add(group[0].prompt.index, [t.response_text if t.reward is None else t.reward for t in group])
-        display.status(f"{len(failed)} rows failed", done=len(journal.results))
+        recorder.display.status(f"{len(failed)} rows failed", done=len(journal.results))
         if number % every == 0:
-            display.note(f"{len(journal.results)} rows have results, {len(failed)} failed.")
+            recorder.display.note(f"{len(journal.results)} rows have results, {len(failed)} failed.")
     return failed
 
 
-def write_results(work: Work, journal: Journal, recorder: Recorder) -> None:
+def write_results(
+    config: BatchInferenceConfig, prompts: Sequence[Prompt], journal: Journal, recorder: Recorder
+) -> None:
     """Write the final file, in the order of the dataset. Raises DataError if it would be empty."""
-    process, note = POST_PROCESSORS.get(work.config.post_processor), recorder.display.note
-    results = [(work.prompt(row), journal.results[row]) for row in work.rows if row in journal.results]
-    if work.config.scores:
-        scores = [{"input": prompt.text, "output": prompt.label, "reward": reward} for prompt, [reward] in results]
-        lines, rewards = process(scores, work.config) if process else scores, [row["reward"] for row in scores]
+    note = recorder.display.note
+    results = [(prompt, journal.results[prompt.index]) for prompt in prompts if prompt.index in journal.results]
+    if config.scores:
+        lines = [{"input": prompt.text, "output": prompt.label, "reward": reward} for prompt, [reward] in results]
+        rewards, inputs = [row["reward"] for row in lines], len(by_input(lines))
         mean, deviation = fmean(rewards), stdev(rewards) if len(rewards) > 1 else 0.0
         recorder.log(0, {"eval/reward_mean": mean, "eval/reward_std": deviation})
-        inputs = len(by_input(scores))
         note(f"{len(rewards)} answers to {inputs} inputs: reward {mean:.4f} on average, deviation {deviation:.4f}")
+        lines = POST_PROCESSORS[config.post_processor](lines, config)
     else:
         lines = [{"input": prompt.text, "output": output} for prompt, outputs in results for output in outputs]
     if not lines:
         raise DataError(f"There is no pair to write to {journal.final}: sample several answers with --best_of_n.")
     write_atomically(journal.final, *map(json_line, lines))
-    note(f"{len(lines)} lines are in {journal.final}. Prompts are whole: train with --data.input_template {{}}.")
+    note(f"{len(lines)} lines are in {journal.final}. Inputs are whole prompts: train with --data.input_template {{}}.")

@@ -19,6 +19,11 @@ def by_input(rows: Rows) -> list[Rows]:
     return list(groups.values())
 
 
+def unchanged(rows: Rows, config: BatchInferenceConfig) -> Rows:
+    """All rows as they are."""
+    return rows
+
+
 def best(rows: Rows, config: BatchInferenceConfig) -> Rows:
     """The row with the highest reward of each input, for rejection sampling. Of equal rewards, the first."""
     return [max(group, key=REWARD) for group in by_input(rows)]
@@ -27,17 +32,14 @@ def best(rows: Rows, config: BatchInferenceConfig) -> Rows:
 def conditioned(rows: Rows, config: BatchInferenceConfig) -> Rows:
     """All rows, with the reward in the input.
 
-    With --csft.normalize_enable that is (r − mean) ÷ standard deviation of all rows, the unbiased one, in float64; 0 if all
-    rewards are equal.
+    With --reward.normalize_enable that is (r − mean) ÷ standard deviation of all rows, the unbiased one, in float64; 0 if
+    all rewards are equal. The stored mean and deviation of the reward model cancel.
     """
     rewards, center, scale = [row["reward"] for row in rows], 0.0, 1.0
-    if config.csft.normalize_enable:
+    if config.reward.normalize_enable:
         center, scale = mean(rewards), (stdev(rewards) if len(rewards) > 1 else 0.0) or 1.0
     templates = (config.reward_template.replace("{reward}", f"{(reward - center) / scale:.2f}") for reward in rewards)
-    return [
-        row | {"input": template.replace("{input}", row["input"])}
-        for row, template in zip(rows, templates, strict=True)
-    ]
+    return [row | {"input": text.replace("{input}", row["input"])} for row, text in zip(rows, templates, strict=True)]
 
 
 def pairs(rows: Rows, config: BatchInferenceConfig) -> Rows:
@@ -51,8 +53,9 @@ def pairs(rows: Rows, config: BatchInferenceConfig) -> Rows:
     ]
 
 
-# The others leave the rows as they are.
 POST_PROCESSORS: dict[str, Callable[[Rows, BatchInferenceConfig], Rows]] = {
+    "none": unchanged,
+    "null": unchanged,
     "rs": best,
     "csft": conditioned,
     "iter_dpo": pairs,

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.layouts import recognise
@@ -68,7 +69,8 @@ def run_pass_k(config: EvaluationConfig) -> None:
     model, k = read_candidate(config, "model"), config.eval.n_samples_per_prompt
     if config.dry_run:
         return show_prompts(model.prompts)
-    with started(config) as evaluation:
+    with started(config) as run:
+        evaluation = Evaluation(config, run)
         answers = evaluation.rewarded(evaluation.answers(model, "vllm"))
         evaluation.recorder.folder.log_samples(sample_row(0, answer) for answer in answers)
         evaluation.report(evaluation_metrics(answers, k=k), rows_of(answers, lambda t: t, partial(source_columns, k=k)))
@@ -86,7 +88,8 @@ def run_rm_accuracy(config: EvaluationConfig) -> None:
     if config.dry_run:
         chosen, rejected = (show_text(side, getattr(rows[0], side), tokenizer) for side in ("chosen", "rejected"))
         return print(rows.summary, chosen, rejected, sep="\n")
-    with started(config) as evaluation:
+    with started(config) as run:
+        evaluation = Evaluation(config, run)
         evaluation.recorder.display.note(rows.summary)
         chosen = [comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].chosen) for n in range(len(rows))]
         rejected = [comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].rejected) for n in range(len(rows))]
@@ -107,7 +110,8 @@ def run_win_rate(config: EvaluationConfig) -> None:
         asyncio.run(judge.servers.check())
     if config.dry_run:
         return show_prompts(model.prompts)
-    with started(config) as evaluation:
+    with started(config) as run:
+        evaluation = Evaluation(config, run)
         ours = evaluation.answers(model, "vllm")
         theirs = evaluation.answers(other, "against") if written is None else evaluation.written(model, written)
         if judge:
@@ -163,13 +167,21 @@ def read_answers(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, c
     return [[*tokens, end] for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A run folder, and the devices of a Ray cluster."""
+
+    recorder: Recorder
+    kind: Device
+    log_dir: str
+
+
 class Evaluation:
     """An evaluation with its run folder, on a Ray cluster. Engines and reward models start when they are needed, one after the other."""
 
-    def __init__(self, config: EvaluationConfig, recorder: Recorder, kind: Device) -> None:
-        self.config, self.recorder = config, recorder
-        self.kind: Device = kind
-        self.log_dir = str(recorder.folder.logs.absolute())
+    def __init__(self, config: EvaluationConfig, run: Started) -> None:
+        self.config, self.recorder, self.log_dir = config, run.recorder, run.log_dir
+        self.kind: Device = run.kind
         self.errors = ErrorBudget.of(config.reward)
 
     def answers(self, model: Candidate, name: str) -> list[Trajectory]:
@@ -265,12 +277,12 @@ def places_of(group: HostGroup, kind: Device) -> Sequence[Machine]:
 
 
 @contextmanager
-def started(config: EvaluationConfig) -> Iterator[Evaluation]:
-    """An evaluation in a run folder of its own, on a Ray cluster that is there or is started for it."""
+def started(config: EvaluationConfig | BatchInferenceConfig) -> Iterator[Started]:
+    """A run folder of its own, and a Ray cluster that is there or is started for it."""
     kind = engine_device()
     largest = largest_phase(config, on_gpus=kind == "cuda")
     with closing(Recorder(config, config.run.dir)) as recorder, ray_cluster(largest):
-        yield Evaluation(config, recorder, kind)
+        yield Started(recorder=recorder, kind=kind, log_dir=str(recorder.folder.logs.absolute()))
 
 
 def rows_of(
@@ -281,7 +293,7 @@ def rows_of(
     return rows if len(rows) == 1 else rows | {"all": columns(items)}
 
 
-def largest_phase(config: EvaluationConfig, *, on_gpus: bool) -> Placement:
+def largest_phase(config: EvaluationConfig | BatchInferenceConfig, *, on_gpus: bool) -> Placement:
     """The processes that run at one time: engines, or reward models."""
     phases = [engine_group(config.vllm, "vllm")] * config.samples_answers + [reward_hosts(config)] * bool(
         config.reward.models

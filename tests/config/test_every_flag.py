@@ -91,8 +91,8 @@ READERS = {
     "eval": "evaluation.runs trainers.reward trainers.stages launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.judge "
     "observability.recorder observability.trackers data.prompts data.feedback rollout.fleet distributed.placement",
     "reward_test": "evaluation.reward_test rewards.rule",
-    "batch_inference": "evaluation.batch_inference evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "
-    "observability.recorder observability.trackers data.prompts data.first_look rollout.fleet distributed.placement",
+    "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "
+    "observability.recorder observability.trackers data.prompts data.first_look rollout.fleet distributed.placement trainers.stages",
     "interactive_chat": "evaluation.chat evaluation.runs launch.prompt_data rollout.fleet distributed.placement",
 }
 # What a section is called in those modules besides its own name.
@@ -186,6 +186,8 @@ def given_to_all(config: Any) -> Iterator[Any]:
             yield settings.reward_settings(config)
             yield inference_config(config.ds)
             yield [ErrorBudget.of(config.reward), config.reward.fallback]
+        if isinstance(config, InferenceCommand):
+            yield config.csft.suffix, getattr(config.data, "label_key", None)
         specs = (
             [settings.inference_sampling(config, samples=2)]
             if isinstance(config, InferenceCommand)

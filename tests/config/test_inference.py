@@ -33,7 +33,7 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
         (
             BATCH,
             "--task rm --post_processor csft --reward_template x",
-            "--reward_template x has no {input} and no {reward}",
+            "--reward_template x needs both {input} and {reward}",
         ),
         (BATCH, "--best_of_n 0", "--best_of_n is 0, but it must be at least 1"),
         (
@@ -41,6 +41,7 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
             "--data.max_len 64 --rollout.max_new_tokens 64",
             "--rollout.max_new_tokens 64 leaves no room for a prompt",
         ),
+        (BATCH, "--reward.process_model p", "--reward.process_model p judges answers while they are sampled"),
         (BATCH, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is no type of an engine's"),
         (BATCH, "--post_processor best", "--post_processor takes one of none, rs, csft, iter_dpo, null, not 'best'"),
         (CHAT, "--preamble gone.txt", "--preamble gone.txt is no file on this machine"),
@@ -64,12 +65,6 @@ def test_the_model_of_an_old_scoring_command_is_the_reward_model() -> None:
     assert config.reward.models == ["m"]
     assert parse(BATCH, "").reward.models == []
     assert parse(BATCH, "").data.label_key is None
-
-
-@pytest.mark.parametrize(("max_len", "tokens"), [(4096, 1024), (2048, 1024), (64, 32)])
-def test_half_of_the_room_at_most_is_for_the_answer(max_len: int, tokens: int) -> None:
-    for command in (BATCH, CHAT):
-        assert parse(command, f"--data.max_len {max_len}").rollout.max_new_tokens == tokens
 
 
 def test_a_flag_of_the_other_task_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:

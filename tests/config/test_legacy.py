@@ -58,7 +58,7 @@ RENAMED = [
     ("batch_inference", "--greedy_sampling", {"rollout.temperature": 0.0}),
     ("batch_inference", "--max_num_seqs 8", {"vllm.engine_args": {"max_num_seqs": 8}}),
     ("batch_inference", "--tp_size 2", {"vllm.tensor_parallel_size": 2}),
-    ("batch_inference", "--normalize_reward", {"csft.normalize_enable": True}),
+    ("batch_inference", "--normalize_reward", {"reward.normalize_enable": True}),
     ("batch_inference", "--rollout_batch_size 8", {"rollout.batch_size": 8}),
     ("interactive_chat", "--ta_prompt f", {"preamble": "f"}),
     ("interactive_chat", "--csft_prompt 9", {"csft.prompt": "9"}),

@@ -20,8 +20,8 @@ from transformers import AutoModelForSequenceClassification
 
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.options import parse_config
+from openrlhf.data.errors import DataError
 from openrlhf.evaluation.batch_inference import run_batch_inference
-from openrlhf.evaluation.journal import JournalError
 from tests.e2e.commands import Finished, as_arguments, finish, kill_when, launch, places, run, write_rows
 from tests.e2e.processes import descendants, survivors
 from tests.tiny import HEADS, character_tokenizer, save_reward_model, save_tiny_model
@@ -112,12 +112,12 @@ def test_results_of_other_settings_are_refused_and_a_cut_journal_goes_on(
 ) -> None:
     """The journal of a killed command ends within a line."""
     line = scoring(workspace, "scores")
-    with pytest.raises(JournalError, match="is there already"):
+    with pytest.raises(DataError, match="is there already"):
         infer(line)
     identity = {"task": "rm"}
     path = workspace / "scores.jsonl.part"
     path.write_text(json.dumps({"--task": "generate"}) + "\n")
-    with pytest.raises(JournalError, match="--task: generate there, rm here"):
+    with pytest.raises(DataError, match="--task: generate there, rm here"):
         infer(line)
     path.write_text(json.dumps(identity) + "\n" + f"[0, [{scores[0]['reward']}]]\n[1, [0.")
     assert infer(line) == scores
@@ -197,12 +197,13 @@ def test_a_killed_command_goes_on_without_a_lost_or_doubled_row(workspace: Path)
 
 def test_a_chat_through_a_pipe_answers_until_the_input_ends(workspace: Path) -> None:
     """Ctrl-C, which a terminal sends to the whole process group, stops an answer and not the program."""
-    line = {"model.model_name_or_path": workspace / "model", "data.max_len": 256, "ds.param_dtype": "fp32"}
+    line = {"model.model_name_or_path": workspace / "model", "data.max_len": 256, "rollout.max_new_tokens": 128}
+    line["ds.param_dtype"] = "fp32"
     chat = talking(line)
     assert chat.stdin and chat.stdout
     assert "the template 'User: {}\\nAssistant: '" in chat.stdout.readline()
     family = descendants(chat.pid)
-    chat.stdin.write("1+1=\n/unknown\n/system abc\nxy\n/reset\nab\n")
+    chat.stdin.write("1+1=\nxy\n/reset\nab\n")
     chat.stdin.flush()
     chat.stdin.close()
     chat.stdin = None

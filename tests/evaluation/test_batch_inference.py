@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from openrlhf.data.errors import DataError
 from openrlhf.evaluation.batch_inference import keep
-from openrlhf.evaluation.journal import Journal, JournalError
+from openrlhf.evaluation.journal import Journal
 from openrlhf.evaluation.post_processing import POST_PROCESSORS
 from openrlhf.observability.display import Display
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
@@ -60,7 +61,7 @@ def test_a_conditioned_input_says_the_reward_with_two_decimals() -> None:
 def test_normalised_rewards_are_those_of_all_rows_with_the_unbiased_deviation() -> None:
     mean = sum(row["reward"] for row in ROWS) / len(ROWS)
     deviation = math.sqrt(sum((row["reward"] - mean) ** 2 for row in ROWS) / (len(ROWS) - 1))
-    rows = processed("csft", "--csft.normalize_enable --reward_template {reward}|{input}")
+    rows = processed("csft", "--reward.normalize_enable --reward_template {reward}|{input}")
     assert [row["input"] for row in rows] == [
         f"{(row['reward'] - mean) / deviation:.2f}|{row['input']}" for row in ROWS
     ]
@@ -69,7 +70,7 @@ def test_normalised_rewards_are_those_of_all_rows_with_the_unbiased_deviation() 
 @pytest.mark.parametrize("count", [1, 3])
 def test_equal_rewards_are_normalised_to_zero(count: int) -> None:
     rows = [{"input": "{reward}", "output": "x", "reward": 0.1}] * count
-    assert [row["input"] for row in processed("csft", "--csft.normalize_enable", rows)] == [
+    assert [row["input"] for row in processed("csft", "--reward.normalize_enable", rows)] == [
         "{reward} <rm_score>: 0.00 "
     ] * count
 
@@ -79,7 +80,6 @@ def test_equal_rewards_are_normalised_to_zero(count: int) -> None:
 
 def results(path: Path, identity: dict[str, Any] | None = None) -> dict[int, Any]:
     journal = Journal(path, identity or {"--best_of_n": 2})
-    journal.close()
     return journal.results
 
 
@@ -89,7 +89,6 @@ def test_a_journal_cut_at_any_byte_has_whole_rows_and_goes_on(tmp_path: Path) ->
     rows = {5: ["a\nb", "é"], 1: ["", "x"], 3: [0.25]}
     for row, result in rows.items():
         journal.add(row, result)
-    journal.close()
     whole = journal.path.read_bytes()
     for length in range(len(whole) + 1):
         journal.path.write_bytes(whole[:length])
@@ -99,28 +98,24 @@ def test_a_journal_cut_at_any_byte_has_whole_rows_and_goes_on(tmp_path: Path) ->
         again = Journal(path, {"--best_of_n": 2})
         for row in rows.keys() - kept.keys():
             again.add(row, rows[row])
-        again.close()
         assert results(path) == rows
 
 
 def test_results_of_other_settings_are_refused_with_both_values(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results(path)
-    with pytest.raises(JournalError, match="begun with other settings") as refused:
+    with pytest.raises(DataError, match="begun with other settings") as refused:
         results(path, {"--best_of_n": 3})
     assert "--best_of_n: 2 there, 3 here" in str(refused.value)
     assert results(path) == {}
 
 
-def test_a_finished_file_and_a_second_process_are_refused(tmp_path: Path) -> None:
+def test_a_finished_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     first = Journal(path, {})
-    with pytest.raises(JournalError, match="Another process writes"):
-        Journal(path, {})
-    first.close()
     first.path.unlink()
     path.write_text("{}\n")
-    with pytest.raises(JournalError, match="is there already: delete it, or give another path"):
+    with pytest.raises(DataError, match="is there already: delete it, or give another path"):
         Journal(path, {})
 
 
@@ -149,9 +144,8 @@ def test_a_row_with_a_failed_answer_is_reported_and_left_for_the_next_command(tm
     journal = Journal(tmp_path / "out.jsonl", {})
     recorder: Any = Shown()
     failed = keep(
-        [answers(0, "x", "y"), answers(2, "x", "y", error="no engine"), answers(1, "", "z")], journal, recorder
+        [answers(0, "x", "y"), answers(2, "x", "y", error="no engine"), answers(1, "", "z")], journal, recorder, every=2
     )
-    journal.close()
     assert [(t.prompt.index, t.error) for t in failed] == [(2, "no engine")]
     assert results(tmp_path / "out.jsonl", {}) == {0: ["x", "y"], 1: ["", "z"]}
     assert all(json.loads(line) is not None for line in journal.path.read_text().splitlines())

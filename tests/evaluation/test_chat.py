@@ -66,7 +66,7 @@ def test_turns_follow_each_other_in_the_template_behind_system_and_preamble(
 
 def test_a_chat_template_gets_messages() -> None:
     talk = chat("--system sys", template=None, chat_template=CHATML)
-    talk.turns.append([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    talk.turns.append(("a", "b"))
     assert talk.text("c") == "system:sys/user:a/assistant:b/user:c/assistant:"
 
 
@@ -74,16 +74,15 @@ def test_the_oldest_turns_are_forgotten_with_a_notice_and_the_answer_has_its_roo
     loop: BackgroundLoop, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """20 tokens, 10 of them for the answer: a turn with its message has 6, so one fits beside the next message."""
-    talk, parrot = chat("--data.max_len 20"), Parrot("bb<eos>")
+    talk, parrot = chat("--data.max_len 20 --rollout.max_new_tokens 10"), Parrot("bb<eos>")
     engines: Any = parrot
     for message in ("1", "2", "3"):
         talk.answer(message, engines, loop)
     assert parrot.asked == ["q1a", "q1abb\nq2a", "q2abb\nq3a"]
     assert parrot.budgets == [10, 10, 10]
-    assert "The oldest 1 turn(s) no longer fit into --data.max_len" in capsys.readouterr().out
+    assert "The oldest turn no longer fits into --data.max_len" in capsys.readouterr().out
     talk.answer("123456789012", engines, loop)
     assert parrot.asked[-1] == "456789012a"
-    assert "its last 10 tokens are used" in capsys.readouterr().out
 
 
 def test_an_interrupt_ends_the_answer_and_what_was_said_is_remembered(
@@ -100,7 +99,7 @@ def test_an_interrupt_ends_the_answer_and_what_was_said_is_remembered(
     engines: Any = Parrot("abc")
     talk.answer("x", engines, loop)
     assert capsys.readouterr().out == "ab [stopped]\n"
-    assert talk.turns[0][1]["content"] == "ab"
+    assert talk.turns == [("x", "ab")]
 
 
 def test_the_format_is_that_of_the_flags_then_of_training_then_the_tokenizers() -> None:
