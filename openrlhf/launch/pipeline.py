@@ -71,14 +71,14 @@ class Stage:
 
 def read_stages(file: Path, settings: str) -> list[Stage]:
     """The stages of a file with the settings of this name (none: the first). Raises ConfigError."""
-    head, divided, body = file.read_text(encoding="utf-8").partition("\n---\n")
+    head, divided, body = file.read_text(encoding="utf-8").rpartition("\n---\n")
+    jinja, here = Environment(undefined=StrictUndefined), str(file.parent)
     try:
-        choices = (yaml.safe_load(head) or {}).get("settings", {}) if divided else {}
+        choices = yaml.safe_load(jinja.from_string(head).render(here=here))["settings"] if divided else {}
         if settings and settings not in choices:
             raise ConfigError(f"--settings {settings}: {file} has {', '.join(choices) or 'no settings'}.")
-        variables = choices.get(settings or next(iter(choices), ""), {})
-        template = Environment(undefined=StrictUndefined).from_string(body if divided else head)
-        found: dict[str, Any] = yaml.safe_load(template.render(variables, here=str(file.parent)))["stages"]
+        values = choices.get(settings or next(iter(choices), ""), {})
+        found: dict[str, Any] = yaml.safe_load(jinja.from_string(body).render(values, here=here))["stages"]
         return [Stage(name=str(name), **entry) for name, entry in found.items()]
     except (yaml.YAMLError, TemplateError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
