@@ -19,10 +19,10 @@ VERBS = {
     "kto": ("train_kto", "KTO, from answers that are desirable or not"),
     "ppo": ("train_ppo_ray", "reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO"),
     "eval": ("eval", "evaluation of a checkpoint: pass@k, accuracy of a reward model, win rate"),
-    "pipeline": ("pipeline", "stages in one file, from SFT to RL: run, resumed, reported together"),
     "reward": ("reward_test", "`reward test`: try a reward on a dataset, before any training"),
     "lora_combiner": ("lora_combiner", "the plain model that a LoRA adapter and its base are"),
     "serve-rm": ("serve_rm", "HTTP server of a reward model"),
+    "pipeline": ("pipeline", "stages in one file, from SFT to RL: run, resumed, reported together"),
 }
 PLANNED = ("batch_inference", "interactive_chat")
 
