@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import import_module
 from io import StringIO
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,6 +38,7 @@ from openrlhf.observability.run_folder import set_aside
 
 USED = re.compile(r"\$\{([\w-]+)\}")
 PLACES = {"run.dir": ".", "ckpt.output_dir": "", "output_path": "", "ckpt.path": "checkpoints"}  # "": the result
+DONE, GOES_ON = "done", "goes on"
 GRACE_S = 20.0  # for a stage that Ctrl-C has reached, too
 
 
@@ -68,6 +70,18 @@ class Stage:
         """Its flags by path."""
         return dict(leaves(self.flags, flags_of(self.root), "")) if self.command else {}
 
+    @property
+    def reads(self) -> dict[str, Path]:
+        """Its files, and its folders of models and data, as they are written and where they are."""
+        found = [(word, False) for word in shlex.split(self.run)]
+        for path, value in self.values.items():
+            texts = items(",".join(map(str, value)) if isinstance(value, list) else str(value))
+            found += [(text.partition("@")[0], bool(flags_of(self.root)[path].holds)) for text in texts]
+        places = {text: os.path.expanduser(text) for text, holds in found}
+        return {
+            text: Path(places[text]) for text, holds in found if isfile(places[text]) or (holds and isdir(places[text]))
+        }
+
 
 def read_stages(file: Path, settings: str) -> list[Stage]:
     """The stages of a file with the settings of this name (none: the first). Raises ConfigError."""
@@ -79,7 +93,10 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
             raise ConfigError(f"--settings {settings}: {file} has {', '.join(choices) or 'no settings'}.")
         values = choices.get(settings or next(iter(choices), ""), {})
         found: dict[str, Any] = yaml.safe_load(jinja.from_string(body).render(values, here=here))["stages"]
-        return [Stage(name=str(name), **entry) for name, entry in found.items()]
+        given = {
+            name: {key: value for key, value in entry.items() if value is not None} for name, entry in found.items()
+        }
+        return [Stage(name=str(name), **entry) for name, entry in given.items()]
     except (yaml.YAMLError, TemplateError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file} is no pipeline: {error}. It has `settings`, a line ---, and `stages`; a stage has a name and of command, "
@@ -106,14 +123,13 @@ class Pipeline:
         again = shlex.join(["openrlhf", "pipeline", config.file, *words])
         pipeline = cls(file=file, folder=folder, again=again, stages=read_stages(file, config.settings))
         folder.mkdir(parents=True, exist_ok=True)
-        if broken := [
-            f"{file}: stage {stage.name}: {text}" for stage in pipeline.stages for text in pipeline.check(stage)
-        ]:
-            raise ConfigError(broken)
+        broken = {stage.name: pipeline.check(stage) for stage in pipeline.stages}
+        if any(broken.values()):
+            raise ConfigError([f"{file}: stage {name}: {text}" for name, texts in broken.items() for text in texts])
         return pipeline
 
     def check(self, stage: Stage) -> list[str]:
-        """What is wrong with a stage. What is said of results that are not there yet does not count."""
+        """What is wrong with a stage. What is said of results does not count: they may not be there yet, or be made again."""
         before = [each.name for each in self.stages[: self.stages.index(stage)]]
         if not re.fullmatch(r"[\w-]+", stage.name) or stage.name == "earlier":
             return ["a name has letters, digits, _ and -, and is not `earlier`."]
@@ -128,13 +144,13 @@ class Pipeline:
             return [f"there is no command {stage.command}; known are {', '.join(STAGES)}."]
         if taken := PLACES.keys() & stage.values.keys():
             return [f"--{path} is given by the pipeline: leave it out." for path in sorted(taken)]
-        joined, missing = machine.cluster_gpus, [str(self.result(n)) for n in stage.uses if not self.result(n).exists()]
+        joined = machine.cluster_gpus
         try:
             with redirect_stderr(StringIO()):  # its notices are printed when it runs
                 parse_config(stage.root, ["--config", str(self.write_flags(stage))], command=STAGES[stage.command][0])
         except ConfigError as error:
             said = [text.removeprefix(f"{self.folder / stage.name}.yaml: ") for text in error.violations]
-            return [text for text in said if not any(path in text for path in missing)]
+            return [text for text in said if not any(str(self.folder / name) in text for name in stage.uses)]
         finally:
             machine.cluster_gpus = joined
         return []
@@ -146,16 +162,13 @@ class Pipeline:
 
     def filled(self, stage: Stage, text: str) -> str:
         """A text with the places of results in it; the stage's own name stands for its folder."""
-        return USED.sub(
-            lambda used: str(self.result(used[1]) if used[1] != stage.name else self.folder / used[1]), text
-        )
+        places = {name: str(self.result(name)) for name in stage.uses} | {stage.name: str(self.folder / stage.name)}
+        return USED.sub(lambda used: places[used[1]], text)
 
     def write_flags(self, stage: Stage) -> Path:
         """Write the flags of a stage, and where its results go, to a file that --config reads."""
-        folder, known = self.folder / stage.name, flags_of(stage.root)
-        places = {
-            path: str(folder / (leaf or STAGES[stage.command][3])) for path, leaf in PLACES.items() if path in known
-        }
+        own = {path: leaf or STAGES[stage.command][3] for path, leaf in PLACES.items() if path in flags_of(stage.root)}
+        places = {path: str(self.folder / stage.name / leaf) for path, leaf in own.items()}
         path = self.folder / f"{stage.name}.yaml"
         content = yaml.safe_dump({**stage.flags, **places}, sort_keys=False, allow_unicode=True, width=1000)
         write_atomically(path, self.filled(stage, content))
@@ -163,26 +176,17 @@ class Pipeline:
 
     def inputs(self, stage: Stage) -> dict[str, Any]:
         """All that the result of a stage is made from. Not the launcher: the number of devices may change on the way."""
-        files: dict[str, Path] = {word: Path(word) for word in shlex.split(stage.run)}
-        for path, value in stage.values.items():
-            texts = [
-                item.partition("@")[0]
-                for text in (value if isinstance(value, list) else [value])
-                for item in items(str(text))
-            ]
-            holds = flags_of(stage.root)[path].holds if path in flags_of(stage.root) else None
-            files |= {text: place for text in texts if (place := Path(text).expanduser()).is_file() or holds}
-        contents = {text: content_of(place) for text, place in files.items() if place.exists()}
-        made = {"command": stage.command, "run": stage.run} | {
-            f"--{path}": value for path, value in stage.values.items()
+        made = {
+            "command": stage.command,
+            "run": stage.run,
+            **{f"--{path}": value for path, value in stage.values.items()},
         }
-        return json.loads(
-            json.dumps(made | contents | {name: self.finished.get(name) for name in stage.uses}, default=str)
-        )
+        made |= {text: content_of(place) for text, place in stage.reads.items()}
+        return json.loads(json.dumps(made | {name: self.finished.get(name) for name in stage.uses}, default=str))
 
     def run(self, *, dry: bool = False) -> None:
         """Run all stages that are not done. Raises SystemExit with the status of a stage that fails."""
-        with open(self.folder / "lock", "w") as lock:  # a stage inherits it, and may outlive us
+        with open(self.folder / ".lock", "w") as lock:  # a stage inherits it, and may outlive us
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -202,24 +206,14 @@ class Pipeline:
         """Run a stage, unless it is done and made from what is there now."""
         folder, path = self.folder / stage.name, self.folder / f"{stage.name}.json"
         inputs, record = self.inputs(stage), self.record(stage)
-        old: dict[str, Any] = record["inputs"]
-        if inputs == old and record["finished"] and self.result(stage.name).exists():
+        state = self.state(stage, inputs, record)
+        if state == DONE:
             self.finished[stage.name] = record["finished"]
-            return print(f"{stage.name}: done", flush=True)
-        goes_on = inputs == old and not record["finished"]
-        changed = [name for name in {**old, **inputs} if old.get(name) != inputs.get(name)] if old else []
-        words = (
-            "goes on"
-            if goes_on
-            else f"runs again; changed: {', '.join(changed) or 'its result is gone'}"
-            if old
-            else "runs"
-        )
-        if dry:
-            return print(f"{stage.name}: {words}")
-        if not goes_on and (aside := set_aside(self.folder, [stage.name, path.name])):
-            words += f". The old result is in {aside}."
-        print(f"{stage.name}: {words}", flush=True)
+        if dry or state == DONE:
+            return print(f"{stage.name}: {state}", flush=True)
+        goes_on = state == GOES_ON
+        aside = None if goes_on else set_aside(self.folder, [stage.name, path.name])
+        print(f"{stage.name}: {state}{f'. The old result is in {aside}.' if aside else ''}", flush=True)
         folder.mkdir(exist_ok=True)
         record = {"inputs": inputs, "seconds": record["seconds"] * goes_on, "finished": None}
         write_atomically(path, json.dumps(record, indent=1))
@@ -234,10 +228,19 @@ class Pipeline:
             write_atomically(path, json.dumps(record, indent=1))
         self.report()
         if status:
-            print(
-                f"{self.file}: stage {stage.name} ended with status {status}. Its folder is {folder}.", file=sys.stderr
-            )
+            print(f"{self.file}: stage {stage.name} ended with status {status}; see {folder}.", file=sys.stderr)
             raise SystemExit(status if status > 0 else 128 - status)
+
+    def state(self, stage: Stage, inputs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+        """What is to be done with a stage, in words."""
+        old = record["inputs"]
+        if not old:
+            return "runs"
+        if changed := [name for name in {**old, **inputs} if old.get(name) != inputs.get(name)]:
+            return f"runs again; changed: {', '.join(changed)}"
+        if not record["finished"]:
+            return GOES_ON
+        return DONE if self.result(stage.name).exists() else "runs again; its result is gone"
 
     def record(self, stage: Stage) -> dict[str, Any]:
         """What a stage's result was made from, how long that took, and when it was done."""

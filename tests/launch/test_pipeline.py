@@ -17,6 +17,7 @@ from openrlhf.launch.pipeline_report import Result, interval, write_pipeline_rep
 from tests.config.commands import ROOTS
 from tests.ranks import ROOT
 
+MODEL = "model.model_name_or_path: m, data.dataset: d"
 EXAMPLES = sorted((ROOT / "examples/pipelines").glob("*.yaml"))
 CHAIN = """\
 settings:
@@ -114,6 +115,19 @@ def test_a_result_that_is_gone_is_made_again(file: Path, capfd: pytest.CaptureFi
     assert states(capfd) == {"rows": "done", "copy": "runs again", "other": "done"}
 
 
+def test_a_stage_that_failed_half_way_does_not_keep_later_ones_from_being_checked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, switch = tmp_path / "half.yaml", tmp_path / "switch"
+    program = f"import os, sys; sys.exit(0 if os.path.exists({str(switch)!r}) else 5)"
+    made = f'  made: {{run: "python -c {json.dumps(json.dumps(program))[1:-1]}"}}\n'
+    file.write_text(f"stages:\n{made}  rm: {{command: rm, flags: {{{MODEL}, eval.dataset: '${{made}}/e.jsonl'}}}}\n")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            pipeline(file)
+        assert ended.value.code == 5, capfd.readouterr().err
+
+
 def test_two_pipelines_do_not_share_a_folder(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     nested = f"python -m openrlhf.cli.main pipeline {file} --run.dir {file.parent / 'run'}"
     file.write_text(file.read_text().replace("touch ${other}/there", nested))
@@ -121,9 +135,6 @@ def test_two_pipelines_do_not_share_a_folder(file: Path, capfd: pytest.CaptureFi
         pipeline(file)
     assert ended.value.code == 2
     assert "is in use by another pipeline" in capfd.readouterr().err
-
-
-MODEL = "model.model_name_or_path: m, data.dataset: d"
 
 
 @pytest.mark.parametrize(
