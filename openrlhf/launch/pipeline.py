@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import import_module
 from io import StringIO
-from os.path import isdir, isfile
+from os.path import exists, expanduser, isfile
 from pathlib import Path
 from typing import Any, Self
 
@@ -71,16 +71,14 @@ class Stage:
         return dict(leaves(self.flags, flags_of(self.root), "")) if self.command else {}
 
     @property
-    def reads(self) -> dict[str, Path]:
-        """Its files, and its folders of models and data, as they are written and where they are."""
-        found = [(word, False) for word in shlex.split(self.run)]
+    def reads(self) -> list[str]:
+        """The files, and folders of models and data, that it names."""
+        found = [word for word in shlex.split(self.run) if isfile(word)]
         for path, value in self.values.items():
+            there = exists if flags_of(self.root)[path].holds else isfile
             texts = items(",".join(map(str, value)) if isinstance(value, list) else str(value))
-            found += [(text.partition("@")[0], bool(flags_of(self.root)[path].holds)) for text in texts]
-        places = {text: os.path.expanduser(text) for text, holds in found}
-        return {
-            text: Path(places[text]) for text, holds in found if isfile(places[text]) or (holds and isdir(places[text]))
-        }
+            found += [place for text in texts if there(place := expanduser(text.partition("@")[0]))]
+        return found
 
 
 def read_stages(file: Path, settings: str) -> list[Stage]:
@@ -176,12 +174,9 @@ class Pipeline:
 
     def inputs(self, stage: Stage) -> dict[str, Any]:
         """All that the result of a stage is made from. Not the launcher: the number of devices may change on the way."""
-        made = {
-            "command": stage.command,
-            "run": stage.run,
-            **{f"--{path}": value for path, value in stage.values.items()},
-        }
-        made |= {text: content_of(place) for text, place in stage.reads.items()}
+        made: dict[str, Any] = {f"--{path}": value for path, value in stage.values.items()}
+        made |= {"command": stage.command, "run": stage.run}
+        made |= {place: content_of(Path(place)) for place in stage.reads}
         return json.loads(json.dumps(made | {name: self.finished.get(name) for name in stage.uses}, default=str))
 
     def run(self, *, dry: bool = False) -> None:
@@ -217,14 +212,12 @@ class Pipeline:
         folder.mkdir(exist_ok=True)
         record = {"inputs": inputs, "seconds": record["seconds"] * goes_on, "finished": None}
         write_atomically(path, json.dumps(record, indent=1))
-        start = time.monotonic()
+        start, status = time.monotonic(), None
         try:
             status = execute(self.words(stage, goes_on=goes_on), lock)
         finally:
             record["seconds"] += time.monotonic() - start
-            write_atomically(path, json.dumps(record, indent=1))
-        if not status:
-            record["finished"] = self.finished[stage.name] = time.time()
+            record["finished"] = self.finished[stage.name] = time.time() if status == 0 else None
             write_atomically(path, json.dumps(record, indent=1))
         self.report()
         if status:
