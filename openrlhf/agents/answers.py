@@ -12,15 +12,12 @@ class Logprob:
     """Of one sampled token, in nats."""
 
     logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionOutput:
     """One sample, in vLLM's attribute names. `text` is without what ended it; `token_ids` have that."""
 
-    index: int
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None

@@ -58,7 +58,6 @@ class EngineProxy:
             raise EngineRefusal(generation)
         chosen = zip(generation.tokens, generation.logprobs, strict=True)
         output = CompletionOutput(
-            index=0,
             text=self._text(generation, params),
             token_ids=generation.tokens,
             logprobs=None if params.logprobs is None else [{t: Logprob(logprob=number)} for t, number in chosen],

@@ -26,7 +26,7 @@ def ids(text: str) -> list[int]:
 
 def sampled(text: str, *, finish: str = "stop") -> CompletionOutput:
     tokens = ids(text + ("<|end|>" if finish == "stop" else ""))
-    return CompletionOutput(index=0, text=text, token_ids=tokens, logprobs=None, finish_reason=finish, stop_reason=None)
+    return CompletionOutput(text=text, token_ids=tokens, logprobs=None, finish_reason=finish, stop_reason=None)
 
 
 class Client(OpenAIAgentExecutor):

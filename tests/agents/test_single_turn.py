@@ -28,9 +28,7 @@ class Engine:
         self, prompt_token_ids: list[int], sampling_params: Any = None, multi_modal_data: Any = None
     ) -> Any:
         tokens = TOKENIZER("4")["input_ids"]
-        output = CompletionOutput(
-            index=0, text="4", token_ids=tokens, logprobs=None, finish_reason="stop", stop_reason=None
-        )
+        output = CompletionOutput(text="4", token_ids=tokens, logprobs=None, finish_reason="stop", stop_reason=None)
         return RequestOutput(prompt_token_ids=prompt_token_ids, outputs=[output])
 
 
