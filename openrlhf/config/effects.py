@@ -13,9 +13,8 @@ from openrlhf.config.flags import Flag, flags_of, toml_beside, value_at
 Given = Mapping[str, Any]  # the values that the user gave, by path
 Sentences = list[tuple[object, str]]  # whether a sentence holds; <train.seed> in it becomes --train.seed 42
 MOST_NAMES = 8  # in one notice
-Effects = Mapping[
-    str, Sequence[str]
-]  # conditions, and the flags and sections that have them; `-train.seed` takes one out
+# Conditions, and the flags and sections that have them; `-train.seed` takes one out.
+Effects = Mapping[str, Sequence[str]]
 EFFECTS = toml_beside(__file__)  # of several commands
 WORDS = EFFECTS["words"]  # what a term is called that is not about a flag
 

@@ -119,7 +119,7 @@ def quick_imports() -> Generator[None, None, None]:
     try:
         yield
     finally:
-        if modules["peft"] is None:
-            del modules["peft"]
+        if modules.get("peft") is None:  # gone already if another thread imports, too
+            modules.pop("peft", None)
         gc.freeze()
         gc.enable()

@@ -1,14 +1,13 @@
 """Layouts of public datasets: recognised by their columns, as the flags of --data.* that read them."""
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.flags import toml_beside
 from openrlhf.data.errors import ROW, SOURCE, DataError, check_columns, kind, notice, row_error, text_of
 from openrlhf.data.templates import TOOLS, texts_in
 from openrlhf.data.tokenizer import require_chat_template
@@ -81,7 +80,7 @@ JUDGED = ("arena", "webgpt")  # readers that make the columns of pairs
 # ---- recognising
 
 
-LAYOUTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+LAYOUTS = toml_beside(__file__)
 CHIEF = {"pairs": "chosen_key", "text": "input_key"}  # a section of flags without it reads no rows of the kind
 
 

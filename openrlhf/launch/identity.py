@@ -44,9 +44,8 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows, *, model
 def rl_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
     """The identity of an RL run."""
     model = of_model(config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code)
-    return _of_prompts(config, FLAGS["run"] + FLAGS["adapter"], prompts, tokenizer) | {
-        "--actor.model_name_or_path": model
-    }
+    of_prompts = _of_prompts(config, FLAGS["run"] + FLAGS["adapter"], prompts, tokenizer)
+    return of_prompts | {"--actor.model_name_or_path": model}
 
 
 def episode_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:

@@ -164,20 +164,19 @@ def check_positions(spec: LoadSpec) -> None:
 def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained` for any model."""
     packed = spec.packing and spec.attention == "sdpa"
-    # NF4, each block's scale rounded too.  Dettmers et al. 2023, arXiv:2305.14314
-    qlora = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=DTYPES[spec.param_dtype],
-    )
     return {
         "dtype": DTYPES[spec.param_dtype],
         "attn_implementation": packed_attention.NAME if packed else spec.attention,
         "trust_remote_code": spec.trust_remote_code,
         "device_map": spec.device_map,
-        "quantization_config": qlora if spec.load_in_4bit else None,
+        "quantization_config": qlora(DTYPES[spec.param_dtype]) if spec.load_in_4bit else None,
     }
+
+
+def qlora(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """NF4, the scale of each block quantized too, computing in `dtype`.  Dettmers et al. 2023, arXiv:2305.14314"""
+    nf4: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
 
 
 @contextmanager
