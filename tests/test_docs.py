@@ -73,20 +73,27 @@ def test_its_commands_are_accepted_on_their_machines(
 EVALUATIONS = re.findall(r"^openrlhf eval ((?:.*\\\n)*.*)$", (ROOT / "docs/evaluation.md").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("line", EVALUATIONS)
-def test_the_commands_of_the_page_on_evaluation_are_accepted(
+VERBS = {"eval": "eval", "sft": "train_sft", "dpo": "train_dpo"}
+INFERENCE = re.findall(r"^openrlhf (\w+ (?:.*\\\n)*.*)$", (ROOT / "docs/inference.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", [*(f"eval {line}" for line in EVALUATIONS), *INFERENCE])
+def test_the_commands_of_the_pages_on_evaluation_and_inference_are_accepted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
 ) -> None:
-    words = shlex.split(line.replace("\\\n", " "))
+    verb, *words = shlex.split(line.replace("\\\n", " "))
+    command = VERBS.get(verb, verb)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for made_by_an_earlier_command in (word for word in words if word.startswith("runs/")):
         (tmp_path / made_by_an_earlier_command).mkdir(parents=True, exist_ok=True)
-    assert parse_config(ROOTS["eval"], words, command="eval").check() == []
+    for written_by_an_earlier_command in (word for word in words if re.fullmatch(r"\w+\.jsonl", word)):
+        (tmp_path / written_by_an_earlier_command).touch()
+    assert parse_config(ROOTS[command], words, command=command).check() == []
 
 
-def test_that_page_has_a_command_for_each_task() -> None:
-    assert len(EVALUATIONS) == 3
+def test_those_pages_have_a_command_for_each_task() -> None:
+    assert (len(EVALUATIONS), len(INFERENCE)) == (3, 12)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

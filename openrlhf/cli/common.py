@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NoReturn, TypeVar
@@ -15,6 +16,7 @@ from openrlhf.config.flags import UserError, flags_in
 from openrlhf.config.options import parse_config
 from openrlhf.termination import in_order
 
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables of a launcher
 OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
 C = TypeVar("C", bound=Command)
 
@@ -99,6 +101,30 @@ def train_offline(config: Root, task: str) -> None:
         os._exit(0)
 
 
+def one_process(root: type[C], command: str, runner: str, *, on_ray: bool = True) -> Callable[..., None]:
+    """The `main` of a module that one process runs: parse the flags, of `argv` or of this process, and run.
+
+    `runner`: MODULE:FUNCTION, loaded after the flags, so that --help and mistakes answer at once. `on_ray`: see `flags_or_exit`.
+    Under `deepspeed` or `torchrun` the first process runs, and the others end at once.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> None:
+        if os.environ.get("RANK", "0") != "0":
+            raise SystemExit(0)
+        for name in [name for name in os.environ if name in LAUNCHER or name.startswith("TORCHELASTIC_")]:
+            del os.environ[name]
+        config = flags_or_exit(root, argv, command=command, on_ray=on_ray)
+        if on_ray:
+            check_versions()
+        module, _, name = runner.partition(":")
+        with machine.quick_imports():
+            run = getattr(import_module(module), name)
+        with plain_ends():
+            run(config)
+
+    return main
+
+
 WRITTEN = ("ckpt.output_dir", "ckpt.path", "run.dir", "rollout.dump_dir", "output_path")
 # Supported versions, from and below: those of vLLM, and those of what goes with them.
 STACKS = {
@@ -116,6 +142,7 @@ def check_folders(config: Command) -> None:
         if not values.get(path):
             continue
         named, folder = f"--{path} {values[path]}", Path(values[path]).expanduser()
+        folder = folder.parent if path == "output_path" else folder  # that is a file
         there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
         try:
             with TemporaryFile(dir=there):

@@ -18,12 +18,14 @@ VERBS = {
     "kd": ("train_kd", "knowledge distillation from a teacher"),
     "kto": ("train_kto", "KTO, from answers that are desirable or not"),
     "ppo": ("train_ppo_ray", "reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO"),
+    "train_ppo": ("train_ppo", "the same on one machine, as deepspeed once started it: all models share its devices"),
     "eval": ("eval", "evaluation of a checkpoint: pass@k, accuracy of a reward model, win rate"),
+    "batch_inference": ("batch_inference", "answers to the prompts of a dataset, or rewards of answers, in a file"),
+    "chat": ("interactive_chat", "a conversation with a model"),
     "reward": ("reward_test", "`reward test`: try a reward on a dataset, before any training"),
     "lora_combiner": ("lora_combiner", "the plain model that a LoRA adapter and its base are"),
     "serve-rm": ("serve_rm", "HTTP server of a reward model"),
 }
-PLANNED = ("batch_inference", "interactive_chat")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     verb = next((short for short, (command, _) in VERBS.items() if command == verb), verb)
     if verb in ("-h", "--help"):
         print("usage: openrlhf VERB [--flag VALUE ...]      openrlhf VERB --help lists its flags\n")
-        print("\n".join(f"  {name:13} {what}" for name, (_, what) in VERBS.items()))
+        print("\n".join(f"  {name:15} {what}" for name, (_, what) in VERBS.items()))
     elif verb == "--version":
         print(f"openrlhf {__version__}")
     elif verb in VERBS:
@@ -53,10 +55,8 @@ def run_plugin_task(verb: str, argv: Sequence[str]) -> None:
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
     if verb not in tasks:
         known = list(dict.fromkeys([*VERBS, *tasks]))
-        planned = verb.removeprefix("train_") in PLANNED
-        ending = " yet" if planned else ""
-        hint = "" if planned else did_you_mean(nearest(verb, known))
-        fail(f"there is no verb {verb}{ending}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own.")
+        hint = did_you_mean(nearest(verb, known))
+        fail(f"there is no verb {verb}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own.")
     train_offline(flags_or_exit(tasks[verb].root, argv, command=verb), verb)
 
 

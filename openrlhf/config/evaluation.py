@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from openrlhf.config import ppo_rules, rules, shared
+from openrlhf.config import rules, shared
 from openrlhf.config.commands import RecordedCommand
 from openrlhf.config.effects import EFFECTS, Effects, Sentences
 from openrlhf.config.flags import Section, option, required
+from openrlhf.config.inference import EngineCommand
 from openrlhf.config.learning import RLEvalConfig
-from openrlhf.config.ppo import engine_values
-from openrlhf.config.rollout import PromptColumns, RewardConfig, RolloutConfig, VLLMConfig
+from openrlhf.config.rollout import PromptColumns, RewardConfig, RolloutConfig
 from openrlhf.config.supervised import PairColumns, RMDeepSpeedConfig
 
 
 # fmt: off
-class EvaluatedModelConfig(shared.ModelSourceConfig):
-    """The model to evaluate."""
-    model_name_or_path: str | None = option(None, "Folder or hub name of a language model.", holds="model")
-
 class AgainstConfig(Section):
     """What the model's answers are compared with."""
     model_name_or_path: str | None = option(None, "Folder or hub name of the other model.", holds="model")
@@ -37,22 +33,19 @@ class EvaluationSetConfig(RLEvalConfig):
 class EvaluatedDataConfig(PairColumns, PromptColumns, shared.DataConfig):
     """Tokenizer and columns."""
 
-class EvaluationConfig(RecordedCommand):
+class EvaluationConfig(EngineCommand, RecordedCommand):
     """Evaluation of a checkpoint by itself."""
     effects: ClassVar[Effects] = EFFECTS["evaluation"]
 
     task: str = option(
         "pass_k", "pass@k per data source; how often reward models prefer the chosen answer of a pair; or how often "
         "the model's answers win against others.", choices=("pass_k", "rm_accuracy", "win_rate"))
-    model: EvaluatedModelConfig = EvaluatedModelConfig()
     eval: EvaluationSetConfig = EvaluationSetConfig()
     data: EvaluatedDataConfig = EvaluatedDataConfig()
     reward: RewardConfig = RewardConfig()
     against: AgainstConfig = AgainstConfig()
     judge: JudgeConfig = JudgeConfig()
-    vllm: VLLMConfig = VLLMConfig()
     rollout: RolloutConfig = RolloutConfig(micro_batch_size=8)
-    train: shared.ProcessConfig = shared.ProcessConfig()
     ds: RMDeepSpeedConfig = RMDeepSpeedConfig()
 
     @property
@@ -62,9 +55,8 @@ class EvaluationConfig(RecordedCommand):
 
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path."""
-        prefixes = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
-        engines = engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=prefixes)
-        return rules.machine_values(self) | engines | {"vllm.enable_sleep": False}
+        shared = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
+        return rules.machine_values(self) | self.engine_values(shared=shared)
 
     def notices(self) -> Sentences:
         """What the user may have to know of this resolved configuration."""
@@ -102,11 +94,9 @@ class EvaluationConfig(RecordedCommand):
 
     def _sampling(self) -> Sentences:
         return [
-            (not self.model.model_name_or_path, "--model.model_name_or_path must be given with <task>."),
+            *self.engine_mistakes(),
             *rules.reward_mistakes(self, needed=self.task == "pass_k"),
             *rules.remote_engine_mistakes(self.rollout),
             (self.train.agent_func_path and (self.reward.remote_url or self.reward.verifier),
              "The agent of <train.agent_func_path> rewards: leave out --reward.remote_url and --reward.verifier."),
-            *ppo_rules.engine_mistakes(self.vllm, self.rollout, self.data.max_len),
-            (self.vllm.dtype == "fp16", "<ds.param_dtype> is no type of an engine's: give --vllm.dtype bf16 or fp32."),
         ]

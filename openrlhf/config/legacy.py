@@ -27,7 +27,8 @@ class Translation:
 
 def aliases(flags: Mapping[str, Flag]) -> dict[str, list[str]]:
     """The old names that a command understands, with the flags that take their values."""
-    return _known(NAMES | RL_NAMES if "algo.advantage.estimator" in flags else NAMES, flags)
+    own = "rl_names" if "algo.advantage.estimator" in flags else "inference_names" if "csft.enable" in flags else ""
+    return _known(NAMES | TABLES.get(own, {}), flags)
 
 
 def hints(flags: Mapping[str, Flag]) -> dict[str, list[str]]:
@@ -51,9 +52,10 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
                 words = ["0", *words]  # it was an upper bound once
             result.groups += [(target, words) for target in known[name]]
             renamed[name] = " and ".join(f"--{target}" for target in known[name])
-        elif words and (path in flags or name in IGNORED):
+        elif words and "{}" not in value and (path in flags or name in IGNORED):
             result.violations.append(takes_no_value(f"--{name}", words, path))
         elif path in flags:
+            value = value.replace("{}", " ".join(words))
             result.groups.append((path, [value]))
             renamed[name] = f"--{path} {value}"
         elif name in IGNORED:

@@ -150,10 +150,12 @@ class DataConfig(TokenizerConfig):
         None, "Text with {} as prompt, without a chat template.", needs="!apply_chat_template")
     apply_chat_template: bool = option(False, "Render with the tokenizer's chat template.")
 
-class OfflineDataConfig(DataConfig):
-    dataset: str = required("Training data: files, folders, hub names, by comma.", holds="dataset")
+class DatasetConfig(DataConfig):
+    dataset: str = required("Data: files, folders, hub names, by comma.", holds="dataset")
     dataset_probs: str | None = option(None, "Probabilities, by comma; unset: one after the other.")
     dataset_split: str = option("train", "Split of each dataset.")
+
+class OfflineDataConfig(DatasetConfig):
     tokenizer_chat_template: str | None = option(
         None, "Chat template, or a file with one, instead of the tokenizer's.", needs="apply_chat_template")
 

@@ -138,6 +138,17 @@ def compare_formats(model: str, trained: TextFormat | None, used: TextFormat, pr
     return [f"{model} was trained with {other}: its prompts look different here."]
 
 
+def filled_already(used: TextFormat, texts: Sequence[str]) -> list[str]:
+    """A notice if texts of the data begin with the words of the template that they are put into."""
+    words = (used.input_template or "").partition("{}")[0].strip()
+    if not words or not any(text.startswith(words) for text in texts):
+        return []
+    return [
+        f"Some of the first rows begin with {words!r} already, which {used.flags} puts in front once more. If they are "
+        "whole prompts, as batch_inference writes them, give --data.input_template {}."
+    ]
+
+
 # ---- the end of an answer
 
 

@@ -8,6 +8,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.evaluation import EvaluatedDataConfig
+from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.data.errors import ROW, notice, row_error, text_of
 from openrlhf.data.layouts import columns_read, read
@@ -16,7 +17,7 @@ from openrlhf.data.templates import encode, fill_template, messages_of, render, 
 from openrlhf.trajectory import Prompt
 
 FEATURES = Features({"text": Value("string"), "tokens": List(Value("int32")), "answered": Value("bool")})
-PromptSection = RLDataConfig | EvaluatedDataConfig  # columns and templates of prompts
+PromptSection = RLDataConfig | EvaluatedDataConfig | InferenceDataConfig  # columns and templates of prompts
 DATASOURCE = "datasource"
 
 
@@ -35,7 +36,8 @@ class PromptDataset(torch.utils.data.Dataset[Prompt]):
     def __init__(
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: PromptSection, *, image_key: str = "images"
     ) -> None:
-        used = columns_read(dataset, tokenizer, data, ("input_key", "label_key"))
+        label_flag = "output_key" if isinstance(data, InferenceDataConfig) else "label_key"
+        used = columns_read(dataset, tokenizer, data, ("input_key", label_flag))
         self.tokenizer, self.data, self.image_key = tokenizer, data, image_key
         rows = number_rows(dataset)
         prompts = map_rows(rows, used, self._rendered, FEATURES, "Rendering prompts")

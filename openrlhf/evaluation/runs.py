@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.layouts import recognise
@@ -68,7 +69,8 @@ def run_pass_k(config: EvaluationConfig) -> None:
     model, k = read_candidate(config, "model"), config.eval.n_samples_per_prompt
     if config.dry_run:
         return show_prompts(model.prompts)
-    with started(config) as evaluation:
+    with started(config) as run:
+        evaluation = Evaluation(config, run)
         answers = evaluation.rewarded(evaluation.answers(model, "vllm"))
         evaluation.recorder.folder.log_samples(sample_row(0, answer) for answer in answers)
         evaluation.report(evaluation_metrics(answers, k=k), rows_of(answers, lambda t: t, partial(source_columns, k=k)))
@@ -86,7 +88,8 @@ def run_rm_accuracy(config: EvaluationConfig) -> None:
     if config.dry_run:
         chosen, rejected = (show_text(side, getattr(rows[0], side), tokenizer) for side in ("chosen", "rejected"))
         return print(rows.summary, chosen, rejected, sep="\n")
-    with started(config) as evaluation:
+    with started(config) as run:
+        evaluation = Evaluation(config, run)
         evaluation.recorder.display.note(rows.summary)
         chosen = [comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].chosen) for n in range(len(rows))]
         rejected = [comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].rejected) for n in range(len(rows))]
@@ -107,7 +110,8 @@ def run_win_rate(config: EvaluationConfig) -> None:
         asyncio.run(judge.servers.check())
     if config.dry_run:
         return show_prompts(model.prompts)
-    with started(config) as evaluation:
+    with started(config) as run:
+        evaluation = Evaluation(config, run)
         ours = evaluation.answers(model, "vllm")
         theirs = evaluation.answers(other, "against") if written is None else evaluation.written(model, written)
         if judge:
@@ -163,13 +167,21 @@ def read_answers(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, c
     return [[*tokens, end] for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A run folder, and the devices of a Ray cluster."""
+
+    recorder: Recorder
+    kind: Device
+    log_dir: str
+
+
 class Evaluation:
     """An evaluation with its run folder, on a Ray cluster. Engines and reward models start when they are needed, one after the other."""
 
-    def __init__(self, config: EvaluationConfig, recorder: Recorder, kind: Device) -> None:
-        self.config, self.recorder = config, recorder
-        self.kind: Device = kind
-        self.log_dir = str(recorder.folder.logs.absolute())
+    def __init__(self, config: EvaluationConfig, run: Started) -> None:
+        self.config, self.recorder, self.log_dir = config, run.recorder, run.log_dir
+        self.kind: Device = run.kind
         self.errors = ErrorBudget.of(config.reward)
 
     def answers(self, model: Candidate, name: str) -> list[Trajectory]:
@@ -177,20 +189,10 @@ class Evaluation:
         config = self.config
         spec = settings.eval_sampling(config)
         self.recorder.display.note(f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each.")
-        group = engine_group(config.vllm, name)
-        made_of = settings.engine_settings(config, model.path, self.kind, model.tokenizer)
-        engines = Fleet(group, self._places(group), on_gpus=self.kind == "cuda")
-        with closing(engines) as fleet, fleet.naming_logs():
-            fleet.start(made_of, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
-            fleet.wait()
+        with engines(config, model.path, model.tokenizer, self.kind, name=name, log_dir=self.log_dir) as fleet:
             scored_later = config.reward.models or config.judge.url
             agents = make_agents(config, model.tokenizer, needs_reward=not scored_later, log_dir=Path(self.log_dir))
-            answers = self._sample(model, fleet, spec, agents)
-            fleet.stop()
-        return answers
-
-    def _places(self, group: HostGroup) -> Sequence[Machine]:
-        return places_now(Placement(groups=(group,), on_gpus=self.kind == "cuda"))[group.name]
+            return self._sample(model, fleet, spec, agents)
 
     def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:
         """Written answers, one to each prompt, rewarded like sampled answers."""
@@ -213,16 +215,10 @@ class Evaluation:
 
     def rewarded(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
         """The answers with the rewards of the reward models added. The reward models run only meanwhile."""
-        config = self.config
-        if not config.reward.models:
+        if not self.config.reward.models:
             return list(answers)
-        group = reward_hosts(config)
-        with closing(make_hosts(group, self._places(group), on_gpus=self.kind == "cuda")) as hosts:
-            connect_hosts(config, hosts, log_dir=self.log_dir)
-            models = RewardModels(WorkerGroup(hosts, "reward"), config.reward)
-            created = models.workers.create(RewardWorker, settings.reward_settings(config))
-            gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
-            return EarlyStages(models=models, timeout_s=config.train.step_timeout).annotated(answers)
+        with reward_models(self.config, self.kind, log_dir=self.log_dir) as models:
+            return models.annotated(answers)
 
     def compared(self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
         """The pairs; the answer with the larger reward is the better one."""
@@ -250,12 +246,43 @@ class Evaluation:
 
 
 @contextmanager
-def started(config: EvaluationConfig) -> Iterator[Evaluation]:
-    """An evaluation in a run folder of its own, on a Ray cluster that is there or is started for it."""
+def engines(
+    config: settings.Engines, path: str, tokenizer: PreTrainedTokenizerBase, kind: Device, *, name: str, log_dir: str
+) -> Iterator[Fleet]:
+    """The engines of a model, which run within it."""
+    group = engine_group(config.vllm, name)
+    made_of = settings.engine_settings(config, path, kind, tokenizer)
+    with closing(Fleet(group, places_of(group, kind), on_gpus=kind == "cuda")) as fleet, fleet.naming_logs():
+        fleet.start(made_of, log_dir=log_dir, timeout_s=config.train.setup_timeout)
+        fleet.wait()
+        yield fleet
+        fleet.stop()
+
+
+@contextmanager
+def reward_models(config: settings.Sampling, kind: Device, *, log_dir: str) -> Iterator[EarlyStages]:
+    """The reward models, which run within it."""
+    group = reward_hosts(config)
+    with closing(make_hosts(group, places_of(group, kind), on_gpus=kind == "cuda")) as hosts:
+        connect_hosts(config, hosts, log_dir=log_dir)
+        models = RewardModels(WorkerGroup(hosts, "reward"), config.reward)
+        created = models.workers.create(RewardWorker, settings.reward_settings(config))
+        gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
+        yield EarlyStages(models=models, timeout_s=config.train.step_timeout)
+
+
+def places_of(group: HostGroup, kind: Device) -> Sequence[Machine]:
+    """The machine of each process of a group that runs alone."""
+    return places_now(Placement(groups=(group,), on_gpus=kind == "cuda"))[group.name]
+
+
+@contextmanager
+def started(config: EvaluationConfig | BatchInferenceConfig) -> Iterator[Started]:
+    """A run folder of its own, and a Ray cluster that is there or is started for it."""
     kind = engine_device()
     largest = largest_phase(config, on_gpus=kind == "cuda")
     with closing(Recorder(config, config.run.dir)) as recorder, ray_cluster(largest):
-        yield Evaluation(config, recorder, kind)
+        yield Started(recorder=recorder, kind=kind, log_dir=str(recorder.folder.logs.absolute()))
 
 
 def rows_of(
@@ -266,7 +293,7 @@ def rows_of(
     return rows if len(rows) == 1 else rows | {"all": columns(items)}
 
 
-def largest_phase(config: EvaluationConfig, *, on_gpus: bool) -> Placement:
+def largest_phase(config: EvaluationConfig | BatchInferenceConfig, *, on_gpus: bool) -> Placement:
     """The processes that run at one time: engines, or reward models."""
     phases = [engine_group(config.vllm, "vllm")] * config.samples_answers + [reward_hosts(config)] * bool(
         config.reward.models
@@ -274,7 +301,7 @@ def largest_phase(config: EvaluationConfig, *, on_gpus: bool) -> Placement:
     return Placement(groups=(max(phases, key=lambda group: group.slots),), on_gpus=on_gpus)
 
 
-def reward_hosts(config: EvaluationConfig) -> HostGroup:
+def reward_hosts(config: settings.Sampling) -> HostGroup:
     """The processes of the reward models."""
     nodes, slots = config.reward.num_nodes, config.reward.num_gpus_per_node
     return HostGroup(name="reward", roles=("reward",), nodes=nodes, per_node=slots)

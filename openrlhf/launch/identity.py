@@ -13,10 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from openrlhf.config.flags import toml_beside, value_at
+from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.files import fingerprint
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
+from openrlhf.trajectory import Prompt
 
 COMPARED_ROWS = 64  # of a dataset, evenly spread
 FLAGS: dict[str, list[str]] = toml_beside(__file__)
@@ -51,6 +53,17 @@ def rl_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrained
 def episode_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Identity:
     """The identity of an RL run's episodes: everything that decides its prompts and how their samples are drawn."""
     return _of_prompts(config, FLAGS["episodes"], prompts, tokenizer)
+
+
+def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) -> Identity:
+    """The identity of answers to prompts, or of the rewards of answers."""
+    trusted = config.model.trust_remote_code
+    models = config.reward.models if config.scores else [str(config.model.model_name_or_path)]
+    return {
+        **_values(config, FLAGS["inference"]),
+        "models": [of_model(path, trust_remote_code=trusted) for path in models],
+        "rows of --data.dataset, rendered": of_rows(len(prompts), lambda row: [prompts[row].text, prompts[row].label]),
+    }
 
 
 def _of_prompts(

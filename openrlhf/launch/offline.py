@@ -165,7 +165,7 @@ def first_look_at(
         except DataError as error:  # rows may go without the template's words
             found.append(f"--data.input_template: {error}")
         model = f"--model.model_name_or_path {task.config.model.model_name_or_path}"
-        found += first_look.compare_formats(model, trained, used, texts)
+        found += first_look.compare_formats(model, trained, used, texts) + first_look.filled_already(used, texts)
         found += first_look.end_notices(ending, tokenizer, "Responses") if isinstance(first[0], TokenRows) else []
     first_look.record(tokenizer, used)
     return found

@@ -54,14 +54,14 @@ def load_prompts(config: PPOConfig) -> PromptData:
     )
 
 
-def policy_tokenizer(config: settings.Sampling, path: str, *, flag: str) -> PreTrainedTokenizerBase:
+def policy_tokenizer(config: settings.Engines, path: str, *, flag: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model that answers prompts. Raises DataError, or ModelError for an unsuitable model."""
     tokenizer = get_tokenizer(path, padding_side="left", trust_remote_code=config.model.trust_remote_code, flag=flag)
     check_language_model(config, path)
     return tokenizer
 
 
-def check_language_model(config: settings.Sampling, path: str) -> None:
+def check_language_model(config: settings.Engines, path: str) -> None:
     """Raise ModelError unless the model is a language model with enough positions for --data.max_len."""
     spec = settings.load_spec(config, path)
     check_is_causal(spec)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from openrlhf.checkpoints.manifest import EngineLayout
 from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.inference import BatchInferenceConfig, EngineCommand, InferenceCommand
 from openrlhf.config.learning import ActorConfig, CriticConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.weight_sync import Transport
@@ -25,7 +26,8 @@ from openrlhf.workers.frozen import ReferenceSettings, RewardModelSettings
 from openrlhf.workers.policy import PolicySettings
 
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # an engine leaves little memory of its GPU free
-Sampling = PPOConfig | EvaluationConfig  # commands with engines and reward models
+Sampling = PPOConfig | EvaluationConfig | BatchInferenceConfig  # commands with engines and reward models
+Engines = PPOConfig | EngineCommand
 PROBED_TOKENS = 8  # that engines sample per prompt, to be compared with the trainer
 ROUNDING = {"fp32": 0.01, "bf16": 0.2}  # mean difference of log-probabilities that rounding may explain, nats
 
@@ -84,7 +86,7 @@ def freezing_steps(config: PPOConfig) -> int:
     return max(0, config.critic.freezing_steps) if config.estimator.needs_critic else 0
 
 
-def load_spec(config: Sampling, path: str) -> LoadSpec:
+def load_spec(config: Engines, path: str) -> LoadSpec:
     """The settings for loading a model. Attention, precision and packing are the same for all models."""
     trusted = config.model.trust_remote_code
     return LoadSpec.of(located(path), config.ds, max_len=config.data.max_len, trust_remote_code=trusted)
@@ -97,7 +99,7 @@ def located(path: str) -> str:
 
 def forward_limits(config: Sampling) -> MicroBatchLimits:
     """Micro-batches of forwards without gradient."""
-    by_tokens = isinstance(config, EvaluationConfig) or config.train.dynamic_batch_enable
+    by_tokens = not isinstance(config, PPOConfig) or config.train.dynamic_batch_enable
     tokens = config.rollout.max_tokens_per_gpu if by_tokens else None
     return MicroBatchLimits(size=config.rollout.micro_batch_size, max_tokens=tokens, packed=config.ds.packing_samples)
 
@@ -175,7 +177,7 @@ def reference_settings(config: PPOConfig, path: str) -> ReferenceSettings:
     )
 
 
-def engine_settings(config: Sampling, path: str, kind: Device, tokenizer: PreTrainedTokenizerBase) -> EngineSettings:
+def engine_settings(config: Engines, path: str, kind: Device, tokenizer: PreTrainedTokenizerBase) -> EngineSettings:
     """The settings of the engines of a model."""
     return EngineSettings(
         model=located(path),
@@ -214,17 +216,24 @@ def transport(config: PPOConfig, kind: Device) -> Transport:
     return cast(Transport, config.vllm.sync_backend)
 
 
-def train_sampling(config: Sampling) -> SamplingSpec:
+def train_sampling(config: Engines) -> SamplingSpec:
     """How training samples are drawn."""
     seed = config.train.seed if config.rollout.seeded == "on" else None
     return SamplingSpec(purpose="train", rollout=config.rollout, max_len=config.data.max_len, seed=seed)
 
 
-def eval_sampling(config: Sampling) -> SamplingSpec:
+def eval_sampling(config: PPOConfig | EvaluationConfig) -> SamplingSpec:
     """How evaluation samples are drawn: as in training, except for temperature and number."""
     eval_ = config.eval
     rollout = replace(config.rollout, n_samples_per_prompt=eval_.n_samples_per_prompt, temperature=eval_.temperature)
     return replace(train_sampling(config), purpose="eval", rollout=rollout)
+
+
+def inference_sampling(config: InferenceCommand, *, samples: int) -> SamplingSpec:
+    """How answers are drawn that nobody trains on or evaluates."""
+    rollout = replace(config.rollout, n_samples_per_prompt=samples)
+    penalty = config.rollout.repetition_penalty
+    return replace(train_sampling(config), purpose="eval", rollout=rollout, repetition_penalty=penalty)
 
 
 def loop_settings(config: PPOConfig, run_dir: str, identity: Mapping[str, Any]) -> LoopSettings:

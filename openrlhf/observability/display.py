@@ -53,9 +53,9 @@ class Display:
         self._progress.update(self._bar, total=total_steps, completed=done)
         self._progress.start()
 
-    def status(self, text: str) -> None:
-        """Show beside the progress bar what the run is doing now: "generating 512 episodes"."""
-        self._progress.update(self._bar, description=text)
+    def status(self, text: str, *, done: int | None = None) -> None:
+        """Show beside the progress bar what the run is doing now: "generating 512 episodes". `done`: where the bar is."""
+        self._progress.update(self._bar, description=text, completed=done)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Print a training step, given its metrics by their logged names."""

@@ -29,6 +29,7 @@ class SamplingSpec:
     rollout: RolloutConfig  # how many samples, at which temperature, and when they end
     max_len: int  # prompt and response, tokens
     seed: int | None  # None: unseeded sampling
+    repetition_penalty: float = 1.0
 
     @property
     def n_samples(self) -> int:
@@ -49,6 +50,7 @@ class SamplingSpec:
             temperature=self.rollout.temperature,
             top_p=self.rollout.top_p,
             top_k=self.rollout.top_k,
+            repetition_penalty=self.repetition_penalty,
             max_tokens=max_tokens,
             stop=list(self.rollout.stop) or None,
             stop_token_ids=list(self.rollout.stop_token_ids) or None,

@@ -103,13 +103,6 @@ def test_a_mistake_is_printed_once_per_machine(
     assert waits == [common.OTHERS_WAIT_S] * 2
 
 
-@pytest.mark.parametrize("verb", ["batch_inference", "interactive_chat"])
-def test_a_command_that_is_planned_is_said_to_be_missing_yet(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main.main([verb])
-    assert f"there is no verb {verb} yet; known are" in capsys.readouterr().err
-
-
 def test_the_console_command_lists_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     main.main([])
     printed = capsys.readouterr().out

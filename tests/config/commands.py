@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
+from openrlhf.config.local_ppo import LocalPPOConfig
 from openrlhf.config.options import ConfigError, Reader, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import ServeConfig
@@ -20,7 +22,13 @@ TRAINING: dict[str, type[Any]] = {
     "train_kd": KDConfig,
     "train_ppo_ray": PPOConfig,
 }
-ROOTS: dict[str, type[Any]] = TRAINING | {"serve_rm": ServeConfig, "eval": EvaluationConfig}
+ROOTS: dict[str, type[Any]] = TRAINING | {
+    "serve_rm": ServeConfig,
+    "eval": EvaluationConfig,
+    "batch_inference": BatchInferenceConfig,
+    "interactive_chat": ChatConfig,
+}
+WITH_OLD: dict[str, type[Any]] = ROOTS | {"train_ppo": LocalPPOConfig}  # has the flags of train_ppo_ray
 SMALLEST: dict[str, str] = {
     "train_sft": "--model.model_name_or_path m --data.dataset d --data.output_key answer",
     "train_rm": "--model.model_name_or_path m --data.dataset d",
@@ -32,6 +40,8 @@ SMALLEST: dict[str, str] = {
     "--algo.advantage.estimator reinforce --data.label_key l --reward.verifier math",
     "serve_rm": "--reward.model_name_or_path m",
     "eval": "--model.model_name_or_path m --eval.dataset d --data.label_key l --reward.verifier math",
+    "batch_inference": "--model.model_name_or_path m --data.dataset d --output_path o.jsonl",
+    "interactive_chat": "--model.model_name_or_path m",
 }
 
 

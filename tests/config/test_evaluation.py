@@ -17,7 +17,7 @@ def evaluation(line: str) -> EvaluationConfig:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (RULE, "--model.model_name_or_path must be given with --task pass_k"),
+        (RULE, "--model.model_name_or_path must be given"),
         (MODEL, "Nothing rewards the samples"),
         (f"{MODEL} --reward.verifier math", "--reward.verifier math checks responses against labels"),
         (f"{MODEL} {RULE} --ds.param_dtype fp16", "--ds.param_dtype fp16 is no type of an engine's"),

@@ -21,8 +21,8 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config import machine
 from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.effects import conditions_of, look_up
-from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.flags import Flag, Section, amend, flags_of, mentions
+from openrlhf.config.inference import ChatConfig, EngineCommand, InferenceCommand
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.config.shared import OptimizerConfig
@@ -91,6 +91,9 @@ READERS = {
     "eval": "evaluation.runs trainers.reward trainers.stages launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.judge "
     "observability.recorder observability.trackers data.prompts data.feedback rollout.fleet distributed.placement",
     "reward_test": "evaluation.reward_test rewards.rule",
+    "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "
+    "observability.recorder observability.trackers data.prompts data.first_look rollout.fleet distributed.placement trainers.stages",
+    "interactive_chat": "evaluation.chat evaluation.runs launch.prompt_data rollout.fleet distributed.placement",
 }
 # What a section is called in those modules besides its own name.
 ALSO_CALLED = {
@@ -178,12 +181,20 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield tasks.load_spec(config)
         yield vars(CheckpointManager.of(config.ckpt, [""]))
         yield vars(offline.follow_best(config))
-    if isinstance(config, EvaluationConfig | PPOConfig):
-        yield settings.reward_settings(config)
-        for spec in (settings.train_sampling(config), settings.eval_sampling(config)):
+    if isinstance(config, EngineCommand | PPOConfig):
+        if not isinstance(config, ChatConfig):
+            yield settings.reward_settings(config)
+            yield inference_config(config.ds)
+            yield [ErrorBudget.of(config.reward), config.reward.fallback]
+        if isinstance(config, InferenceCommand):
+            yield config.csft.suffix, getattr(config.data, "label_key", None)
+        specs = (
+            [settings.inference_sampling(config, samples=2)]
+            if isinstance(config, InferenceCommand)
+            else [settings.train_sampling(config), settings.eval_sampling(config)]
+        )
+        for spec in specs:
             yield spec, spec.n_samples, spec.params_for(Prompt(index=0, text="", tokens=[1]), prompt_length=1)
-        yield inference_config(config.ds)
-        yield [ErrorBudget.of(config.reward), config.reward.fallback]
         if config.vllm.dtype != "fp16":
             tokenizer: Any = SimpleNamespace(eos_token_id=0)
             yield engine_arguments(settings.engine_settings(config, "m", kind, tokenizer), 0)
@@ -239,7 +250,8 @@ def holds(term: str, value: Any) -> bool:
 @pytest.mark.parametrize(("command", "path"), EVERY_FLAG)
 def test_a_flag_does_something_or_is_said_to_do_nothing(command: str, path: str) -> None:
     flag = flags_of(COMMANDS[command])[path]
-    beside = BESIDE.get(path, "") if command != "eval" or path in ("vllm.enable_prefix_caching",) else ""
+    evaluates = "eval.n_samples_per_prompt" in flags_of(COMMANDS[command])
+    beside = BESIDE.get(path, "") if evaluates and (command != "eval" or path == "vllm.enable_prefix_caching") else ""
     line = f"{beside} {other_words(flag)}"
     config, notices = resolved(command, line)
     if path in dict(refusals(config)) or any(mentions(text, [path]) for text in config.check() if NOT_YET in text):

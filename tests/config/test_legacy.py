@@ -11,7 +11,7 @@ from openrlhf.config import legacy
 from openrlhf.config.flags import flags_of, value_at
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
-from tests.config.commands import ROOTS, ppo, read_flags, sft, violations
+from tests.config.commands import ROOTS, WITH_OLD, ppo, read_flags, sft, violations
 
 # Old name and value -> path and value, per command: one row of each kind, and of each odd one.
 RENAMED = [
@@ -54,6 +54,14 @@ RENAMED = [
     ("serve_rm", "--bf16", {"ds.param_dtype": "bf16"}),
     ("serve_rm", "--max_len 512", {"data.max_len": 512}),
     ("train_ppo", "--micro_rollout_batch_size 2", {"rollout.micro_batch_size": 2}),
+    ("batch_inference", "--eval_task generate_vllm", {"task": "generate_vllm"}),
+    ("batch_inference", "--greedy_sampling", {"rollout.temperature": 0.0}),
+    ("batch_inference", "--max_num_seqs 8", {"vllm.engine_args": {"max_num_seqs": 8}}),
+    ("batch_inference", "--tp_size 2", {"vllm.tensor_parallel_size": 2}),
+    ("batch_inference", "--normalize_reward", {"reward.normalize_enable": True}),
+    ("batch_inference", "--rollout_batch_size 8", {"rollout.batch_size": 8}),
+    ("interactive_chat", "--ta_prompt f", {"preamble": "f"}),
+    ("interactive_chat", "--csft_prompt 9", {"csft.prompt": "9"}),
 ]  # fmt: skip
 
 # Every flat name of the last releases, by command.
@@ -62,7 +70,7 @@ OLD: dict[str, list[str]] = json.loads((Path(__file__).parent / "old_flags.json"
 
 @pytest.mark.parametrize(("command", "line", "values"), RENAMED)
 def test_an_old_name_sets_todays_flag_with_one_notice(command: str, line: str, values: dict[str, object]) -> None:
-    given, notices = read_flags(ROOTS.get(command, PPOConfig), line.split(), command=command)
+    given, notices = read_flags(WITH_OLD[command], line.split(), command=command)
     assert given == values
     (notice,) = notices
     assert notice.startswith(line.split()[0].partition("=")[0])
@@ -71,9 +79,10 @@ def test_an_old_name_sets_todays_flag_with_one_notice(command: str, line: str, v
 
 @pytest.mark.parametrize("command", OLD)
 def test_every_flat_name_of_the_old_command_is_understood(command: str) -> None:
-    flags = flags_of(ROOTS[command])
+    flags = flags_of(WITH_OLD[command])
     known = legacy.aliases(flags)
-    assert [name for name in OLD[command] if name not in known and name not in flags] == []
+    handled = known.keys() | flags.keys() | legacy.SWITCHES.keys() | legacy.IGNORED.keys() | set(legacy.OLD_LENGTHS)
+    assert [name for name in OLD[command] if name not in handled] == []
     for name, targets in known.items():
         shapes = {flags[path].shape for path in targets}
         assert len(shapes) == 1, name
@@ -84,6 +93,17 @@ def test_no_alias_hides_a_flag_of_today(command: str) -> None:
     flags = flags_of(ROOTS[command])
     assert not legacy.aliases(flags).keys() & flags.keys()
     assert not (legacy.IGNORED.keys() | legacy.REMOVED.keys() | legacy.SWITCHES.keys()) & flags.keys()
+
+
+def test_a_launch_script_of_old_batch_inference_runs() -> None:
+    line = (
+        "--eval_task generate_vllm --pretrain m --bf16 --max_new_tokens 256 --prompt_max_len 512 --dataset d --input_key q "
+        "--temperature 0.9 --zero_stage 0 --best_of_n 4 --enable_prefix_caching --tp_size 1 --max_num_seqs 64 --iter 2 "
+        "--rollout_batch_size 128 --output_path o.jsonl --apply_chat_template"
+    )
+    config = parse_config(ROOTS["batch_inference"], line.split(), command="batch_inference")
+    assert (config.rollout.max_new_tokens, config.data.max_len, config.best_of_n) == (256, 1536, 4)
+    assert config.vllm.engine_args == {"max_num_seqs": 64}
 
 
 def test_todays_names_are_passed_on_without_a_notice() -> None:

@@ -177,7 +177,7 @@ def test_help_shows_every_section_and_loads_no_heavy_library(command: str) -> No
     shown = (
         ["--train.batch_size INT", "(128)", "LoRA adapters"]
         if command in TRAINING
-        else ["--data.max_len INT", "(2048)"]
+        else ["--data.max_len INT", "(4096)" if command == "interactive_chat" else "(2048)"]
     )
     for text in (*shown, "--ds.param_dtype {bf16,fp16,fp32}", "--config"):
         assert text in done.stdout

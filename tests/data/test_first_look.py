@@ -18,6 +18,7 @@ from openrlhf.data.first_look import (
     compare_formats,
     end_notices,
     ending_of,
+    filled_already,
     record,
     recorded,
     round_trip,
@@ -176,3 +177,13 @@ def test_a_chat_template_that_ends_answers_with_what_does_not_end_generation_is_
     [said] = chat_end(tokenizer, {"<eos>"})
     assert "'<|end|>\\n', but generation ends at <eos>: add --rollout.stop '<|end|>'" in said
     assert chat_end(tokenizer, {"<eos>", "<|end|>"}) == []
+
+
+def test_rows_that_begin_with_the_words_of_the_template_are_pointed_out() -> None:
+    """The default template around a prompt that batch_inference wrote as a whole would stand there twice."""
+    used = TextFormat(input_template="User: {}\nAssistant: ")
+    [sentence] = filled_already(used, ["User: 1+1=\nAssistant: ", "2"])
+    assert "'User:' already" in sentence and "--data.input_template {}" in sentence
+    assert filled_already(used, ["1+1=", "2"]) == []
+    for template in (None, "{}", "{} is"):
+        assert filled_already(TextFormat(input_template=template), ["User: 1+1="]) == []

@@ -1,0 +1,151 @@
+"""Roots of the commands that use engines and train nothing: what they share, `batch_inference` and `interactive_chat`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+from openrlhf.config import machine, ppo_rules, rules, shared
+from openrlhf.config.commands import ModelCommand, RecordedCommand
+from openrlhf.config.effects import EFFECTS, Effects, Sentences
+from openrlhf.config.flags import Section, amend, option, required
+from openrlhf.config.ppo import engine_values
+from openrlhf.config.rollout import RewardConfig, RolloutConfig, VLLMConfig
+from openrlhf.config.supervised import RMDeepSpeedConfig
+
+
+# fmt: off
+class SampledModelConfig(shared.ModelSourceConfig):
+    """The model."""
+    model_name_or_path: str | None = option(None, "Folder or hub name of a language model.", holds="model")
+
+class EngineCommand(ModelCommand):
+    """What every command has that uses engines and trains nothing."""
+    model: SampledModelConfig = SampledModelConfig()
+    vllm: VLLMConfig = VLLMConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: shared.ProcessConfig = shared.ProcessConfig()
+
+    def engine_values(self, *, shared: bool) -> dict[str, Any]:
+        """What follows for engines, by path; `shared`: samples share prefixes."""
+        engines = engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=shared)
+        return engines | {"vllm.enable_sleep": False}
+
+    def engine_mistakes(self) -> Sentences:
+        """What may be wrong with engines and sampling."""
+        return [
+            (not self.model.model_name_or_path, "--model.model_name_or_path must be given."),
+            *ppo_rules.engine_mistakes(self.vllm, self.rollout, self.data.max_len),
+            (self.vllm.dtype == "fp16", "<ds.param_dtype> is no type of an engine's: give --vllm.dtype bf16 or fp32."),
+        ]
+
+
+class InferenceRolloutConfig(RolloutConfig):
+    repetition_penalty: float = option(1.0, "Above 1: tokens that are there already become less likely.", gt=0)
+
+class CsftConfig(Section):
+    """Conditional fine-tuning."""
+    enable: bool = option(False, "Ask for answers of a reward: put csft.prompt behind each prompt.")
+    prompt: str = option("<rm_score>: 5.00", "The reward in words.", needs="enable")
+
+    @property
+    def suffix(self) -> str:
+        """The text behind a prompt, as the default of --reward_template puts it there in training."""
+        return f" {self.prompt.strip()} " if self.enable else ""
+
+class InferenceCommand(EngineCommand):
+    """What both commands of inference have."""
+    rollout: InferenceRolloutConfig = InferenceRolloutConfig()
+    csft: CsftConfig = CsftConfig()
+
+    def derived_values(self) -> dict[str, Any]:
+        """What follows from the flags, by path."""
+        return self.engine_values(shared=True)
+
+
+class InferenceDataConfig(shared.DatasetConfig):
+    """Tokenizer and data."""
+    input_key: str = option("input", "Column with the prompt, text or chat.")
+    output_key: str | None = option("output", "Column with the answer to score.")
+
+    @property
+    def label_key(self) -> str | None:
+        """The column that is read besides the prompt."""
+        return self.output_key
+
+class BatchInferenceConfig(InferenceCommand, RecordedCommand):
+    """Answers to the prompts of a dataset, or the scores of answers."""
+    effects: ClassVar[Effects] = EFFECTS["batch_inference"]
+
+    task: str = option(
+        "generate", "Answer prompts (generate_vllm is the same), or score answers with reward models.",
+        choices=("generate", "generate_vllm", "rm"))
+    output_path: str = required("File for the results, a JSON object per line. A killed command continues in it.")
+    best_of_n: int = option(1, "Answers to each prompt.", ge=1)
+    iter: int | None = option(None, "Use the rows from iter x rollout.batch_size on, so many.", ge=0)
+    post_processor: str = option(
+        "none", "What is written of scored answers: all; the best of each input (rs); all, with the reward in the input "
+        "(csft); the best and the worst of each input as a pair (iter_dpo).", choices=("none", "rs", "csft", "iter_dpo", "null"))
+    reward_template: str = option("{input} <rm_score>: {reward} ", "Input with the reward in it.")
+    data: InferenceDataConfig = InferenceDataConfig(max_samples=100_000_000)
+    reward: RewardConfig = RewardConfig()
+    rollout: InferenceRolloutConfig = InferenceRolloutConfig(batch_size=2048, micro_batch_size=16, max_new_tokens=1024)
+    train: shared.ProcessConfig = shared.ProcessConfig(seed=1234)
+    ds: RMDeepSpeedConfig = RMDeepSpeedConfig()
+    local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
+
+    @property
+    def samples_answers(self) -> bool:
+        """Whether the model answers prompts."""
+        return not self.scores
+
+    @property
+    def scores(self) -> bool:
+        """Whether answers are scored, not sampled."""
+        return self.task == "rm"
+
+    def derived_values(self) -> dict[str, Any]:
+        """What follows from the flags, by path: all GPUs are used; the model is the one that scores."""
+        gpus = machine.count_gpus()
+        default = {
+            "vllm.num_engines": max(1, gpus // self.vllm.devices),
+            "reward.num_gpus_per_node": min(8, gpus) or 1,
+            "reward.model_name_or_path": self.model.model_name_or_path if self.scores else None,
+        }
+        own = {path: value for path, value in default.items() if path not in self.given}
+        own |= {"csft.enable": False} if self.scores else {"data.output_key": None}
+        return own | super(BatchInferenceConfig, amend(self, own)).derived_values()
+
+    def mistakes(self) -> Sentences:
+        """What may be wrong with this resolved configuration."""
+        not_in, path = not all(word in self.reward_template for word in ("{input}", "{reward}")), os.path.expanduser(self.output_path or "")
+        return [
+            *super().mistakes(),
+            *rules.probabilities_fit(self, "data.dataset", "data.dataset_probs"),
+            (path and os.path.isdir(path), "<output_path> is a folder: name a file in it."),
+            (not_in and self.post_processor == "csft", "<reward_template> needs both {input} and {reward}."),
+            *(rules.sum_mistakes(self.reward, len(self.reward.models)) if self.scores else self.engine_mistakes()),
+            (self.scores and not self.reward.scalars, "<task> needs the reward model: give --reward.model_name_or_path."),
+            (self.reward.process_model, "<reward.process_model> judges answers while they are sampled: leave it out."),
+        ]
+
+
+class ChatConfig(InferenceCommand):
+    """A conversation with a model."""
+    effects: ClassVar[Effects] = EFFECTS["interactive_chat"]
+
+    data: shared.DataConfig = shared.DataConfig(max_len=4096)
+    rollout: InferenceRolloutConfig = InferenceRolloutConfig(
+        temperature=0.2, top_p=0.9, repetition_penalty=1.2, max_new_tokens=1024)
+    system: str | None = option(None, "System prompt.")
+    preamble: str | None = option(None, "File whose text comes before the conversation.")
+
+    def mistakes(self) -> Sentences:
+        """What may be wrong with this resolved configuration."""
+        template = self.data.input_template
+        return [
+            *super().mistakes(),
+            *self.engine_mistakes(),
+            (template is not None and "{}" not in template, "<data.input_template> has no {} for the message."),
+            (self.preamble and not rules.is_file(self.preamble), "<preamble> is no file on this machine."),
+        ]

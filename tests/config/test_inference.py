@@ -1,0 +1,117 @@
+"""The flags of `batch_inference`, `interactive_chat` and `train_ppo`: rules, derived values, and defaults of older releases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from openrlhf.config.flags import value_at
+from openrlhf.config.local_ppo import LocalPPOConfig
+from openrlhf.config.options import parse_config
+from tests.config.commands import parse, violations
+
+BATCH, CHAT = "batch_inference", "interactive_chat"
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "sentence"),
+    [
+        (BATCH, "--output_path=/tmp", "--output_path /tmp is a folder: name a file in it"),
+        (
+            BATCH,
+            "--data.dataset d,e --data.dataset_probs 1",
+            "--data.dataset_probs has 1 numbers, but --data.dataset 2",
+        ),
+        (BATCH, "--model.model_name_or_path=", "--model.model_name_or_path must be given"),
+        (
+            BATCH,
+            "--model.model_name_or_path= --task rm",
+            "--task rm needs the reward model: give --reward.model_name_or_path",
+        ),
+        (BATCH, "--task rm --reward.weights 1 2", "--reward.weights 1 2 has 2 numbers for 1 rewards"),
+        (
+            BATCH,
+            "--task rm --post_processor csft --reward_template x",
+            "--reward_template x needs both {input} and {reward}",
+        ),
+        (BATCH, "--best_of_n 0", "--best_of_n is 0, but it must be at least 1"),
+        (
+            BATCH,
+            "--data.max_len 64 --rollout.max_new_tokens 64",
+            "--rollout.max_new_tokens 64 leaves no room for a prompt",
+        ),
+        (BATCH, "--reward.process_model p", "--reward.process_model p judges answers while they are sampled"),
+        (BATCH, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is no type of an engine's"),
+        (BATCH, "--post_processor best", "--post_processor takes one of none, rs, csft, iter_dpo, null, not 'best'"),
+        (CHAT, "--preamble gone.txt", "--preamble gone.txt is no file on this machine"),
+        (CHAT, "--data.input_template=x", "--data.input_template x has no {} for the message"),
+        (CHAT, "--model.model_name_or_path=", "--model.model_name_or_path must be given"),
+    ],
+)
+def test_a_broken_rule_names_the_flag_and_the_value(command: str, line: str, sentence: str) -> None:
+    assert any(sentence in text for text in violations(command, line)), violations(command, line)
+
+
+def test_batch_inference_uses_every_gpu_unless_it_is_told_how_many(gpu_machine: Any) -> None:
+    gpu_machine(8)
+    config = parse(BATCH, "--vllm.tensor_parallel_size 2")
+    assert (config.vllm.num_engines, config.vllm.max_engines, config.reward.num_gpus_per_node) == (4, 4, 8)
+    assert parse(BATCH, "--vllm.num_engines 3").vllm.num_engines == 3
+
+
+def test_the_model_of_an_old_scoring_command_is_the_reward_model() -> None:
+    config = parse(BATCH, "--eval_task rm")
+    assert config.reward.models == ["m"]
+    assert parse(BATCH, "").reward.models == []
+    assert parse(BATCH, "").data.label_key is None
+
+
+def test_a_flag_of_the_other_task_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    parse(BATCH, "--task rm --best_of_n 2")
+    parse(BATCH, "--post_processor rs")
+    errors = capsys.readouterr().err
+    assert "--best_of_n: no effect with --task rm" in errors
+    assert "--post_processor: no effect without --task rm" in errors
+
+
+OLD_DEFAULTS = {
+    "rollout.batch_size": 512,
+    "rollout.micro_batch_size": 8,
+    "train.batch_size": 128,
+    "train.micro_batch_size": 4,
+    "train.seed": 42,
+    "train.ema_beta": 0.992,
+    "data.max_samples": 1_000_000,
+    "data.max_len": 2048,
+    "rollout.max_new_tokens": 1024,
+    "actor.eps_clip": 0.2,
+    "critic.value_clip": 0.2,
+    "algo.advantage.lambd": 0.95,
+    "algo.kl.init_coef": 0.01,
+    "actor.adam.lr": 1e-6,
+    "critic.adam.lr": 9e-6,
+    "ckpt.path": "./ckpt/checkpoints_ppo",
+    "ckpt.max_mem": 1e8,
+    "logger.wandb.project": "openrlhf_train_ppo",
+}
+
+
+def local(line: str = "") -> LocalPPOConfig:
+    words = f"--pretrain m --reward_pretrain r --prompt_data d {line}".split()
+    return parse_config(LocalPPOConfig, words, command="train_ppo")
+
+
+def test_train_ppo_has_the_defaults_that_it_had_without_ray() -> None:
+    config = local()
+    assert {path: value_at(config, path) for path in OLD_DEFAULTS} == OLD_DEFAULTS
+
+
+def test_train_ppo_has_all_models_and_engines_on_all_gpus(gpu_machine: Any) -> None:
+    gpu_machine(4)
+    config = local()
+    sizes = [value_at(config, f"{role}.num_gpus_per_node") for role in ("actor", "critic", "ref", "reward")]
+    assert (sizes, config.vllm.num_engines, config.hybrid) == ([4] * 4, 4, True)
+    assert config.vllm.enable_sleep and config.ds.enable_sleep
+    assert local("--actor.num_gpus_per_node 2").vllm.num_engines == 2
+    assert not local("--zero_stage 0").ds.enable_sleep
