@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import Any, ClassVar, Self
 
 from openrlhf.config import machine, rules, shared
-from openrlhf.config.effects import Effects, Sentences, without_effect
+from openrlhf.config.effects import Effects, Sentences, combined, without_effect
 from openrlhf.config.flags import Section, amend, bound_violations, mentions, option, spelled_out
 from openrlhf.config.unsupported import refusals
 
@@ -83,8 +83,7 @@ class ModelCommand(Command):
             *super().mistakes(),
             ("/" not in attention and attention not in rules.ATTENTIONS,
              f"<ds.attn_implementation> is unknown: use {', '.join(rules.ATTENTIONS)}, or OWNER/KERNEL of the hub."),
-            (self.ds.load_in_4bit and self.ds.param_dtype != "bf16",
-             "<ds.param_dtype> does not go together with --ds.load_in_4bit, which computes in bf16."),
+            *combined(self, "refused", "model"),
             (self.ds.param_dtype == "fp32" and "flash_attention" in attention,
              "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32."),
         ]
@@ -131,30 +130,8 @@ class Root(RecordedCommand):
 
     def notices(self) -> Sentences:
         """Checkpoints that hold nothing."""
-        ckpt = self.ckpt
-        return [
-            *super().notices(),
-            (ckpt.saves and ckpt.disable_ds and not ckpt.save_hf,
-             "--ckpt.save_steps saves nothing: --ckpt.disable_ds is on and --ckpt.save_hf off."),
-        ]
+        return [*super().notices(), *combined(self, "noticed", "training")]
 
     def mistakes(self) -> Sentences:
-        """Patience has evaluations to wait for, a metric to judge by, and a checkpoint that keeps the best weights."""
-        patience, ckpt, lora = self.eval.patience, self.ckpt, self.ds.lora
-        return [
-            *super().mistakes(),
-            (lora.rank and not lora.target_modules, "--ds.lora.target_modules names no layer: leave it out for all of them."),
-            (lora.dora and self.ds.zero_stage == 3,
-             "<ds.lora.dora> reads whole weights, of which each rank has a part with <ds.zero_stage>: use 0, 1 or 2."),
-            (self.ds.load_in_4bit and not lora.rank,
-             "<ds.load_in_4bit> freezes the model's weights: train adapters beside them with --ds.lora.rank."),
-            (self.ds.param_dtype == "fp16", "<ds.param_dtype> is not available yet: use bf16."),
-            (self.ds.adam_offload and not self.ds.zero_stage, "<ds.adam_offload> needs --ds.zero_stage 1, 2 or 3."),
-            (self.ds.param_offload != "none" and self.ds.zero_stage != 3, "<ds.param_offload> needs --ds.zero_stage 3."),
-            (self.ds.param_offload == "nvme", "<ds.param_offload> is not available yet: use cpu."),
-            (patience and not self.eval.dataset, "<eval.patience> waits for a better evaluation: give --eval.dataset."),
-            (patience and ckpt.best_metric_key == "none",
-             "<eval.patience> waits for a better --ckpt.best_metric_key, which is none: name a metric, or leave it out."),
-            (patience and ckpt.disable_ds, "<eval.patience> exports the best weights from their checkpoint, which "
-             "--ckpt.disable_ds does not write: leave one of them out."),
-        ]
+        """Adapters, precision and offload go together; patience has evaluations, a metric and a checkpoint to wait for."""
+        return [*super().mistakes(), *combined(self, "refused", "training")]

@@ -3,6 +3,8 @@
 A declaration is a condition on the resolved configuration. `train.enable_ema`: that flag is set. `!rollout.only`: it is
 not. `optim=adam,muon`: it has one of these values. `a|b`: either holds. Names are looked up in the flag's own section
 first, then in the sections around it. A name that the command does not have asks for nothing.
+
+Conditions also say which flags do not go together, or need a word of explanation: `combinations.toml`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ MOST_NAMES = 8  # in one notice
 Effects = Mapping[str, Sequence[str]]
 EFFECTS = toml_beside(__file__)  # of several commands
 WORDS = EFFECTS["words"]  # what a term is called that is not about a flag
+COMBINATIONS: dict[str, dict[str, dict[str, str]]] = toml_beside(__file__, "combinations.toml")
 
 
 def without_effect(config: Any, given: Given) -> Sentences:
@@ -27,6 +30,16 @@ def without_effect(config: Any, given: Given) -> Sentences:
         if value != flags[path].default and (ending := unmet(config, flags[path])):
             idle.setdefault(ending, []).append(f"--{path}")
     return [(names, f"{_listed(names)}: no effect {ending}.") for ending, names in idle.items()]
+
+
+def combined(config: Any, kind: str, table: str) -> Sentences:
+    """The rows of a table of combinations, `refused` or `noticed`, whose names are looked up from the root."""
+    rows = COMBINATIONS[kind][table].items()
+    return [(all(_met(config, each) for each in conditions.split(" & ")), sentence) for conditions, sentence in rows]
+
+
+def _met(config: Any, condition: str) -> bool:
+    return any(_holds(term, found[1]) for term in condition.split("|") if (found := look_up(config, "root", term)))
 
 
 def unmet(config: Any, flag: Flag) -> str | None:

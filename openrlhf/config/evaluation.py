@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from openrlhf.config import rules, shared
 from openrlhf.config.commands import RecordedCommand
-from openrlhf.config.effects import EFFECTS, Effects, Sentences
+from openrlhf.config.effects import EFFECTS, Effects, Sentences, combined
 from openrlhf.config.flags import Section, option, required
 from openrlhf.config.inference import EngineCommand
 from openrlhf.config.learning import RLEvalConfig
@@ -64,39 +64,15 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        if self.samples_answers:
-            compared = self._win_rate() if self.task == "win_rate" else []
-            return [*super().mistakes(), *self._sampling(), *compared]
+        judge, own = self.judge, [*super().mistakes(), *combined(self, "refused", "evaluation")]
+        if not self.samples_answers:
+            return [*own, *rules.sum_mistakes(self.reward, len(self.reward.models))]
         return [
-            *super().mistakes(),
-            (not self.reward.scalars, "<task> judges reward models: give --reward.model_name_or_path."),
-            *rules.sum_mistakes(self.reward, len(self.reward.models)),
-        ]
-
-    def _win_rate(self) -> Sentences:
-        against, judge = self.against, self.judge
-        rewarded = rules.has_rule(self) or self.reward.models
-        return [
-            (bool(against.model_name_or_path) == bool(against.answer_key),
-             "<task> compares with the answers of one other: give --against.model_name_or_path, or the column of those "
-             "in the dataset with --against.answer_key."),
-            (bool(rewarded) == bool(judge.url),
-             "<task> has one way to tell which answer is better: give --judge.url, or one or more of --reward.remote_url, "
-             "--reward.verifier and --reward.model_name_or_path."),
-            (self.train.agent_func_path and against.answer_key,
-             "<against.answer_key> has no agent that could reward it: compare with --against.model_name_or_path, or leave "
-             "out --train.agent_func_path."),
-            (judge.url and not judge.url.startswith(("http://", "https://")), "<judge.url> is no http(s) URL."),
-            (judge.url and not judge.model, "<judge.url> may have several models: name one with --judge.model."),
-            (judge.url and rules.is_number(self.reward.on_error),
-             "<reward.on_error> is no verdict of <judge.url>: use fail or drop."),
-        ]
-
-    def _sampling(self) -> Sentences:
-        return [
+            *own,
             *self.engine_mistakes(),
             *rules.reward_mistakes(self, needed=self.task == "pass_k"),
             *rules.remote_engine_mistakes(self.rollout),
-            (self.train.agent_func_path and (self.reward.remote_url or self.reward.verifier),
-             "The agent of <train.agent_func_path> rewards: leave out --reward.remote_url and --reward.verifier."),
+            (judge.url and not judge.url.startswith(("http://", "https://")), "<judge.url> is no http(s) URL."),
+            (judge.url and rules.is_number(self.reward.on_error),
+             "<reward.on_error> is no verdict of <judge.url>: use fail or drop."),
         ]

@@ -218,9 +218,9 @@ def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def toml_beside(module: str) -> dict[str, Any]:
-    """The TOML file beside a module, which gives its `__file__`."""
-    return tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
+def toml_beside(module: str, name: str = "") -> dict[str, Any]:
+    """The TOML file beside a module, which gives its `__file__`: the one of the same name, or of this name."""
+    return tomllib.loads(Path(module).with_name(name or f"{Path(module).stem}.toml").read_text(encoding="utf-8"))
 
 
 def tables(module: str) -> dict[str, dict[str, str]]:

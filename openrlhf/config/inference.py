@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from openrlhf.config import machine, ppo_rules, rules, shared
 from openrlhf.config.commands import ModelCommand, RecordedCommand
-from openrlhf.config.effects import EFFECTS, Effects, Sentences
+from openrlhf.config.effects import EFFECTS, Effects, Sentences, combined
 from openrlhf.config.flags import Section, amend, option, required
 from openrlhf.config.ppo import engine_values
 from openrlhf.config.rollout import RewardConfig, RolloutConfig, VLLMConfig
@@ -34,9 +34,8 @@ class EngineCommand(ModelCommand):
     def engine_mistakes(self) -> Sentences:
         """What may be wrong with engines and sampling."""
         return [
-            (not self.model.model_name_or_path, "--model.model_name_or_path must be given."),
+            *combined(self, "refused", "engines"),
             *ppo_rules.engine_mistakes(self.vllm, self.rollout, self.data.max_len),
-            (self.vllm.dtype == "fp16", "<ds.param_dtype> is no type of an engine's: give --vllm.dtype bf16 or fp32."),
         ]
 
 
@@ -125,8 +124,7 @@ class BatchInferenceConfig(InferenceCommand, RecordedCommand):
             (path and os.path.isdir(path), "<output_path> is a folder: name a file in it."),
             (not_in and self.post_processor == "csft", "<reward_template> needs both {input} and {reward}."),
             *(rules.sum_mistakes(self.reward, len(self.reward.models)) if self.scores else self.engine_mistakes()),
-            (self.scores and not self.reward.scalars, "<task> needs the reward model: give --reward.model_name_or_path."),
-            (self.reward.process_model, "<reward.process_model> judges answers while they are sampled: leave it out."),
+            *combined(self, "refused", "batch_inference"),
         ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from openrlhf.config import choices, machine, ppo_rules, rules
-from openrlhf.config.effects import Sentences
+from openrlhf.config.effects import Sentences, combined
 from openrlhf.config.flags import value_at
 from openrlhf.config.learning import RLFlags
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
@@ -82,7 +82,8 @@ class PPOConfig(RLFlags):
 
     def notices(self) -> Sentences:
         """What the user may have to know of this resolved configuration."""
-        return [*self._device_notices(), *self._algorithm_notices(), *super().notices()]
+        combinations = combined(self, "noticed", "reinforcement")
+        return [*self._device_notices(), *self._algorithm_notices(), *combinations, *super().notices()]
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
@@ -108,23 +109,18 @@ class PPOConfig(RLFlags):
             (trains and ahead, f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size} generates for more "
              "than one step: the later steps train on samples of older weights"
              + ("." if corrected else ". Without --algo.advantage.is_correction_enable the loss is not corrected for that.")),
-            (train.async_enable and not corrected,
-             f"--train.async_enable trains on samples of weights up to {train.max_staleness} version(s) old, and the loss is "
-             "not corrected for that: set --algo.advantage.is_correction_enable."),
             (train.async_enable and train.max_staleness < train.async_queue_size,
              "<train.max_staleness> lets fewer batches wait than <train.async_queue_size>."),
             (trains, f"Each iteration: {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
              f"{self.samples} samples, {steps} optimizer step(s) of {train.batch_size} on "
              f"{self.actor_ranks} rank(s), micro-batches of {micro}."),
-            (rollout.only, "--rollout.only trains, evaluates and saves nothing."),
-            (rollout.replay_dir, "A replay starts no engine, calls no reward function or agent, and evaluates nothing."),
         ]
 
     def _algorithm_notices(self) -> Sentences:
         """What is used in an unusual way."""
-        actor, algo, evaluation, rollout = self.actor, self.algo, self.eval, self.rollout
+        actor, rollout = self.actor, self.rollout
         clip, both = actor.eps_clip_low_high, {"actor.eps_clip", "actor.eps_clip_low_high"} <= self.given.keys()
-        kl, kinds = algo.kl, choices.KL_ESTIMATORS
+        kl, kinds = self.algo.kl, choices.KL_ESTIMATORS
         in_loss = [name for name in kinds if "loss" in kinds[name]]
         in_reward = [name for name in kinds if "reward" in kinds[name]]
         return [
@@ -140,16 +136,6 @@ class PPOConfig(RLFlags):
             ((rollout.top_p < 1 or rollout.top_k > 0) and not rollout.only,
              "<rollout.top_p> and <rollout.top_k>: the engine's log-probabilities are of the cut distribution, the trainer's "
              "of the whole one, so the importance weights of a correction and the mismatch metrics are biased."),
-            (self.vllm.quantization and algo.correction.level is None,
-             "With <vllm.quantization> samples come from rounded weights, not quite the policy's: "
-             "--algo.advantage.is_correction_enable corrects the loss for that."),
             (kl.stop_update and self.samples * self.train.max_epochs <= self.train.batch_size,
              "--algo.kl.stop_update has no effect: each batch makes one optimizer step."),
-            (algo.distill.teacher and self.estimator.needs_critic and not (rules.has_rule(self) or self.reward.models),
-             "Only --algo.distill.teacher teaches, and there are no rewards that a critic could predict: use "
-             "--algo.advantage.estimator reinforce."),
-            (self.reward.function_path and not self.data.label_key,
-             "--data.label_key is not given: the labels that the reward function gets are empty."),
-            (evaluation.dataset and evaluation.steps <= 0 and not evaluation.at_start,
-             "--eval.dataset is never used: set --eval.steps or --eval.at_start."),
         ]

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config import choices, machine, rules
-from openrlhf.config.effects import Sentences
+from openrlhf.config.effects import Sentences, combined
 from openrlhf.config.engine_args import engine_args_mistakes
 from openrlhf.config.flags import value_at
 from openrlhf.config.learning import RLFlags
@@ -22,18 +22,13 @@ def correction_preset(config: RLFlags) -> dict[str, Any]:
 # fmt: off
 def algorithm_mistakes(config: RLFlags) -> Sentences:
     """Comparisons have something to compare, ranges go up, parts belong together."""
-    algo, alone = config.algo, config.rollout.n_samples_per_prompt < 2
+    algo = config.algo
     axes = vars(algo.correction)
     missing = [f"--algo.correction.{name}" for name in axes if axes[name] is None]
     ranges = ("algo.dynamic_filtering_range", "algo.advantage.is_correction_threshold",
               "algo.correction.band", "reward.clip_range")
     return [
-        (config.estimator.needs_groups and alone,
-         "<algo.advantage.estimator> compares samples of one prompt, but "
-         "--rollout.n_samples_per_prompt is 1. Set it to 2 or more, or use reinforce."),
-        (algo.dynamic_filtering_enable and alone,
-         "--algo.dynamic_filtering_enable judges a prompt by several samples, but "
-         "--rollout.n_samples_per_prompt is 1. Set it to 2 or more."),
+        *combined(config, "refused", "reinforcement"),
         *((low >= high, f"--{path} is {low:g} {high:g}: the first must be below the second.")
           for path in ranges for low, high in [value_at(config, path) or (0.0, 1.0)]),
         *rules.balance_reaches_routers("actor", config.actor),
@@ -42,21 +37,6 @@ def algorithm_mistakes(config: RLFlags) -> Sentences:
          and any(value_at(config, path) != value for path, value in correction_preset(config).items()),
          "--algo.advantage.is_correction_enable means the preset <algo.advantage.is_correction_type>, and "
          "--algo.correction.* says something else: give one of the two."),
-        (config.actor.policy_loss_type == "cispo" and config.actor.dual_clip,
-         "<actor.dual_clip> has no meaning with --actor.policy_loss_type cispo, which bounds every weight: leave it out."),
-        (algo.distill.teacher and not algo.distill.coef,
-         "<algo.distill.coef> makes --algo.distill.teacher useless: raise it, or leave both out."),
-        (config.remote_teacher and config.rollout.temperature != 1,
-         "<rollout.temperature> is another than that of the server of <algo.distill.teacher>, which knows log-probabilities "
-         "at 1 only: use 1, or a teacher that is loaded here: --algo.distill.teacher PATH."),
-        (algo.ptx.dataset and not algo.ptx.coef,
-         "<algo.ptx.coef> makes --algo.ptx.dataset useless: raise it, or leave both out."),
-        (config.eval.patience and config.eval.dataset and config.eval.steps < 1,
-         "<eval.patience> waits for a better evaluation: set --eval.steps."),
-        *((value_at(algo.kl, flag) and not algo.kl.init_coef,
-           f"<algo.kl.{flag}> is about the KL to the reference, which --algo.kl.init_coef 0 does not load: "
-           "start above 0.")
-          for flag in ("target", "stop_run")),
     ]
 
 
@@ -81,19 +61,11 @@ def rollout_mistakes(config: RLFlags) -> Sentences:
     return [
         *engine_mistakes(vllm, rollout, data.max_len),
         *rules.remote_engine_mistakes(rollout),
-        (rollout.only and rollout.replay_dir,
-         "--rollout.only generates and <rollout.replay_dir> trains from what was generated: give one of them."),
         (rollout.replay_dir and not Path(rollout.replay_dir).expanduser().is_dir(),
          "<rollout.replay_dir> is no folder on this machine: write one with --rollout.dump_dir."),
-        (rollout.temperature == 0,
-         "<rollout.temperature> is greedy, and log-probabilities at it do not exist. Use a value "
-         "above 0; evaluation may be greedy: --eval.temperature 0."),
         (overlong and overlong > longest,
          f"<reward.overlong_buffer_len> is more than the longest response, {longest} tokens "
          "(--rollout.max_new_tokens, else --data.max_len)."),
-        *((config.train.async_enable and value_at(rollout, name),
-           f"<rollout.{name}> and --train.async_enable do not go together: leave out one of them.")
-          for name in ("only", "dump_dir", "replay_dir")),
         (drawn < batch and not config.train.async_enable, "<rollout.vllm_generate_batch_size> is less than <rollout.batch_size>: raise it, or leave it out."),
         (drawn > batch and (rollout.dump_dir or rollout.replay_dir),
          "<rollout.vllm_generate_batch_size> generates for several steps at once, and the files of --rollout.dump_dir and "
@@ -153,11 +125,6 @@ def device_mistakes(config: RLFlags) -> Sentences:
         (vllm.pipeline_parallel_size > 1 and not machine.count_gpus(),
          "<vllm.pipeline_parallel_size>: vLLM on CPUs cannot split an engine by layers. Use 1."),
         (wrong, f"--placement.*.resources: {', '.join(wrong)}; an amount above 0 is a Ray resource, a text is a label."),
-        (config.ds.use_universal_ckpt and config.ds.zero_stage == 3 and train.enable_ema,
-         "--ds.use_universal_ckpt cannot convert the average of --train.enable_ema, which <ds.zero_stage> has cut: "
-         "continue with as many processes as before, or leave out the average."),
-        (config.ds.enable_sleep and not config.ds.zero_stage, "<ds.enable_sleep> needs --ds.zero_stage 1, 2 or 3."),
-        (cluster and not config.dry_run, "<placement.cluster> is a cluster that is not there: it needs --dry_run."),
         (cluster and not machine.declared_machines(cluster), "<placement.cluster> is no cluster: write 2x8 for two machines of 8 GPUs."),
     ]
 

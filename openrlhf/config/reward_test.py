@@ -6,7 +6,7 @@ from typing import Any
 
 from openrlhf.config import rules
 from openrlhf.config.commands import Command
-from openrlhf.config.effects import Sentences
+from openrlhf.config.effects import Sentences, combined
 from openrlhf.config.flags import Section, option
 from openrlhf.config.rollout import PromptConfig, RemoteEnginesConfig, RuleConfig
 
@@ -37,15 +37,10 @@ class RewardTestConfig(Command):
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        data = self.data
         return [
             *super().mistakes(),
-            (not self.reward.remote_url and not self.reward.verifier,
-             "There is no reward to try: give --reward.remote_url (a .py file or a URL) or --reward.verifier."),
-            (not data.output_key and not data.label_key,
-             "There is nothing to score: name the column of the responses with --data.output_key, or that of right "
-             "answers with --data.label_key."),
-            *rules.rule_mistakes(self.reward, data.label_key),
+            *combined(self, "refused", "reward_test"),
+            *rules.rule_mistakes(self),
             *rules.remote_engine_mistakes(self.rollout),
             *rules.probabilities_fit(self, "data.prompt_dataset", "data.prompt_probs"),
         ]

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
 from openrlhf.config import machine
-from openrlhf.config.effects import Given, Sentences, unmet
+from openrlhf.config.effects import Given, Sentences, combined, unmet
 from openrlhf.config.flags import flags_in, flags_of, items, value_at
 from openrlhf.config.rollout import RemoteEnginesConfig, RewardConfig, RuleConfig
 from openrlhf.config.shared import LoadingConfig
@@ -89,18 +89,16 @@ def sources_exist(config: Any) -> Sentences:
     return rows
 
 
-def rule_mistakes(reward: RuleConfig, label_key: str | None) -> Sentences:
+def rule_mistakes(config: Any) -> Sentences:
     """URLs, or one Python file that is there; a verifier has labels."""
-    file, verifier = reward.function_path, reward.verifier
+    reward: RuleConfig = config.reward
+    file = reward.function_path
     wrong = [url for url in reward.urls if not url.startswith(("http://", "https://"))]
     return [
-        (reward.remote_url and verifier,
-         "<reward.remote_url> together with <reward.verifier> is not available yet: leave out one of them."),
+        *combined(config, "refused", "rewards"),
         (wrong, f"--reward.remote_url {','.join(wrong)} is neither an http(s) URL nor a .py file."),
         (file and len(reward.sources) > 1, "<reward.remote_url> mixes a .py file with others: give one."),
         (file and not is_file(file), f"--reward.remote_url {file} does not exist on this machine."),
-        (verifier not in (None, "format") and not label_key,
-         "<reward.verifier> checks responses against labels: name their column with --data.label_key."),
     ]
 
 
@@ -116,7 +114,7 @@ def reward_mistakes(config: Any, *, needed: bool) -> Sentences:
         (needed and not has_rule(config) and not reward.models,
          "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
          "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."),
-        *rule_mistakes(reward, config.data.label_key),
+        *rule_mistakes(config),
         (agent and not (agent.endswith(".py") and is_file(agent)),
          "<train.agent_func_path> is not a .py file on this machine."),
         (agent and is_number(reward.on_error),

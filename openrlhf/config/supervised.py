@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from openrlhf.config import choices, machine, rules, shared
 from openrlhf.config.commands import Root
-from openrlhf.config.effects import EFFECTS, Effects, Sentences
+from openrlhf.config.effects import EFFECTS, Effects, Sentences, combined
 from openrlhf.config.flags import Section, option, required
 
 
@@ -87,8 +87,7 @@ class SFTConfig(SupervisedConfig):
         keyed = data.layout == "columns" or (data.layout == "auto" and {"data.input_key", "data.output_key"} & self.given.keys())
         return [
             *super().mistakes(),
-            (data.multiturn and not data.apply_chat_template,
-             "--data.multiturn needs --data.apply_chat_template: only a chat has turns."),
+            *combined(self, "refused", "sft"),
             (keyed and not (data.output_key or data.apply_chat_template or plain),
              "No column has the response: name it with --data.output_key, or use --data.apply_chat_template for chats, or "
              "--model.pretrain_mode_enable for plain text."),

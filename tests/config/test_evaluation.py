@@ -32,7 +32,7 @@ def evaluation(line: str) -> EvaluationConfig:
         ("--task rm_accuracy", "--task rm_accuracy judges reward models: give --reward.model_name_or_path"),
         (f"--task win_rate {MODEL} {RULE}", "give --against.model_name_or_path"),
         (f"--task win_rate {MODEL} {RULE} --against.model_name_or_path b --against.answer_key c", "answers of one other"),
-        (f"--task win_rate {MODEL} --against.answer_key c", "one way to tell which answer is better"),
+        (f"--task win_rate {MODEL} --against.answer_key c", "no way to tell which answer is better"),
         (f"--task win_rate {MODEL} {RULE} --against.answer_key c --judge.url http://j --judge.model m", "one way to tell"),
         (f"--task win_rate {MODEL} --against.answer_key c --judge.url http://j", "name one with --judge.model"),
         (f"--task win_rate {MODEL} --against.answer_key c --judge.url j --judge.model m", "--judge.url j is no http"),

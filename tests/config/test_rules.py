@@ -10,9 +10,11 @@ import pytest
 
 from openrlhf.config import machine
 from openrlhf.config.commands import ModelCommand, Root
+from openrlhf.config.effects import COMBINATIONS, look_up
 from openrlhf.config.flags import amend, bound_violations, spelled_out
 from openrlhf.config.options import ConfigError
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.config.rules import sources_exist
 from tests.config.commands import ROOTS, SMALLEST, ppo, read_flags, sft, violations
 
@@ -226,6 +228,23 @@ def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, monkeypa
             broken |= {rule} if holds else set()
     assert len(rules) > 50
     assert [sentence for rule, sentence in rules.items() if rule not in broken] == []
+
+
+# The commands that read a table of combinations; one of them, where they have the same flags.
+READERS = {
+    "model": "serve_rm", "training": "train_sft", "sft": "train_sft", "reinforcement": "train_ppo_ray",
+    "rewards": "eval", "engines": "eval", "evaluation": "eval", "batch_inference": "batch_inference",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "table"), [(kind, table) for kind in COMBINATIONS for table in COMBINATIONS[kind]])
+def test_a_combination_is_of_flags_that_its_command_has(kind: str, table: str) -> None:
+    root = RewardTestConfig if table == "reward_test" else ROOTS[READERS[table]]
+    config = amend(root(), {}).resolve(command="")[0]
+    for conditions, sentence in COMBINATIONS[kind][table].items():
+        terms = [term for condition in conditions.split(" & ") for term in condition.split("|")]
+        assert [term for term in terms if look_up(config, "root", term) is None] == []
+        assert not [text for text in spelled_out(config, [(True, sentence)]) if re.search(r"<\w+[.>]", text)], sentence
 
 
 def test_all_broken_rules_are_reported_at_once() -> None:
