@@ -44,8 +44,6 @@ def engine_args_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, longest: int)
         (quantization and quantization not in roundings,
          "<vllm.quantization> cannot be made of the weights that a run publishes, or not on this machine: use "
          f"{' or '.join(roundings)}."),
-        (quantization and vllm.dtype == "fp32",
-         "<vllm.quantization> rounds weights of 16 bits, and <vllm.dtype> is what it gets: use --vllm.dtype bf16."),
         (owned, f"--vllm.engine_args sets what has a flag of its own: {', '.join(owned)}."),
         (refused, f"--vllm.engine_args may not set {'; nor '.join(refused)}."),
         (drafts and drafts.get("method") not in LOOKED_UP,

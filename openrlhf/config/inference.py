@@ -34,8 +34,8 @@ class EngineCommand(ModelCommand):
     def engine_mistakes(self) -> Sentences:
         """What may be wrong with engines and sampling."""
         return [
-            *combined(self, "refused", "engines"),
-            *ppo_rules.engine_mistakes(self.vllm, self.rollout, self.data.max_len),
+            *combined(self, "refused", "sampling"),
+            *ppo_rules.engine_mistakes(self),
         ]
 
 

@@ -118,7 +118,7 @@ class PPOConfig(RLFlags):
 
     def _algorithm_notices(self) -> Sentences:
         """What is used in an unusual way."""
-        actor, rollout = self.actor, self.rollout
+        actor = self.actor
         clip, both = actor.eps_clip_low_high, {"actor.eps_clip", "actor.eps_clip_low_high"} <= self.given.keys()
         kl, kinds = self.algo.kl, choices.KL_ESTIMATORS
         in_loss = [name for name in kinds if "loss" in kinds[name]]
@@ -133,9 +133,6 @@ class PPOConfig(RLFlags):
              f"use {' or '.join(in_loss)}."),
             (kl.in_reward and kl.estimator not in in_reward,
              f"<algo.kl.estimator> is meant for --algo.kl.use_loss: in the rewards use {' or '.join(in_reward)}."),
-            ((rollout.top_p < 1 or rollout.top_k > 0) and not rollout.only,
-             "<rollout.top_p> and <rollout.top_k>: the engine's log-probabilities are of the cut distribution, the trainer's "
-             "of the whole one, so the importance weights of a correction and the mismatch metrics are biased."),
             (kl.stop_update and self.samples * self.train.max_epochs <= self.train.batch_size,
              "--algo.kl.stop_update has no effect: each batch makes one optimizer step."),
         ]

@@ -8,7 +8,6 @@ from openrlhf.config.effects import Sentences, combined
 from openrlhf.config.engine_args import engine_args_mistakes
 from openrlhf.config.flags import value_at
 from openrlhf.config.learning import RLFlags
-from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
 
 def correction_preset(config: RLFlags) -> dict[str, Any]:
@@ -40,13 +39,13 @@ def algorithm_mistakes(config: RLFlags) -> Sentences:
     ]
 
 
-def engine_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) -> Sentences:
+def engine_mistakes(config: Any) -> Sentences:
     """Engines are there, a prompt has room in them, and their extra arguments leave log-probabilities alone."""
+    vllm, rollout, max_len = config.vllm, config.rollout, config.data.max_len
     return [
+        *combined(config, "refused", "engines"),
         *engine_args_mistakes(vllm, rollout, max_len),
         (vllm.max_engines < vllm.num_engines, "<vllm.max_engines> is less than <vllm.num_engines>: raise it, or leave it out."),
-        (vllm.sync_backend not in ("nccl", "gloo"),
-         "<vllm.sync_backend> is unknown here: use nccl, or gloo, which goes through CPU memory."),
         (rollout.max_new_tokens and rollout.max_new_tokens >= max_len,
          "<rollout.max_new_tokens> leaves no room for a prompt in <data.max_len>, which counts "
          "both. Raise data.max_len or lower it."),
@@ -55,11 +54,11 @@ def engine_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) -> S
 
 def rollout_mistakes(config: RLFlags) -> Sentences:
     """Engines can work, and a sample has log-probabilities, and is trained on."""
-    vllm, rollout, data = config.vllm, config.rollout, config.data
+    rollout, data = config.rollout, config.data
     drawn, batch = rollout.vllm_generate_batch_size, rollout.batch_size
     longest, overlong = rollout.max_new_tokens or data.max_len, config.reward.overlong_buffer_len
     return [
-        *engine_mistakes(vllm, rollout, data.max_len),
+        *engine_mistakes(config),
         *rules.remote_engine_mistakes(rollout),
         (rollout.replay_dir and not Path(rollout.replay_dir).expanduser().is_dir(),
          "<rollout.replay_dir> is no folder on this machine: write one with --rollout.dump_dir."),

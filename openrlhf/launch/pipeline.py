@@ -208,13 +208,12 @@ class Pipeline:
         folder, path = self.folder / stage.name, self.folder / f"{stage.name}.json"
         inputs, record = self.inputs(stage), self.record(stage)
         state = self.state(stage, inputs, record)
-        if state == DONE:
-            self.finished[stage.name] = record["finished"]
-        if dry or state == DONE:
-            return print(f"{stage.name}: {state}", flush=True)
-        goes_on = state == GOES_ON
-        aside = None if goes_on else set_aside(self.folder, [stage.name, path.name])
+        goes_on, done = state == GOES_ON, state == DONE
+        self.finished[stage.name] = record["finished"] if done else None
+        aside = None if dry or done or goes_on else set_aside(self.folder, [stage.name, path.name])
         print(f"{stage.name}: {state}{f'. The old result is in {aside}.' if aside else ''}", flush=True)
+        if dry or done:
+            return
         folder.mkdir(exist_ok=True)
         record = {"inputs": inputs, "seconds": record["seconds"] * goes_on, "finished": None}
         write_atomically(path, json.dumps(record, indent=1))
@@ -257,16 +256,17 @@ class Pipeline:
 
     def report(self) -> Path:
         """Write the page about all stages that have run."""
+        records = {stage.name: (stage, self.record(stage)) for stage in self.stages}
         results = [
             Result(
-                name=stage.name,
-                folder=self.folder / stage.name,
-                command=stage.command or "run",
+                name=name,
+                folder=self.folder / name,
+                command=stage.command,
                 group=stage.group,
                 seconds=record["seconds"],
             )
-            for stage in self.stages
-            if (record := self.record(stage))["inputs"]
+            for name, (stage, record) in records.items()
+            if record["inputs"]
         ]
         return write_pipeline_report(self.folder / "report.html", results, title=self.file.stem)
 

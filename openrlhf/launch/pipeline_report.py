@@ -30,7 +30,7 @@ def write_pipeline_report(path: Path, results: Sequence[Result], *, title: str) 
     lines: list[list[str]] = [["stage", "command", "seconds", "main numbers, first → last"]]
     for result, found in numbers.items():
         said = [f"{short_label(name)} {' → '.join(dict.fromkeys(map(compact, ends)))}" for name, *ends in found[:SHOWN]]
-        lines.append([result.name, result.command, f"{result.seconds:.0f}", "; ".join(said)])
+        lines.append([result.name, result.command or "run", f"{result.seconds:.0f}", "; ".join(said)])
     groups: dict[str, list[Mapping[str, float]]] = {}
     for result, found in numbers.items():
         if result.group:
@@ -41,16 +41,12 @@ def write_pipeline_report(path: Path, results: Sequence[Result], *, title: str) 
 def over_seeds(groups: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[list[str]]]:
     """The table with a row for each group, of what its stages came to: mean ± half of the 95 % interval. No table without groups."""
     names = list(dict.fromkeys(name for runs in groups.values() for run in runs for name in run))
-    columns = {
-        name: [interval([run[name] for run in runs if name in run]) for runs in groups.values()] for name in names
-    }
-    rows = [[group, str(len(runs))] for group, runs in groups.items()]
     heads = ["group", "seeds", *(f"{name}, mean ± 95 %" for name in names)]
-    return (
-        [[heads, *([*row, *cells] for row, cells in zip(rows, zip(*columns.values(), strict=True), strict=True))]]
-        if names
-        else []
-    )
+    table = [heads]
+    for group, runs in groups.items():
+        cells = (interval([run[name] for run in runs if name in run]) for name in names)
+        table.append([group, str(len(runs)), *cells])
+    return [table] if names else []
 
 
 def interval(numbers: Sequence[float]) -> str:

@@ -39,12 +39,7 @@ def test_the_installed_versions_are_supported() -> None:
         ("0.27.1", "2.11.0", "5.16.1", ["works with torch >=2.13,<2.14, but 2.11.0 is"]),
         ("0.32.0", "2.12.0", "5.19.0", ["works with torch >=2.13,<2.14, but 2.12.0 is"]),
         ("0.31.0", "2.13.0", "5.18.0", ["transformers >=5.16.1,<5.18, but 5.18.0 is"]),
-        (
-            "0.32.0",
-            "2.11.0",
-            "5.20.0",
-            ["torch >=2.13,<2.14", "transformers >=5.16.1,<5.20, but 5.20.0 is"],
-        ),
+        ("0.32.0", "2.11.0", "5.20.0", ["torch >=2.13,<2.14", "transformers >=5.16.1,<5.20, but 5.20.0 is"]),
         ("0.32.0", "2.13.0", "5.16.0", ["transformers >=5.16.1,<5.20, but 5.16.0 is"]),
         ("0.32.0", None, "5.19.0", ["but none is installed"]),
     ],

@@ -233,7 +233,7 @@ def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, monkeypa
 # The commands that read a table of combinations; one of them, where they have the same flags.
 READERS = {
     "model": "serve_rm", "training": "train_sft", "sft": "train_sft", "reinforcement": "train_ppo_ray",
-    "rewards": "eval", "engines": "eval", "evaluation": "eval", "batch_inference": "batch_inference",
+    "rewards": "eval", "engines": "train_ppo_ray", "sampling": "eval", "evaluation": "eval", "batch_inference": "batch_inference",
 }  # fmt: skip
 
 
