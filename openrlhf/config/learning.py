@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 from openrlhf.config import choices, shared
@@ -180,6 +181,16 @@ class RLFlags(Root):
     def samples(self) -> int:
         """Samples of one iteration."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    def updates_of(self, prompts: int) -> int:
+        """Optimizer steps for a batch of so many prompts."""
+        samples = prompts * self.rollout.n_samples_per_prompt
+        return self.train.max_epochs * math.ceil(samples / self.train.batch_size)
+
+    @property
+    def frozen_steps(self) -> int:
+        """Steps that train the critic alone; 0 if the estimator has no critic or the flag is unset (−1)."""
+        return max(0, self.critic.freezing_steps) if self.estimator.needs_critic else 0
 
     @property
     def has_reference(self) -> bool:

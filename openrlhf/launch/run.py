@@ -101,9 +101,7 @@ class Run:
         for hosts in self.processes.hosts:
             connect_hosts(self.config, hosts, log_dir=self.log_dir)
         critic_steps = settings.optimizer_steps(self.config, len(self.data.train))
-        policy_steps = settings.optimizer_steps(
-            self.config, len(self.data.train), after=settings.freezing_steps(self.config)
-        )
+        policy_steps = settings.optimizer_steps(self.config, len(self.data.train), after=self.config.frozen_steps)
         reference = partial(settings.reference_settings, self.config)
         workers: dict[str, tuple[type, Callable[[], Any]]] = {
             "actor": (PolicyWorker, partial(settings.policy_settings, self.config, self.kind, policy_steps)),
@@ -167,7 +165,10 @@ class Run:
             tokenizer=self.data.tokenizer,
             recorder=self.recorder,
             hosts=self.processes.hosts,
-            settings=settings.loop_settings(config, self.run_dir, self.identity),
+            config=config,
+            run_dir=self.run_dir,
+            identity=self.identity,
+            layouts=settings.engine_layouts(config),
         )
 
     def _make_generator(self) -> Generator:

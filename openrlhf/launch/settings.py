@@ -1,8 +1,7 @@
 """From the flags to the settings of workers, engines, experience maker and loop."""
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,7 +17,6 @@ from openrlhf.models.loading import LoadSpec
 from openrlhf.rollout.engine_settings import TORCH_NAMES, Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.rollout.sampling import SamplingParams
-from openrlhf.trainers.ppo import LoopSettings
 from openrlhf.trainers.publisher import Probe
 from openrlhf.workers.base import MicroBatchLimits, TrainedSettings
 from openrlhf.workers.critic import CriticSettings
@@ -72,18 +70,7 @@ def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
     if config.train.async_enable:  # the batches of an epoch may end in the next one
         prompts, epochs = prompts * epochs, 1
     epoch = [size] * (prompts // size) + [prompts % size] * (prompts % size > 0)
-    return sum(updates_of(config, drawn) for drawn in (epoch * epochs)[after:])
-
-
-def updates_of(config: PPOConfig, prompts: int) -> int:
-    """Number of optimizer steps for a batch of `prompts` prompts."""
-    samples = prompts * config.rollout.n_samples_per_prompt
-    return config.train.max_epochs * math.ceil(samples / config.train.batch_size)
-
-
-def freezing_steps(config: PPOConfig) -> int:
-    """Steps that train the critic alone; 0 if the estimator has no critic or the flag is unset (−1)."""
-    return max(0, config.critic.freezing_steps) if config.estimator.needs_critic else 0
+    return sum(config.updates_of(drawn) for drawn in (epoch * epochs)[after:])
 
 
 def load_spec(config: Engines, path: str) -> LoadSpec:
@@ -234,22 +221,6 @@ def inference_sampling(config: InferenceCommand, *, samples: int) -> SamplingSpe
     rollout = replace(config.rollout, n_samples_per_prompt=samples)
     penalty = config.rollout.repetition_penalty
     return replace(train_sampling(config), purpose="eval", rollout=rollout, repetition_penalty=penalty)
-
-
-def loop_settings(config: PPOConfig, run_dir: str, identity: Mapping[str, Any]) -> LoopSettings:
-    """The settings of the loop itself."""
-    return LoopSettings(
-        train=config.train,
-        eval=config.eval,
-        ckpt=config.ckpt,
-        stop_run=config.algo.kl.stop_run,
-        updates_per_step=updates_of(config, config.rollout.batch_size),
-        freezing_steps=freezing_steps(config),
-        save_critic=config.critic.save_value_network,
-        run_dir=run_dir,
-        identity=identity,
-        layouts=engine_layouts(config),
-    )
 
 
 def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:

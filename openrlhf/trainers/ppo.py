@@ -15,8 +15,7 @@ from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.checkpoints.manager import GOES_ON, CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
-from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
-from openrlhf.config.shared import CheckpointConfig
+from openrlhf.config.learning import RLFlags
 from openrlhf.distributed.worker_group import Call, HostHandles, WorkerGroup, gather
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
@@ -41,22 +40,6 @@ SOURCE = "_source"  # the part of a checkpoint with the samples that wait, besid
 Evaluate = Callable[[int], list[Trajectory]]  # of the weights after that step
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopSettings:
-    """The settings of the loop itself. Built from the flags."""
-
-    train: RLTrainConfig
-    eval: RLEvalConfig
-    ckpt: CheckpointConfig
-    stop_run: float | None  # KL to the reference, nats per token, that ends the run
-    updates_per_step: int  # optimizer steps of a full rollout batch
-    freezing_steps: int  # steps in which only the critic learns
-    save_critic: bool
-    run_dir: str
-    identity: Mapping[str, Any]  # of the run, for the checkpoint
-    layouts: Mapping[str, EngineLayout]  # of the models' states, for the checkpoint
-
-
 @dataclass(eq=False, repr=False)
 class PPOTrainer:
     """The training loop, and everything that happens after each step."""
@@ -75,21 +58,24 @@ class PPOTrainer:
     tokenizer: PreTrainedTokenizerBase
     recorder: Recorder
     hosts: Sequence[HostHandles]  # the processes of all models
-    settings: LoopSettings
+    config: RLFlags
+    run_dir: str
+    identity: Mapping[str, Any]  # of the run, for the checkpoint
+    layouts: Mapping[str, EngineLayout]  # of the models' states, for the checkpoint
 
     def __post_init__(self) -> None:
-        self.ckpt = self.settings.ckpt
+        self.ckpt = self.config.ckpt
         self.step = 0
         self.saved = -1  # the step of the newest checkpoint
         self.stopped = False  # before the prompts are used up
-        self.best = BestMetric(self.ckpt.best_metric_key, ending="_pass1", patience=self.settings.eval.patience)
+        self.best = BestMetric(self.ckpt.best_metric_key, ending="_pass1", patience=self.config.eval.patience)
         self.timing: dict[str, Metric] = {}
 
     def fit(self) -> None:
         """Train until the prompts or the patience are used up, then export."""
         self.recorder.display.begin(self.source.total_steps, done=self.step)
         self.weights.publish(self.step)  # π_rollout ← π_θ, also after a resume
-        if self.settings.eval.at_start and self.step == 0 and self.best.step is None:
+        if self.config.eval.at_start and self.step == 0 and self.best.step is None:
             self.run_evaluation()
         with self.saved_when_it_ends():
             for trajectories in self.timed("generation", self.source):  # τ ~ π_rollout
@@ -103,7 +89,7 @@ class PPOTrainer:
                 if self.stopped:
                     break
         # The last step is not evaluated with the others if filtering ended the run before its planned end.
-        if self.settings.eval.steps > 0 and self.best.evaluated_at < self.step:
+        if self.config.eval.steps > 0 and self.best.evaluated_at < self.step:
             self.run_evaluation()
         if self.source.exhausted and self.step < self.source.total_steps:
             self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.")
@@ -148,7 +134,7 @@ class PPOTrainer:
     @property
     def policy_is_frozen(self) -> bool:
         """Whether the current step trains the critic alone (--critic.freezing_steps)."""
-        return self.step < self.settings.freezing_steps
+        return self.step < self.config.frozen_steps
 
     def improve(self, experience: Experience) -> dict[str, Metric]:
         """Update critic and policy on a credited batch, in parallel if they have different devices.
@@ -187,20 +173,20 @@ class PPOTrainer:
         return plan_update(
             lengths,
             ranks=ranks,
-            batch_size=self.settings.train.batch_size,
-            epochs=self.settings.train.max_epochs,
-            seed=self.settings.train.seed + self.step,
+            batch_size=self.config.train.batch_size,
+            epochs=self.config.train.max_epochs,
+            seed=self.config.train.seed + self.step,
         )
 
     def _pretraining_text(self, steps: int) -> list[list[TokenRows]]:
         """Each rank's pretraining text for the next `steps` optimizer steps; empty without --algo.ptx.dataset."""
         if not self.pretraining:
             return [[] for _ in range(self.policy.slices)]
-        first = self.step * self.settings.updates_per_step
+        first = self.step * self.config.updates_of(self.config.rollout.batch_size)
         return self.pretraining.for_ranks(range(first, first + steps), self.policy.slices)
 
     def _gather(self, launched: list[Call], doing: str) -> list[Any]:
-        return gather(launched, timeout_s=self.settings.train.step_timeout, doing=doing)
+        return gather(launched, timeout_s=self.config.train.step_timeout, doing=doing)
 
     def after_step(self, metrics: dict[str, Metric]) -> None:
         """Log, adapt β, evaluate, checkpoint."""
@@ -223,7 +209,7 @@ class PPOTrainer:
 
     def _is_too_far(self, metrics: Mapping[str, Metric]) -> bool:
         """Whether the KL to the reference exceeds --algo.kl.stop_run. If it does, the user is told."""
-        kl, limit = metrics.get("train/kl", Last(0.0)).value, self.settings.stop_run
+        kl, limit = metrics.get("train/kl", Last(0.0)).value, self.config.algo.kl.stop_run
         if limit is None or not kl > limit:
             return False
         self.recorder.display.note(
@@ -236,7 +222,7 @@ class PPOTrainer:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the weights of this step are evaluated, before their checkpoint is written."""
-        every = self.settings.eval.steps
+        every = self.config.eval.steps
         return every > 0 and (self.step % every == 0 or self.source.exhausted or self.stopped)
 
     def run_evaluation(self) -> None:
@@ -245,7 +231,7 @@ class PPOTrainer:
             return
         with self.clock("evaluation"):
             trajectories = self.evaluate(self.step)
-        metrics = evaluation_metrics(trajectories, k=self.settings.eval.n_samples_per_prompt)
+        metrics = evaluation_metrics(trajectories, k=self.config.eval.n_samples_per_prompt)
         timing = {"timing/evaluation": self.timing.pop("timing/evaluation").value}
         self.recorder.evaluation(self.step, metrics | timing, trajectories)
         if self.best.improves(self.step, metrics) and (self.step > 0 or self.best.patience):
@@ -282,9 +268,9 @@ class PPOTrainer:
             epoch=self.source.epoch,
             consumed=self.source.consumed,
             kl_coef=self.kl.coef,
-            run_dir=self.settings.run_dir,
-            engines=self.settings.layouts,
-            identity=self.settings.identity,
+            run_dir=self.run_dir,
+            engines=self.layouts,
+            identity=self.identity,
             **self.best.state(),
         )
 
@@ -317,7 +303,7 @@ class PPOTrainer:
     def export_final(self, folder: Path) -> None:
         """Write the policy to `folder`, and the critic beside it if the flags ask for the critic."""
         self.export(str(folder))
-        if self.critic and self.settings.save_critic:
+        if self.critic and self.config.critic.save_value_network:
             exported = self.critic.broadcast(TrainedWorker.export, self.tokenizer, f"{folder}_critic")
             self._gather(exported, "export the critic")
 

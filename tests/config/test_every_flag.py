@@ -213,13 +213,12 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield training_config(config.ds, max_norm=config.actor.max_norm, ranks=2)
         yield settings.policy_settings(config, kind, total_steps=1)
         yield settings.reference_settings(config, "m")
-        yield settings.loop_settings(config, config.run.dir, {})
         yield plan_placement(config, kind)
         yield settings.transport(config, kind)
         yield vars(make_kl(config))
         yield correction_of(config.algo)
         yield clip_of(config.actor), config.algo.correction.level
-        yield settings.optimizer_steps(config, 5000, after=settings.freezing_steps(config))
+        yield settings.optimizer_steps(config, 5000, after=config.frozen_steps)
         if config.estimator.needs_critic:
             yield settings.critic_settings(config, kind, total_steps=1)
             yield training_config(config.ds, max_norm=config.critic.max_norm, ranks=2)

@@ -13,13 +13,7 @@ from transformers import LlavaConfig
 
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.launch.settings import (
-    forward_limits,
-    freezing_steps,
-    needs_old_logprobs,
-    optimizer_steps,
-    policy_settings,
-)
+from openrlhf.launch.settings import forward_limits, needs_old_logprobs, optimizer_steps, policy_settings
 from openrlhf.trainers.update_plan import plan_update
 from tests.e2e.commands import as_arguments
 from tests.tiny import tiny_config
@@ -109,5 +103,5 @@ def test_the_policys_schedule_leaves_out_the_steps_that_train_the_critic_alone(
 ) -> None:
     """With one optimizer step a batch: a schedule that is shorter than the run would begin again and again."""
     config = config_of(folder, **{"algo.advantage.estimator": "gae", "critic.freezing_steps": flag})
-    assert freezing_steps(config) == frozen
-    assert optimizer_steps(config, 40, after=freezing_steps(config)) == 10 - frozen
+    assert config.frozen_steps == frozen
+    assert optimizer_steps(config, 40, after=config.frozen_steps) == 10 - frozen

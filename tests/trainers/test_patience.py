@@ -16,14 +16,14 @@ from torch import nn
 
 from openrlhf.batches import Experience
 from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
+from openrlhf.config.learning import RLEvalConfig, RLFlags, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig, EvalConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
 from openrlhf.distributed.engine import StepResult
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.experience_maker import Annotated
-from openrlhf.trainers.ppo import LoopSettings, PPOTrainer
+from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.supervised import SupervisedTrainer
 from openrlhf.workers.base import TrainedWorker
 from tests.tiny import character_tokenizer
@@ -175,17 +175,10 @@ class OnPolicy(PPOTrainer):
     ) -> None:
         self.weights_made, self.log, self.scores = Weights(), Log(), scores
         same: Any = SimpleNamespace(annotate=annotated, credit=lambda e: (e, {}))
-        settings = LoopSettings(
+        config = RLFlags(
             train=RLTrainConfig(batch_size=1, step_timeout=1.0),
             eval=RLEvalConfig(steps=1, at_start=at_start, n_samples_per_prompt=1, patience=patience),
             ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
-            stop_run=None,
-            updates_per_step=1,
-            freezing_steps=0,
-            save_critic=False,
-            run_dir=str(folder),
-            identity={},
-            layouts={},
         )
         nothing: Any = SimpleNamespace(publish=lambda _: None, check=lambda _: None, coef=None)
         made: Any = self.weights_made
@@ -205,7 +198,10 @@ class OnPolicy(PPOTrainer):
             tokenizer=character_tokenizer(),
             recorder=log,
             hosts=[],
-            settings=settings,
+            config=config,
+            run_dir=str(folder),
+            identity={},
+            layouts={},
         )
 
     def improve(self, experience: Experience) -> dict[str, Metric]:

@@ -13,7 +13,8 @@ import pytest
 from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience
 from openrlhf.checkpoints.manifest import CheckpointError
-from openrlhf.config.learning import RLEvalConfig, RLTrainConfig
+from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrainConfig
+from openrlhf.config.rollout import RolloutConfig
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.observability.metrics import Metric, values
 from openrlhf.rewards.budget import ErrorBudget
@@ -21,7 +22,7 @@ from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import rollout_metrics
 from openrlhf.trainers.experience_maker import Annotated, trainable
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
-from openrlhf.trainers.ppo import LoopSettings, PPOTrainer
+from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trajectory import Failure, StopReason, Trajectory
 from tests.trainers.episodes import episode, failed
 
@@ -153,7 +154,7 @@ class Untrained(PPOTrainer):
         self.recorder.display.note("export")
 
     def save(self) -> None:
-        if self.settings.ckpt.save_steps == 1:
+        if self.config.ckpt.save_steps == 1:
             return super().save()
         self.recorder.display.note(f"save {self.step}")
 
@@ -169,14 +170,14 @@ def events(
 ) -> list[str]:
     """What a run over these steps does. `ends`: an error after them, and the steps handed out when it comes."""
     notes, nothing = Notes(), weights or Nothing()
-    settings: Any = LoopSettings(
-        train=RLTrainConfig(batch_size=2), eval=RLEvalConfig(steps=eval_steps), ckpt=CheckpointConfig(best_metric_key="none", save_steps=1 if checkpoints else 9 if ends else -1),
-        stop_run=None, updates_per_step=1, freezing_steps=freezing_steps, save_critic=False, run_dir="", identity={}, layouts={},
+    config = RLFlags(
+        train=RLTrainConfig(batch_size=2), rollout=RolloutConfig(batch_size=2), eval=RLEvalConfig(steps=eval_steps), ckpt=CheckpointConfig(best_metric_key="none", save_steps=1 if checkpoints else 9 if ends else -1),
+        critic=CriticConfig(freezing_steps=freezing_steps),
     )  # fmt: skip
     parts: dict[str, Any] = {
         "source": Steps(steps, ends), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
         "kl": KLController(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": checkpoints,
-        "tokenizer": None, "recorder": notes, "settings": settings, "hosts": [],
+        "tokenizer": None, "recorder": notes, "config": config, "run_dir": "", "identity": {}, "layouts": {}, "hosts": [],
     }  # fmt: skip
     with pytest.raises(type(ends[0])) if ends else nullcontext():
         Untrained(**parts).fit()
