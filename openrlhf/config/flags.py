@@ -252,7 +252,7 @@ def bound_violations(config: Any) -> Iterator[str]:
     """Required flags that are not set, and numbers outside the bounds of their flag, or NaN."""
     for flag, resolved in flags_in(config):
         value = config.given.get(flag.path) if flag.default is None else resolved  # a derived value is not the user's
-        if value is None and flag.required:
+        if value in (None, "") and flag.required:
             yield f"{flag.name} must be given. {flag.help}"
         limits = {name: limit for name in BOUNDS if (limit := getattr(flag, name)) is not None}
         for number in cast("tuple[Any, ...]", value if isinstance(value, tuple) else (value,)):

@@ -1,4 +1,4 @@
-"""Roots of the commands that use engines and train nothing: what they share, `batch_inference` and `interactive_chat`."""
+"""Roots of the commands that answer and train nothing: what those with engines share, `batch_inference`, `interactive_chat`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openrlhf.config.commands import ModelCommand, RecordedCommand
 from openrlhf.config.effects import EFFECTS, Effects, Sentences, combined
 from openrlhf.config.flags import Section, amend, option, required
 from openrlhf.config.ppo import engine_values
-from openrlhf.config.rollout import RewardConfig, RolloutConfig, VLLMConfig
+from openrlhf.config.rollout import RewardConfig, RolloutConfig, SamplingConfig, VLLMConfig
 from openrlhf.config.supervised import RMDeepSpeedConfig
 
 
@@ -39,8 +39,15 @@ class EngineCommand(ModelCommand):
         ]
 
 
-class InferenceRolloutConfig(RolloutConfig):
+class RepetitionConfig(Section):
+    """Sampling."""
     repetition_penalty: float = option(1.0, "Above 1: tokens that are there already become less likely.", gt=0)
+
+class InferenceRolloutConfig(RepetitionConfig, RolloutConfig):
+    """Sampling."""
+
+class ChatSamplingConfig(RepetitionConfig, SamplingConfig):
+    """Sampling."""
 
 class CsftConfig(Section):
     """Conditional fine-tuning."""
@@ -51,15 +58,6 @@ class CsftConfig(Section):
     def suffix(self) -> str:
         """The text behind a prompt, as the default of --reward_template puts it there in training."""
         return f" {self.prompt.strip()} " if self.enable else ""
-
-class InferenceCommand(EngineCommand):
-    """What both commands of inference have."""
-    rollout: InferenceRolloutConfig = InferenceRolloutConfig()
-    csft: CsftConfig = CsftConfig()
-
-    def derived_values(self) -> dict[str, Any]:
-        """What follows from the flags, by path."""
-        return self.engine_values(shared=True)
 
 
 class InferenceDataConfig(shared.DatasetConfig):
@@ -72,7 +70,7 @@ class InferenceDataConfig(shared.DatasetConfig):
         """The column that is read besides the prompt."""
         return self.output_key
 
-class BatchInferenceConfig(InferenceCommand, RecordedCommand):
+class BatchInferenceConfig(EngineCommand, RecordedCommand):
     """Answers to the prompts of a dataset, or the scores of answers."""
     effects: ClassVar[Effects] = EFFECTS["batch_inference"]
 
@@ -91,6 +89,7 @@ class BatchInferenceConfig(InferenceCommand, RecordedCommand):
     rollout: InferenceRolloutConfig = InferenceRolloutConfig(batch_size=2048, micro_batch_size=16, max_new_tokens=1024)
     train: shared.ProcessConfig = shared.ProcessConfig(seed=1234)
     ds: RMDeepSpeedConfig = RMDeepSpeedConfig()
+    csft: CsftConfig = CsftConfig()
     local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
 
     @property
@@ -113,7 +112,7 @@ class BatchInferenceConfig(InferenceCommand, RecordedCommand):
         }
         own = {path: value for path, value in default.items() if path not in self.given}
         own |= {"csft.enable": False} if self.scores else {"data.output_key": None}
-        return own | super(BatchInferenceConfig, amend(self, own)).derived_values()
+        return own | amend(self, own).engine_values(shared=True)
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
@@ -128,22 +127,28 @@ class BatchInferenceConfig(InferenceCommand, RecordedCommand):
         ]
 
 
-class ChatConfig(InferenceCommand):
+class ChatModelConfig(shared.ModelSourceConfig):
+    """The model."""
+    model_name_or_path: str = required("Folder or hub name of a language model.", holds="model")
+
+class ChatConfig(ModelCommand):
     """A conversation with a model."""
     effects: ClassVar[Effects] = EFFECTS["interactive_chat"]
 
-    data: shared.DataConfig = shared.DataConfig(max_len=4096)
-    rollout: InferenceRolloutConfig = InferenceRolloutConfig(
-        temperature=0.2, top_p=0.9, repetition_penalty=1.2, max_new_tokens=1024)
+    model: ChatModelConfig = ChatModelConfig()
+    data: shared.FormatConfig = shared.FormatConfig(max_len=4096)
+    rollout: ChatSamplingConfig = ChatSamplingConfig(temperature=0.2, top_p=0.9, repetition_penalty=1.2, max_new_tokens=1024)
+    csft: CsftConfig = CsftConfig()
     system: str | None = option(None, "System prompt.")
     preamble: str | None = option(None, "File whose text comes before the conversation.")
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        template = self.data.input_template
+        template, answer = self.data.input_template, self.rollout.max_new_tokens or 1
         return [
             *super().mistakes(),
-            *self.engine_mistakes(),
             (template is not None and "{}" not in template, "<data.input_template> has no {} for the message."),
             (self.preamble and not rules.is_file(self.preamble), "<preamble> is no file on this machine."),
+            (answer >= self.data.max_len, "<rollout.max_new_tokens> leaves no room for a message in <data.max_len>, which "
+             "counts both. Raise data.max_len or lower it."),
         ]

@@ -55,7 +55,16 @@ class RemoteEnginesConfig(Section):
             for place, (text, (name, _, url)) in enumerate(zip(self.remote_engines, named, strict=True))
         ]
 
-class RolloutConfig(RemoteEnginesConfig):
+class SamplingConfig(Section):
+    """Sampling."""
+    max_new_tokens: int | None = option(None, "Tokens of a response; unset: rest of max_len.", ge=1)
+    temperature: float = option(1.0, "Temperature; log-probabilities are taken at it.", ge=0, le=2)
+    top_p: float = option(1.0, "Sample from the smallest set with this mass.", gt=0, le=1)
+    top_k: int = option(-1, "Sample from so many tokens; -1: all.", ge=-1)
+    stop: tuple[str, ...] = option((), "Texts that end a response.")
+    stop_token_ids: tuple[int, ...] = option((), "Tokens that end a response.")
+
+class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     """Sampling."""
     batch_size: int = option(1024, "Prompts per iteration.", ge=1)
     vllm_generate_batch_size: int = derived(
@@ -66,12 +75,6 @@ class RolloutConfig(RemoteEnginesConfig):
         None, "Tokens of such a pass with dynamic batches; unset: as in training. A longer sample passes alone.", ge=1,
         needs="train.dynamic_batch_enable")
     n_samples_per_prompt: int = option(1, "Responses per prompt.", ge=1)
-    max_new_tokens: int | None = option(None, "Tokens of a response; unset: rest of max_len.", ge=1)
-    temperature: float = option(1.0, "Temperature; log-probabilities are taken at it.", ge=0, le=2)
-    top_p: float = option(1.0, "Sample from the smallest set with this mass.", gt=0, le=1)
-    top_k: int = option(-1, "Sample from so many tokens; -1: all.", ge=-1)
-    stop: tuple[str, ...] = option((), "Texts that end a response.")
-    stop_token_ids: tuple[int, ...] = option((), "Tokens that end a response.")
     seeded: str = option("auto", "Seed samples; auto: on CPUs.", choices=("auto", "on", "off"))
     max_turns: int | None = option(None, "Turns of an episode with an agent.", ge=1, needs=AGENT)
     step_timeout: float = option(600.0, "Seconds for one step of an agent.", gt=0, needs=AGENT)

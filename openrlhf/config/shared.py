@@ -139,16 +139,19 @@ class TokenizerConfig(Section):
     disable_fast_tokenizer: bool = option(False, "No effect: there is one implementation of each.", needs="!always")
     max_len: int = option(2048, "Tokens of a sample (RL: of prompt and response).", ge=1)
 
-class DataConfig(TokenizerConfig):
+class FormatConfig(TokenizerConfig):
+    """Tokenizer and format of prompts."""
+    input_template: str | None = option(
+        None, "Text with {} as prompt, without a chat template.", needs="!apply_chat_template")
+    apply_chat_template: bool = option(False, "Render with the tokenizer's chat template.")
+
+class DataConfig(FormatConfig):
     """Tokenizer and data."""
     dataloader_num_workers: int = option(0, "Processes that prepare batches.", ge=0)
     max_samples: int = option(1_000_000, "Rows to use, per dataset and of their blend.", ge=1)
     layout: str = option(
         "auto", "Layout of the rows. auto: recognised by the columns, unless *_key flags are given; columns: as the flags say.",
         choices=choices.LAYOUTS)
-    input_template: str | None = option(
-        None, "Text with {} as prompt, without a chat template.", needs="!apply_chat_template")
-    apply_chat_template: bool = option(False, "Render with the tokenizer's chat template.")
 
 class DatasetConfig(DataConfig):
     dataset: str = required("Data: files, folders, hub names, by comma.", holds="dataset")

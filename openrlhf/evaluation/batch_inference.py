@@ -90,7 +90,7 @@ def answered(
 ) -> Iterator[list[Trajectory]]:
     """The answers to these prompts, prompt by prompt as they finish."""
     path, size = str(config.model.model_name_or_path), config.rollout.batch_size
-    request = Request(spec=settings.inference_sampling(config, samples=config.best_of_n), step=0)
+    request = Request(spec=settings.inference_sampling(config), step=0)
     with (
         engines(config, path, tokenizer, run.kind, name="vllm", log_dir=run.log_dir) as fleet,
         closing(BackgroundLoop()) as loop,

@@ -1,54 +1,43 @@
 """`openrlhf interactive_chat`: a conversation with a model, whose answers appear as they are sampled."""
 
 import sys
-import tempfile
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from openrlhf.config import machine
 from openrlhf.config.inference import ChatConfig
 from openrlhf.data.first_look import recorded
 from openrlhf.data.templates import Message, encode, fill_template, render
 from openrlhf.data.tokenizer import require_chat_template
-from openrlhf.distributed.cluster import ray_cluster
-from openrlhf.distributed.placement import Placement, engine_group
-from openrlhf.evaluation.runs import engines
 from openrlhf.launch import settings
-from openrlhf.launch.prompt_data import policy_tokenizer
-from openrlhf.rollout.background import BackgroundLoop
-from openrlhf.rollout.engine_check import check_engine_args
-from openrlhf.rollout.engine_settings import engine_device
-from openrlhf.rollout.fleet import Fleet
-from openrlhf.trajectory import Prompt
+from openrlhf.launch.prompt_data import end_ids, policy_tokenizer
+from openrlhf.models.loading import load_causal_lm
 
 PLAIN = "User: {}\nAssistant: "  # for a model of which nothing is known
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a character is decoded whose tokens are not all there
 
 
 def run_chat(config: ChatConfig) -> None:
     """Answer the messages of standard input until it ends. Raises DataError or ModelError."""
-    check_engine_args(config.vllm.engine_args, kind := engine_device())
-    path = str(config.model.model_name_or_path)
+    path = config.model.model_name_or_path
     tokenizer = policy_tokenizer(config, path, flag="--model.model_name_or_path")
     chat = Chat(config=config, tokenizer=tokenizer, template=template_of(config, tokenizer))
     print(f"{path}, with {f'the template {chat.template!r}' if chat.template else 'its chat template'}.", flush=True)
     if config.dry_run:
         return print(f"First prompt: {chat.text('Hello')!r}")
-    group, log_dir = engine_group(config.vllm, "vllm"), tempfile.mkdtemp(prefix="openrlhf-chat-")
-    with (
-        ray_cluster(Placement(groups=(group,), on_gpus=kind == "cuda")),
-        engines(config, path, tokenizer, kind, name="vllm", log_dir=log_dir) as fleet,
-        closing(BackgroundLoop()) as loop,
-        suppress(EOFError),
-    ):
-        print("/reset begins anew, /exit ends, Ctrl-C stops an answer.", flush=True)
+    spec = replace(settings.load_spec(config, path), device_map="auto" if machine.count_gpus() else None)
+    model = load_causal_lm(spec).eval()
+    print("/reset begins anew, /exit ends, Ctrl-C stops an answer.", flush=True)
+    with suppress(EOFError):
         while (message := input("> " if sys.stdin.isatty() else "").strip()) not in ("/exit", "exit"):
             if message in ("/reset", "clear"):
                 chat.turns.clear()
             elif message:
-                chat.answer(message, fleet, loop)
+                chat.answer(message, model)
 
 
 def template_of(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -57,8 +46,22 @@ def template_of(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> str |
     if data.apply_chat_template:
         require_chat_template(tokenizer)
         return None
-    unknown = None if tokenizer.chat_template else PLAIN
-    return data.input_template or (trained and trained.input_template) or unknown
+    if data.input_template or not trained:
+        return data.input_template or (None if tokenizer.chat_template else PLAIN)
+    return None if trained.chat_template else trained.input_template or "{}"
+
+
+class Printed(TextStreamer):
+    """Prints an answer while it is sampled, whole words at a time, and keeps it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.whole = ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print and keep a part of the answer."""
+        self.whole += text
+        print(text, end="", flush=True)
 
 
 @dataclass(kw_only=True)
@@ -74,6 +77,7 @@ class Chat:
         file = self.config.preamble
         preamble = Path(file).expanduser().read_text(encoding="utf-8").strip() if file else ""
         self.before = "\n".join(filter(None, (self.config.system, preamble)))
+        self.ends = [*end_ids(self.config.model.model_name_or_path), self.tokenizer.eos_token_id]
 
     def text(self, message: str) -> str:
         """Everything that has been said, and a new message, as the model reads it."""
@@ -86,23 +90,33 @@ class Chat:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         return render(self.tokenizer, messages[:-1], add_generation_prompt=True) + suffix
 
-    def answer(self, message: str, fleet: Fleet, loop: BackgroundLoop) -> None:
+    @torch.no_grad()
+    def answer(self, message: str, model: Any) -> None:
         """Print the answer to a message while it is sampled, and remember both. Ctrl-C ends the answer."""
-        spec, tokenizer = settings.inference_sampling(self.config, samples=1), self.tokenizer
-        while len(tokens := encode(tokenizer, [self.text(message)])[0].tokens) > spec.prompt_room and self.turns:
+        rollout, max_len = self.config.rollout, self.config.data.max_len
+        room = max_len - (rollout.max_new_tokens or 1)
+        while len(tokens := encode(self.tokenizer, [self.text(message)])[0].tokens) > room and self.turns:
             del self.turns[0]
             print("[notice] The oldest turn no longer fits into --data.max_len and is forgotten.")
-        tokens = spec.clip_prompt(tokens)
-        [params] = spec.params_for(Prompt(index=len(self.turns), text=message, tokens=tokens), len(tokens))
-        sampled, printed = list[int](), ""
+        read, printed = torch.tensor([tokens[-room:]], device=model.device), Printed(self.tokenizer)
         try:
-            for piece in loop.iterate(fleet.stream(tokens, params), self.config.train.step_timeout):
-                sampled += piece
-                text = str(tokenizer.decode(sampled, skip_special_tokens=True))
-                if not text.endswith(INCOMPLETE):
-                    print(text[len(printed) :], end="", flush=True)
-                    printed = text
+            model.generate(
+                read,
+                attention_mask=torch.ones_like(read),
+                max_length=min(max_len, read.shape[1] + (rollout.max_new_tokens or max_len)),
+                do_sample=True,
+                temperature=rollout.temperature or 1.0,
+                top_k=max(0, rollout.top_k) if rollout.temperature else 1,  # the most likely token
+                top_p=rollout.top_p,
+                repetition_penalty=rollout.repetition_penalty,
+                eos_token_id=[*self.ends, *rollout.stop_token_ids],
+                pad_token_id=self.tokenizer.eos_token_id,
+                stop_strings=list(rollout.stop) or None,
+                tokenizer=self.tokenizer,
+                streamer=printed,
+            )
         except KeyboardInterrupt:
+            printed.end()
             print(" [stopped]", end="")
         print(flush=True)
-        self.turns.append((message, printed))
+        self.turns.append((message, printed.whole))

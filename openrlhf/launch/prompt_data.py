@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from openrlhf.config.commands import ModelCommand
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
@@ -54,14 +55,14 @@ def load_prompts(config: PPOConfig) -> PromptData:
     )
 
 
-def policy_tokenizer(config: settings.Engines, path: str, *, flag: str) -> PreTrainedTokenizerBase:
+def policy_tokenizer(config: ModelCommand, path: str, *, flag: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model that answers prompts. Raises DataError, or ModelError for an unsuitable model."""
     tokenizer = get_tokenizer(path, padding_side="left", trust_remote_code=config.model.trust_remote_code, flag=flag)
     check_language_model(config, path)
     return tokenizer
 
 
-def check_language_model(config: settings.Engines, path: str) -> None:
+def check_language_model(config: ModelCommand, path: str) -> None:
     """Raise ModelError unless the model is a language model with enough positions for --data.max_len."""
     spec = settings.load_spec(config, path)
     check_is_causal(spec)
@@ -114,12 +115,17 @@ def look_at_prompts(
 
 def ends_of_generation(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, policy: str) -> set[str]:
     """The texts at which the engine stops, from the tokenizer, the model's generation_config.json and the flags."""
-    try:
-        ids = GenerationConfig.from_pretrained(policy).eos_token_id
-    except OSError:
-        ids = None
-    numbers = [*(ids if isinstance(ids, list) else [ids] if ids is not None else []), *config.rollout.stop_token_ids]
+    numbers = [*end_ids(policy), *config.rollout.stop_token_ids]
     return {str(tokenizer.eos_token), *config.rollout.stop, *map(str, tokenizer.convert_ids_to_tokens(numbers))}
+
+
+def end_ids(path: str) -> list[int]:
+    """The tokens at which a model ends a text, by its generation_config.json; none without that file."""
+    try:
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        return []
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:

@@ -8,8 +8,9 @@ from typing import Any, cast
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from openrlhf.checkpoints.manifest import EngineLayout
+from openrlhf.config.commands import ModelCommand
 from openrlhf.config.evaluation import EvaluationConfig
-from openrlhf.config.inference import BatchInferenceConfig, EngineCommand, InferenceCommand
+from openrlhf.config.inference import BatchInferenceConfig, EngineCommand
 from openrlhf.config.learning import ActorConfig, CriticConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.weight_sync import Transport
@@ -73,7 +74,7 @@ def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
     return sum(config.updates_of(drawn) for drawn in (epoch * epochs)[after:])
 
 
-def load_spec(config: Engines, path: str) -> LoadSpec:
+def load_spec(config: ModelCommand, path: str) -> LoadSpec:
     """The settings for loading a model. Attention, precision and packing are the same for all models."""
     trusted = config.model.trust_remote_code
     return LoadSpec.of(located(path), config.ds, max_len=config.data.max_len, trust_remote_code=trusted)
@@ -216,9 +217,9 @@ def eval_sampling(config: PPOConfig | EvaluationConfig) -> SamplingSpec:
     return replace(train_sampling(config), purpose="eval", rollout=rollout)
 
 
-def inference_sampling(config: InferenceCommand, *, samples: int) -> SamplingSpec:
+def inference_sampling(config: BatchInferenceConfig) -> SamplingSpec:
     """How answers are drawn that nobody trains on or evaluates."""
-    rollout = replace(config.rollout, n_samples_per_prompt=samples)
+    rollout = replace(config.rollout, n_samples_per_prompt=config.best_of_n)
     penalty = config.rollout.repetition_penalty
     return replace(train_sampling(config), purpose="eval", rollout=rollout, repetition_penalty=penalty)
 

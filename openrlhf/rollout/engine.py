@@ -17,7 +17,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -173,21 +173,7 @@ class RolloutEngine:
             seconds=time.perf_counter() - asked,
         )
 
-    async def stream(self, prompt_tokens: list[int], params: SamplingParams) -> AsyncGenerator[list[int]]:
-        """One sample of the prompt, in pieces as they are sampled. Cancelling the stream ends the sample."""
-        from vllm.inputs.engine import tokens_input
-
-        request = f"{self.index}-{next(self._requests)}"
-        try:
-            wanted = self._vllm_params(params, "DELTA")
-            async for answer in self._llm.generate(tokens_input(prompt_tokens), wanted, request):
-                yield list(answer.outputs[0].token_ids)
-        except Exception as error:
-            raise EngineError(f"engine {self.index}, stream: {type(error).__name__}: {error}") from None
-        finally:
-            self._versions.pop(request)
-
-    def _vllm_params(self, params: SamplingParams, kind: str = "FINAL_ONLY") -> Any:
+    def _vllm_params(self, params: SamplingParams) -> Any:
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -202,7 +188,7 @@ class RolloutEngine:
         return VLLMSamplingParams(
             **asdict(params) | {"logprobs": 0, "stop_token_ids": [*stops, *ends]},
             detokenize=bool(params.stop),
-            output_kind=RequestOutputKind[kind],
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     @_plain_errors

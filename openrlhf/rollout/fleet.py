@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -146,17 +146,6 @@ class Fleet:
                 self.lose(member, actor, error)
             finally:
                 self._router.done(key, member.index, len(params))
-
-    async def stream(self, tokens: list[int], params: SamplingParams) -> AsyncGenerator[list[int]]:
-        """One sample of the prompt, in pieces as they are sampled. Closing the stream ends the sample. Raises EngineError."""
-        member = await self._serving(None, 1)
-        pieces = member.actor.stream.options(num_returns="streaming").remote(tokens, params)
-        try:
-            async for piece in pieces:
-                yield await piece
-        finally:
-            ray.cancel(pieces)
-            self._router.done(None, member.index, 1)
 
     async def _serving(self, key: Hashable, samples: int) -> Member:
         """The engine to ask. Waits while none serves. Raises RolloutError if an engine was lost too often."""

@@ -22,7 +22,7 @@ from openrlhf.config import machine
 from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.effects import conditions_of, look_up
 from openrlhf.config.flags import Flag, Section, amend, flags_of, mentions
-from openrlhf.config.inference import ChatConfig, EngineCommand, InferenceCommand
+from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, EngineCommand
 from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reward_test import RewardTestConfig
@@ -99,7 +99,7 @@ READERS = {
     "reward_test": "evaluation.reward_test rewards.rule",
     "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "
     "observability.recorder observability.trackers data.prompts data.first_look rollout.fleet distributed.placement trainers.stages",
-    "interactive_chat": "evaluation.chat evaluation.runs launch.prompt_data rollout.fleet distributed.placement",
+    "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
     "pipeline": "launch.pipeline cli.pipeline",
 }
 # What a section is called in those modules besides its own name.
@@ -188,16 +188,18 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield tasks.load_spec(config)
         yield vars(CheckpointManager.of(config.ckpt, [""]))
         yield vars(offline.follow_best(config))
+    if isinstance(config, ChatConfig):
+        yield settings.load_spec(config, "m"), config.csft.suffix
     if isinstance(config, EngineCommand | PPOConfig):
-        if not isinstance(config, ChatConfig):
-            yield settings.reward_settings(config)
-            yield inference_config(config.ds)
-            yield [ErrorBudget.of(config.reward), config.reward.fallback]
-        if isinstance(config, InferenceCommand):
-            yield config.csft.suffix, getattr(config.data, "label_key", None)
+        assert isinstance(config, settings.Sampling)
+        yield settings.reward_settings(config)
+        yield inference_config(config.ds)
+        yield [ErrorBudget.of(config.reward), config.reward.fallback]
+        if isinstance(config, BatchInferenceConfig):
+            yield config.csft.suffix, config.data.label_key
         specs = (
-            [settings.inference_sampling(config, samples=2)]
-            if isinstance(config, InferenceCommand)
+            [settings.inference_sampling(config)]
+            if isinstance(config, BatchInferenceConfig)
             else [settings.train_sampling(config), settings.eval_sampling(config)]
         )
         for spec in specs:

@@ -47,6 +47,11 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
         (CHAT, "--preamble gone.txt", "--preamble gone.txt is no file on this machine"),
         (CHAT, "--data.input_template=x", "--data.input_template x has no {} for the message"),
         (CHAT, "--model.model_name_or_path=", "--model.model_name_or_path must be given"),
+        (
+            CHAT,
+            "--data.max_len 8 --rollout.max_new_tokens 8",
+            "--rollout.max_new_tokens 8 leaves no room for a message",
+        ),
     ],
 )
 def test_a_broken_rule_names_the_flag_and_the_value(command: str, line: str, sentence: str) -> None:

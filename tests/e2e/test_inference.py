@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,10 +229,11 @@ def test_an_interrupt_stops_the_answer_and_the_next_message_is_answered(workspac
     changes = {"rollout.max_new_tokens": 400, "data.max_len": 500, "rollout.stop_token_ids": None}
     chat = talking({"model.model_name_or_path": workspace / "model", "ds.param_dtype": "fp32", **changes})
     assert chat.stdin and chat.stdout
-    chat.stdout.readline()
+    while "/reset" not in chat.stdout.readline():
+        pass
     chat.stdin.write("1+1=\n")
     chat.stdin.flush()
-    time.sleep(0.5)
+    assert chat.stdout.read(1)  # the answer has begun
     os.killpg(chat.pid, signal.SIGINT)
     chat.stdin.write("1+1=\n/exit\n")
     chat.stdin.flush()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from openrlhf.data.first_look import TextFormat, record
 from openrlhf.evaluation.chat import PLAIN, Chat, template_of
-from openrlhf.rollout.background import BackgroundLoop
-from openrlhf.rollout.sampling import SamplingParams
 from tests.config.commands import parse
 from tests.tiny import character_tokenizer
 
@@ -23,21 +21,25 @@ CHATML = (
 
 
 class Parrot:
-    """Engines that answer with the same tokens, one at a time; `interrupts`: Ctrl-C after so many."""
+    """A model that answers with the same tokens, one at a time; `interrupts`: Ctrl-C after so many."""
+
+    device = "cpu"
 
     def __init__(self, answer: str, *, interrupts: int | None = None) -> None:
         self.tokens = character_tokenizer()(answer)["input_ids"]
         self.interrupts = interrupts
         self.asked: list[str] = []
-        self.budgets: list[int | None] = []
+        self.budgets: list[int] = []
 
-    async def stream(self, tokens: list[int], params: SamplingParams) -> AsyncGenerator[list[int]]:
-        self.asked.append(str(character_tokenizer().decode(tokens)))
-        self.budgets.append(params.max_tokens)
+    def generate(self, tokens: Tensor, *, max_length: int, streamer: Any, **_: Any) -> None:
+        self.asked.append(str(character_tokenizer().decode(tokens[0])))
+        self.budgets.append(max_length - tokens.shape[1])
+        streamer.put(tokens)
         for number, token in enumerate(self.tokens):
             if number == self.interrupts:
                 raise KeyboardInterrupt
-            yield [token]
+            streamer.put(torch.tensor([token]))
+        streamer.end()
 
 
 def chat(line: str, template: str | None = "q{}a", chat_template: str | None = None) -> Chat:
@@ -46,20 +48,13 @@ def chat(line: str, template: str | None = "q{}a", chat_template: str | None = N
     return Chat(config=parse("interactive_chat", line), tokenizer=tokenizer, template=template)
 
 
-@pytest.fixture
-def loop() -> Iterator[BackgroundLoop]:
-    with closing(BackgroundLoop()) as running:
-        yield running
-
-
 def test_turns_follow_each_other_in_the_template_behind_system_and_preamble(
-    tmp_path: Path, loop: BackgroundLoop, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "p.txt").write_text("pre\n")
     talk, parrot = chat(f"--system sys --preamble {tmp_path}/p.txt --csft.enable --csft.prompt 5"), Parrot("ok<eos>")
-    engines: Any = parrot
-    talk.answer("x", engines, loop)
-    talk.answer("y", engines, loop)
+    talk.answer("x", parrot)
+    talk.answer("y", parrot)
     assert parrot.asked == ["sys\npre\nqxa 5 ", "sys\npre\nqxaok\nqya 5 "]
     assert capsys.readouterr().out == "ok\nok\n"
 
@@ -71,33 +66,22 @@ def test_a_chat_template_gets_messages() -> None:
 
 
 def test_the_oldest_turns_are_forgotten_with_a_notice_and_the_answer_has_its_room(
-    loop: BackgroundLoop, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """20 tokens, 10 of them for the answer: a turn with its message has 6, so one fits beside the next message."""
     talk, parrot = chat("--data.max_len 20 --rollout.max_new_tokens 10"), Parrot("bb<eos>")
-    engines: Any = parrot
     for message in ("1", "2", "3"):
-        talk.answer(message, engines, loop)
+        talk.answer(message, parrot)
     assert parrot.asked == ["q1a", "q1abb\nq2a", "q2abb\nq3a"]
     assert parrot.budgets == [10, 10, 10]
     assert "The oldest turn no longer fits into --data.max_len" in capsys.readouterr().out
-    talk.answer("123456789012", engines, loop)
+    talk.answer("123456789012", parrot)
     assert parrot.asked[-1] == "456789012a"
 
 
-def test_an_interrupt_ends_the_answer_and_what_was_said_is_remembered(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_ends_the_answer_and_what_was_said_is_remembered(capsys: pytest.CaptureFixture[str]) -> None:
     talk = chat("")
-
-    class Interrupted:
-        def iterate(self, stream: Any, timeout_s: float) -> Iterator[list[int]]:
-            yield character_tokenizer()("ab")["input_ids"]
-            raise KeyboardInterrupt
-
-    loop: Any = Interrupted()
-    engines: Any = Parrot("abc")
-    talk.answer("x", engines, loop)
+    talk.answer("x", Parrot("abc", interrupts=2))
     assert capsys.readouterr().out == "ab [stopped]\n"
     assert talk.turns == [("x", "ab")]
 
@@ -112,5 +96,7 @@ def test_the_format_is_that_of_the_flags_then_of_training_then_the_tokenizers() 
     assert template_of(parse("interactive_chat", ""), tokenizer) == "Q {} A"
     assert template_of(parse("interactive_chat", "--data.apply_chat_template"), tokenizer) is None
     assert template_of(parse("interactive_chat", "--data.input_template {}"), tokenizer) == "{}"
+    record(tokenizer, TextFormat())
+    assert template_of(parse("interactive_chat", ""), tokenizer) == "{}", "trained without a template"
     record(tokenizer, TextFormat(chat_template="1234"))
     assert template_of(parse("interactive_chat", ""), tokenizer) is None
