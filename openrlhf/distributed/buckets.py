@@ -5,8 +5,7 @@ this module.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -66,14 +65,14 @@ def bucket_nbytes(bucket: Bucket) -> int:
     return sum(_aligned(spec.nbytes) for spec in bucket)
 
 
-def pack(bucket: Bucket, tensors: Iterable[Tensor], buffer: Tensor) -> None:
-    """Copy `tensors` into `buffer` (uint8), one behind the other, cast to the dtypes of the specs.
+def pack(bucket: Bucket, tensors: Iterable[tuple[str, Tensor]], buffer: Tensor) -> None:
+    """Copy the tensors, with their names, into `buffer` (uint8), one behind the other, cast to the dtypes of the specs.
 
-    Raises ValueError if a tensor has another shape than its spec, or if there are more or fewer tensors than specs.
+    Raises ValueError if a tensor has another name or shape than its spec, or if there are fewer tensors than specs.
     """
-    for (spec, view), tensor in zip(_views(bucket, buffer), tensors, strict=True):
-        if tuple(tensor.shape) != spec.shape:
-            raise ValueError(f"{spec.name} has shape {tuple(tensor.shape)}, announced as {spec.shape}")
+    for (spec, view), (name, tensor) in zip(_views(bucket, buffer), tensors, strict=True):
+        if (name, tuple(tensor.shape)) != (spec.name, spec.shape):
+            raise ValueError(f"the manifest has {spec.name} {spec.shape}, the model {name} {tuple(tensor.shape)}")
         view.copy_(tensor.detach())
 
 
@@ -123,19 +122,11 @@ def _hash_weights(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightManifest:
-    """The tensors of a publication. Made by the trainer, used by trainer and engines.
-
-    Raises ValueError if two tensors have the same name.
-    """
+    """The tensors of a publication, each under its own name. Made by the trainer, used by trainer and engines."""
 
     version: int
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
-
-    def __post_init__(self) -> None:
-        counts = Counter(spec.name for spec in self.specs)
-        if twice := [name for name, times in counts.items() if times > 1]:
-            raise ValueError(f"the manifest of version {self.version} names {twice} more than once")
 
     def buckets(self) -> list[Bucket]:
         """The tensors in buckets, as trainer and engines cut them."""
@@ -143,19 +134,10 @@ class WeightManifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SentWeights:
-    """The record of what was sent: the manifest, and the hash of every bucket."""
-
-    manifest: WeightManifest
-    bucket_hashes: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class WorkerReceipt:
     """The state of an engine worker after an update."""
 
     rank: int  # in the weight group
-    version: int
     bucket_hashes: tuple[int, ...]  # of the bytes that arrived
     sent_hashes: tuple[int, ...]  # from the sender's message after the last bucket
     loads: dict[str, int]  # tensor name → number of times the model's loader got the tensor
@@ -164,42 +146,26 @@ class WorkerReceipt:
     stale: tuple[str, ...]  # packed layers whose packed copy is old
 
 
-@dataclass(frozen=True, kw_only=True)
-class Receipt:
-    """One engine's receipt for a publication: one receipt per tensor-parallel worker."""
-
-    engine: int
-    version: int
-    workers: tuple[WorkerReceipt, ...]
-
-
-def verify_receipt(sent: SentWeights, receipt: Receipt) -> None:
+def verify_receipts(manifest: WeightManifest, engine: int, workers: Sequence[WorkerReceipt]) -> None:
     """Raise PublicationError, naming the differences, unless each worker uses exactly the weights that were sent.
 
-    Checked for each worker: the version, the hash of every bucket, that each tensor was loaded exactly once, that no
-    layer of the engine has old values, and that no packed copy of a weight is old.
+    Checked for each worker: the hash of every bucket, that each tensor was loaded exactly once, that no layer of the
+    engine has old values, and that no packed copy of a weight is old.
     """
-    faults = [fault for worker in receipt.workers for fault in _faults(sent, worker)]
-    if not receipt.workers:
-        faults = ["no worker answered"]
-    if faults:
+    if faults := [fault for worker in workers for fault in _faults(manifest, worker)]:
         raise PublicationError(
-            f"engine {receipt.engine} does not hold version {sent.manifest.version}: "
+            f"engine {engine} does not hold version {manifest.version}: "
             + "; ".join(faults[:8])
             + (f"; and {len(faults) - 8} more differences" if len(faults) > 8 else "")
         )
 
 
-def _faults(sent: SentWeights, worker: WorkerReceipt) -> Iterator[str]:
+def _faults(manifest: WeightManifest, worker: WorkerReceipt) -> Iterator[str]:
     where = f"worker {worker.rank}"
-    if worker.version != sent.manifest.version:
-        yield f"{where} received version {worker.version}"
-    if len(worker.bucket_hashes) != len(sent.bucket_hashes):
-        yield f"{where} received {len(worker.bucket_hashes)} buckets of {len(sent.bucket_hashes)}"
-    for i, (ours, theirs) in enumerate(zip(sent.bucket_hashes, worker.bucket_hashes, strict=False)):
+    for i, (ours, theirs) in enumerate(zip(worker.sent_hashes, worker.bucket_hashes, strict=True)):
         if ours != theirs:
             yield f"{where} has hash {theirs:#x} for bucket {i}, sent was {ours:#x}"
-    expected = {spec.name: 1 for spec in sent.manifest.specs}
+    expected = {spec.name: 1 for spec in manifest.specs}
     for name in expected | worker.loads:
         if (times := worker.loads.get(name, 0)) != expected.get(name, 0):
             yield f"{where} loaded {name} {times} times"

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from openrlhf.config.machine import quick_imports
-from openrlhf.distributed.buckets import PublicationError, Receipt, SentWeights, WeightManifest, verify_receipt
+from openrlhf.distributed.buckets import PublicationError, WeightManifest, WorkerReceipt, verify_receipts
 from openrlhf.distributed.devices import note, redirect_output
 from openrlhf.distributed.weight_sync import WeightGroup
 from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_arguments
@@ -200,7 +200,7 @@ class RolloutEngine:
         await self._llm.collective_rpc("publication_join", args=(pickle.dumps(group), rank_offset))
 
     @_plain_errors
-    async def receive(self, manifest: WeightManifest) -> Receipt:
+    async def receive(self, manifest: WeightManifest) -> tuple[WorkerReceipt, ...]:
         """Pause, receive the version that the group's sender sends, and verify it.
 
         Samples under way are frozen. After `resume` they continue with the new weights and a recomputed KV cache.
@@ -220,14 +220,12 @@ class RolloutEngine:
                 f"engine {self.index} could not load version {manifest.version} and stays paused: {error}"
             ) from None
         workers = tuple(map(pickle.loads, answers))
-        receipt = Receipt(engine=self.index, version=manifest.version, workers=workers)
-        sent = SentWeights(manifest=manifest, bucket_hashes=workers[0].sent_hashes)
-        verify_receipt(sent, receipt)
+        verify_receipts(manifest, self.index, workers)
         self._unverified = None
         if self.settings.device == "cpu":
             await self._llm.engine_core.call_utility_async("send_held")
         await self._versions.switch(manifest.version)
-        return receipt
+        return workers
 
     @_plain_errors
     async def ping(self) -> None:

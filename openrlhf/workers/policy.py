@@ -15,7 +15,7 @@ from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.algorithms.tensors import bounded_exp, log_ratio, masked_sum
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.config.learning import ActorConfig, AlgoConfig
-from openrlhf.distributed.buckets import SentWeights, TensorSpec, WeightManifest
+from openrlhf.distributed.buckets import TensorSpec, WeightManifest
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.engine import Metrics
 from openrlhf.distributed.strategy import Strategy
@@ -204,20 +204,14 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         if self.strategy.rank in group.senders:
             self.sender.join(group, group.senders.index(self.strategy.rank))
 
-    def send_weights(self, manifest: WeightManifest) -> SentWeights | None:
-        """Send the weights to the engines. Senders return what they sent.
-
-        Collective: every rank helps to gather the weights.
-        """
+    def send_weights(self, manifest: WeightManifest) -> None:
+        """Send the weights to the engines. Collective: every rank helps to gather the weights."""
         buckets = self.engine.full_parameters(manifest.bucket_bytes)
         stream = (pair for bucket in buckets for pair in bucket)
         if self.sender.joined:
-            return self.sender.send(
-                manifest, (stored for pair in stream for stored in stored_tensors(self.engine.hf, *pair))
-            )
+            self.sender.send(manifest, (stored for pair in stream for stored in stored_tensors(self.engine.hf, *pair)))
         for _ in stream:
             pass
-        return None
 
 
 @torch.no_grad()
