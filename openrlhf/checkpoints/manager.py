@@ -134,8 +134,7 @@ class CheckpointManager:
         `metric_value`: of the metric that the run follows, for these weights. A value that is not finite counts as none.
         Raises CheckpointError if the save fails, and gives the save up; trouble with older checkpoints is only a warning.
         """
-        if not staged.tag.endswith(_tag(state.step)):
-            raise ValueError(f"{staged.tag} was given the state of step {state.step}")
+        assert staged.tag.endswith(_tag(state.step))
         if metric_value is not None and not math.isfinite(metric_value):
             metric_value = None
         try:

@@ -64,8 +64,8 @@ def train(config: PPOConfig, processes: Processes) -> None:
         show_plan(config, data, processes.plan)
         return
     processes.start()
-    with Run(config, data, identity, kind, processes, checkpoints, checkpoint, replay) as run, run.naming_logs():
-        run.trainer.fit()
+    with Run(config, data, identity, kind, processes, checkpoints, checkpoint, replay).started() as trainer:
+        trainer.fit()
 
 
 def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:

@@ -148,7 +148,6 @@ def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSet
         head_prefix=config.ds.value_head_prefix,
         fresh_head=config.critic.model_name_or_path == config.actor.model_name_or_path,
         normalize=config.reward.normalize_enable,
-        seed=config.train.seed,
     )
 
 

@@ -435,8 +435,7 @@ class TestPublication:
         stand.join()
         for _ in range(2):
             stand.model = noisy_copy(stand.model, [name for name, _ in stand.model.named_parameters()], 0.05)
-            receipts = stand.publish()
-            assert [receipt.rank for receipt in receipts] == [1, 2]
+            assert [receipt.rank for receipt in stand.publish()] == [1, 2]
             assert_serves(stand, stand.model, stand.version)
         stand.call("stop")
         ray.kill(stand.engine)

@@ -97,9 +97,7 @@ def critic_fault(strategy: Strategy, load: LoadSpec) -> list[str]:
         max_nonfinite=1,
         bucket_bytes=1 << 14,
     )
-    settings = CriticSettings(
-        trained=trained, value_clip=0.5, head_prefix="score", fresh_head=True, normalize=False, seed=0
-    )
+    settings = CriticSettings(trained=trained, value_clip=0.5, head_prefix="score", fresh_head=True, normalize=False)
     zeros = torch.zeros(batch().num_tokens)
     rows = rows_of(strategy)
     job = Update(
