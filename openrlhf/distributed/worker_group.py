@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -23,14 +23,7 @@ from openrlhf.distributed.layout import RankLayout
 from openrlhf.distributed.placement import HostGroup, Machine, Slots
 
 TOLD_S = 5.0  # in which Ray tells that a process has died
-
-
-class Span(NamedTuple):
-    """Time in which a role worked, in seconds of the clock."""
-
-    role: str
-    began: float
-    ended: float
+Span = tuple[float, float]  # beginning and end of the time in which a role worked, in seconds of the clock
 
 
 class WorkerError(UserError, RuntimeError):
@@ -110,7 +103,7 @@ class WorkerHost:
         """Call a method of a role."""
         began = time.time()
         value = getattr(self.roles[role], method)(*args)
-        return Answer(value, Span(role, began, time.time()))
+        return Answer(value, (began, time.time()))
 
 
 class HostHandles:
