@@ -77,7 +77,7 @@ class Trajectory:
     filtered: bool = False  # dynamic filtering rejected the prompt: shown, never trained on
 
     def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.action_mask) == len(self.rollout_logprobs)
+        assert len(self.tokens) == len(self.action_mask) == len(self.rollout_logprobs), "lists of different lengths"
         if any(self.action_mask[:1]):
             raise ValueError("the first token of a trajectory was sampled from nothing: its prompt has no tokens")
 

@@ -17,8 +17,8 @@ from openrlhf.config.flags import UserError
 
 T = TypeVar("T")
 ALIGNMENT = 16  # bytes; every tensor starts on this boundary, so any dtype can be viewed in place
-HASH_BLOCK = 2**16  # words of 8 bytes: half a megabyte stays in a core's cache
-BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 128}  # a GPU would wait for 10,000 small kernels per GiB
+# Words of 8 bytes: half a megabyte stays in a core's cache; a GPU would wait for 10,000 small kernels per GiB.
+HASH_BLOCK = {"cpu": 2**16, "cuda": 2**20}
 
 
 class PublicationError(UserError, RuntimeError):
@@ -91,30 +91,20 @@ def bucket_hash(buffer: Tensor) -> int:
     2⁻³¹ per bucket. The weights are constants, so the hash is no defence against an adversary. About 2 GB/s on one CPU
     core.
     """
-    return int(_hash_words(buffer.view(torch.int64)).item())
-
-
-def _hash_words(words: Tensor) -> Tensor:
-    if words.numel() <= HASH_BLOCK:
-        return _weighted_sums(words)
-    whole = words.numel() - words.numel() % HASH_BLOCK
-    blocks = words[:whole].view(-1, HASH_BLOCK).split(BLOCKS_AT_ONCE[words.device.type])
-    hashes = [_weighted_sums(several) for several in blocks]
-    if whole < words.numel():
-        hashes.append(_weighted_sums(words[whole:])[None])
-    return _hash_words(torch.cat(hashes))
-
-
-def _weighted_sums(words: Tensor) -> Tensor:
-    """The hash of each block: of all words if `words` has one dimension, of each row if it has two."""
-    # the shift brings a word's high half to the low bits: a product modulo 2⁶⁴ forgets high bits
-    return ((words + (words >> 32)) * _hash_weights(words.device)[: words.shape[-1]]).sum(-1)
+    words = buffer.view(torch.int64)
+    weights = _hash_weights(words.device)
+    while True:
+        # The shift brings a word's high half to the low bits: a product modulo 2⁶⁴ forgets high bits.
+        sums = [((block + (block >> 32)) * weights[: len(block)]).sum() for block in words.split(len(weights))]
+        words = torch.stack(sums)
+        if len(words) == 1:
+            return int(words)
 
 
 @lru_cache(maxsize=8)
 def _hash_weights(device: torch.device) -> Tensor:
-    """HASH_BLOCK odd numbers, the same in every process: the splitmix64 sequence."""
-    x = torch.arange(1, HASH_BLOCK + 1, device=device) * -0x61C8864680B583EB
+    """The odd weights of a block, the same in every process: the splitmix64 sequence."""
+    x = torch.arange(1, HASH_BLOCK[device.type] + 1, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor
     return x | 1

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -55,28 +55,15 @@ class StepResult:
 class TrainEngine:
     """A model in training: a DeepSpeed engine whose optimizer-step window is ours."""
 
-    def __init__(self, engine: Any, strategy: Strategy, name: str) -> None:
-        self.engine, self.strategy, self.name = engine, strategy, name
-        self.sleeps = strategy.config.sleeps  # its training state is in CPU memory between uses
-        self.partial = not all(p.requires_grad for p in engine.module.parameters())  # some weights are frozen
-        engine.module.register_state_dict_post_hook(_drop_frozen)
-        self.sharded = strategy.config.zero_stage == 3  # each rank has a part of every weight
-        self._wrapped = ds_config.training_stage(strategy.config, strategy.layout.world_size) > 0
-        self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped steps: all so far; since the last applied step
-        # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
-        engine.enable_backward_allreduce = self._wrapped
-        self._sleep()
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         strategy: Strategy,
         load: Callable[[], nn.Module],
         optimizer: OptimizerConfig,
         *,
         total_steps: int,
         name: str = "model",
-    ) -> Self:
+    ) -> None:
         """Load a model with `load` and give it an optimizer and a schedule. Error messages call the model `name`."""
         config = ds_config.training_config(
             strategy.config, max_norm=optimizer.max_norm, ranks=strategy.layout.world_size
@@ -89,7 +76,16 @@ class TrainEngine:
             optimizer=make_optimizer(module.named_parameters(), optimizer, offload=strategy.config.adam_offload),
             lr_scheduler=lambda wrapped: make_schedule(wrapped, optimizer, total_steps),
         )
-        return cls(engine, strategy, name)
+        self.engine, self.strategy, self.name = engine, strategy, name
+        self.sleeps = strategy.config.sleeps  # its training state is in CPU memory between uses
+        self.partial = not all(p.requires_grad for p in engine.module.parameters())  # some weights are frozen
+        engine.module.register_state_dict_post_hook(_drop_frozen)
+        self.sharded = strategy.config.zero_stage == 3  # each rank has a part of every weight
+        self._wrapped = ds_config.training_stage(strategy.config, strategy.layout.world_size) > 0
+        self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped steps: all so far; since the last applied step
+        # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
+        engine.enable_backward_allreduce = self._wrapped
+        self._sleep()
 
     @property
     def module(self) -> nn.Module:

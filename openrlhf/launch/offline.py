@@ -117,7 +117,7 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
 
     Raises ModelError if a model fails the proof of its layout.
     """
-    engine = TrainEngine.of(strategy, task.load_model, task.config, total_steps=total_steps)
+    engine = TrainEngine(strategy, task.load_model, task.config, total_steps=total_steps)
     if task.config.ds.lora.rank and not engine.partial:
         raise ModelError(f"--ds.lora.rank: load_model of the task {task.name} must take the settings of `trained_spec`")
     models = task.frozen_models().items()

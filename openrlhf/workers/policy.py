@@ -75,7 +75,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         super().__init__(
             strategy,
             settings.trained,
-            lambda: PolicyModel(load_causal_lm(load), packing=load.packing, balancing=balancing),
+            lambda: PolicyModel(load_causal_lm(load), packing=load.ds.packing_samples, balancing=balancing),
         )
         self.sender, self.version = WeightSender(), 0
 

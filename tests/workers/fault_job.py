@@ -18,6 +18,7 @@ from openrlhf.observability.metrics import values
 from openrlhf.workers.base import MicroBatchLimits, TrainedSettings, Update
 from openrlhf.workers.critic import CriticSettings, CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
+from tests.loading import load_spec
 from tests.workers.policy_job import ACTOR, KL_COEF, batch, policy_settings, strategy_of, weights_of
 
 BROKEN = "hf.model.layers.1.mlp.up_proj.weight"
@@ -114,7 +115,7 @@ def main() -> None:
     results = {}
     for stage in stages:
         strategy = strategy_of(stage)
-        load = LoadSpec(path=model, param_dtype="fp32", attention="sdpa", packing=True)
+        load = load_spec(path=model, param_dtype="fp32", attention="sdpa", packing=True)
         results[stage] = policy_faults(strategy, load) | {"critic errors": critic_fault(strategy, load)}
     if torch.distributed.get_rank() == 0:
         torch.save(results, out)
