@@ -180,7 +180,14 @@ class TrainEngine:
 
     def _step(self, shares: list[_Share], broken: list[str], max_nonfinite: int) -> StepResult:
         lr = self._lr()
-        grad_norm = self._guarded_step() if not self._wrapped else self._wrapped_step()
+        if self._wrapped:
+            self.engine.step()  # DeepSpeed itself skips a step whose norm is not finite
+            norm = None if getattr(self.engine.optimizer, "overflow", False) else self.engine.get_global_grad_norm()
+        else:
+            self.engine.buffered_allreduce_fallback()
+            norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+            self.engine.step() if norm.isfinite() else self.engine.zero_grad()
+        grad_norm = math.inf if norm is None else float(norm)
         applied = math.isfinite(grad_norm)
         self.nonfinite_steps += not applied
         self.nonfinite_in_a_row = 0 if applied else self.nonfinite_in_a_row + 1
@@ -229,22 +236,6 @@ class TrainEngine:
         which = f" of {', '.join(names[:3])} ({len(names)} parameter(s) in all)" if names else "s"
         return f"every loss was finite, but not the gradient{which}"
 
-    def _wrapped_step(self) -> float:
-        self.engine.step()  # DeepSpeed itself skips a step whose norm is not finite
-        skipped = getattr(self.engine.optimizer, "overflow", False)
-        norm = self.engine.get_global_grad_norm()
-        return math.inf if skipped or norm is None else float(norm)
-
-    def _guarded_step(self) -> float:
-        self.engine.buffered_allreduce_fallback()
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        norm = float(nn.utils.get_total_norm(gradients))
-        if math.isfinite(norm):
-            self.engine.step()
-        else:
-            self.engine.zero_grad()
-        return norm
-
     def _lr(self) -> float:
         return float(self.engine.get_lr()[0])
 
@@ -283,10 +274,6 @@ class TrainEngine:
         noise = checkpoint / f"random_state_{self.strategy.rank}.pt"
         if noise.exists():  # not for a rank that did not exist
             restore_random_state(torch.load(noise, weights_only=False))
-
-    def full_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors of `full_parameters`, in the same order and under the same names."""
-        return {each.name: each.shape for each in whole_tensors(self.hf)}
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """The parameters of the plain model in buckets, by their names in the Transformers model; adapters are merged.

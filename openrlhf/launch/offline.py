@@ -59,7 +59,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         print(plan, show_template(tokenizer), *first_texts(task, train_rows, tokenizer), UNPROVEN, sep="\n")
         return
     identity = offline_identity(task, train_rows)
-    checkpoints = CheckpointManager.of(config.ckpt, [""])
+    checkpoints = CheckpointManager(config.ckpt, [""])
     checkpoint = to_continue(config, checkpoints, strategy, identity) if config.ckpt.load_enable else None
     engine = load_models(task, strategy, total_steps)
     if task.precomputes:

@@ -81,11 +81,6 @@ class RolloutEngine:
         self._waking = asyncio.Lock()
 
     @property
-    def alive(self) -> bool:
-        """Whether the engine can serve."""
-        return self._started is not None and not self._started.errored
-
-    @property
     def _llm(self) -> Any:
         if self._started is None:
             raise EngineError(f"engine {self.index} is not started")
@@ -214,7 +209,7 @@ class RolloutEngine:
         try:
             answers = await self._llm.collective_rpc("publication_receive", args=(pickle.dumps(manifest),))
         except Exception as error:
-            if not self.alive:
+            if self._llm.errored:
                 raise
             raise PublicationError(
                 f"engine {self.index} could not load version {manifest.version} and stays paused: {error}"

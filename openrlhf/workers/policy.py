@@ -20,6 +20,7 @@ from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.engine import Metrics
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
+from openrlhf.distributed.whole import whole_tensors
 from openrlhf.models.adapters import adapters_off
 from openrlhf.models.loading import load_causal_lm, stored_tensors
 from openrlhf.models.policy import PolicyModel
@@ -189,8 +190,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         self.version = self.version if version is None else version
         specs = (
             TensorSpec(name=stored, dtype=self.settings.wire_dtype, shape=tuple(tensor.shape))
-            for name, shape in self.engine.full_shapes().items()
-            for stored, tensor in stored_tensors(self.engine.hf, name, torch.empty(shape, device="meta"))
+            for each in whole_tensors(self.engine.hf)
+            for stored, tensor in stored_tensors(self.engine.hf, each.name, torch.empty(each.shape, device="meta"))
         )
         return WeightManifest(version=self.version, specs=tuple(specs), bucket_bytes=self.trained.bucket_bytes)
 

@@ -177,7 +177,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield optimizer_of(config)
         yield training_config(config.ds, max_norm=config.max_norm, ranks=2)
         yield tasks.load_spec(config), pretrained_options(tasks.load_spec(config))
-        yield vars(CheckpointManager.of(config.ckpt, [""]))
+        yield vars(CheckpointManager(config.ckpt, [""]))
         yield vars(offline.follow_best(config))
     if isinstance(config, EvaluationConfig | PPOConfig):
         yield settings.reward_settings(config)

@@ -34,7 +34,7 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
     plan = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[strategy.rank]
     rows = rows_of_rank(batch(), plan)
     assert rows.advantages is not None
-    poisoned = rows.with_columns(advantages=rows.advantages * torch.nan)
+    poisoned = replace(rows, advantages=rows.advantages * torch.nan)
 
     policy = PolicyWorker(strategy, settings)
     path = [weights(policy)]

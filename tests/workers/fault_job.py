@@ -62,7 +62,7 @@ def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
         PolicyWorker(strategy, replace(settings, trained=replace(settings.trained, max_nonfinite=most)))
         for most in (2, 1)
     )
-    clean, broken = batch(), batch().with_columns(advantages=poison(batch().advantages, NAN))
+    clean, broken = batch(), replace(batch(), advantages=poison(batch().advantages, NAN))
     step(healthy, clean)
     start = weights_of(policy)
     skipped = step(policy, broken)
@@ -102,7 +102,7 @@ def critic_fault(strategy: Strategy, load: LoadSpec) -> list[str]:
     zeros = torch.zeros(batch().num_tokens)
     rows = rows_of(strategy)
     job = Update(
-        experience=batch().with_columns(values=zeros, returns=poison(zeros, float("inf"))).select(rows),
+        experience=replace(batch(), values=zeros, returns=poison(zeros, float("inf"))).select(rows),
         steps=[list(range(len(rows)))],
     )
     critic = CriticWorker(strategy, settings)

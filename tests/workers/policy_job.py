@@ -146,7 +146,7 @@ def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool)
     reference = ReferenceWorker(strategy, ReferenceSettings(load=load, forward_limits=limits, temperature=TEMPERATURE))
     experience = batch()
     before = score(policy, strategy, experience)
-    experience = experience.with_columns(ref_logprobs=score(reference, strategy, experience))
+    experience = replace(experience, ref_logprobs=score(reference, strategy, experience))
     metrics = update(policy, experience)
     return {
         "before": before,

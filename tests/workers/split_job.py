@@ -34,7 +34,7 @@ def objective_of(loss: str, aggregation: str) -> tuple[ActorConfig, AlgoConfig]:
 def experience() -> Experience:
     """The batch of the worker tests, with the engine's log-probabilities for the reference's."""
     rows = batch()
-    return rows.with_columns(ref_logprobs=rows.rollout_logprobs)
+    return replace(rows, ref_logprobs=rows.rollout_logprobs)
 
 
 def main() -> None:
