@@ -160,10 +160,6 @@ class Ragged:
         moved = {f.name: column.to(device, non_blocking=True) for f, column in self._columns()}
         return replace(self, offsets=self.offsets.to(device, non_blocking=True), **moved)
 
-    def with_columns(self, **columns: Tensor) -> Self:
-        """The same batch with some columns added or replaced."""
-        return replace(self, **columns)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows(Ragged):

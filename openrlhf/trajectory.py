@@ -77,12 +77,7 @@ class Trajectory:
     filtered: bool = False  # dynamic filtering rejected the prompt: shown, never trained on
 
     def __post_init__(self) -> None:
-        lengths = {len(self.tokens), len(self.action_mask), len(self.rollout_logprobs)}
-        if len(lengths) != 1:
-            raise ValueError(
-                f"the lists of a trajectory must have one length, but there are {len(self.tokens)} tokens, "
-                f"{len(self.action_mask)} mask entries and {len(self.rollout_logprobs)} log-probabilities"
-            )
+        assert len(self.tokens) == len(self.action_mask) == len(self.rollout_logprobs), "lists of different lengths"
         if any(self.action_mask[:1]):
             raise ValueError("the first token of a trajectory was sampled from nothing: its prompt has no tokens")
 
@@ -127,8 +122,7 @@ class TrajectoryBuilder:
 
     def append_action(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] = ()) -> None:
         """Append sampled tokens, with their log-probabilities and the weight versions that sampled them."""
-        if len(tokens) != len(logprobs):
-            raise ValueError(f"{len(tokens)} sampled tokens came with {len(logprobs)} log-probabilities")
+        assert len(tokens) == len(logprobs)
         self.tokens += tokens
         self.action_mask += [True] * len(tokens)
         self.rollout_logprobs += logprobs

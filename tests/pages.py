@@ -14,6 +14,7 @@ from pathlib import Path
 
 from openrlhf.config.flags import Flag, convert
 from openrlhf.observability.glossary import GLOSSARY
+from tests.plausible import range_of
 from tests.sources import ROOT, package
 from tests.verify.learning import RECORDS, by_name, page, read_runs, summary
 
@@ -120,7 +121,7 @@ def metrics_page() -> str:
         lines += ["", f"## {title}", "", "| name | reduces as | unit | range | meaning |", "|---|---|---|---|---|"]
         for name in sorted(name for name in GLOSSARY if name.startswith(f"{stage}/")):
             spec = GLOSSARY[name]
-            cells = f"`{name}`", spec.reduces, spec.unit or "–", spec.range, spec.definition
+            cells = f"`{name}`", spec.reduces, spec.unit or "–", range_of(spec), spec.definition
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 

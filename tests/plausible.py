@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Any
 
-from openrlhf.observability.glossary import find_spec
+from openrlhf.observability.glossary import MetricSpec, find_spec
 
 ROUNDING = 1e-6  # a value may miss its range by this much
+
+
+def range_of(spec: MetricSpec) -> str:
+    """The range for a reader: "0 to 1", "≥ 0", or "any"."""
+    low, high = spec.bounds
+    return f"{low:g} to {high:g}" if high < inf else f"≥ {low:g}" if low > -inf else "any"
 
 
 def implausible(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -22,7 +29,7 @@ def implausible(rows: Iterable[Mapping[str, Any]]) -> list[str]:
             if spec and value is None:
                 found.append(f"step {row['step']}: {name} is not a finite number")
             elif spec and not spec.bounds[0] - ROUNDING <= value <= spec.bounds[1] + ROUNDING:
-                found.append(f"step {row['step']}: {name} is {value:g}, and its range is {spec.range}")
+                found.append(f"step {row['step']}: {name} is {value:g}, and its range is {range_of(spec)}")
         for smaller, larger in ORDERED:
             low, high = row.get(smaller), row.get(larger)
             if low is not None and high is not None and low > high + ROUNDING:

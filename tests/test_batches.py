@@ -95,9 +95,9 @@ def test_selecting_leaves_the_original_alone() -> None:
     assert batch.tokens.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_with_columns_replaces_those_and_keeps_the_others() -> None:
+def test_replaced_columns_leave_the_others_as_they_are() -> None:
     batch = batch_of([2, 1])
-    changed = batch.with_columns(rewards=torch.tensor([7.0, 8.0]), values=torch.zeros(3))
+    changed = replace(batch, rewards=torch.tensor([7.0, 8.0]), values=torch.zeros(3))
     assert changed.rewards.tolist() == [7.0, 8.0]
     assert changed.values is not None and batch.values is None
     assert torch.equal(changed.tokens, batch.tokens)
@@ -118,7 +118,7 @@ def test_actions_are_counted_per_row() -> None:
 @pytest.mark.parametrize(("column", "entries"), [("tokens", 4), ("advantages", 6), ("rewards", 3), ("group_ids", 1)])
 def test_a_column_of_another_length_is_refused_by_name(column: str, entries: int) -> None:
     with pytest.raises(ValueError, match=rf"Experience\.{column} has {entries} entries.* 2 sequences with 5 tokens"):
-        batch_of([2, 3]).with_columns(**{column: torch.zeros(entries)})
+        replace(batch_of([2, 3]), **{column: torch.zeros(entries)})
 
 
 def test_supervised_rows_are_checked_too() -> None:

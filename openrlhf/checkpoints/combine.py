@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.flags import UserError
+from openrlhf.config.shared import LoadingConfig
 from openrlhf.models.loading import DTYPES, LoadSpec, load_causal_lm
 from openrlhf.models.scalar import load_scalar
 
@@ -18,7 +19,7 @@ def combine(config: CombinerConfig) -> None:
     UserError for an adapter of another model.
     """
     folder = Path(config.lora_path).expanduser()
-    spec = LoadSpec(path=config.model_path, param_dtype="fp32", attention="eager", packing=False)
+    spec = LoadSpec(path=config.model_path, ds=LoadingConfig(param_dtype="fp32", attn_implementation="eager"))
     stored = AutoConfig.from_pretrained(folder).to_dict() if (folder / "config.json").exists() else {}
     if config.is_rm:
         base = load_scalar(spec, head_prefix=stored.get("value_head_prefix", "score")).hf

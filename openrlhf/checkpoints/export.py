@@ -38,8 +38,10 @@ def export_hf(
     if hasattr(model, "peft_config"):
         save_adapter(model, state, aside)
     else:
-        with torch.no_grad():
-            model.save_pretrained(aside, state_dict=_with_tied(state, model), safe_serialization=True)
+        persistent = set(model.state_dict())  # buffers that checkpoints carry, besides the parameters
+        state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
+        with torch.no_grad():  # tied weights stay single, as Transformers writes them
+            model.save_pretrained(aside, state_dict=state, safe_serialization=True)
     tokenizer.save_pretrained(aside)
     final.mkdir(exist_ok=True)
     earlier = ("model*.safetensors*", "adapter_*")  # perhaps with more shards than this export, or of another kind
@@ -50,10 +52,3 @@ def export_hf(
             shutil.rmtree(final / made.name, ignore_errors=True)
         os.replace(made, final / made.name)
     aside.rmdir()
-
-
-def _with_tied(state: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """Buffers that checkpoints carry, besides the parameters; tied weights stay single, as Transformers writes them."""
-    persistent = set(model.state_dict())
-    buffers = {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
-    return state | buffers

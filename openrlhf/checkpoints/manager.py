@@ -25,7 +25,6 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
 
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
 from openrlhf.config.shared import CheckpointConfig
@@ -42,28 +41,20 @@ MANIFEST = ".manifest.json"
 class CheckpointManager:
     """Writes, finds and removes the checkpoints under `root` (`--ckpt.path`).
 
-    `parts`: the engines that a checkpoint consists of, none with `--ckpt.disable_ds`. `max_num` limits the regular
-    checkpoints, `max_mem_gib` the GiB of all checkpoints; both count the newest.
+    `parts`: the engines that a checkpoint consists of, none with --ckpt.disable_ds. --ckpt.max_num limits the regular
+    checkpoints, --ckpt.max_mem the GiB of all checkpoints; both count the newest.
     """
 
-    def __init__(
-        self, root: str | Path, *, parts: Sequence[str] = ("",), max_num: int = 3, max_mem_gib: float = math.inf
-    ) -> None:
-        self.root = Path(root).absolute()
+    def __init__(self, ckpt: CheckpointConfig, parts: Sequence[str] = ("",)) -> None:
+        self.root = Path(ckpt.path).absolute()
         if glob.has_magic(str(self.root)):
             raise CheckpointError(
                 f"--ckpt.path {self.root}: DeepSpeed takes paths as patterns and would not find its files again under a "
                 "name with [, * or ?. Choose another --ckpt.path."
             )
-        self.parts = tuple(parts)
-        self.max_num = max_num
-        self.max_bytes = max_mem_gib * GIB
+        self.parts = () if ckpt.disable_ds else tuple(parts)
+        self.max_num, self.max_bytes = ckpt.max_num, ckpt.max_mem * GIB
         self._damaged: set[str] = set()  # nonces of what `latest` found incomplete
-
-    @classmethod
-    def of(cls, ckpt: CheckpointConfig, parts: Sequence[str]) -> Self:
-        """The checkpoints at --ckpt.path, of these engines. With --ckpt.disable_ds they are exports only."""
-        return cls(ckpt.path, parts=() if ckpt.disable_ds else parts, max_num=ckpt.max_num, max_mem_gib=ckpt.max_mem)
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint, regular or best, with all its files checked; None, with a warning, if there is none.
@@ -134,8 +125,7 @@ class CheckpointManager:
         `metric_value`: of the metric that the run follows, for these weights. A value that is not finite counts as none.
         Raises CheckpointError if the save fails, and gives the save up; trouble with older checkpoints is only a warning.
         """
-        if not staged.tag.endswith(_tag(state.step)):
-            raise ValueError(f"{staged.tag} was given the state of step {state.step}")
+        assert staged.tag.endswith(_tag(state.step))
         if metric_value is not None and not math.isfinite(metric_value):
             metric_value = None
         try:

@@ -5,8 +5,7 @@ this module.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -18,8 +17,8 @@ from openrlhf.config.flags import UserError
 
 T = TypeVar("T")
 ALIGNMENT = 16  # bytes; every tensor starts on this boundary, so any dtype can be viewed in place
-HASH_BLOCK = 2**16  # words of 8 bytes: half a megabyte stays in a core's cache
-BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 128}  # a GPU would wait for 10,000 small kernels per GiB
+# Words of 8 bytes: half a megabyte stays in a core's cache; a GPU would wait for 10,000 small kernels per GiB.
+HASH_BLOCK = {"cpu": 2**16, "cuda": 2**20}
 
 
 class PublicationError(UserError, RuntimeError):
@@ -66,14 +65,14 @@ def bucket_nbytes(bucket: Bucket) -> int:
     return sum(_aligned(spec.nbytes) for spec in bucket)
 
 
-def pack(bucket: Bucket, tensors: Iterable[Tensor], buffer: Tensor) -> None:
-    """Copy `tensors` into `buffer` (uint8), one behind the other, cast to the dtypes of the specs.
+def pack(bucket: Bucket, tensors: Iterable[tuple[str, Tensor]], buffer: Tensor) -> None:
+    """Copy the tensors, with their names, into `buffer` (uint8), one behind the other, cast to the dtypes of the specs.
 
-    Raises ValueError if a tensor has another shape than its spec, or if there are more or fewer tensors than specs.
+    Raises ValueError if a tensor has another name or shape than its spec, or if there are fewer tensors than specs.
     """
-    for (spec, view), tensor in zip(_views(bucket, buffer), tensors, strict=True):
-        if tuple(tensor.shape) != spec.shape:
-            raise ValueError(f"{spec.name} has shape {tuple(tensor.shape)}, announced as {spec.shape}")
+    for (spec, view), (name, tensor) in zip(_views(bucket, buffer), tensors, strict=True):
+        if (name, tuple(tensor.shape)) != (spec.name, spec.shape):
+            raise ValueError(f"the manifest has {spec.name} {spec.shape}, the model {name} {tuple(tensor.shape)}")
         view.copy_(tensor.detach())
 
 
@@ -92,30 +91,20 @@ def bucket_hash(buffer: Tensor) -> int:
     2⁻³¹ per bucket. The weights are constants, so the hash is no defence against an adversary. About 2 GB/s on one CPU
     core.
     """
-    return int(_hash_words(buffer.view(torch.int64)).item())
-
-
-def _hash_words(words: Tensor) -> Tensor:
-    if words.numel() <= HASH_BLOCK:
-        return _weighted_sums(words)
-    whole = words.numel() - words.numel() % HASH_BLOCK
-    blocks = words[:whole].view(-1, HASH_BLOCK).split(BLOCKS_AT_ONCE[words.device.type])
-    hashes = [_weighted_sums(several) for several in blocks]
-    if whole < words.numel():
-        hashes.append(_weighted_sums(words[whole:])[None])
-    return _hash_words(torch.cat(hashes))
-
-
-def _weighted_sums(words: Tensor) -> Tensor:
-    """The hash of each block: of all words if `words` has one dimension, of each row if it has two."""
-    # the shift brings a word's high half to the low bits: a product modulo 2⁶⁴ forgets high bits
-    return ((words + (words >> 32)) * _hash_weights(words.device)[: words.shape[-1]]).sum(-1)
+    words = buffer.view(torch.int64)
+    weights = _hash_weights(words.device)
+    while True:
+        # The shift brings a word's high half to the low bits: a product modulo 2⁶⁴ forgets high bits.
+        sums = [((block + (block >> 32)) * weights[: len(block)]).sum() for block in words.split(len(weights))]
+        words = torch.stack(sums)
+        if len(words) == 1:
+            return int(words)
 
 
 @lru_cache(maxsize=8)
 def _hash_weights(device: torch.device) -> Tensor:
-    """HASH_BLOCK odd numbers, the same in every process: the splitmix64 sequence."""
-    x = torch.arange(1, HASH_BLOCK + 1, device=device) * -0x61C8864680B583EB
+    """The odd weights of a block, the same in every process: the splitmix64 sequence."""
+    x = torch.arange(1, HASH_BLOCK[device.type] + 1, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor
     return x | 1
@@ -123,19 +112,11 @@ def _hash_weights(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightManifest:
-    """The tensors of a publication. Made by the trainer, used by trainer and engines.
-
-    Raises ValueError if two tensors have the same name.
-    """
+    """The tensors of a publication, each under its own name. Made by the trainer, used by trainer and engines."""
 
     version: int
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
-
-    def __post_init__(self) -> None:
-        counts = Counter(spec.name for spec in self.specs)
-        if twice := [name for name, times in counts.items() if times > 1]:
-            raise ValueError(f"the manifest of version {self.version} names {twice} more than once")
 
     def buckets(self) -> list[Bucket]:
         """The tensors in buckets, as trainer and engines cut them."""
@@ -143,19 +124,10 @@ class WeightManifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SentWeights:
-    """The record of what was sent: the manifest, and the hash of every bucket."""
-
-    manifest: WeightManifest
-    bucket_hashes: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class WorkerReceipt:
     """The state of an engine worker after an update."""
 
     rank: int  # in the weight group
-    version: int
     bucket_hashes: tuple[int, ...]  # of the bytes that arrived
     sent_hashes: tuple[int, ...]  # from the sender's message after the last bucket
     loads: dict[str, int]  # tensor name → number of times the model's loader got the tensor
@@ -164,42 +136,26 @@ class WorkerReceipt:
     stale: tuple[str, ...]  # packed layers whose packed copy is old
 
 
-@dataclass(frozen=True, kw_only=True)
-class Receipt:
-    """One engine's receipt for a publication: one receipt per tensor-parallel worker."""
-
-    engine: int
-    version: int
-    workers: tuple[WorkerReceipt, ...]
-
-
-def verify_receipt(sent: SentWeights, receipt: Receipt) -> None:
+def verify_receipts(manifest: WeightManifest, engine: int, workers: Sequence[WorkerReceipt]) -> None:
     """Raise PublicationError, naming the differences, unless each worker uses exactly the weights that were sent.
 
-    Checked for each worker: the version, the hash of every bucket, that each tensor was loaded exactly once, that no
-    layer of the engine has old values, and that no packed copy of a weight is old.
+    Checked for each worker: the hash of every bucket, that each tensor was loaded exactly once, that no layer of the
+    engine has old values, and that no packed copy of a weight is old.
     """
-    faults = [fault for worker in receipt.workers for fault in _faults(sent, worker)]
-    if not receipt.workers:
-        faults = ["no worker answered"]
-    if faults:
+    if faults := [fault for worker in workers for fault in _faults(manifest, worker)]:
         raise PublicationError(
-            f"engine {receipt.engine} does not hold version {sent.manifest.version}: "
+            f"engine {engine} does not hold version {manifest.version}: "
             + "; ".join(faults[:8])
             + (f"; and {len(faults) - 8} more differences" if len(faults) > 8 else "")
         )
 
 
-def _faults(sent: SentWeights, worker: WorkerReceipt) -> Iterator[str]:
+def _faults(manifest: WeightManifest, worker: WorkerReceipt) -> Iterator[str]:
     where = f"worker {worker.rank}"
-    if worker.version != sent.manifest.version:
-        yield f"{where} received version {worker.version}"
-    if len(worker.bucket_hashes) != len(sent.bucket_hashes):
-        yield f"{where} received {len(worker.bucket_hashes)} buckets of {len(sent.bucket_hashes)}"
-    for i, (ours, theirs) in enumerate(zip(sent.bucket_hashes, worker.bucket_hashes, strict=False)):
+    for i, (ours, theirs) in enumerate(zip(worker.sent_hashes, worker.bucket_hashes, strict=True)):
         if ours != theirs:
             yield f"{where} has hash {theirs:#x} for bucket {i}, sent was {ours:#x}"
-    expected = {spec.name: 1 for spec in sent.manifest.specs}
+    expected = {spec.name: 1 for spec in manifest.specs}
     for name in expected | worker.loads:
         if (times := worker.loads.get(name, 0)) != expected.get(name, 0):
             yield f"{where} loaded {name} {times} times"

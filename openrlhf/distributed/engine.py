@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -55,28 +55,15 @@ class StepResult:
 class TrainEngine:
     """A model in training: a DeepSpeed engine whose optimizer-step window is ours."""
 
-    def __init__(self, engine: Any, strategy: Strategy, name: str) -> None:
-        self.engine, self.strategy, self.name = engine, strategy, name
-        self.sleeps = strategy.config.sleeps  # its training state is in CPU memory between uses
-        self.partial = not all(p.requires_grad for p in engine.module.parameters())  # some weights are frozen
-        engine.module.register_state_dict_post_hook(_drop_frozen)
-        self.sharded = strategy.config.zero_stage == 3  # each rank has a part of every weight
-        self._wrapped = ds_config.training_stage(strategy.config, strategy.layout.world_size) > 0
-        self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped steps: all so far; since the last applied step
-        # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
-        engine.enable_backward_allreduce = self._wrapped
-        self._sleep()
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         strategy: Strategy,
         load: Callable[[], nn.Module],
         optimizer: OptimizerConfig,
         *,
         total_steps: int,
         name: str = "model",
-    ) -> Self:
+    ) -> None:
         """Load a model with `load` and give it an optimizer and a schedule. Error messages call the model `name`."""
         config = ds_config.training_config(
             strategy.config, max_norm=optimizer.max_norm, ranks=strategy.layout.world_size
@@ -89,7 +76,16 @@ class TrainEngine:
             optimizer=make_optimizer(module.named_parameters(), optimizer, offload=strategy.config.adam_offload),
             lr_scheduler=lambda wrapped: make_schedule(wrapped, optimizer, total_steps),
         )
-        return cls(engine, strategy, name)
+        self.engine, self.strategy, self.name = engine, strategy, name
+        self.sleeps = strategy.config.sleeps  # its training state is in CPU memory between uses
+        self.partial = not all(p.requires_grad for p in engine.module.parameters())  # some weights are frozen
+        engine.module.register_state_dict_post_hook(_drop_frozen)
+        self.sharded = strategy.config.zero_stage == 3  # each rank has a part of every weight
+        self._wrapped = ds_config.training_stage(strategy.config, strategy.layout.world_size) > 0
+        self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped steps: all so far; since the last applied step
+        # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
+        engine.enable_backward_allreduce = self._wrapped
+        self._sleep()
 
     @property
     def module(self) -> nn.Module:
@@ -184,7 +180,14 @@ class TrainEngine:
 
     def _step(self, shares: list[_Share], broken: list[str], max_nonfinite: int) -> StepResult:
         lr = self._lr()
-        grad_norm = self._guarded_step() if not self._wrapped else self._wrapped_step()
+        if self._wrapped:
+            self.engine.step()  # DeepSpeed itself skips a step whose norm is not finite
+            norm = None if getattr(self.engine.optimizer, "overflow", False) else self.engine.get_global_grad_norm()
+        else:
+            self.engine.buffered_allreduce_fallback()
+            norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+            self.engine.step() if norm.isfinite() else self.engine.zero_grad()
+        grad_norm = math.inf if norm is None else float(norm)
         applied = math.isfinite(grad_norm)
         self.nonfinite_steps += not applied
         self.nonfinite_in_a_row = 0 if applied else self.nonfinite_in_a_row + 1
@@ -233,22 +236,6 @@ class TrainEngine:
         which = f" of {', '.join(names[:3])} ({len(names)} parameter(s) in all)" if names else "s"
         return f"every loss was finite, but not the gradient{which}"
 
-    def _wrapped_step(self) -> float:
-        self.engine.step()  # DeepSpeed itself skips a step whose norm is not finite
-        skipped = getattr(self.engine.optimizer, "overflow", False)
-        norm = self.engine.get_global_grad_norm()
-        return math.inf if skipped or norm is None else float(norm)
-
-    def _guarded_step(self) -> float:
-        self.engine.buffered_allreduce_fallback()
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        norm = float(nn.utils.get_total_norm(gradients))
-        if math.isfinite(norm):
-            self.engine.step()
-        else:
-            self.engine.zero_grad()
-        return norm
-
     def _lr(self) -> float:
         return float(self.engine.get_lr()[0])
 
@@ -287,10 +274,6 @@ class TrainEngine:
         noise = checkpoint / f"random_state_{self.strategy.rank}.pt"
         if noise.exists():  # not for a rank that did not exist
             restore_random_state(torch.load(noise, weights_only=False))
-
-    def full_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors of `full_parameters`, in the same order and under the same names."""
-        return {each.name: each.shape for each in whole_tensors(self.hf)}
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """The parameters of the plain model in buckets, by their names in the Transformers model; adapters are merged.

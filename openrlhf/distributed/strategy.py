@@ -75,28 +75,24 @@ class Strategy:
         finally:
             del live  # Transformers has a weak reference to it: while it lives, every model is loaded sharded
 
-    def frozen(self, load: Callable[[], nn.Module], *, offload: bool = False) -> nn.Module:
-        """Load a model with `load` for forwards only. Under ZeRO 3 it is sharded like the trained model.
-
-        With `offload` its weights are in CPU memory.
-        """
-        config = ds_config.inference_config(self.config, offload=offload)
-        with self.loading(config):
-            module = load()
-        module.requires_grad_(False).eval()
-        if config["zero_optimization"]["stage"] != 3:
-            return module if offload else module.to(self.device)
-        engine = initialize(config, module)
-        engine.eval()  # returns None, unlike the method of a module
-        return engine
-
 
 class FrozenModel:
-    """A frozen model. If it is offloaded, it is on the device from a use until `rest`; ZeRO 3 brings single layers by itself."""
+    """A model for forwards only. Under ZeRO 3 it is sharded like the trained model.
+
+    If it is offloaded, it is on the device from a use until `rest`; ZeRO 3 brings single layers by itself.
+    """
 
     def __init__(self, strategy: Strategy, load: Callable[[], nn.Module], *, offload: bool = False) -> None:
-        self._module, self._device = strategy.frozen(load, offload=offload), strategy.device
-        self._moves = offload and strategy.config.zero_stage != 3
+        config, self._device = ds_config.inference_config(strategy.config, offload=offload), strategy.device
+        sharded = config["zero_optimization"]["stage"] == 3
+        with strategy.loading(config):
+            self._module = load().requires_grad_(False).eval()
+        if sharded:
+            self._module = initialize(config, self._module)
+            self._module.eval()  # returns None, unlike the method of a module
+        elif not offload:
+            self._module.to(self._device)
+        self._moves = offload and not sharded
 
     def on_device(self) -> nn.Module:
         """The model, where it can be called."""

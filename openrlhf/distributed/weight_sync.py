@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -19,15 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.multiprocessing.reductions import reduce_tensor
 
-from openrlhf.distributed.buckets import (
-    Bucket,
-    PublicationError,
-    SentWeights,
-    WeightManifest,
-    bucket_hash,
-    bucket_nbytes,
-    pack,
-)
+from openrlhf.distributed.buckets import PublicationError, WeightManifest, bucket_hash, bucket_nbytes, pack
 
 Transport = Literal["gloo", "nccl", "ipc"]
 
@@ -185,7 +178,7 @@ class WeightSender:
         self.leave()
         self._channel = join_group(group, rank)
 
-    def send(self, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]) -> SentWeights:
+    def send(self, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send `tensors` (name, full tensor) in the manifest's order, each read before the next.
 
         Raises PublicationError if a member is lost, and ValueError if the tensors differ from the manifest. In both
@@ -200,7 +193,6 @@ class WeightSender:
         except BaseException:
             self.leave()
             raise
-        return SentWeights(manifest=manifest, bucket_hashes=hashes)
 
     def _send_buckets(
         self, channel: Channel, manifest: WeightManifest, stream: Iterator[tuple[str, Tensor]]
@@ -209,7 +201,7 @@ class WeightSender:
         buffer = torch.empty(max(map(bucket_nbytes, buckets)), dtype=torch.uint8, device=channel.device)
         for bucket in buckets:
             packed = buffer[: bucket_nbytes(bucket)]
-            pack(bucket, _in_order(bucket, stream), packed)
+            pack(bucket, islice(stream, len(bucket)), packed)
             yield bucket_hash(packed)
             channel.send(packed)
         if (extra := next(stream, None)) is not None:
@@ -220,11 +212,3 @@ class WeightSender:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-
-def _in_order(bucket: Bucket, stream: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
-    for spec in bucket:
-        name, tensor = next(stream, ("nothing more", torch.empty(0)))
-        if name != spec.name:
-            raise ValueError(f"the manifest has {spec.name}, but the model has {name}")
-        yield tensor

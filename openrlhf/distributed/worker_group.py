@@ -8,9 +8,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -23,14 +23,7 @@ from openrlhf.distributed.layout import RankLayout
 from openrlhf.distributed.placement import HostGroup, Machine, Slots
 
 TOLD_S = 5.0  # in which Ray tells that a process has died
-
-
-class Span(NamedTuple):
-    """Time in which a role worked, in seconds of the clock."""
-
-    role: str
-    began: float
-    ended: float
+Span = tuple[float, float]  # beginning and end of the time in which a role worked, in seconds of the clock
 
 
 class WorkerError(UserError, RuntimeError):
@@ -110,7 +103,7 @@ class WorkerHost:
         """Call a method of a role."""
         began = time.time()
         value = getattr(self.roles[role], method)(*args)
-        return Answer(value, Span(role, began, time.time()))
+        return Answer(value, (began, time.time()))
 
 
 class HostHandles:
@@ -152,18 +145,19 @@ class HostHandles:
         folder = Path(log_dir).absolute()
         self.logs = [str(folder / f"{self.group.name}-{slot}.log") for slot in range(self.group.processes)]
         doing = f"start the {self.group.name} processes"
-        asked = [self.call(rank, "meeting_point", log) for rank, log in enumerate(self.logs)]
+        asked = [self.call([rank], "meeting_point", log) for rank, log in enumerate(self.logs)]
         [address, *_] = gather(asked, timeout_s=timeout_s, doing=doing)
         local_ranks = [rank % self.group.per_node for rank in range(self.group.processes)]
         joined = [
-            self.call(rank, "connect", rank, local_ranks, address, settings, plugins)
+            self.call([rank], "connect", rank, local_ranks, address, settings, plugins)
             for rank in range(len(local_ranks))
         ]
         gather(joined, timeout_s=timeout_s, doing=doing)
 
-    def call(self, rank: int, method: str, *args: Any) -> Call:
-        """Call a method of `WorkerHost` in the process of `rank`."""
-        return Call((getattr(self.actors[rank], method).remote(*args),), (self.logs[rank],))
+    def call(self, ranks: Sequence[int], method: str, *args: Any) -> Call:
+        """Call a method of `WorkerHost` in the processes of `ranks`."""
+        asked = tuple(getattr(self.actors[rank], method).remote(*args) for rank in ranks)
+        return Call(asked, tuple(self.logs[rank] for rank in ranks))
 
 
 class WorkerGroup:
@@ -176,29 +170,22 @@ class WorkerGroup:
 
     def create(self, worker: type, settings: Any) -> list[Call]:
         """Create the role's worker in every process."""
-        return [self.hosts.call(rank, "add_role", self.role, worker, settings) for rank in self._ranks]
+        return [self.hosts.call([rank], "add_role", self.role, worker, settings) for rank in self._ranks]
 
     def launch(self, method: Callable[..., Any], per_slice: Sequence[Any]) -> list[Call]:
         """Send each data slice to every rank that works on the slice: one call per slice."""
         slices = list(zip(self.layout.slice_ranks(), map(ray.put, per_slice), strict=True))
         with self.hosts.ordering:
-            calls = [[self._call(rank, method, argument) for rank in ranks] for ranks, argument in slices]
-        return [
-            Call(
-                tuple(r for call in peers for r in call.references),
-                tuple(log for call in peers for log in call.logs),
-                self.hosts.spans if peers is calls[0] else None,  # one slice stands for all
-            )
-            for peers in calls
-        ]
+            first, *others = [self._call(ranks, method, argument) for ranks, argument in slices]
+        return [replace(first, spans=self.hosts.spans), *others]  # one slice stands for all
 
     def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Call]:
         """Call `method` on every rank with the same arguments."""
         with self.hosts.ordering:
-            return [self._call(rank, method, *args) for rank in self._ranks]
+            return [self._call([rank], method, *args) for rank in self._ranks]
 
-    def _call(self, rank: int, method: Callable[..., Any], *args: Any) -> Call:
-        return self.hosts.call(rank, "call", self.role, method.__name__, *args)
+    def _call(self, ranks: Sequence[int], method: Callable[..., Any], *args: Any) -> Call:
+        return self.hosts.call(ranks, "call", self.role, method.__name__, *args)
 
 
 def gather(

@@ -59,7 +59,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         print(plan, show_template(tokenizer), *first_texts(task, train_rows, tokenizer), UNPROVEN, sep="\n")
         return
     identity = offline_identity(task, train_rows)
-    checkpoints = CheckpointManager.of(config.ckpt, [""])
+    checkpoints = CheckpointManager(config.ckpt, [""])
     checkpoint = to_continue(config, checkpoints, strategy, identity) if config.ckpt.load_enable else None
     engine = load_models(task, strategy, total_steps)
     if task.precomputes:
@@ -117,7 +117,7 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
 
     Raises ModelError if a model fails the proof of its layout.
     """
-    engine = TrainEngine.of(strategy, task.load_model, task.config, total_steps=total_steps)
+    engine = TrainEngine(strategy, task.load_model, task.config, total_steps=total_steps)
     if task.config.ds.lora.rank and not engine.partial:
         raise ModelError(f"--ds.lora.rank: load_model of the task {task.name} must take the settings of `trained_spec`")
     models = task.frozen_models().items()

@@ -40,7 +40,7 @@ def train(config: PPOConfig, processes: Processes) -> None:
     if generates:
         check_engine_args(config.vllm.engine_args, kind)
     parts = [*settings.engine_layouts(config), *[SOURCE] * config.train.async_enable]
-    checkpoints = CheckpointManager.of(config.ckpt, parts)
+    checkpoints = CheckpointManager(config.ckpt, parts)
     checkpoint = checkpoints.latest() if config.ckpt.load_enable else None
     restarted = "ckpt.load_enable" not in config.given  # it continues this run, and no other with the same --ckpt.path
     if checkpoint and restarted and checkpoint.state.run_dir != os.path.abspath(config.run.dir):
@@ -64,8 +64,8 @@ def train(config: PPOConfig, processes: Processes) -> None:
         show_plan(config, data, processes.plan)
         return
     processes.start()
-    with Run(config, data, identity, kind, processes, checkpoints, checkpoint, replay) as run, run.naming_logs():
-        run.trainer.fit()
+    with Run(config, data, identity, kind, processes, checkpoints, checkpoint, replay).started() as trainer:
+        trainer.fit()
 
 
 def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:

@@ -14,7 +14,6 @@ from openrlhf.launch.prompt_data import PromptData
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import Request
 from openrlhf.rollout.recorded import ReplayGenerator
-from openrlhf.trajectory import Prompt
 
 
 def replay_folder(config: PPOConfig, data: PromptData, *, done: int, consumed: int) -> EpisodeFolder | None:
@@ -44,15 +43,11 @@ def replay_folder(config: PPOConfig, data: PromptData, *, done: int, consumed: i
     rest_of_epoch = ResumableSampler(len(data.train), seed=config.train.seed, consumed=consumed, drop_last=False)
     rows = islice(rest_of_epoch, config.rollout.batch_size)
     prompts = [replace(data.train[row], index=place) for place, row in enumerate(rows, consumed)]
-    check_samples(ReplayGenerator(folder), prompts, Request(spec=settings.train_sampling(config), step=done + 1))
-    return folder
-
-
-def check_samples(replay: ReplayGenerator, prompts: list[Prompt], request: Request) -> None:
-    """Raise DataError if the samples of the next step are of other prompts."""
+    request = Request(spec=settings.train_sampling(config), step=done + 1)
 
     async def read() -> None:
-        async for _ in replay.stream(prompts, request, groups=len(prompts)):
-            pass
+        async for _ in ReplayGenerator(folder).stream(prompts, request, groups=len(prompts)):
+            pass  # raises for samples of other prompts
 
     asyncio.run(read())
+    return folder

@@ -1,12 +1,12 @@
 """A run in its processes: models, processes of user code and trainer, and the end of all of them."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience
@@ -45,7 +45,7 @@ from openrlhf.workers.policy import PolicyWorker
 
 @dataclass(eq=False, repr=False)
 class Run:
-    """A run in its processes: models, processes of user code, trainer. Leaving it ends everything that it has made."""
+    """A run in its processes: models, processes of user code, trainer. The end of `started` ends everything."""
 
     config: PPOConfig
     data: PromptData
@@ -62,12 +62,12 @@ class Run:
         self.recorder = Recorder(self.config, self.run_dir, resume_step=state.step if state else None)
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.loop = BackgroundLoop()
-        self.ends = ExitStack()  # everything that ends with the run, the newest first
         self.fleet = self.processes.fleet
         self.reward: Reward | None = None
-        self.trainer: PPOTrainer | RolloutOnly
 
-    def __enter__(self) -> Self:
+    @contextmanager
+    def started(self) -> Iterator[PPOTrainer | RolloutOnly]:
+        """Within it, the run is in its processes. An engine's failure becomes a RolloutError that names the logs."""
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
             self.ends.callback(self.loop.close)
@@ -83,18 +83,11 @@ class Run:
             groups = self._start_workers()
             if self.fleet:
                 self.fleet.wait()
-            self.trainer = self._make_trainer(groups)
-            if self.checkpoint and isinstance(self.trainer, PPOTrainer):
-                self.trainer.resume(self.checkpoint)
-            self.ends = self.ends.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ends.close()
-
-    def naming_logs(self) -> AbstractContextManager[None]:
-        """Within it, an engine's failure becomes a RolloutError that names the logs."""
-        return self.fleet.naming_logs() if self.fleet else nullcontext()
+            trainer = self._make_trainer(groups)
+            if self.checkpoint and isinstance(trainer, PPOTrainer):
+                trainer.resume(self.checkpoint)
+            with self.fleet.naming_logs() if self.fleet else nullcontext():
+                yield trainer
 
     def _start_workers(self) -> dict[str, WorkerGroup]:
         """Connect the processes of every host group, and load the models of all roles. Returns the groups by role."""

@@ -77,7 +77,7 @@ def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
 def load_spec(config: ModelCommand, path: str) -> LoadSpec:
     """The settings for loading a model. Attention, precision and packing are the same for all models."""
     trusted = config.model.trust_remote_code
-    return LoadSpec.of(located(path), config.ds, max_len=config.data.max_len, trust_remote_code=trusted)
+    return LoadSpec(path=located(path), ds=config.ds, max_len=config.data.max_len, trust_remote_code=trusted)
 
 
 def located(path: str) -> str:
@@ -109,7 +109,7 @@ def trained_settings(config: PPOConfig, model: ActorConfig | CriticConfig, kind:
         load=load,
         optimizer=model,
         forward_limits=forward_limits(config),
-        train_limits=MicroBatchLimits(size=train.micro_batch_size, max_tokens=tokens, packed=load.packing),
+        train_limits=MicroBatchLimits(size=train.micro_batch_size, max_tokens=tokens, packed=config.ds.packing_samples),
         total_steps=steps,
         max_nonfinite=train.max_nonfinite,
         aux_loss_coef=actor.aux_loss_coef,
@@ -138,7 +138,6 @@ def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSet
         head_prefix=config.ds.value_head_prefix,
         fresh_head=config.critic.model_name_or_path == config.actor.model_name_or_path,
         normalize=config.reward.normalize_enable,
-        seed=config.train.seed,
     )
 
 

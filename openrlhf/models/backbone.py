@@ -1,7 +1,6 @@
 """The decoder under a head, run over flat tokens: as one packed row, or as a right-padded block."""
 
 import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,60 +25,10 @@ class Outputs(NamedTuple):
     aux_loss: Float[Tensor, ""] | None = None
 
 
-def decode(
-    decoder: Any, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"], *, packing: bool, balancing: bool = False
-) -> Outputs:
-    """The last hidden state of every token. No sequence sees another, and the numbers are the same for packing and for padding.
-
-    `decoder` is a Transformers model without its head. `packing`: all sequences as one row without padding.
-    `balancing`: also compute the load-balancing loss of the routers over these tokens.
-    """
-    asked = {"output_router_logits": True} if balancing else {}
-    lengths = offsets.diff()
-    positions = torch.arange(len(tokens), device=tokens.device)
-    positions = positions - offsets[:-1].repeat_interleave(lengths)
-    if packing:
-        output = decoder(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,  # with a cache, or any mask, documents would attend to each other
-            **_document_arguments(offsets, decoder.config._attn_implementation),
-            **asked,
-        )
-        states = output.last_hidden_state[0].to(tokens.device)  # a model on several devices leaves them on the last
-        return Outputs(states, _aux_loss(decoder, output.router_logits) if balancing else None)
-    layout = Layout.of(offsets)
-    output = decoder(
-        input_ids=layout.gather(tokens),
-        attention_mask=layout.real.long(),
-        position_ids=layout.gather(positions),
-        use_cache=False,
-        **asked,
-    )
-    states = output.last_hidden_state.to(tokens.device)[layout.real]
-    if not balancing:
-        return Outputs(states)
-    routed = [logits[layout.real.flatten()] for logits in output.router_logits]  # padding does not count
-    return Outputs(states, _aux_loss(decoder, routed))
-
-
-def _aux_loss(decoder: Any, router_logits: Sequence[Tensor]) -> Tensor:
-    return load_balancing_loss(router_logits, top_k=decoder.config.get_text_config().num_experts_per_tok)
-
-
 def has_balanced_experts(hf: PreTrainedModel) -> bool:
     """Whether a model is a mixture of experts for which Transformers has a load-balancing loss."""
     known = hasattr(sys.modules[type(hf).__module__], "load_balancing_loss_func")
     return known and hasattr(hf.config.get_text_config(), "num_experts_per_tok")
-
-
-def require_balanced_experts(hf: PreTrainedModel) -> None:
-    """Raise ModelError for a model without experts for which Transformers has a load-balancing loss."""
-    if not has_balanced_experts(hf):
-        raise ModelError(
-            f"{hf.name_or_path} ({hf.config.model_type}) has no experts with a known load-balancing loss: leave out "
-            "--actor.aux_loss_coef (in RL), --model.aux_loss_coef (elsewhere)"
-        )
 
 
 def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
@@ -100,8 +49,11 @@ class HeadedModel(nn.Module):
 
     def __init__(self, hf: PreTrainedModel, head: OutputHead, *, packing: bool, balancing: bool) -> None:
         super().__init__()
-        if balancing:
-            require_balanced_experts(hf)
+        if balancing and not has_balanced_experts(hf):
+            raise ModelError(
+                f"{hf.name_or_path} ({hf.config.model_type}) has no experts with a known load-balancing loss: leave out "
+                "--actor.aux_loss_coef (in RL), --model.aux_loss_coef (elsewhere)"
+            )
         self.hf, self.head = hf, head
         self.packing, self.balancing = packing, balancing
 
@@ -111,6 +63,29 @@ class HeadedModel(nn.Module):
         return self.hf.config
 
     def decode(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> tuple[Tensor, Tensor | None]:
-        """Hidden states (N, H), and the load-balancing loss, if it is computed."""
-        balancing = self.balancing and self.training
-        return decode(self.hf.get_decoder(), tokens, offsets, packing=self.packing, balancing=balancing)
+        """The last hidden state of every token (N, H), and the load-balancing loss, if it is computed.
+
+        No sequence sees another, and the numbers are the same for packing and for padding.
+        """
+        decoder: Any = self.hf.get_decoder()
+        balancing, layout = self.balancing and self.training, None if self.packing else Layout.of(offsets)
+        positions = torch.arange(len(tokens), device=tokens.device)
+        positions = positions - offsets[:-1].repeat_interleave(offsets.diff())
+        arguments: dict[str, Any] = {"output_router_logits": True} if balancing else {}
+        if layout is None:
+            arguments |= _document_arguments(offsets, decoder.config._attn_implementation)
+            arguments |= {"input_ids": tokens[None], "position_ids": positions[None]}
+        else:
+            arguments |= {"input_ids": layout.gather(tokens), "position_ids": layout.gather(positions)}
+            arguments["attention_mask"] = layout.real.long()
+        # With a cache, or any mask, packed documents would attend to each other.
+        output = decoder(use_cache=False, **arguments)
+        states = output.last_hidden_state.to(tokens.device)  # a model on several devices leaves them on the last
+        states = states[layout.real] if layout else states[0]
+        if not balancing:
+            return states, None
+        routed = [
+            logits[layout.real.flatten()] if layout else logits  # padding does not count
+            for logits in output.router_logits
+        ]
+        return states, load_balancing_loss(routed, top_k=decoder.config.get_text_config().num_experts_per_tok)

@@ -72,13 +72,12 @@ class OutputHead(nn.Module):
     def _adapted_scores(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        def of_chunk(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
-            return logit_logprobs(self.layer(states), chosen, temperature=temperature, entropy=entropy)
+        def of_chunk(logits: Tensor, rows: slice) -> Tensor:
+            scores = logit_logprobs(logits, targets[rows], temperature=temperature, entropy=entropy)
+            return torch.stack([each for each in scores if each is not None], 1)
 
-        chunks = list(row_chunks(len(hidden), self.layer.out_features)) or [slice(0, 0)]
-        parts: list[Any] = [checkpoint(of_chunk, hidden[rows], targets[rows], use_reentrant=False) for rows in chunks]
-        logprobs, entropies = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+        scores = self.reduced(hidden, of_chunk)
+        return scores[:, 0], scores[:, 1] if entropy else None
 
 
 def preceding(states: Float[Tensor, "N ..."], places: Int[Tensor, " K"]) -> Float[Tensor, "K ..."]:

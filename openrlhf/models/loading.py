@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -39,29 +39,14 @@ class LoadSpec:
     """The settings for loading one model. Built from the flags."""
 
     path: str
-    param_dtype: str  # bf16, fp16 or fp32
-    attention: str  # the value in effect, from the resolved configuration
-    packing: bool
+    ds: LoadingConfig  # resolved: the attention is the value in effect
     max_len: int | None = None  # tokens of the longest sequence of the run
     gradient_checkpointing: bool = False
     reentrant: bool = False
     trust_remote_code: bool = False
-    load_in_4bit: bool = False
     lora: LoraConfig | None = None  # new adapters, if its rank is above 0
     seed: int = 0  # of new adapters
     device_map: str | None = None  # auto: spread over the GPUs of this process, layer by layer
-
-    @classmethod
-    def of(cls, path: str, ds: LoadingConfig, **more: Any) -> Self:
-        """The settings in the section --ds of the flags, and more."""
-        return cls(
-            path=path,
-            param_dtype=ds.param_dtype,
-            attention=ds.attn_implementation,
-            packing=ds.packing_samples,
-            load_in_4bit=ds.load_in_4bit,
-            **more,
-        )
 
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
@@ -163,13 +148,14 @@ def check_positions(spec: LoadSpec) -> None:
 
 def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained` for any model."""
-    packed = spec.packing and spec.attention == "sdpa"
+    dtype, attention = DTYPES[spec.ds.param_dtype], spec.ds.attn_implementation
+    packed = spec.ds.packing_samples and attention == "sdpa"
     return {
-        "dtype": DTYPES[spec.param_dtype],
-        "attn_implementation": packed_attention.NAME if packed else spec.attention,
+        "dtype": dtype,
+        "attn_implementation": packed_attention.NAME if packed else attention,
         "trust_remote_code": spec.trust_remote_code,
         "device_map": spec.device_map,
-        "quantization_config": qlora(DTYPES[spec.param_dtype]) if spec.load_in_4bit else None,
+        "quantization_config": qlora(dtype) if spec.ds.load_in_4bit else None,
     }
 
 
@@ -194,9 +180,9 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
                 f"the model {spec.path} comes with its own code: if you trust the code, add --model.trust_remote_code"
             ) from error
         if "attention implementation" in str(error) or packed_attention.NAME in str(error):
-            packed = "drop --ds.packing_samples, or " if spec.packing else ""
+            packed = "drop --ds.packing_samples, or " if spec.ds.packing_samples else ""
             raise ModelError(
-                f"{spec.path} does not support {spec.attention} attention: {packed}try --ds.attn_implementation eager. "
+                f"{spec.path} does not support {spec.ds.attn_implementation} attention: {packed}try --ds.attn_implementation eager. "
                 f"{error}"
             ) from error
         raise ModelError(f"the model {spec.path} cannot be loaded: {error}") from error
@@ -209,7 +195,7 @@ def prepared(model: PreTrainedModel, spec: LoadSpec, *, head: str | None = None)
     """
     if spec.max_len:
         pin_longrope(model, spec.max_len)
-    for layer in model.modules() if spec.load_in_4bit else ():
+    for layer in model.modules() if spec.ds.load_in_4bit else ():
         # Otherwise the first evaluation on a CPU packs the weights for kernels that have no gradient.
         layer.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
     if spec.lora and spec.lora.rank:

@@ -6,7 +6,7 @@ are plain. With --run.json each line is one JSON object. Only the process with r
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -20,21 +20,13 @@ from openrlhf.observability.run_folder import json_line
 class Display:
     """Prints for the person who started the run. `live`: lines above a progress bar; `json`: one object per line."""
 
-    def __init__(
-        self,
-        *,
-        quiet: bool = False,
-        json: bool = False,
-        out: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, *, quiet: bool = False, json: bool = False, out: TextIO | None = None) -> None:
         """`quiet` and `json` are --run.quiet and --run.json; `out` defaults to standard output."""
         self._out = out or sys.stdout
         self.json = json
         self.live = not quiet and not json and self._out.isatty()
         self.console = Console(file=self._out, highlight=False, color_system="auto" if self.live else None)
-        self._clock = clock
-        self._total, self._first, self._began = 0, 0, clock()
+        self._total, self._first, self._began = 0, 0, time.monotonic()
         self._progress = Progress(
             SpinnerColumn(style="cyan"),
             MofNCompleteColumn(),
@@ -49,7 +41,7 @@ class Display:
 
     def begin(self, total_steps: int, *, done: int = 0) -> None:
         """Start counting: a resumed run has `done` of `total_steps` behind it."""
-        self._total, self._first, self._began = total_steps, done, self._clock()
+        self._total, self._first, self._began = total_steps, done, time.monotonic()
         self._progress.update(self._bar, total=total_steps, completed=done)
         self._progress.start()
 
@@ -60,7 +52,7 @@ class Display:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Print a training step, given its metrics by their logged names."""
         made = step - self._first
-        left = (self._clock() - self._began) / made * (self._total - step) if made > 0 else None
+        left = (time.monotonic() - self._began) / made * (self._total - step) if made > 0 else None
         if self.json:
             self._emit("step", step=step, total_steps=self._total, seconds_left=left, **values)
             return

@@ -6,7 +6,6 @@ agent adds are logged as `train/<name>`, as means, and need no declaration.
 
 import re
 from functools import cache
-from math import inf
 from typing import Any, NamedTuple
 
 from openrlhf.config.flags import toml_beside
@@ -19,12 +18,6 @@ class MetricSpec(NamedTuple):
     unit: str
     bounds: tuple[float, float]
     definition: str
-
-    @property
-    def range(self) -> str:
-        """The range for a reader: "0 to 1", "≥ 0", or "any"."""
-        low, high = self.bounds
-        return f"{low:g} to {high:g}" if high < inf else f"≥ {low:g}" if low > -inf else "any"
 
 
 @cache

@@ -90,16 +90,12 @@ class Last:
 def merge_all(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Join the metrics of micro-batches and ranks, in their order.
 
-    A name that some parts lack is reduced over the parts that have it.
-    Raises TypeError if two parts reduce one name in different ways.
+    A name that some parts lack is reduced over the parts that have it. All parts reduce a name in the same way.
     """
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, new in part.items():
             old = merged.get(name)
-            if old is not None and type(old) is not type(new):
-                kinds = f"{type(old).__name__} in one part and a {type(new).__name__} in another"
-                raise TypeError(f"metric {name!r} is a {kinds}")
             merged[name] = new if old is None else old.merge(new)
     return merged
 

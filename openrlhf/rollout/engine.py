@@ -22,7 +22,7 @@ from dataclasses import asdict
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from openrlhf.config.machine import quick_imports
-from openrlhf.distributed.buckets import PublicationError, Receipt, SentWeights, WeightManifest, verify_receipt
+from openrlhf.distributed.buckets import PublicationError, WeightManifest, WorkerReceipt, verify_receipts
 from openrlhf.distributed.devices import note, redirect_output
 from openrlhf.distributed.weight_sync import WeightGroup
 from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_arguments
@@ -79,11 +79,6 @@ class RolloutEngine:
         self._unverified: int | None = None
         self._asleep: set[str] = set()  # what is not in the device's memory
         self._waking = asyncio.Lock()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine can serve."""
-        return self._started is not None and not self._started.errored
 
     @property
     def _llm(self) -> Any:
@@ -200,7 +195,7 @@ class RolloutEngine:
         await self._llm.collective_rpc("publication_join", args=(pickle.dumps(group), rank_offset))
 
     @_plain_errors
-    async def receive(self, manifest: WeightManifest) -> Receipt:
+    async def receive(self, manifest: WeightManifest) -> tuple[WorkerReceipt, ...]:
         """Pause, receive the version that the group's sender sends, and verify it.
 
         Samples under way are frozen. After `resume` they continue with the new weights and a recomputed KV cache.
@@ -214,20 +209,18 @@ class RolloutEngine:
         try:
             answers = await self._llm.collective_rpc("publication_receive", args=(pickle.dumps(manifest),))
         except Exception as error:
-            if not self.alive:
+            if self._llm.errored:
                 raise
             raise PublicationError(
                 f"engine {self.index} could not load version {manifest.version} and stays paused: {error}"
             ) from None
         workers = tuple(map(pickle.loads, answers))
-        receipt = Receipt(engine=self.index, version=manifest.version, workers=workers)
-        sent = SentWeights(manifest=manifest, bucket_hashes=workers[0].sent_hashes)
-        verify_receipt(sent, receipt)
+        verify_receipts(manifest, self.index, workers)
         self._unverified = None
         if self.settings.device == "cpu":
             await self._llm.engine_core.call_utility_async("send_held")
         await self._versions.switch(manifest.version)
-        return receipt
+        return workers
 
     @_plain_errors
     async def ping(self) -> None:

@@ -82,7 +82,6 @@ class WorkerExtension:
         renewed = packed_handles(model)
         receipt = WorkerReceipt(
             rank=self.publication_rank,
-            version=manifest.version,
             bucket_hashes=tuple(intake.hashes),
             sent_hashes=intake.sent_hashes,
             loads=dict(intake.loads),

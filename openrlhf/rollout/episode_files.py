@@ -75,7 +75,12 @@ class EpisodeFolder:
         path = self.file(kind, step)
         try:
             with gzip.open(path) as file:
-                return _known(json.loads(file.readline()))
+                header = json.loads(file.readline())
+            if header["format"] != FORMAT:
+                raise ValueError(
+                    f"the file has format {header['format']}, but this version of the program reads {FORMAT}"
+                )
+            return {name: header[name] for name in ("episodes", "run")}
         except DAMAGE as error:
             raise _damaged(path, 1, error) from error
 
@@ -93,12 +98,6 @@ class EpisodeFolder:
         except DAMAGE as error:
             raise _damaged(path, len(episodes) + 2, error) from error
         return episodes
-
-
-def _known(header: dict[str, Any]) -> dict[str, Any]:
-    if header["format"] != FORMAT:
-        raise ValueError(f"the file has format {header['format']}, but this version of the program reads {FORMAT}")
-    return {name: header[name] for name in ("episodes", "run")}
 
 
 def _damaged(path: Path, line: int, error: Exception) -> DataError:

@@ -58,8 +58,10 @@ class SamplingSpec:
         return [replace(common, seed=self.seed_of(prompt, sample)) for sample in range(self.n_samples)]
 
     def seed_of(self, prompt: Prompt, sample: int, turn: int = 0) -> int | None:
-        """The seed of one sampled turn."""
-        return None if self.seed is None else sample_seed(self.seed, self.purpose, prompt.index, sample, turn)
+        """The seed of one sampled turn, 32 bits. It depends on what is sampled, not on when or where."""
+        name = f"{self.seed}/{self.purpose}/{prompt.index}/{sample}/{turn}"
+        digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+        return None if self.seed is None else int.from_bytes(digest, "big")
 
     @property
     def prompt_room(self) -> int:
@@ -69,12 +71,6 @@ class SamplingSpec:
     def clip_prompt(self, tokens: list[int]) -> list[int]:
         """The last tokens of a prompt, so many that there is room for a response."""
         return tokens[-self.prompt_room :]
-
-
-def sample_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0) -> int:
-    """The seed of one sampled turn, 32 bits. It depends on what is sampled, not on when or where."""
-    name = f"{seed}/{purpose}/{prompt}/{sample}/{turn}"
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
 def in_prompt_order(groups: Iterable[Group]) -> list[Trajectory]:

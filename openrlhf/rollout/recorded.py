@@ -93,12 +93,9 @@ class ReplayGenerator:
             )
         written = samples[0].prompt
         if (written.text, written.tokens) != (prompt.text, prompt.tokens):
-            differing = (
-                f"is {written.text!r:.100} there and {prompt.text!r:.100} in this run: use the same "
-                "--data.prompt_dataset, columns and template"
-                if written.text != prompt.text
-                else f"has other tokens there than in this run ({written.tokens[:8]}… and {prompt.tokens[:8]}…): use the "
-                "tokenizer of the run that wrote the file"
+            raise DataError(
+                f"{file}: prompt {prompt.index} is {written.text!r:.100} with the tokens {written.tokens[:8]}… there, and "
+                f"{prompt.text!r:.100} with {prompt.tokens[:8]}… in this run: use the same --data.prompt_dataset, columns, "
+                "template and tokenizer."
             )
-            raise DataError(f"{file}: prompt {prompt.index} {differing}.")
         return [replace(t, prompt=prompt) for t in samples]  # with label and images, which JSON may not express

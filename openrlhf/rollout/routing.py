@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from openrlhf.observability.metrics import Mean
 
@@ -19,8 +19,8 @@ class Router:
     engine, the least busy engine is picked.
     """
 
-    def __init__(self, engines: Iterable[int], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._asked = clock, clock()  # when `idle` was last asked
+    def __init__(self, engines: Iterable[int]) -> None:
+        self._asked = time.monotonic()  # when `idle` was last asked
         self.in_flight: dict[int, int] = {}
         self._idle: dict[int, float] = {}  # seconds since then, up to the last change
         self._changed: dict[int, float] = {}
@@ -33,7 +33,7 @@ class Router:
         """An engine that is new, or has nothing in its cache any more."""
         self.in_flight.setdefault(engine, 0)
         self._idle.setdefault(engine, 0.0)
-        self._changed.setdefault(engine, self._clock())
+        self._changed.setdefault(engine, time.monotonic())
 
     def pick(self, key: Hashable, samples: int = 1, *, among: Sequence[int] = ()) -> int:
         """The engine for `samples` more samples of `key`, by default one of all. In flight until `done` is called."""
@@ -44,7 +44,7 @@ class Router:
         others = self.in_flight[home] - self._of_key[key, home]
         engine = home if home in usable and others <= max(least + SLACK, 1.5 * least) else idlest
         self._homes[key] = engine
-        self._note(engine, self._clock())
+        self._note(engine)
         if len(self._homes) > MOST_KEYS:
             del self._homes[next(iter(self._homes))]
         self.in_flight[engine] += samples
@@ -53,22 +53,23 @@ class Router:
 
     def done(self, key: Hashable, engine: int, samples: int = 1) -> None:
         """Note that these samples of `engine` are finished or cancelled."""
-        self._note(engine, self._clock())
+        self._note(engine)
         self.in_flight[engine] -= samples
         self._of_key[key, engine] -= samples
         if not self._of_key[key, engine]:
             del self._of_key[key, engine]
 
-    def _note(self, engine: int, now: float) -> None:
+    def _note(self, engine: int) -> None:
         """Count the time since the last change as idle, if the engine had no sample."""
+        now = time.monotonic()
         self._idle[engine] += (now - self._changed[engine]) * (not self.in_flight[engine])
         self._changed[engine] = now
 
     def idle(self) -> Mean:
         """The share of the engines' time without a sample, since the last call."""
-        now = self._clock()
+        now = time.monotonic()
         for engine in list(self.in_flight):  # engines may join meanwhile
-            self._note(engine, now)
+            self._note(engine)
         idle, self._idle = sum(self._idle.values()), dict.fromkeys(self._idle, 0.0)
         asked, self._asked = self._asked, now
         return Mean(idle, len(self._idle) * (now - asked))

@@ -54,9 +54,9 @@ def load_scorer(
     )
     keep_start = config.truncation_side == "right"
     tokenize = partial(tokenize_texts, tokenizer=tokenizer, max_len=config.data.max_len, keep_start=keep_start)
-    spec = LoadSpec.of(
-        path,
-        config.ds,
+    spec = LoadSpec(
+        path=path,
+        ds=config.ds,
         max_len=config.data.max_len,
         trust_remote_code=config.model.trust_remote_code,
         device_map="auto" if torch.cuda.is_available() else None,

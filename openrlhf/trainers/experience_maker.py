@@ -98,7 +98,7 @@ class ExperienceMaker:
             rewards = torch.tensor([t.reward or 0.0 for t in kept])
             experience = replace(experience, rewards=rewards, turn_rewards=turn_reward_column(kept))
         for name, pending in columns.items():
-            experience = experience.with_columns(**{name: pending.collect(self.timeout_s)})
+            experience = replace(experience, **{name: pending.collect(self.timeout_s)})
             clock(name)
         rows = trainable(kept, needs_groups=self.needs_groups)  # a reward model's number may not have been finite
         if len(rows) < len(kept):
@@ -144,7 +144,7 @@ class ExperienceMaker:
             gap = self._teacher_kl(experience)
             columns["advantages"] -= self.algo.distill.coef * gap
             metrics["train/teacher_kl"] = Mean(float(gap.sum()), float(experience.action_mask.sum()))
-        credited = experience.with_columns(rewards=rewards, **columns)
+        credited = replace(experience, rewards=rewards, **columns)
         return credited, metrics | self._metrics(credited, kl)
 
     def _teacher_kl(self, experience: Experience) -> Tensor:

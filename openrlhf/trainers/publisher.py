@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.batches import TokenRows
-from openrlhf.distributed.buckets import PublicationError, SentWeights, verify_receipt
+from openrlhf.distributed.buckets import PublicationError
 from openrlhf.distributed.weight_sync import Transport, WeightGroup
 from openrlhf.distributed.worker_group import Call, WorkerError, WorkerGroup, gather
 from openrlhf.rollout.engine import EngineError, RolloutEngine
@@ -119,12 +119,9 @@ class WeightPublisher:
         receiving = [engine.call(RolloutEngine.receive, manifest) for engine in engines]
         sending = self.policy.broadcast(PolicyWorker.send_weights, manifest)
         try:
-            results = self._gather([*receiving, *sending], f"publish weight version {manifest.version}")
+            self._gather([*receiving, *sending], f"publish weight version {manifest.version}")
         except PublicationError as error:
             raise told_by_all(error, receiving) from error
-        sent: SentWeights = next(result for result in results[len(receiving) :] if result)
-        for receipt in results[: len(receiving)]:
-            verify_receipt(sent, receipt)
         self._gather([engine.call(RolloutEngine.resume) for engine in engines], "serve the new weights")
 
     def check_engines(self, fleet: Fleet, probe: Probe) -> None:

@@ -157,7 +157,7 @@ class LanguageTask(OfflineTask[Config, Row, Micro]):
         return {name: partial(self._language_model, spec) for name, spec in specs.items()}
 
     def _language_model(self, spec: LoadSpec, *, balancing: bool = False) -> PolicyModel:
-        return self.model_class(load_causal_lm(spec), packing=spec.packing, balancing=balancing)
+        return self.model_class(load_causal_lm(spec), packing=spec.ds.packing_samples, balancing=balancing)
 
 
 OFFLINE_TASKS: Registry[type[OfflineTask[Any, Any, Any]]] = Registry("offline task")
@@ -177,9 +177,9 @@ def offline_task(name: str) -> Callable[[Kind], Kind]:
 def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
     """The settings for loading the model as it is before the training, or another model at `path`."""
     model = config.model
-    return LoadSpec.of(
-        path or model.model_name_or_path,
-        config.ds,
+    return LoadSpec(
+        path=path or model.model_name_or_path,
+        ds=config.ds,
         max_len=config.data.max_len,
         gradient_checkpointing=model.gradient_checkpointing_enable,
         reentrant=model.gradient_checkpointing_reentrant,

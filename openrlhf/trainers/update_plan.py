@@ -4,7 +4,7 @@ The set of rows of an optimizer step does not depend on the number of ranks; onl
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,4 +61,4 @@ def rows_of_rank(experience: Experience, update: RankUpdate) -> Experience:
         return part
     mask = part.action_mask.clone()
     mask[part.offsets[-2] :] = False
-    return part.with_columns(action_mask=mask)
+    return replace(part, action_mask=mask)

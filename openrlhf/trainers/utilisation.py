@@ -1,6 +1,7 @@
 """How much of a step the models worked, and how much of it side by side."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 from openrlhf.distributed.worker_group import Span
 from openrlhf.observability.metrics import Mean, Metric
@@ -9,7 +10,7 @@ from openrlhf.rollout.measures import at_once
 
 def utilisation(groups: Sequence[Sequence[Span]], seconds: float) -> dict[str, Metric]:
     """Metrics of a step of so many seconds. `groups`: when the roles of each group of processes worked, one at a time."""
-    working = at_once((span.began, span.ended) for group in groups for span in group)
+    working = at_once(chain.from_iterable(groups))
     busy = sum(number * time for number, time in working)
     return {
         "timing/models_idle": Mean(max(0.0, len(groups) * seconds - busy), len(groups) * seconds),

@@ -116,7 +116,7 @@ class TrainedWorker(ABC, Generic[Job]):
     def __init__(self, strategy: Strategy, settings: TrainedSettings, load_model: Callable[[], nn.Module]) -> None:
         self.strategy = strategy
         self.trained = settings
-        self.engine = TrainEngine.of(
+        self.engine = TrainEngine(
             strategy, load_model, settings.optimizer, total_steps=settings.total_steps, name=self.name
         )
         prove_layout(self.engine.module)

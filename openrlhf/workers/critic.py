@@ -25,7 +25,6 @@ class CriticSettings:
     head_prefix: str
     fresh_head: bool  # the model is the policy's: make a new head even if one is stored
     normalize: bool
-    seed: int
 
 
 class CriticWorker(TrainedWorker[Update]):
@@ -43,7 +42,7 @@ class CriticWorker(TrainedWorker[Update]):
                 head_prefix=settings.head_prefix,
                 reinit_head=settings.fresh_head,
                 normalize=settings.normalize,
-                seed=settings.seed,
+                seed=settings.trained.load.seed,
             )
             # --actor.aux_loss_coef is for the policy; the critic may have no experts.
             model.balancing = settings.trained.aux_loss_coef > 0 and has_balanced_experts(model.hf)

@@ -34,7 +34,9 @@ class ReferenceWorker:
         self.settings = settings
         load = settings.load
         self.model = FrozenModel(
-            strategy, lambda: PolicyModel(load_causal_lm(load), packing=load.packing), offload=settings.offload
+            strategy,
+            lambda: PolicyModel(load_causal_lm(load), packing=load.ds.packing_samples),
+            offload=settings.offload,
         )
         prove_layout(self.model.on_device())
         self.model.rest()
@@ -95,13 +97,12 @@ class RewardWorker:
 
     def rewards(self, texts: Ragged) -> Tensor:
         """Rewards of this rank's rows by every model, (B, K)."""
-        return torch.stack([self._rewards_by(model, texts) for model in self.models], dim=1)
-
-    def _rewards_by(self, model: FrozenModel, texts: Ragged) -> Tensor:
-        score, limits = partial(self._score, model), self.settings.forward_limits
-        column = column_of(texts, score, limits, self.strategy, per_sample=True)
-        model.rest()
-        return column
+        columns = list[Tensor]()
+        for model in self.models:
+            score, limits = partial(self._score, model), self.settings.forward_limits
+            columns.append(column_of(texts, score, limits, self.strategy, per_sample=True))
+            model.rest()
+        return torch.stack(columns, dim=1)
 
     def _score(self, model: FrozenModel, micro: Ragged) -> Tensor:
         return last_token_scores(model(micro.tokens, micro.offsets).values, micro.offsets)

@@ -15,11 +15,12 @@ from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.algorithms.tensors import bounded_exp, log_ratio, masked_sum
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.config.learning import ActorConfig, AlgoConfig
-from openrlhf.distributed.buckets import SentWeights, TensorSpec, WeightManifest
+from openrlhf.distributed.buckets import TensorSpec, WeightManifest
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.engine import Metrics
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
+from openrlhf.distributed.whole import whole_tensors
 from openrlhf.models.adapters import adapters_off
 from openrlhf.models.loading import load_causal_lm, stored_tensors
 from openrlhf.models.policy import PolicyModel
@@ -75,7 +76,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         super().__init__(
             strategy,
             settings.trained,
-            lambda: PolicyModel(load_causal_lm(load), packing=load.packing, balancing=balancing),
+            lambda: PolicyModel(load_causal_lm(load), packing=load.ds.packing_samples, balancing=balancing),
         )
         self.sender, self.version = WeightSender(), 0
 
@@ -189,8 +190,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         self.version = self.version if version is None else version
         specs = (
             TensorSpec(name=stored, dtype=self.settings.wire_dtype, shape=tuple(tensor.shape))
-            for name, shape in self.engine.full_shapes().items()
-            for stored, tensor in stored_tensors(self.engine.hf, name, torch.empty(shape, device="meta"))
+            for each in whole_tensors(self.engine.hf)
+            for stored, tensor in stored_tensors(self.engine.hf, each.name, torch.empty(each.shape, device="meta"))
         )
         return WeightManifest(version=self.version, specs=tuple(specs), bucket_bytes=self.trained.bucket_bytes)
 
@@ -204,20 +205,14 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         if self.strategy.rank in group.senders:
             self.sender.join(group, group.senders.index(self.strategy.rank))
 
-    def send_weights(self, manifest: WeightManifest) -> SentWeights | None:
-        """Send the weights to the engines. Senders return what they sent.
-
-        Collective: every rank helps to gather the weights.
-        """
+    def send_weights(self, manifest: WeightManifest) -> None:
+        """Send the weights to the engines. Collective: every rank helps to gather the weights."""
         buckets = self.engine.full_parameters(manifest.bucket_bytes)
         stream = (pair for bucket in buckets for pair in bucket)
         if self.sender.joined:
-            return self.sender.send(
-                manifest, (stored for pair in stream for stored in stored_tensors(self.engine.hf, *pair))
-            )
+            self.sender.send(manifest, (stored for pair in stream for stored in stored_tensors(self.engine.hf, *pair)))
         for _ in stream:
             pass
-        return None
 
 
 @torch.no_grad()

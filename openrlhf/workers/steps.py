@@ -25,7 +25,7 @@ class StepScorer:
         self.cutter = StepCutter(tokenizer, separator, one_token(tokenizer, placeholder, "placeholder_token"))
         self.judgements = torch.tensor([one_token(tokenizer, text, "reward_tokens") for text in judgements])
         self.model = FrozenModel(
-            strategy, lambda: LogitModel(load_causal_lm(load), packing=load.packing), offload=offload
+            strategy, lambda: LogitModel(load_causal_lm(load), packing=load.ds.packing_samples), offload=offload
         )
 
     def rewards(self, answers: TokenRows) -> Float[Tensor, " N"]:

@@ -24,6 +24,7 @@ import pytest
 import openrlhf
 from openrlhf.checkpoints.manager import MANIFEST, CheckpointManager
 from openrlhf.checkpoints.manifest import CheckpointError, RunState
+from tests.checkpoints.kept import checkpoints_in
 
 RL = ("_actor", "_critic")
 KEPT = 2
@@ -36,7 +37,7 @@ class RankError(Exception):
 
 
 def manager_of(root: Path) -> CheckpointManager:
-    return CheckpointManager(root, parts=RL, max_num=KEPT)
+    return checkpoints_in(root, parts=RL, max_num=KEPT)
 
 
 def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -> None:

@@ -34,6 +34,7 @@ from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.launch import offline, settings
 from openrlhf.launch.run import make_kl
 from openrlhf.launch.start import plan_placement
+from openrlhf.models.loading import pretrained_options
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.engine_settings import engine_arguments
 from openrlhf.trainers import tasks
@@ -185,14 +186,15 @@ def given_to_all(config: Any) -> Iterator[Any]:
     if isinstance(config, SupervisedConfig):
         yield optimizer_of(config)
         yield training_config(config.ds, max_norm=config.max_norm, ranks=2)
-        yield tasks.load_spec(config)
-        yield vars(CheckpointManager.of(config.ckpt, [""]))
+        yield tasks.load_spec(config), pretrained_options(tasks.load_spec(config))
+        yield vars(CheckpointManager(config.ckpt, [""]))
         yield vars(offline.follow_best(config))
     if isinstance(config, ChatConfig):
         yield settings.load_spec(config, "m"), config.csft.suffix
     if isinstance(config, EngineCommand | PPOConfig):
         assert isinstance(config, settings.Sampling)
         yield settings.reward_settings(config)
+        yield pretrained_options(settings.load_spec(config, "m"))
         yield inference_config(config.ds)
         yield [ErrorBudget.of(config.reward), config.reward.fallback]
         if isinstance(config, BatchInferenceConfig):

@@ -34,7 +34,7 @@ class Ones(nn.Module):
 
 def train(strategy: Strategy) -> Tensor:
     """The weight after `STEPS` steps."""
-    engine = TrainEngine.of(strategy, Ones, OPTIMIZER, total_steps=STEPS)
+    engine = TrainEngine(strategy, Ones, OPTIMIZER, total_steps=STEPS)
     for _ in range(STEPS):
         engine.optimize(
             [torch.ones(1, 8, dtype=torch.bfloat16)],

@@ -13,9 +13,10 @@ from openrlhf.batches import TokenRows
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import Strategy
-from openrlhf.models.loading import LoadSpec, load_causal_lm
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from tests.distributed.window_worker import batch
+from tests.loading import load_spec
 
 # A large epsilon makes AdamW nearly linear in the gradient: weights compare as tightly as gradients do.
 OPTIMIZER = OptimizerConfig(
@@ -28,8 +29,8 @@ def train(
     strategy: Strategy, model: str, steps: range, source: Path | None, target: Path
 ) -> tuple[list[float], list[float]]:
     """Learning rates and gradient norms of some steps, after the checkpoint `source`. Saves to `target`."""
-    spec = LoadSpec(path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=True)
-    engine = TrainEngine.of(
+    spec = load_spec(path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=True)
+    engine = TrainEngine(
         strategy, lambda: PolicyModel(load_causal_lm(spec), packing=True), OPTIMIZER, total_steps=TOTAL_STEPS
     )
     if source:

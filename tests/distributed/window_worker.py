@@ -12,8 +12,9 @@ from openrlhf.batches import TokenRows
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import Strategy
-from openrlhf.models.loading import LoadSpec, load_causal_lm
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from tests.loading import load_spec
 
 STEPS = 2
 # A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as gradients do.
@@ -38,8 +39,8 @@ def train(
 
     In step `poison` the loss is NaN on the last rank.
     """
-    spec = LoadSpec(path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=packing)
-    engine = TrainEngine.of(
+    spec = load_spec(path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=packing)
+    engine = TrainEngine(
         strategy, lambda: PolicyModel(load_causal_lm(spec), packing=packing), OPTIMIZER, total_steps=STEPS
     )
     norms, applied = [], []

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import ray
 
-from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.observability.run_folder import read_lines
 from openrlhf.rollout.episode_files import EpisodeFolder
+from tests.checkpoints.kept import checkpoints_in
 from tests.e2e.commands import (
     column,
     kill_when,
@@ -159,7 +159,7 @@ def test_a_killed_run_trains_on_the_samples_that_waited(workspace: Path) -> None
     changes = {"train.partial_rollout_enable": True, "ckpt.save_steps": 1, "data.max_samples": prompts}
     settings = flags(workspace, folder, **changes)
     kill_when(launch("train_ppo_ray", settings), lambda: steps_logged(folder) >= 2)
-    newest = CheckpointManager(folder / "checkpoints", parts=("_actor", "_source")).latest()
+    newest = checkpoints_in(folder / "checkpoints", parts=("_actor", "_source")).latest()
     assert newest
     step = newest.state.step
     waited = EpisodeFolder(Path(newest.engine_dir("_source")) / newest.tag).read("step", step)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.models.loading import LoadSpec, load_causal_lm
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from tests.gpu.place import DEVICE, SIZES, save_model
 from tests.gpu.rehearsal import REHEARSAL
+from tests.loading import load_spec
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (3, 700, 64, 1, 257)
@@ -25,7 +26,7 @@ def test_packed_rows_score_as_single_rows(
     if attention == "flash_attention_2" and (REHEARSAL or find_spec("flash_attn") is None):
         pytest.skip("a rehearsal has no FlashAttention" if REHEARSAL else "flash_attn is not installed")
     save_model(tmp_path, num_hidden_layers=4, initializer_range=0.08)
-    spec = LoadSpec(path=str(tmp_path), param_dtype="bf16", attention=attention, packing=True)
+    spec = load_spec(path=str(tmp_path), param_dtype="bf16", attention=attention, packing=True)
     model = PolicyModel(load_causal_lm(spec), packing=True).to(DEVICE)
     tokens = torch.randint(2, SIZES["vocab_size"], (sum(LENGTHS),), device=DEVICE)
     offsets = torch.tensor([0, *LENGTHS], device=DEVICE).cumsum(0)

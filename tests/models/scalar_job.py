@@ -11,9 +11,9 @@ from torch import Tensor
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.engine import TrainEngine
-from openrlhf.distributed.strategy import Strategy
-from openrlhf.models.loading import LoadSpec
+from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
+from tests.loading import load_spec
 from tests.models.test_scalar_model import batch
 from tests.tiny import character_tokenizer
 
@@ -24,9 +24,9 @@ OPTIMIZER = OptimizerConfig(adam=AdamConfig(lr=0.1, eps=1.0), lr_scheduler="cons
 def run(stage: int, path: str, out: str) -> dict[str, Any]:
     """Raise the rewards of the batch; every rank has the same rows."""
     strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype="fp32"), seed=0)
-    spec = LoadSpec(path=path, param_dtype="fp32", attention="sdpa", packing=True)
-    frozen = strategy.frozen(lambda: load_scalar(spec, seed=5))
-    engine = TrainEngine.of(strategy, lambda: load_scalar(spec, seed=5), OPTIMIZER, total_steps=3)
+    spec = load_spec(path=path, param_dtype="fp32", attention="sdpa", packing=True)
+    frozen = FrozenModel(strategy, lambda: load_scalar(spec, seed=5))
+    engine = TrainEngine(strategy, lambda: load_scalar(spec, seed=5), OPTIMIZER, total_steps=3)
     tokens, offsets = batch()
 
     def values(model: Any) -> Tensor:

@@ -23,6 +23,7 @@ from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scalar import load_scalar
 from tests.config.commands import violations
+from tests.loading import load_spec
 from tests.tiny import character_tokenizer, save_tiny_model
 
 KINDS = ["qwen2-tied", "llama", "qwen3-moe"]
@@ -31,7 +32,7 @@ TOKENS = torch.tensor([[5, 9, 33, 17, 8, 21, 40], [11, 12, 6, 30, 59, 4, 7]])
 
 
 def spec(path: str, lora: LoraConfig = LORA, **more: Any) -> LoadSpec:
-    return LoadSpec(path=path, **{"param_dtype": "fp32", "attention": "sdpa", "packing": False, "lora": lora, **more})
+    return load_spec(path=path, **{"param_dtype": "fp32", "attention": "sdpa", "packing": False, "lora": lora, **more})
 
 
 def moved(hf: Any) -> Any:

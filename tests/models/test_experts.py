@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from openrlhf.batches import TokenRows
 from openrlhf.config.supervised import SFTConfig, SFTModelConfig
 from openrlhf.models import packed_attention
-from openrlhf.models.loading import LoadSpec, ModelError, load_causal_lm
+from openrlhf.models.loading import ModelError, load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scalar import ScalarModel, load_scalar
 from openrlhf.trainers.sft import SFTTask
+from tests.loading import load_spec
 from tests.models.test_scalar_model import LENGTHS, batch
 from tests.tiny import save_tiny_model, tiny_config, unbalance
 
@@ -128,7 +129,7 @@ def test_the_window_gets_the_mean_of_its_micro_batches_weighted_by_their_targets
 
 def test_a_model_without_experts_is_refused_by_flag_and_name(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "dense")
-    spec = LoadSpec(path=path, param_dtype="fp32", attention="sdpa", packing=False)
+    spec = load_spec(path=path, param_dtype="fp32", attention="sdpa", packing=False)
     for load in (
         lambda: PolicyModel(load_causal_lm(spec), packing=False, balancing=True),
         lambda: load_scalar(spec, balancing=True),

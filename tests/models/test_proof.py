@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.proof import prove_layout
 from openrlhf.models.scalar import ScalarModel, load_scalar
 from tests import tiny
+from tests.loading import load_spec
 from tests.tiny import tiny_config
 
 SIZES: dict[str, Any] = tiny.SIZES | {"vocab_size": 96, "hidden_size": 64, "bos_token_id": 2}
@@ -186,7 +186,7 @@ def test_a_proof_leaves_nothing_behind() -> None:
 def spec_of(folder: Path, config: PretrainedConfig, **changes: Any) -> LoadSpec:
     config.save_pretrained(folder)
     settings = {"param_dtype": "fp32", "attention": "sdpa", "packing": False} | changes
-    return LoadSpec(path=str(folder), **settings)
+    return load_spec(path=str(folder), **settings)
 
 
 @pytest.mark.parametrize(
@@ -207,22 +207,22 @@ def test_a_model_of_more_than_text_is_refused_before_anything_is_loaded(tmp_path
 
 def test_attention_that_an_architecture_lacks_names_the_flags(tmp_path: Path) -> None:
     random_model("mamba", packing=False, state_size=8).save_pretrained(tmp_path)
-    spec = LoadSpec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=True)
+    spec = load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=True)
     with pytest.raises(ModelError, match=r"does not support sdpa attention: drop --ds\.packing_samples"):
         load_causal_lm(spec)
 
 
 def test_packed_attention_that_an_architecture_does_not_look_up_names_the_flag(tmp_path: Path) -> None:
     random_model("falcon", packing=False, **MIXING["falcon"]).save_pretrained(tmp_path)
-    spec = LoadSpec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=True)
+    spec = load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=True)
     with pytest.raises(ModelError, match=r"does not support sdpa attention: drop --ds\.packing_samples"):
         load_causal_lm(spec)
-    load_causal_lm(replace(spec, packing=False))
+    load_causal_lm(load_spec(tmp_path))
 
 
 def test_an_architecture_without_a_scalar_head_is_refused_in_words(tmp_path: Path) -> None:
     random_model("lfm2", packing=False, **MIXING["lfm2"]).save_pretrained(tmp_path)
-    spec = LoadSpec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=False)
+    spec = load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=False)
     with pytest.raises(ModelError, match="none with a plain linear head for the architecture 'lfm2'"):
         load_scalar(spec)
 
@@ -232,7 +232,7 @@ def test_a_folder_that_is_no_model_is_refused_in_words(config: str | None, tmp_p
     if config:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelError, match=rf"the model {tmp_path} cannot be loaded: Unrecognized model"):
-        check_is_causal(LoadSpec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=False))
+        check_is_causal(load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=False))
 
 
 # Positions
@@ -258,7 +258,7 @@ def test_longrope_has_one_set_of_frequencies_whatever_is_in_the_batch(
 ) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(longrope_config()).save_pretrained(tmp_path)
-    spec = LoadSpec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=packing, max_len=max_len)
+    spec = load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=packing, max_len=max_len)
     model = PolicyModel(load_causal_lm(spec), packing=packing)
     lengths = [7, max_len]
     tokens = torch.randint(3, 96, (sum(lengths),), generator=torch.Generator().manual_seed(0))

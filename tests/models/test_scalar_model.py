@@ -19,6 +19,7 @@ from openrlhf.models import packed_attention
 from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import LoadSpec, ModelError, load_causal_lm
 from openrlhf.models.scalar import ScalarModel, check_is_scalar, last_token_scores, load_scalar, state_values
+from tests.loading import load_spec
 from tests.ranks import run_ranks
 from tests.tiny import character_tokenizer, save_tiny_model, tiny_config
 
@@ -28,7 +29,7 @@ KINDS = ["qwen2-tied", "qwen2-untied", "llama", "mistral-windowed", "qwen3"]
 
 def spec(path: Path | str, **changes: Any) -> LoadSpec:
     settings = {"param_dtype": "fp32", "attention": "sdpa", "packing": False}
-    return LoadSpec(path=str(path), **settings | changes)
+    return load_spec(path=str(path), **settings | changes)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -385,7 +386,7 @@ def test_normalising_needs_the_stored_mean_and_deviation(tmp_path: Path) -> None
 
 def test_a_language_model_is_told_from_a_reward_model_by_its_configuration(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path)
-    spec = LoadSpec(path=folder, param_dtype="fp32", attention="sdpa", packing=False)
+    spec = load_spec(path=folder, param_dtype="fp32", attention="sdpa", packing=False)
     with pytest.raises(ModelError, match=r"is a language model \(Qwen2ForCausalLM\)"):
         check_is_scalar(spec)
     config = json.loads((tmp_path / "config.json").read_text())

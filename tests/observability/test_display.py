@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 
 import pytest
 
@@ -152,9 +153,10 @@ def test_nobody_watching_means_plain_lines_without_colour():
     assert not Display(out=Terminal(), json=True).live
 
 
-def test_plain_output_is_one_unbroken_line_per_step_with_the_time_left():
+def test_plain_output_is_one_unbroken_line_per_step_with_the_time_left(monkeypatch):
     out, now = io.StringIO(), [0.0]
-    display = Display(out=out, clock=lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    display = Display(out=out)
     display.begin(20, done=10)  # a run resumed after step 10
     now[0] = 3.0
     display.step(11, {**RL_STEP, "train/failed_episodes": 2})
@@ -184,9 +186,10 @@ def test_rich_output_scrolls_lines_above_a_bar_and_restores_the_terminal():
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is shown again
 
 
-def test_json_output_is_one_object_per_line():
+def test_json_output_is_one_object_per_line(monkeypatch):
     out = io.StringIO()
-    display = Display(json=True, out=out, clock=lambda: 0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    display = Display(json=True, out=out)
     display.note("hello")
     display.begin(2)
     display.step(1, {"train/reward": float("nan")})

@@ -54,11 +54,6 @@ def test_merging_leaves_the_parts_as_they_were():
     assert (first, second) == ({"a": Mean(1, 1)}, {"a": Mean(3, 1)})
 
 
-def test_two_ways_of_reducing_one_name_are_an_error_that_names_both():
-    with pytest.raises(TypeError, match="'a' is a Mean in one part and a Max in another"):
-        merge_all([{"a": Mean(1, 1)}, {"a": Max(1)}])
-
-
 def test_a_mean_over_nothing_is_not_logged():
     logged = values({"seen": Mean(3, 2), "unseen": Mean(0, 0), "top": Max(2), "lr": Last(1)})
     assert logged == {"seen": 1.5, "top": 2.0, "lr": 1.0}

@@ -175,9 +175,9 @@ def test_a_repeated_step_takes_the_place_of_the_first_attempt(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("prompts", "fields", "words"),
     [
-        (Prompts(8, "line"), {}, ["prompt 0 is 'row", "and 'line", "--data.prompt_dataset"]),
+        (Prompts(8, "line"), {}, ["prompt 0 is 'row", "there, and 'line", "--data.prompt_dataset"]),
         (Prompts(8), {"batch_size": 3}, ["has no sample of prompt 2", "step 1", "--rollout.batch_size"]),
-        (Prompts(7), {}, ["there and 'row", "--data.prompt_dataset"]),
+        (Prompts(7), {}, ["there, and 'row", "--data.prompt_dataset"]),
     ],
     ids=["other texts", "larger batches", "another order"],
 )
@@ -195,5 +195,7 @@ def test_another_tokenizer_is_told_by_the_tokens_of_a_prompt(tmp_path: Path) -> 
     files.begin(after=-1)
     prompt = Prompt(index=0, text="a", tokens=[1])
     rollout(DumpingGenerator(Dice(0), files, run={}), [prompt], SPEC)
-    with pytest.raises(DataError, match=r"prompt 0 has other tokens there.*use the tokenizer"):
+    with pytest.raises(
+        DataError, match=r"prompt 0 is 'a' with the tokens \[1\]… there, and 'a' with \[2\]… .* tokenizer"
+    ):
         rollout(ReplayGenerator(files), [Prompt(index=0, text="a", tokens=[2])], SPEC)

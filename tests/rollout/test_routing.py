@@ -70,9 +70,10 @@ def test_only_so_many_keys_are_remembered(monkeypatch) -> None:
     assert (homes["x"], router.pick("x"), router.pick("z")) == (0, 1, 0)
 
 
-def test_an_engine_without_samples_is_idle_and_one_that_is_lost_is_not_asked() -> None:
+def test_an_engine_without_samples_is_idle_and_one_that_is_lost_is_not_asked(monkeypatch) -> None:
     now = [0.0]
-    router = Router(range(2), clock=lambda: now[0])
+    monkeypatch.setattr(routing.time, "monotonic", lambda: now[0])
+    router = Router(range(2))
     assert router.pick("a", 3) == 0
     now[0] = 4.0
     router.done("a", 0, 3)

@@ -12,6 +12,7 @@ import pytest
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
 from openrlhf.trainers.best import BestMetric
+from tests.checkpoints.kept import checkpoints_in
 
 
 def rl(key: str = "", *, patience: int | None = None) -> BestMetric:
@@ -144,7 +145,7 @@ def test_a_run_that_followed_nothing_can_be_resumed_with_a_patience() -> None:
 
 def kept(folder: Path, step: int) -> CheckpointManager:
     """Checkpoints with a best one of that step."""
-    checkpoints = CheckpointManager(folder)
+    checkpoints = checkpoints_in(folder)
     staged = checkpoints.begin(step, best=True)
     (Path(staged.engine_dir()) / staged.tag / "weights").write_text("w")
     checkpoints.commit(staged, state=RunState(step=step))

@@ -15,7 +15,6 @@ import pytest
 from torch import nn
 
 from openrlhf.batches import Experience
-from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.learning import RLEvalConfig, RLFlags, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig, EvalConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
@@ -26,6 +25,7 @@ from openrlhf.trainers.experience_maker import Annotated
 from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.supervised import SupervisedTrainer
 from openrlhf.workers.base import TrainedWorker
+from tests.checkpoints.kept import checkpoints_in
 from tests.tiny import character_tokenizer
 from tests.trainers.episodes import episode
 from tests.trainers.test_supervised import CountingTask, Numbers, OneOfMany
@@ -117,7 +117,7 @@ class Supervised(SupervisedTrainer[int, Any]):
             train_rows=Numbers(STEPS),
             eval_rows=Numbers(1),
             steps_per_epoch=STEPS,
-            checkpoints=CheckpointManager(folder),
+            checkpoints=checkpoints_in(folder),
             best=BestMetric("", ending="loss", patience=patience),
             recorder=self.log,  # pyright: ignore[reportArgumentType]
             run_dir=str(folder),
@@ -194,7 +194,7 @@ class OnPolicy(PPOTrainer):
             errors=nothing,
             evaluate=lambda step: [episode(score=self.scores[made.made_by - (not at_start)])],
             pretraining=None,
-            checkpoints=CheckpointManager(folder, parts=["_actor"], max_num=STEPS),
+            checkpoints=checkpoints_in(folder, parts=["_actor"], max_num=STEPS),
             tokenizer=character_tokenizer(),
             recorder=log,
             hosts=[],
@@ -238,7 +238,7 @@ def test_a_supervised_run_that_never_waits_so_long_goes_to_its_end(tmp_path: Pat
 
 def test_one_best_checkpoint_is_kept_with_its_metric(tmp_path: Path) -> None:
     Supervised(tmp_path, LOSSES, patience=3).fit()
-    (checkpoint,) = CheckpointManager(tmp_path).checkpoints()
+    (checkpoint,) = checkpoints_in(tmp_path).checkpoints()
     assert (checkpoint.tag, checkpoint.metric_key, checkpoint.metric_value) == ("best_global_step4", "eval_loss", 1.0)
 
 

@@ -20,7 +20,6 @@ from openrlhf.distributed.buckets import PublicationError
 from openrlhf.distributed.cluster import machines
 from openrlhf.distributed.placement import HostGroup
 from openrlhf.distributed.worker_group import Call, HostHandles, WorkerError, WorkerGroup, gather
-from openrlhf.models.loading import LoadSpec
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.engine import RolloutEngine
 from openrlhf.rollout.engine_settings import EngineSettings
@@ -29,6 +28,7 @@ from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trainers.publisher import Probe, WeightPublisher, told_by_all
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyWorker
+from tests.loading import load_spec
 from tests.tiny import save_tiny_model
 from tests.workers.policy_job import TEMPERATURE, policy_settings
 
@@ -51,7 +51,7 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
     hosts = HostHandles(group, machines(on_gpus=False), on_gpus=False, threads=1)
     hosts.connect({"engine": DeepSpeedConfig(param_dtype="fp32"), "seed": 0}, log_dir=str(folder), timeout_s=120)
     policy = WorkerGroup(hosts, "actor")
-    load = LoadSpec(path=str(folder / "policy"), param_dtype="fp32", attention="sdpa", packing=True, max_len=20)
+    load = load_spec(path=str(folder / "policy"), param_dtype="fp32", attention="sdpa", packing=True, max_len=20)
     gather(
         policy.create(PolicyWorker, policy_settings(load, MicroBatchLimits(size=4))),
         timeout_s=120,

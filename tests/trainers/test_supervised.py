@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.batches import TokenRows
-from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
@@ -20,6 +19,7 @@ from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import OfflineTask
+from tests.checkpoints.kept import checkpoints_in
 from tests.tiny import character_tokenizer
 
 
@@ -97,7 +97,7 @@ def trainer(
         train_rows=Numbers(rows),
         eval_rows=Numbers(rows),
         steps_per_epoch=rows // 4,
-        checkpoints=CheckpointManager(folder),
+        checkpoints=checkpoints_in(folder),
         best=BestMetric("none", ending="loss"),
         recorder=None,
         run_dir=str(folder),

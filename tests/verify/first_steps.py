@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,10 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
     for step in range(setting.steps):
         episodes = list(engine.play(rows[step * PROMPTS : (step + 1) * PROMPTS], SAMPLES))
         experience = Experience.from_trajectories(episodes)
-        experience = experience.with_columns(
-            old_logprobs=policy.logprobs(experience.targets()), ref_logprobs=reference.logprobs(experience.targets())
+        experience = replace(
+            experience,
+            old_logprobs=policy.logprobs(experience.targets()),
+            ref_logprobs=reference.logprobs(experience.targets()),
         )
         experience, credit = maker.credit(experience)
         [plan] = plan_update(

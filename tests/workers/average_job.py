@@ -12,10 +12,10 @@ import torch
 from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import Strategy
-from openrlhf.models.loading import LoadSpec
 from openrlhf.trainers.update_plan import plan_update, rows_of_rank
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
+from tests.loading import load_spec
 from tests.workers.policy_job import BATCH_SIZE, LENGTHS, batch, policy_settings
 
 BETA = 0.75
@@ -28,13 +28,13 @@ def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
 def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[dict[str, Any]]:
     """The weights at the start and after each step; exports in `out`: of the whole run, and of the resumed one."""
     strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype=dtype), seed=0)
-    load = LoadSpec(path=model, param_dtype=dtype, attention="sdpa", packing=True, lora=lora)
+    load = load_spec(path=model, param_dtype=dtype, attention="sdpa", packing=True, lora=lora)
     settings = policy_settings(load, MicroBatchLimits(size=2))
     settings = replace(settings, trained=replace(settings.trained, ema_beta=BETA))
     plan = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[strategy.rank]
     rows = rows_of_rank(batch(), plan)
     assert rows.advantages is not None
-    poisoned = rows.with_columns(advantages=rows.advantages * torch.nan)
+    poisoned = replace(rows, advantages=rows.advantages * torch.nan)
 
     policy = PolicyWorker(strategy, settings)
     path = [weights(policy)]

@@ -18,6 +18,7 @@ from openrlhf.observability.metrics import values
 from openrlhf.workers.base import MicroBatchLimits, TrainedSettings, Update
 from openrlhf.workers.critic import CriticSettings, CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
+from tests.loading import load_spec
 from tests.workers.policy_job import ACTOR, KL_COEF, batch, policy_settings, strategy_of, weights_of
 
 BROKEN = "hf.model.layers.1.mlp.up_proj.weight"
@@ -61,7 +62,7 @@ def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
         PolicyWorker(strategy, replace(settings, trained=replace(settings.trained, max_nonfinite=most)))
         for most in (2, 1)
     )
-    clean, broken = batch(), batch().with_columns(advantages=poison(batch().advantages, NAN))
+    clean, broken = batch(), replace(batch(), advantages=poison(batch().advantages, NAN))
     step(healthy, clean)
     start = weights_of(policy)
     skipped = step(policy, broken)
@@ -97,13 +98,11 @@ def critic_fault(strategy: Strategy, load: LoadSpec) -> list[str]:
         max_nonfinite=1,
         bucket_bytes=1 << 14,
     )
-    settings = CriticSettings(
-        trained=trained, value_clip=0.5, head_prefix="score", fresh_head=True, normalize=False, seed=0
-    )
+    settings = CriticSettings(trained=trained, value_clip=0.5, head_prefix="score", fresh_head=True, normalize=False)
     zeros = torch.zeros(batch().num_tokens)
     rows = rows_of(strategy)
     job = Update(
-        experience=batch().with_columns(values=zeros, returns=poison(zeros, float("inf"))).select(rows),
+        experience=replace(batch(), values=zeros, returns=poison(zeros, float("inf"))).select(rows),
         steps=[list(range(len(rows)))],
     )
     critic = CriticWorker(strategy, settings)
@@ -116,7 +115,7 @@ def main() -> None:
     results = {}
     for stage in stages:
         strategy = strategy_of(stage)
-        load = LoadSpec(path=model, param_dtype="fp32", attention="sdpa", packing=True)
+        load = load_spec(path=model, param_dtype="fp32", attention="sdpa", packing=True)
         results[stage] = policy_faults(strategy, load) | {"critic errors": critic_fault(strategy, load)}
     if torch.distributed.get_rank() == 0:
         torch.save(results, out)

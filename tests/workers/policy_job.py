@@ -21,6 +21,7 @@ from openrlhf.trainers.update_plan import plan_update, rows_of_rank, share
 from openrlhf.workers.base import MicroBatchLimits, TrainedSettings
 from openrlhf.workers.frozen import ReferenceSettings, ReferenceWorker
 from openrlhf.workers.policy import PolicySettings, PolicyUpdate, PolicyWorker
+from tests.loading import load_spec
 
 LENGTHS = [5, 9, 4, 12, 7, 3, 10, 6, 8]
 BATCH_SIZE = 4  # optimizer steps of 4, 4 and 1 rows: of two ranks, one has none in the last
@@ -140,12 +141,12 @@ def weights_of(policy: PolicyWorker) -> dict[str, torch.Tensor]:
 
 def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool) -> dict[str, Any]:
     """Score, update, and look at the weights."""
-    load = LoadSpec(path=model, param_dtype="fp32", attention="sdpa", packing=packing)
+    load = load_spec(path=model, param_dtype="fp32", attention="sdpa", packing=packing)
     policy = PolicyWorker(strategy, policy_settings(load, limits))
     reference = ReferenceWorker(strategy, ReferenceSettings(load=load, forward_limits=limits, temperature=TEMPERATURE))
     experience = batch()
     before = score(policy, strategy, experience)
-    experience = experience.with_columns(ref_logprobs=score(reference, strategy, experience))
+    experience = replace(experience, ref_logprobs=score(reference, strategy, experience))
     metrics = update(policy, experience)
     return {
         "before": before,

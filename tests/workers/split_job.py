@@ -10,9 +10,9 @@ import torch
 
 from openrlhf.batches import Experience
 from openrlhf.config.learning import ActorConfig, AlgoConfig, CorrectionConfig, LossConfig
-from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import values
 from openrlhf.workers.policy import PolicyWorker
+from tests.loading import load_spec
 from tests.workers.policy_job import ACTOR, ALGO, batch, limits_of, policy_settings, strategy_of, update, weights_of
 
 OBJECTIVES = list(product(("ppo", "gspo", "cispo"), ("token", "sequence", "constant")))
@@ -34,7 +34,7 @@ def objective_of(loss: str, aggregation: str) -> tuple[ActorConfig, AlgoConfig]:
 def experience() -> Experience:
     """The batch of the worker tests, with the engine's log-probabilities for the reference's."""
     rows = batch()
-    return rows.with_columns(ref_logprobs=rows.rollout_logprobs)
+    return replace(rows, ref_logprobs=rows.rollout_logprobs)
 
 
 def main() -> None:
@@ -44,8 +44,8 @@ def main() -> None:
     for layout in layouts:
         stage, limit, shape, loss, aggregation = layout.split("-")
         strategy = strategy_of(stage)
-        load = LoadSpec(path=model, param_dtype="fp32", attention="sdpa", packing=shape == "packed")
-        limits = replace(limits_of(limit), packed=load.packing)
+        load = load_spec(path=model, param_dtype="fp32", attention="sdpa", packing=shape == "packed")
+        limits = replace(limits_of(limit), packed=load.ds.packing_samples)
         policy = PolicyWorker(strategy, policy_settings(load, limits, *objective_of(loss, aggregation)))
         metrics = update(policy, experience())
         results[layout] = {"metrics": values(metrics), "weights": weights_of(policy)}
