@@ -2,28 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.utils.data
-from datasets import Dataset, Features, Value
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import KTODataConfig
-from openrlhf.data import sft
 from openrlhf.data.errors import row_error
 from openrlhf.data.feedback import PreferenceDataset
-from openrlhf.data.layouts import columns_read
-from openrlhf.data.rows import Columns, TokenizedRows, as_rows
-
-FEATURES = Features({**sft.FEATURES, "desirable": Value("bool")})
+from openrlhf.data.rows import Result
+from openrlhf.data.sft import SFTDataset, SFTRow
+from openrlhf.data.templates import Encoded, Passage
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledRow:
+class LabelledRow(SFTRow):
     """A prompt and an answer, as tokens; the answer begins at the first target, and ends with end-of-text."""
 
-    tokens: list[int]
-    loss_mask: list[bool]
     desirable: bool
     other: list[int] | None = None  # the answer of another row, for KTO's KL
 
@@ -33,25 +29,24 @@ class LabelledRow:
         return self.loss_mask.index(True)
 
 
-class LabelledDataset(TokenizedRows[LabelledRow]):
+class LabelledDataset(SFTDataset):
     """The rows of a dataset as tokens with labels. Texts are those of `SFTDataset`: the answer is the response.
 
     Raises DataError for a missing column, for a malformed row or label (naming the row), and if no row is left.
     """
 
+    row: ClassVar = LabelledRow
+    keys: ClassVar = ("input_key", "output_key", "label_key")
+
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: KTODataConfig) -> None:
-        self.answers, self.label_key = sft.Encoder(tokenizer=tokenizer, data=data, pretrain=False), data.label_key
-        used = columns_read(dataset, tokenizer, data, ("input_key", "output_key", "label_key"))
-        advice = "Look at --data.*_key and --data.max_len."
-        super().__init__(
-            LabelledRow, dataset, used, self._encoded, FEATURES, what="row", advice=advice, max_len=data.max_len
-        )
+        super().__init__(dataset, tokenizer, data)
         desirable = sum(self.rows["desirable"])
         self.summary += f" {desirable} are desirable, {len(self) - desirable} are not."
 
-    def _encoded(self, columns: Columns) -> Columns:
-        """Batches of columns as the columns of `FEATURES`."""
-        return {**self.answers(columns), "desirable": [_label(row, self.label_key) for row in as_rows(columns)]}
+    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+        """Those of SFT, and the label."""
+        label, result = _label(row, self.data.label_key), super().columns(row, passages, encoded)
+        return result if isinstance(result, str) else {**result, "desirable": label}
 
 
 def _label(row: Mapping[str, Any], column: str) -> bool:

@@ -10,14 +10,13 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.data.errors import ROW, notice, row_error, text_of
-from openrlhf.data.layouts import columns_read, read
+from openrlhf.data.layouts import DATASOURCE, columns_read, read
 from openrlhf.data.rows import Columns, as_rows, map_rows, number_rows
 from openrlhf.data.templates import encode, fill_template, messages_of, render, tools_of
 from openrlhf.trajectory import Prompt
 
 FEATURES = Features({"text": Value("string"), "tokens": List(Value("int32")), "answered": Value("bool")})
 PromptSection = RLDataConfig | EvaluatedDataConfig  # columns and templates of prompts
-DATASOURCE = "datasource"
 
 
 class PromptDataset(torch.utils.data.Dataset[Prompt]):
