@@ -80,8 +80,8 @@ READERS = {
     "lora_combiner": "checkpoints.combine",
     "train_sft": f"{TRAINING} trainers.sft data.rows data.sft data.first_look",
     "train_rm": f"{TRAINING} trainers.reward data.rows data.feedback",
-    "train_dpo": f"{TRAINING} trainers.preference trainers.referenced data.rows data.feedback launch.precompute",
-    "train_kto": f"{TRAINING} trainers.kto trainers.referenced data.rows data.feedback data.labelled data.sft",
+    "train_dpo": f"{TRAINING} trainers.preference data.rows data.feedback launch.precompute",
+    "train_kto": f"{TRAINING} trainers.kto trainers.preference data.rows data.feedback data.sft",
     "train_prm": f"{TRAINING} trainers.process_reward data.steps",
     "train_kd": f"{TRAINING} trainers.distill trainers.sft data.rows data.sft data.first_look",
     "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data launch.processes launch.agents agents.play "
