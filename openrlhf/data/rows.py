@@ -102,7 +102,8 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
             of_row if isinstance(of_row, str) else self.columns(row, of_row, [next(encoded) for _ in of_row])
             for row, of_row in zip(rows, texts, strict=True)
         ]
-        made = [{"dropped": result} if isinstance(result, str) else {"dropped": "", **result} for result in results]
+        blank = {"dropped": "", "cut": False, "rewritten": 0}
+        made = [{"dropped": result} if isinstance(result, str) else blank | result for result in results]
         return {name: [row.get(name) for row in made] for name in self.features}
 
     def __len__(self) -> int:
