@@ -13,6 +13,7 @@ from openrlhf.data.errors import row_error, text_of
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of
 
+TextSection = SFTDataConfig | KTODataConfig  # columns, templates and `max_len` of texts
 NO_PROMPT, NO_RESPONSE = "with an empty prompt", "with an empty response"
 NO_ASSISTANT, TOO_SHORT = "without an assistant message", "of fewer than two tokens"
 NOT_LEARNED = "without a turn to learn"
@@ -52,12 +53,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
     keys: ClassVar = ("input_key", "output_key")
 
     def __init__(
-        self,
-        dataset: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
-        data: SFTDataConfig | KTODataConfig,
-        *,
-        pretrain: bool = False,
+        self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: TextSection, *, pretrain: bool = False
     ) -> None:
         self.pretrain = pretrain
         if pretrain:
