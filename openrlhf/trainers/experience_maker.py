@@ -101,7 +101,8 @@ class ExperienceMaker:
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """r_t, Â_t and Ĝ_t, and the metrics of the batch."""
-        estimator = ADVANTAGE_ESTIMATORS[self.algo.advantage.estimator]
+        advantage = self.algo.advantage
+        estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
         assert experience.values is not None or not estimator.needs_critic
         rewards = self._penalised(experience)
         shaped = clip_rewards(shape_rewards(rewards, experience.group_ids, estimator), *self.reward.clip_range)
@@ -121,11 +122,10 @@ class ExperienceMaker:
                 None if turns is None else block.gather(turns),
             )
             values = torch.zeros_like(per_token) if experience.values is None else block.gather(experience.values)
-            flags = self.algo.advantage
-            advantages, returns = estimator.credit(per_token, values, mask, gamma=flags.gamma, lam=flags.lambd)
+            advantages, returns = estimator.credit(per_token, values, mask, gamma=advantage.gamma, lam=advantage.lambd)
             for name, computed in zip(columns, (per_token, advantages, returns), strict=True):
                 block.scatter(computed, columns[name])
-        scale = not self.algo.advantage.no_std_norm
+        scale = not advantage.no_std_norm
         columns["advantages"] = normalize_advantages(
             columns["advantages"], experience.action_mask, estimator, scale=scale
         )
