@@ -15,11 +15,11 @@ from openrlhf.algorithms import kl as kl_module
 from openrlhf.algorithms import tensors
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS, GROUP_STD_EPSILON, gae, shape_rewards
 from openrlhf.algorithms.corrections import Correction, Level, Mode, correction_weights
-from openrlhf.algorithms.distillation import soft_cross_entropy
 from openrlhf.algorithms.kl import KLController, kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, Clip, aggregation_weights, value_loss
 from openrlhf.algorithms.preference_losses import Judged, Strength, ipo, kto, orpo, simpo
 from openrlhf.algorithms.rewards import overlong_penalty, token_rewards
+from openrlhf.algorithms.supervised_losses import soft_cross_entropy
 from openrlhf.algorithms.tensors import linear_logprobs, masked_whiten
 from openrlhf.config.choices import CORRECTIONS
 from openrlhf.config.choices import POLICY_LOSSES as POLICY_LOSS_FLAGS

@@ -2,7 +2,7 @@
 
 An estimator is two ideas: how the rewards of a prompt's samples are shaped before they become token rewards (the
 baseline), and how token rewards become advantages. The caller takes the same steps with every estimator:
-`shape_rewards` → `rewards.clip_rewards` → `rewards.token_rewards` → `assign_credit` → `normalize_advantages`.
+`shape_rewards` → `rewards.clip_rewards` → `rewards.token_rewards` → the estimator's `credit` → `normalize_advantages`.
 """
 
 import math
@@ -29,7 +29,6 @@ CreditAssignment = Callable[..., tuple[Tensor, Tensor]]
 class AdvantageEstimator:
     """A registered estimator and its properties."""
 
-    name: str
     shape: RewardShaping
     credit: CreditAssignment
     per_group: bool  # compares the samples of one prompt: needs two or more of them, and γ = 1
@@ -127,15 +126,12 @@ def advantage_estimator(
 
     `per_group` shapings give 0 to a sample without peers, because there is nothing to compare the sample with.
     """
-
-    def register(shape: RewardShaping) -> RewardShaping:
-        entry = AdvantageEstimator(
-            name=name, shape=shape, credit=credit, per_group=per_group, needs_critic=needs_critic, whiten=whiten
-        )
-        ADVANTAGE_ESTIMATORS.add(name, entry)
-        return shape
-
-    return register
+    return ADVANTAGE_ESTIMATORS.register(
+        name,
+        lambda shape: AdvantageEstimator(
+            shape=shape, credit=credit, per_group=per_group, needs_critic=needs_critic, whiten=whiten
+        ),
+    )
 
 
 @advantage_estimator("gae", needs_critic=True, whiten=True, credit=gae)
@@ -184,26 +180,6 @@ def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstim
     if broken:
         raise ValueError(f"rewards must be finite numbers, but by sample they are {broken}")
     return estimator.shape(rewards, group)
-
-
-def assign_credit(
-    estimator: AdvantageEstimator,
-    token_rewards: PerToken,
-    mask: TokenMask,
-    *,
-    values: PerToken | None,
-    gamma: float,
-    lam: float,
-) -> tuple[PerToken, PerToken]:
-    """(advantages, returns) of a block, zero outside `mask`.
-
-    Raises ValueError if the estimator needs values and there are none.
-    """
-    if values is None:
-        if estimator.needs_critic:
-            raise ValueError(f"advantage estimator {estimator.name!r} needs the critic's values")
-        values = torch.zeros_like(token_rewards)
-    return estimator.credit(token_rewards, values, mask, gamma=gamma, lam=lam)
 
 
 def normalize_advantages(

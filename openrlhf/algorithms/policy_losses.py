@@ -50,12 +50,7 @@ POLICY_LOSSES: Registry[PolicyLossChoice] = Registry("policy loss")
 
 def policy_loss(name: str, *, aggregation: str = "token") -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Register a policy loss; `aggregation` is the one that its paper uses."""
-
-    def register(function: PolicyLossFunction) -> PolicyLossFunction:
-        POLICY_LOSSES.add(name, PolicyLossChoice(function=function, aggregation=aggregation))
-        return function
-
-    return register
+    return POLICY_LOSSES.register(name, lambda function: PolicyLossChoice(function=function, aggregation=aggregation))
 
 
 @policy_loss("ppo")

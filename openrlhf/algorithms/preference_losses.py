@@ -68,12 +68,9 @@ def preference_loss(
     name: str, *, needs_reference: bool = True
 ) -> Callable[[PreferenceLossFunction], PreferenceLossFunction]:
     """Register a loss of a pair under a name of --model.loss_type."""
-
-    def register(function: PreferenceLossFunction) -> PreferenceLossFunction:
-        PREFERENCE_LOSSES.add(name, PreferenceLossChoice(function=function, needs_reference=needs_reference))
-        return function
-
-    return register
+    return PREFERENCE_LOSSES.register(
+        name, lambda function: PreferenceLossChoice(function=function, needs_reference=needs_reference)
+    )
 
 
 @preference_loss("dpo")

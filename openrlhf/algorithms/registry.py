@@ -1,9 +1,10 @@
 """Choices by name: the values of a flag, and the function or class behind each value."""
 
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Choice = TypeVar("Choice")
+Decorated = TypeVar("Decorated")
 
 
 class Registry(Generic[Choice]):
@@ -13,11 +14,13 @@ class Registry(Generic[Choice]):
         self.kind = kind
         self._choices: dict[str, Choice] = {}
 
-    def register(self, name: str) -> Callable[[Choice], Choice]:
-        """A decorator that registers a function or class under `name`."""
+    def register(
+        self, name: str, entry: Callable[[Any], Choice] = lambda choice: choice
+    ) -> Callable[[Decorated], Decorated]:
+        """A decorator that registers under `name` a function or class, or the `entry` that is made of it."""
 
-        def decorate(choice: Choice) -> Choice:
-            self.add(name, choice)
+        def decorate(choice: Decorated) -> Decorated:
+            self.add(name, entry(choice))
             return choice
 
         return decorate

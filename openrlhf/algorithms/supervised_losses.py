@@ -1,7 +1,8 @@
 """Losses of the offline stages."""
 
+import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Pairs = Float[Tensor, " P"]
@@ -19,3 +20,15 @@ def log_sigmoid(chosen: Pairs, rejected: Pairs, margin: Pairs | None = None) -> 
     """
     difference = chosen - rejected
     return -F.logsigmoid(difference if margin is None else difference - margin)
+
+
+def soft_cross_entropy(
+    logits: Float[Tensor, "K V"], teacher: Float[Tensor, "K k"], tokens: Int[Tensor, "K k"] | None = None
+) -> Float[Tensor, " K"]:
+    """−Σ_v p_T(v) log p_S(v) of every place, in nats.     Hinton et al. 2015, arXiv:1503.02531
+
+    `teacher`: its logits for all tokens, or for the k `tokens` that it gives most to, whose probabilities then sum to 1.
+    """
+    logprobs = torch.log_softmax(logits, -1)
+    chosen = logprobs if tokens is None else logprobs.gather(1, tokens)
+    return -(torch.softmax(teacher.to(logits.dtype), -1) * chosen).sum(-1)

@@ -1,35 +1,24 @@
-"""Rows of human feedback: pairs of a preferred and a rejected text."""
+"""Rows of human feedback: pairs of a preferred and a rejected text; and for KTO answers, each desirable or not."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from datasets import Dataset, Features, List, Value
+import torch.utils.data
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import kind, notice, row_error, text_of
-from openrlhf.data.layouts import DROPPED, columns_read, read
-from openrlhf.data.prompts import DATASOURCE
-from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
-from openrlhf.data.templates import Encoded, Message, Passage, cut, encode, fill_template, in_common, messages_of
+from openrlhf.data.layouts import DATASOURCE, DROPPED, MARGIN
+from openrlhf.data.rows import Result, TokenizedRows
+from openrlhf.data.sft import SFTDataset, SFTRow
+from openrlhf.data.templates import Encoded, Message, Passage, cut, fill_template, in_common, messages_of
 
-FEATURES = Features(
-    {
-        "chosen": List(Value("int32")),
-        "rejected": List(Value("int32")),
-        "prompt_length": Value("int32"),
-        "margin": Value("float64"),
-        "datasource": Value("string"),
-        "dropped": Value("string"),
-        "cut": Value("bool"),
-    }
-)
 PairSection = PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig  # columns, templates and `max_len` of pairs
-MARGIN = "margin"
 SAME_TEXT = "whose chosen and rejected text are the same"
 
 
@@ -74,37 +63,28 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     and if no pair is left.
     """
 
+    row: ClassVar = PairRow
+    keys = ("prompt_key", "chosen_key", "rejected_key")
+    what: ClassVar = "pair"
+
     def __init__(
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: PairSection, *, needs_prompt: bool = False
     ) -> None:
-        used = columns_read(dataset, tokenizer, data, ("prompt_key", "chosen_key", "rejected_key"))
-        used += [name for name in (MARGIN, DATASOURCE) if name in dataset.column_names]
-        self.tokenizer, self.data, self.needs_prompt = tokenizer, data, needs_prompt
-        advice = "Look at --data.chosen_key, --data.rejected_key and --data.max_len."
-        super().__init__(
-            PairRow, dataset, used, self._encoded, FEATURES, what="pair", advice=advice, max_len=data.max_len
-        )
+        self.needs_prompt = needs_prompt
+        super().__init__(dataset, tokenizer, data)
         if needs_prompt and not any(self.rows["prompt_length"]):
             notice(
                 "The texts have no common prompt, so all of both is judged. --data.prompt_key names a column with one."
             )
 
-    def _encoded(self, columns: Columns) -> Columns:
-        """Batches of columns as the columns of `FEATURES`."""
-        rows = [read(row, self.data.layout) for row in as_rows(columns)]
-        keys = self.data.chosen_key, self.data.rejected_key
-        pairs = [[] if DROPPED in row else [self._text(row, key) for key in keys] for row in rows]
-        encoded = iter(encode(self.tokenizer, [text.text for pair in pairs for text in pair]))
-        results = [
-            self._tokens(row, pair, [next(encoded), next(encoded)]) if pair else str(row[DROPPED])
-            for row, pair in zip(rows, pairs, strict=True)
-        ]
-        return as_columns(results, FEATURES)
-
-    def _text(self, row: Mapping[str, Any], column: str) -> Passage:
-        """Prompt and answer, without trailing newlines and with end-of-text."""
-        text, answer = self._conversation(row, column) if self.data.apply_chat_template else self._plain(row, column)
-        return Passage(text=text, spans=[], response=answer).closed(str(self.tokenizer.eos_token))
+    def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
+        """Prompt and answer of both texts, without trailing newlines and with end-of-text."""
+        if DROPPED in row:
+            return str(row[DROPPED])
+        split = self._conversation if self.data.apply_chat_template else self._plain
+        texts = [split(row, column) for column in (self.data.chosen_key, self.data.rejected_key)]
+        end_of_text = str(self.tokenizer.eos_token)
+        return [Passage(text=text, spans=[], response=answer).closed(end_of_text) for text, answer in texts]
 
     def _plain(self, row: Mapping[str, Any], column: str) -> tuple[str, int]:
         text = text_of(row, column)
@@ -143,17 +123,17 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             return len(before)
         return templates.render_conversation(self.tokenizer, messages, tools=tools).response
 
-    def _tokens(self, row: Mapping[str, Any], texts: list[Passage], pair: list[Encoded]) -> Result:
+    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
         """The columns of a tokenized pair, or the reason why the pair is dropped."""
         margin, limit, prompt_length = _margin(row), self.data.max_len - 2, 0
-        chosen, rejected = (cut(known.tokens, self.data.max_len, self.tokenizer) for known in pair)
+        chosen, rejected = (cut(known.tokens, self.data.max_len, self.tokenizer) for known in encoded)
         if self.needs_prompt:
-            spans = [(text.response, len(text.text)) for text in texts]
-            starts = [known.tokens_of(span).start for known, span in zip(pair, spans, strict=True)]
+            spans = [(text.response, len(text.text)) for text in passages]
+            starts = [known.tokens_of(span).start for known, span in zip(encoded, spans, strict=True)]
             if min(starts) >= limit:
                 return f"with a prompt of {limit} tokens or more (--data.max_len {self.data.max_len})"
             prompt_length = min(*starts, in_common(chosen, rejected))
-        if pair[0].tokens == pair[1].tokens:
+        if encoded[0].tokens == encoded[1].tokens:
             return SAME_TEXT
         if chosen == rejected:
             return f"that differ only after --data.max_len {self.data.max_len} tokens"
@@ -163,7 +143,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             "prompt_length": prompt_length,
             "margin": margin,
             "datasource": str(row.get(DATASOURCE) or "default"),
-            "cut": any(len(known.tokens) > self.data.max_len for known in pair),
+            "cut": any(len(known.tokens) > self.data.max_len for known in encoded),
         }
 
 
@@ -176,3 +156,60 @@ def _margin(row: Mapping[str, Any]) -> float:
     if not math.isfinite(value):
         raise row_error(row, MARGIN, f"is {value}, which is no margin.")
     return float(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledRow(SFTRow):
+    """A prompt and an answer, as tokens; the answer begins at the first target, and ends with end-of-text."""
+
+    desirable: bool
+    other: list[int] | None = None  # the answer of another row, for KTO's KL
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return self.loss_mask.index(True)
+
+
+class LabelledDataset(SFTDataset):
+    """The rows of a dataset as tokens with labels. Texts are those of `SFTDataset`: the answer is the response.
+
+    Raises DataError for a missing column, for a malformed row or label (naming the row), and if no row is left.
+    """
+
+    row: ClassVar = LabelledRow
+    keys = ("input_key", "output_key", "label_key")
+
+    def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: KTODataConfig) -> None:
+        super().__init__(dataset, tokenizer, data)
+        desirable = sum(self.rows["desirable"])
+        self.summary += f" {desirable} are desirable, {len(self) - desirable} are not."
+
+    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+        """Those of SFT, and the label."""
+        label, result = _label(row, self.data.label_key), super().columns(row, passages, encoded)
+        return result if isinstance(result, str) else {**result, "desirable": label}
+
+
+def _label(row: Mapping[str, Any], column: str) -> bool:
+    value = row[column]
+    if str(value).lower() not in ("1", "0", "true", "false", "1.0", "0.0"):
+        raise row_error(row, column, f"is {value!r}, which is no label: 1 or true (desirable), 0 or false.")
+    return str(value).lower() in ("1", "true", "1.0")
+
+
+class BothAnswers(torch.utils.data.Dataset[LabelledRow]):
+    """Pairs as labelled rows: the chosen answer is desirable, the rejected one is not."""
+
+    def __init__(self, pairs: PreferenceDataset) -> None:
+        self.pairs, self.summary = pairs, f"{pairs.summary} Both answers of a pair are rows of their own."
+
+    def __len__(self) -> int:
+        return 2 * len(self.pairs)
+
+    def __getitem__(self, index: int) -> LabelledRow:
+        pair, rejected = divmod(index, 2)
+        row = self.pairs[pair]
+        tokens, prompt = row.rejected if rejected else row.chosen, max(1, row.prompt_length)
+        mask = [False] * prompt + [True] * (len(tokens) - prompt)
+        return LabelledRow(tokens=tokens, loss_mask=mask, desirable=not rejected)

@@ -14,6 +14,8 @@ from openrlhf.data.tokenizer import require_chat_template
 
 Row = Mapping[str, Any]
 DROPPED, TIE = "dropped", "that are ties"
+MARGIN, DATASOURCE = "margin", "datasource"
+EXTRA = (TOOLS, MARGIN, DATASOURCE)  # columns that are read if a dataset has them
 
 
 # ---- layouts whose texts are in several columns
@@ -125,7 +127,7 @@ def recognise(rows: Dataset, config: Any, *kinds: str) -> Any:
 
 
 def columns_read(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any, keys: Sequence[str]) -> list[str]:
-    """The columns that these flags of --data.* name, and `tools`; all columns if the layout has a reader.
+    """The columns that these flags of --data.* name, and those of `EXTRA`; all columns if the layout has a reader.
 
     Raises DataError for a missing column or chat template.
     """
@@ -136,7 +138,7 @@ def columns_read(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any
         require_chat_template(tokenizer)
     if data.layout in READERS:
         return there
-    return [column for column in (*named.values(), *({TOOLS} & set(there))) if column]
+    return [column for column in (*named.values(), *({*EXTRA} & {*there})) if column]
 
 
 def read(row: Row, layout: str) -> Row:

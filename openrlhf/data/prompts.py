@@ -1,27 +1,24 @@
 """Rows of reinforcement learning: a rendered prompt, and the data that the reward needs."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-import torch.utils.data
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.data.errors import ROW, notice, row_error, text_of
-from openrlhf.data.layouts import columns_read, read
-from openrlhf.data.rows import Columns, as_rows, map_rows, number_rows
-from openrlhf.data.templates import encode, fill_template, messages_of, render, tools_of
+from openrlhf.data.layouts import DATASOURCE
+from openrlhf.data.rows import Result, TokenizedRows, number_rows
+from openrlhf.data.templates import Encoded, Passage, fill_template, messages_of, render, tools_of
 from openrlhf.trajectory import Prompt
 
-FEATURES = Features({"text": Value("string"), "tokens": List(Value("int32")), "answered": Value("bool")})
 PromptSection = RLDataConfig | EvaluatedDataConfig | InferenceDataConfig  # columns and templates of prompts
-DATASOURCE = "datasource"
 
 
-class PromptDataset(torch.utils.data.Dataset[Prompt]):
+class PromptDataset(TokenizedRows[Prompt]):
     """The rows of a dataset as prompts, rendered when the object is created; no row is dropped.
 
     With `apply_chat_template` the input column holds strings (a user message) or lists of messages. They are rendered
@@ -33,49 +30,42 @@ class PromptDataset(torch.utils.data.Dataset[Prompt]):
     empty prompt, naming the row.
     """
 
+    row: ClassVar = Prompt
+    keys = ("input_key", "label_key")
+
     def __init__(
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: PromptSection, *, image_key: str = "images"
     ) -> None:
-        label_flag = "output_key" if isinstance(data, InferenceDataConfig) else "label_key"
-        used = columns_read(dataset, tokenizer, data, ("input_key", label_flag))
-        self.tokenizer, self.data, self.image_key = tokenizer, data, image_key
+        if isinstance(data, InferenceDataConfig):
+            self.keys = ("input_key", "output_key")
         rows = number_rows(dataset)
-        prompts = map_rows(rows, used, self._rendered, FEATURES, "Rendering prompts")
-        if answered := sum(prompts["answered"]):
+        super().__init__(rows, tokenizer, data)
+        self.image_key = image_key
+        if answered := sum(self.rows["rewritten"]):
             notice(
                 f"{answered} prompts end with turns of the assistant, which are left out: the policy answers instead."
             )
-        self._prompts = prompts.remove_columns("answered")
-        wanted = (data.label_key, DATASOURCE, image_key, ROW)
+        wanted = (data.label_key, image_key, ROW)
         self._extras = rows.select_columns([name for name in rows.column_names if name in wanted])
-
-    def __len__(self) -> int:
-        return len(self._prompts)
 
     def __getitem__(self, index: int) -> Prompt:
         extras = self._extras[index]
-        return Prompt(
-            index=index,
-            **self._prompts[index],
-            label=extras[self.data.label_key] if self.data.label_key else "",
-            datasource=str(extras.get(DATASOURCE) or "default"),
-            images=extras.get(self.image_key),
-        )
+        label = extras[self.data.label_key] if self.data.label_key else ""
+        return Prompt(**{**self._fields[index], "index": index}, label=label, images=extras.get(self.image_key))
 
-    def _rendered(self, columns: Columns) -> Columns:
-        """Batches of columns as the columns of `FEATURES`."""
-        rows = [read(row, self.data.layout) for row in as_rows(columns)]
-        texts, answered = zip(*map(self._text, rows), strict=True)
-        prompts = encode(self.tokenizer, texts)
-        for row, prompt in zip(rows, prompts, strict=True):
-            if not prompt.tokens:
-                raise row_error(row, self.data.input_key, "is an empty prompt.")
-        return {"text": list(texts), "tokens": [prompt.tokens for prompt in prompts], "answered": list(answered)}
+    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+        """Text, tokens and data source of a prompt, and whether turns of the assistant at its end were left out."""
+        [prompt], [known] = passages, encoded
+        if not known.tokens:
+            raise row_error(row, self.data.input_key, "is an empty prompt.")
+        source = str(row.get(DATASOURCE) or "default")
+        return {"text": prompt.text, "tokens": known.tokens, "datasource": source, "rewritten": prompt.rewritten}
 
-    def _text(self, row: Mapping[str, Any]) -> tuple[str, bool]:
-        """The prompt, and whether turns of the assistant at its end were left out."""
+    def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
+        """The prompt."""
         if not self.data.apply_chat_template:
-            return fill_template(self.data.input_template, text_of(row, self.data.input_key)), False
+            text = fill_template(self.data.input_template, text_of(row, self.data.input_key))
+            return [Passage(text=text, spans=[], response=0)]
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
         asked = max((n for n, message in enumerate(messages, 1) if message["role"] != "assistant"), default=0)
         if not asked:
@@ -85,4 +75,4 @@ class PromptDataset(torch.utils.data.Dataset[Prompt]):
             text = render(self.tokenizer, messages[:asked], add_generation_prompt=True, tools=tools)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
-        return text, asked < len(messages)
+        return [Passage(text=text, spans=[], response=0, rewritten=asked < len(messages))]

@@ -4,19 +4,23 @@ import atexit
 import fcntl
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
 
 import torch.distributed as dist
 import torch.utils.data
-from datasets import Dataset, Features
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.machine import usable_cores, world_size
 from openrlhf.data.errors import ROW, SOURCE, DataError
+from openrlhf.data.layouts import columns_read, read
+from openrlhf.data.templates import Encoded, Passage, encode
 
 MANY_ROWS = 20_000  # more are mapped by several processes, and their results kept on disk
 
@@ -41,51 +45,72 @@ def as_rows(columns: Columns) -> list[dict[str, Any]]:
 
 
 Result = dict[str, Any] | str  # the columns of a row, or the reason why the row is dropped
+STORED = {bool: Value("bool"), int: Value("int32"), float: Value("float64"), str: Value("string")}
+STORED |= {list[kind]: List(value) for kind, value in STORED.items()}
+NOTES = {"dropped": STORED[str], "cut": STORED[bool], "rewritten": STORED[int]}  # columns besides the fields of a row
 
 
-def as_columns(results: Sequence[Result], features: Features) -> Columns:
-    """Results of rows as columns of `features`. The column `dropped` has the reason, or ""."""
-    rows = [{"dropped": result} if isinstance(result, str) else {"dropped": "", **result} for result in results]
-    return {name: [row.get(name) for row in rows] for name in features}
-
-
-class TokenizedRows(torch.utils.data.Dataset[Row]):
+class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
     """The rows of a dataset as tokens, made when the object is created. `summary` counts dropped rows by reason.
 
-    The processes of a launcher must all create the object: one process of each machine makes the tokens.
+    The processes of a launcher must all create the object: one process of each machine makes the tokens. `data` is the
+    section of the flags with the columns, the layout and `max_len`.
     """
 
-    def __init__(
-        self,
-        row: Any,
-        dataset: Dataset,
-        columns: list[str],
-        encoder: Callable[[Columns], Columns],
-        features: Features,
-        *,
-        what: str,
-        advice: str,
-        max_len: int,
-    ) -> None:
-        """`what`: the word for a row in messages. Raises DataError, with `advice`, if no row is left."""
-        mapped = once_per_machine(lambda: map_rows(number_rows(dataset), columns, encoder, features, "Tokenizing"))
+    row: ClassVar[Any]  # the data class of a row; its fields of the types in `STORED` are kept
+    keys: tuple[str, ...]  # flags of --data.* that name columns
+    what: ClassVar[str] = "row"  # the word for a row in messages
+
+    def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any) -> None:
+        """Raises DataError for a missing column, for a malformed row (naming the row), and if no row is left."""
+        self.tokenizer, self.data, what = tokenizer, data, self.what
+        used = columns_read(dataset, tokenizer, data, self.keys)
+        own = {field.name: STORED[field.type] for field in fields(self.row) if field.type in STORED}
+        self.features = Features({**own, **NOTES})
+        mapped = once_per_machine(
+            lambda: map_rows(number_rows(dataset), used, self._encoded, self.features, "Tokenizing")
+        )
         reasons = list(mapped["dropped"])
         counts = Counter(reasons)
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if reason)
-        self.summary = f"{counts['']} of {len(reasons)} {what}s kept" + (f", dropped {dropped}." if dropped else ".")
+        self.summary: str = f"{counts['']} of {len(reasons)} {what}s kept" + (
+            f", dropped {dropped}." if dropped else "."
+        )
         if not counts[""]:
-            raise DataError(f"No {what} is left to train on: {self.summary} {advice}")
+            flags = ", ".join(f"--data.{key}" for key in self.keys)
+            raise DataError(f"No {what} is left to train on: {self.summary} Look at {flags} and --data.max_len.")
         self.rows = mapped.select([number for number, reason in enumerate(reasons) if not reason])
         if cut := sum(self.rows["cut"]):
-            self.summary += f" {cut} of the kept {what}s were cut to {max_len} tokens (--data.max_len)."
-        self._row = row
-        self._fields = self.rows.select_columns([field.name for field in fields(row) if field.name in features])
+            self.summary += f" {cut} of the kept {what}s were cut to {data.max_len} tokens (--data.max_len)."
+        self._fields = self.rows.select_columns(list(own))
+
+    @abstractmethod
+    def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
+        """The texts of a row, or the reason why the row is dropped."""
+
+    @abstractmethod
+    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+        """The columns of a row whose texts are tokens now, or the reason why the row is dropped."""
+
+    def _encoded(self, columns: Columns) -> Columns:
+        """Batches of columns as the columns of `features`. The column `dropped` has the reason, or ""."""
+        rows = [read(row, self.data.layout) for row in as_rows(columns)]
+        texts = [self.passages(row) for row in rows]
+        kept = [passage.text for of_row in texts if not isinstance(of_row, str) for passage in of_row]
+        encoded = iter(encode(self.tokenizer, kept))
+        results = [
+            of_row if isinstance(of_row, str) else self.columns(row, of_row, [next(encoded) for _ in of_row])
+            for row, of_row in zip(rows, texts, strict=True)
+        ]
+        blank = {"dropped": "", "cut": False, "rewritten": 0}
+        made = [{"dropped": result} if isinstance(result, str) else blank | result for result in results]
+        return {name: [row.get(name) for row in made] for name in self.features}
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        return self._row(**self._fields[index])
+        return self.row(**self._fields[index])
 
 
 def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:

@@ -2,27 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import row_error, text_of
-from openrlhf.data.layouts import columns_read, read
-from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
-from openrlhf.data.templates import Encoded, Passage, cut, encode, fill_template, messages_of
+from openrlhf.data.rows import Result, TokenizedRows
+from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of
 
-FEATURES = Features(
-    {
-        "tokens": List(Value("int32")),
-        "loss_mask": List(Value("bool")),
-        "dropped": Value("string"),
-        "rewritten": Value("int32"),
-        "cut": Value("bool"),
-    }
-)
+TextSection = SFTDataConfig | KTODataConfig  # columns, templates and `max_len` of texts
 NO_PROMPT, NO_RESPONSE = "with an empty prompt", "with an empty response"
 NO_ASSISTANT, TOO_SHORT = "without an assistant message", "of fewer than two tokens"
 NOT_LEARNED = "without a turn to learn"
@@ -58,52 +49,35 @@ class SFTDataset(TokenizedRows[SFTRow]):
     `summary`. Raises DataError for a missing column, for a malformed row (naming the row), and if no row is left.
     """
 
+    row: ClassVar[Any] = SFTRow
+    keys = ("input_key", "output_key")
+
     def __init__(
-        self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig, *, pretrain: bool = False
+        self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: TextSection, *, pretrain: bool = False
     ) -> None:
+        self.pretrain = pretrain
         if pretrain:
             data = replace(data, output_key=None, apply_chat_template=False)
-        encoder = Encoder(tokenizer=tokenizer, data=data, pretrain=pretrain)
-        used = columns_read(dataset, tokenizer, data, ("input_key", "output_key"))
-        advice = "Look at --data.input_key, --data.output_key and --data.max_len."
-        super().__init__(SFTRow, dataset, used, encoder, FEATURES, what="row", advice=advice, max_len=data.max_len)
+        super().__init__(dataset, tokenizer, data)
         if rewritten := sum(self.rows["rewritten"]):
             self.summary += f" {rewritten} assistant turns are not learned, because the chat template rewrites them."
 
-
-@dataclass(frozen=True, kw_only=True)
-class Encoder:
-    """Turns batches of columns into the columns of `FEATURES`."""
-
-    tokenizer: PreTrainedTokenizerBase
-    data: SFTDataConfig | KTODataConfig
-    pretrain: bool
-
-    def __call__(self, columns: Columns) -> Columns:
-        passages = [self._passage(read(row, self.data.layout)) for row in as_rows(columns)]
-        texts = [passage.text for passage in passages if isinstance(passage, Passage)]
-        encoded = iter(encode(self.tokenizer, texts))
-        results = [
-            self._learn(passage, next(encoded)) if isinstance(passage, Passage) else passage for passage in passages
-        ]
-        return as_columns(results, FEATURES)
-
-    def _passage(self, row: Mapping[str, Any]) -> Passage | str:
+    def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
         """The text and its targets, or the reason why the row is dropped."""
         if self.data.apply_chat_template:
             return self._conversation(row)
         prompt = text_of(row, self.data.input_key)
         if self.pretrain:
-            return Passage(text=prompt, spans=[(0, len(prompt))], response=0)
+            return [Passage(text=prompt, spans=[(0, len(prompt))], response=0)]
         response = text_of(row, self.data.output_key) if self.data.output_key else ""
         prompt = fill_template(self.data.input_template, prompt)
         if not prompt or not response:
             return NO_RESPONSE if prompt else NO_PROMPT
         text = prompt + response
         passage = Passage(text=text, spans=[(len(prompt), len(text))], response=len(prompt))
-        return passage.closed(str(self.tokenizer.eos_token))
+        return [passage.closed(str(self.tokenizer.eos_token))]
 
-    def _conversation(self, row: Mapping[str, Any]) -> Passage | str:
+    def _conversation(self, row: Mapping[str, Any]) -> list[Passage] | str:
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
         asked = len(messages)
         if self.data.output_key:
@@ -125,21 +99,22 @@ class Encoder:
             passage = templates.render_conversation(self.tokenizer, messages, first=first, turns=turns, tools=tools)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
-        return passage.closed(str(self.tokenizer.eos_token))
+        return [passage.closed(str(self.tokenizer.eos_token))]
 
-    def _learn(self, passage: Passage, encoded: Encoded) -> Result:
-        """The columns of a tokenized row, or the reason why the row is dropped."""
-        tokens, longest = encoded.tokens[: self.data.max_len], self.data.max_len - 2
+    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+        """The columns of a row whose text is tokens now, or the reason why the row is dropped."""
+        [passage], [known] = passages, encoded
+        tokens, longest = known.tokens[: self.data.max_len], self.data.max_len - 2
         if len(tokens) < 2:
             return TOO_SHORT
-        prompt_tokens = encoded.tokens_of((passage.response, len(passage.text))).start
+        prompt_tokens = known.tokens_of((passage.response, len(passage.text))).start
         if not self.pretrain and prompt_tokens >= longest:
             return f"with a prompt of {longest} tokens or more (--data.max_len {self.data.max_len})"
         mask = [False] * len(tokens)
-        for places in map(encoded.tokens_of, passage.spans):
+        for places in map(known.tokens_of, passage.spans):
             learned = range(max(places.start, 1), min(places.stop, len(tokens)))
             mask[learned.start : learned.stop] = [True] * len(learned)
         if not self.pretrain:
             tokens, mask[-1] = cut(tokens, self.data.max_len, self.tokenizer), True
-        was_cut = len(encoded.tokens) > len(tokens)
+        was_cut = len(known.tokens) > len(tokens)
         return {"tokens": tokens, "loss_mask": mask, "rewritten": passage.rewritten, "cut": was_cut}

@@ -3,24 +3,15 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import PRMConfig
 from openrlhf.data.errors import DataError, check_columns, kind, row_error, text_of
-from openrlhf.data.rows import Columns, Result, TokenizedRows, as_columns, as_rows
-
-FEATURES = Features(
-    {
-        "tokens": List(Value("int32")),
-        "places": List(Value("int32")),
-        "labels": List(Value("float64")),
-        "dropped": Value("string"),
-        "cut": Value("bool"),
-    }
-)
+from openrlhf.data.rows import Result, TokenizedRows
+from openrlhf.data.templates import Encoded, Passage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +30,12 @@ class StepDataset(TokenizedRows[StepRow]):
     whether the labels are numbers. Raises DataError for a malformed row, naming it, and if no row is left.
     """
 
+    row: ClassVar = StepRow
+    keys = ("input_key", "label_key")
+
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: PRMConfig) -> None:
-        self.tokenizer, self.data, self.prm = tokenizer, config.data, config.prm
-        data, prm = config.data, config.prm
+        self.prm = prm = config.prm
+        data = config.data
         check_columns(dataset.column_names, {"--data.input_key": data.input_key, "--data.label_key": data.label_key})
         self.placeholder = one_token(tokenizer, prm.placeholder_token or "", "--prm.placeholder_token")
         self.reward_tokens = [one_token(tokenizer, token, "--prm.reward_tokens") for token in prm.reward_tokens]
@@ -53,21 +47,15 @@ class StepDataset(TokenizedRows[StepRow]):
                 f"Labels of --data.label_key {data.label_key} are numbers, the probabilities of a right step: name the "
                 f"tokens of a right and of a wrong step with --prm.reward_tokens, not {list(prm.reward_tokens)}."
             )
-        advice = "Look at --data.input_key, --data.label_key, --prm.placeholder_token and --data.max_len."
-        columns = [data.input_key, data.label_key]
-        super().__init__(
-            StepRow, dataset, columns, self._encoded, FEATURES, what="row", advice=advice, max_len=data.max_len
-        )
+        super().__init__(dataset, tokenizer, data)
 
-    def _encoded(self, columns: Columns) -> Columns:
-        """Batches of columns as the columns of `FEATURES`."""
-        return as_columns([self._labelled(row) for row in as_rows(columns)], FEATURES)
+    def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
+        """The text."""
+        return [Passage(text=text_of(row, self.data.input_key), spans=[], response=0)]
 
-    def _labelled(self, row: Mapping[str, Any]) -> Result:
+    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
         """The columns of a row, or the reason why it is dropped."""
-        data = self.data
-        every = self.tokenizer.encode(text_of(row, data.input_key), add_special_tokens=False)
-        labels = row[data.label_key]
+        data, every, labels = self.data, encoded[0].tokens, row[self.data.label_key]
         if not isinstance(labels, list):
             raise row_error(row, data.label_key, f"is {kind(labels)}, not a list with a label for each step.")
         places = [place for place, token in enumerate(every) if token == self.placeholder]

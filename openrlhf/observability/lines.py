@@ -5,10 +5,12 @@ Numbers have fixed widths, so that the lines of a run read as columns.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.text import Text
+
+from openrlhf.config.flags import toml_beside
 
 MANY_TRUNCATED = 0.1  # a larger share of episodes that ran out of tokens is on the line
 
@@ -50,10 +52,12 @@ def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
 def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_left: float | None) -> list[Part]:
     """The pieces of a training step's line, from the metrics that were logged."""
     parts = [Part(label="step", value=f"{step:>{len(str(total))}}/{total}", style="bold")]
-    for names, write, part in _SHOWN:
-        number = next((values[name] for name in names if name in values), None)
+    for shown in _SHOWN:
+        number = next((values[name] for name in shown["metrics"] if name in values), None)
         if number is not None:
-            parts.append(replace(part, value=write(number), style="bold" if part.rank == 0 else ""))
+            written = shown["form"].format(number) if "form" in shown else f"{compact(number):>5}"
+            look = {key: shown[key] for key in ("label", "unit", "rank") if key in shown}
+            parts.append(Part(value=written, style="" if "rank" in shown else "bold", **look))
     if "timing/step_total" in values:
         times = {say: values.get(f"timing/{name}") for name, say in _SPENT.items()}
         spent = [f"{say} {seconds(time)}" for say, time in times.items() if time is not None]
@@ -124,18 +128,7 @@ def clock_time(duration: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-_SHOWN: Sequence[tuple[tuple[str, ...], Callable[[float], str], Part]] = (  # the first name that was logged, its form
-    (("train/reward", "rollout/reward_mean"), "{:6.3f}".format, Part(label="reward")),
-    (("train/gpt_loss", "train/loss", "train/kto_loss", "train/prm_loss"), "{:6.3f}".format, Part(label="loss")),
-    (("train/acc",), percent, Part(label="accuracy")),
-    (("train/kl",), "{:7.4f}".format, Part(label="kl", rank=1)),
-    (("train/entropy_loss",), "{:6.3f}".format, Part(label="entropy", rank=5)),
-    (("train/logprob_gap_mean",), "{:.0e}".format, Part(label="gap", rank=6)),
-    (("train/response_length", "rollout/response_length_mean"), "{:4.0f}".format, Part(label="length", rank=3)),
-    (("train/lr",), "{:.1e}".format, Part(label="lr", rank=4)),
-    (("timing/tokens_per_second",), lambda rate: f"{compact(rate):>5}", Part(unit="tokens/s", rank=4)),
-)
-
+_SHOWN = toml_beside(__file__)["shown"]
 _SPENT = {"generation": "generate", "make_experience": "score", "ppo_train": "train", "broadcast": "publish"}
 
 _FAILED = "train/failed_"

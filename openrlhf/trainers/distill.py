@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.algorithms.distillation import soft_cross_entropy
+from openrlhf.algorithms.supervised_losses import soft_cross_entropy
 from openrlhf.batches import TokenRows
 from openrlhf.config.supervised import KDConfig, KDLossConfig
 from openrlhf.data.loading import Table

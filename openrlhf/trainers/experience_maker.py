@@ -8,13 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    assign_credit,
-    group_statistics,
-    normalize_advantages,
-    shape_rewards,
-)
+from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS, group_statistics, normalize_advantages, shape_rewards
 from openrlhf.algorithms.kl import KLController, kl_estimate
 from openrlhf.algorithms.rewards import clip_rewards, overlong_penalty, stop_properly_penalty, token_rewards
 from openrlhf.batches import Experience, turn_reward_column
@@ -107,7 +101,9 @@ class ExperienceMaker:
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """r_t, Â_t and Ĝ_t, and the metrics of the batch."""
-        estimator = ADVANTAGE_ESTIMATORS[self.algo.advantage.estimator]
+        advantage = self.algo.advantage
+        estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
+        assert experience.values is not None or not estimator.needs_critic
         rewards = self._penalised(experience)
         shaped = clip_rewards(shape_rewards(rewards, experience.group_ids, estimator), *self.reward.clip_range)
         kl = self._reward_kl(experience)
@@ -125,17 +121,11 @@ class ExperienceMaker:
                 self.kl.coef,
                 None if turns is None else block.gather(turns),
             )
-            advantages, returns = assign_credit(
-                estimator,
-                per_token,
-                mask,
-                values=None if experience.values is None else block.gather(experience.values),
-                gamma=self.algo.advantage.gamma,
-                lam=self.algo.advantage.lambd,
-            )
-            for name, values in zip(columns, (per_token, advantages, returns), strict=True):
-                block.scatter(values, columns[name])
-        scale = not self.algo.advantage.no_std_norm
+            values = torch.zeros_like(per_token) if experience.values is None else block.gather(experience.values)
+            advantages, returns = estimator.credit(per_token, values, mask, gamma=advantage.gamma, lam=advantage.lambd)
+            for name, computed in zip(columns, (per_token, advantages, returns), strict=True):
+                block.scatter(computed, columns[name])
+        scale = not advantage.no_std_norm
         columns["advantages"] = normalize_advantages(
             columns["advantages"], experience.action_mask, estimator, scale=scale
         )

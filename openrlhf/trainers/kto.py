@@ -11,14 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.algorithms.preference_losses import kto
 from openrlhf.batches import Answers
 from openrlhf.config.supervised import KTOConfig
-from openrlhf.data.feedback import PreferenceDataset
+from openrlhf.data.feedback import BothAnswers, LabelledDataset, LabelledRow, PreferenceDataset
 from openrlhf.data.first_look import TextFormat
-from openrlhf.data.labelled import BothAnswers, LabelledDataset, LabelledRow
 from openrlhf.data.layouts import JUDGED
 from openrlhf.data.loading import Table
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.referenced import ReferencedTask, answers_of
+from openrlhf.trainers.preference import ReferencedTask, answers_of
 from openrlhf.trainers.tasks import Rows, offline_task
 
 

@@ -1,7 +1,12 @@
-"""Direct preference optimization: the policy should prefer the chosen answer of a pair more than the reference does."""
+"""Direct preference optimization: the policy should prefer the chosen answer of a pair more than the reference does.
+
+Also what this task shares with others: the frozen reference and its log-probabilities, and pairs that stay together.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,21 +14,90 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES, Judged, Strength
 from openrlhf.batches import Answers
-from openrlhf.config.supervised import DPOConfig
+from openrlhf.config.supervised import DPOConfig, KTOConfig, RMConfig
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
+from openrlhf.models.adapters import adapters_off
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.referenced import ReferencedTask, answers_of, pair_metrics
-from openrlhf.trainers.tasks import offline_task
+from openrlhf.trainers.tasks import LanguageTask, Micro, OfflineTask, Row, offline_task
+
+Referenced = TypeVar("Referenced", bound=DPOConfig | KTOConfig)
+Paired = TypeVar("Paired", bound=DPOConfig | RMConfig)
+REFERENCE = "reference"  # its name among the frozen models
+
+
+class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced, Row]):
+    """A language model that is compared with a frozen one. Rows 2i and 2i + 1 of a micro-batch belong together."""
+
+    together: ClassVar = 2
+
+    def frozen_paths(self) -> dict[str, str | None]:
+        """The reference, unless it is the trained model without its adapters."""
+        return {} if self.config.reference_is_policy else {REFERENCE: self.config.ref.model_name_or_path}
+
+    @property
+    def offloads(self) -> bool:
+        """--ref.offload."""
+        return self.config.ref.offload
+
+    def before(self, model: Any, micro: Answers) -> tuple[Answers, Mapping[str, float]]:
+        """Σ log π_ref of the answers, unless it is known or not needed."""
+        if micro.reference is not None or not self.config.needs_reference:
+            return micro, {}
+        reference = self.frozen.get(REFERENCE, model)
+        with nullcontext() if REFERENCE in self.frozen else adapters_off(model.module):
+            scores = reference(micro.tokens, micro.offsets, micro.loss_mask)
+        return replace(micro, reference=micro.answer_sums(scores.logprobs)), {}
+
+
+class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
+    """A task whose rows are pairs. Rows 2i and 2i + 1 of a micro-batch are the two texts of pair i."""
+
+    sample_names: ClassVar = ("chosen", "rejected")
+    together: ClassVar = 2
+
+    def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
+        """Unknown if the prompt is inside the texts, unless the texts are chat messages."""
+        data = self.config.data
+        return super().text_format(tokenizer, ending) if data.prompt_key or data.apply_chat_template else None
+
+    def counts(self, micro: Micro) -> dict[str, float]:
+        """The number of pairs, which is the denominator."""
+        return {"pairs": micro.num_samples / 2}
+
+    def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Loss and accuracy."""
+        return {"eval/eval_loss": metrics["train/loss"], "eval/acc_mean": metrics["train/acc"]}
+
+
+def answers_of(tokens: Sequence[Sequence[int]], prompts: Sequence[int], **columns: Tensor | None) -> Answers:
+    """Texts whose tokens after the prompt are targets; the first token of a text never is."""
+    starts = [max(1, length) for length in prompts]
+    masks = [[False] * start + [True] * (len(row) - start) for row, start in zip(tokens, starts, strict=True)]
+    return Answers.from_lists(tokens, masks, **columns)
+
+
+def pair_metrics(losses: Tensor, rewards: Tensor) -> dict[str, Metric]:
+    """Loss, accuracy and mean rewards of pairs. Rewards 2i and 2i + 1 are those of the chosen and rejected text of pair i."""
+    chosen, rejected, pairs = rewards[0::2], rewards[1::2], len(losses)
+    loss = Mean(float(losses.detach().sum()), pairs)
+    accuracy = Mean(float((chosen > rejected).sum()), pairs)
+    return {
+        "train/loss": loss,
+        "train/acc": accuracy,
+        "train/loss_mean": loss,  # the same under the names of old dashboards
+        "train/acc_mean": accuracy,
+        "train/chosen_reward": Mean(float(chosen.sum()), pairs),
+        "train/reject_reward": Mean(float(rejected.sum()), pairs),
+    }
 
 
 @offline_task("dpo")
-class PreferenceTask(ReferencedTask[DPOConfig, PairRow]):
+class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, PairRow]):
     """The loss of --model.loss_type per pair, mean over the window's pairs of all ranks."""
 
     root: ClassVar = DPOConfig
-    sample_names: ClassVar = ("chosen", "rejected")
     objective: ClassVar = (
         "model.loss_type",
         "model.beta",
@@ -36,11 +110,6 @@ class PreferenceTask(ReferencedTask[DPOConfig, PairRow]):
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
         """Pairs of a chosen and a rejected answer to a prompt."""
         return PreferenceDataset(dataset, tokenizer, self.config.data, needs_prompt=True)
-
-    def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Unknown if the prompt is inside the texts, unless the texts are chat messages."""
-        data = self.config.data
-        return super().text_format(tokenizer, ending) if data.prompt_key or data.apply_chat_template else None
 
     def frozen_paths(self) -> dict[str, str | None]:
         """The reference, if the loss reads one."""
@@ -58,10 +127,6 @@ class PreferenceTask(ReferencedTask[DPOConfig, PairRow]):
         prompts = [row.prompt_length for row in rows for _ in (0, 1)]
         return answers_of(tokens, prompts, reference=torch.tensor(known) if known else None)
 
-    def counts(self, micro: Answers) -> dict[str, float]:
-        """The number of pairs, which is the denominator."""
-        return {"pairs": micro.num_samples / 2}
-
     def loss(self, model: Any, micro: Answers, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's part of the mean over the window's pairs, and its metrics."""
         flags = self.config.model
@@ -76,7 +141,3 @@ class PreferenceTask(ReferencedTask[DPOConfig, PairRow]):
         rewards = flags.beta * (ours - theirs).detach()
         metrics = pair_metrics(losses, rewards) | {"train/nll_loss": Mean(float(nll.detach().sum()), pairs)}
         return self.share(summed, scores.aux_loss, pairs, totals["pairs"], metrics)
-
-    def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Loss and accuracy."""
-        return {"eval/eval_loss": metrics["train/loss"], "eval/acc_mean": metrics["train/acc"]}

@@ -12,34 +12,26 @@ from openrlhf.algorithms.supervised_losses import log_sigmoid
 from openrlhf.batches import Pairs
 from openrlhf.config.supervised import RMConfig
 from openrlhf.data.feedback import PairRow, PreferenceDataset
-from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.observability.metrics import Deviation, Mean, Metric
-from openrlhf.trainers.referenced import pair_metrics
-from openrlhf.trainers.tasks import OfflineTask, offline_task, trained_spec
+from openrlhf.trainers.preference import PairTask, pair_metrics
+from openrlhf.trainers.tasks import offline_task, trained_spec
 
 MEASURED = 0.01  # of the training rows, whose rewards are measured if there is no evaluation set
 
 
 @offline_task("rm")
-class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
+class RewardTask(PairTask[RMConfig, Pairs]):
     """ℓ = −log σ(r_chosen − r_rejected − margin) per pair, mean over the window's pairs of all ranks."""
 
     root: ClassVar = RMConfig
-    sample_names: ClassVar = ("chosen", "rejected")
     padding_side: ClassVar = "left"
-    together: ClassVar = 2
     objective: ClassVar = ("model.loss_type", "model.margin_loss_enable", "model.aux_loss_coef")
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
         """Pairs of a chosen and a rejected answer."""
         return PreferenceDataset(dataset, tokenizer, self.config.data)
-
-    def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Unknown if the prompt is inside the texts, unless the texts are chat messages."""
-        data = self.config.data
-        return super().text_format(tokenizer, ending) if data.prompt_key or data.apply_chat_template else None
 
     def measured_rows(self, train_rows: Any) -> Subset[PairRow]:
         """The first rows, because mean and deviation of the rewards are always needed."""
@@ -60,10 +52,6 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
         texts = [tokens for row in rows for tokens in (row.chosen, row.rejected)]
         return Pairs.of(texts, margins=torch.tensor([row.margin for row in rows]).repeat_interleave(2))
 
-    def counts(self, micro: Pairs) -> dict[str, float]:
-        """The number of pairs, which is the denominator."""
-        return {"pairs": micro.num_samples / 2}
-
     def loss(self, model: Any, micro: Pairs, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's part of the mean over the window's pairs, and its metrics."""
         outputs = model(micro.tokens, micro.offsets)
@@ -79,12 +67,8 @@ class RewardTask(OfflineTask[RMConfig, PairRow, Pairs]):
         """Loss, accuracy, and the mean and unbiased standard deviation of all rewards, chosen and rejected."""
         rewards = metrics["rewards"]
         assert isinstance(rewards, Deviation)
-        return {
-            "eval/eval_loss": metrics["train/loss"],
-            "eval/acc_mean": metrics["train/acc"],
-            "eval/reward_mean": Mean(rewards.mean, 1),
-            "eval/reward_std": Mean(max(rewards.value, 1e-8), 1),
-        }
+        scale = {"eval/reward_mean": Mean(rewards.mean, 1), "eval/reward_std": Mean(max(rewards.value, 1e-8), 1)}
+        return super().evaluation_names(metrics) | scale
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
         """Store mean and deviation in the model's configuration, where --reward.normalize_enable of RL reads them."""

@@ -46,6 +46,7 @@ class Source(ABC):
 
     def __post_init__(self) -> None:
         self.step = self.consumed = 0  # steps handed out; prompts
+        self._drawn = 0  # prompts handed to the generator, over all epochs
 
     @abstractmethod
     def __iter__(self) -> Iterator[list[Trajectory]]:
@@ -84,8 +85,9 @@ class Source(ABC):
             collate_fn=list,
             num_workers=self.num_workers,
         )
-        for number, prompt in enumerate(chain.from_iterable(loader), drawn):
-            yield replace(prompt, index=number)
+        # Counts prompts handed out, not prompts that the loader has read ahead.
+        for self._drawn, prompt in enumerate(chain.from_iterable(loader), drawn + 1):
+            yield replace(prompt, index=self._drawn - 1)
 
     def prompt(self, number: int) -> Prompt:
         """The prompt that is drawn after `number` others."""
@@ -123,23 +125,15 @@ class SyncSource(Source):
         self.batch_size = self.spec.rollout.batch_size
         self.at_once = self.spec.rollout.vllm_generate_batch_size or self.batch_size
         self.total_steps = math.ceil(len(self.prompts) / self.batch_size) * self.train.num_episodes
-        self._drawn = 0  # prompts handed to the generator, over all epochs
 
     @property
     def exhausted(self) -> bool:
         """Whether all epochs have ended, or the generator gives nothing more."""
         return self.epoch >= self.train.num_episodes or (self.last_step is not None and self.step >= self.last_step)
 
-    def _rest_of_epoch(self) -> Iterator[Prompt]:
-        """Prompts one by one. `_drawn` counts prompts handed out, not prompts that the loader has read ahead."""
-        self._drawn = self.consumed
-        for prompt in self.rest_of_epoch(self._drawn):
-            self._drawn += 1
-            yield prompt
-
     def __iter__(self) -> Iterator[list[Trajectory]]:
         while not self.exhausted:
-            yield from self._steps_of_epoch(self._rest_of_epoch())
+            yield from self._steps_of_epoch(self.rest_of_epoch(self.consumed))
             self.consumed = self._drawn
 
     def _steps_of_epoch(self, prompts: Iterator[Prompt]) -> Iterator[list[Trajectory]]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from openrlhf.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
-    assign_credit,
     discounted_returns,
     gae,
     group_statistics,
@@ -61,10 +60,6 @@ def test_the_estimators_and_what_they_need() -> None:
         "group_norm": (False, True, False),
         "dr_grpo": (False, True, False),
     }
-
-
-def test_each_estimator_knows_its_own_name() -> None:
-    assert all(ADVANTAGE_ESTIMATORS[name].name == name for name in ADVANTAGE_ESTIMATORS)
 
 
 # Shaping within a prompt
@@ -294,14 +289,9 @@ def test_every_estimator_from_reward_to_advantage(name: str, kl_coef: float, sca
     gamma, lam = (1.0, 1.0) if estimator.per_group else (0.9, 0.95)
 
     scores = clip_rewards(shaped(name, rewards, groups), -10.0, 10.0)
-    advantages, returns = assign_credit(
-        estimator,
-        token_rewards(scores, kl, mask, kl_coef),
-        mask,
-        values=values if estimator.needs_critic else None,
-        gamma=gamma,
-        lam=lam,
-    )
+    per_token = token_rewards(scores, kl, mask, kl_coef)
+    known = values if estimator.needs_critic else torch.zeros_like(values)
+    advantages, returns = estimator.credit(per_token, known, mask, gamma=gamma, lam=lam)
     advantages = normalize_advantages(advantages, mask, estimator, scale=scale)
 
     flat: list[float] = []
@@ -326,12 +316,5 @@ def test_a_batch_of_equal_rewards_teaches_exactly_nothing(name: str) -> None:
     mask = torch.rand(8, 20, generator=torch.Generator().manual_seed(0)) < 0.7
     scores = shaped(name, [0.1] * 8, [0] * 8, torch.float32)
     block = token_rewards(scores, None, mask, 0.0)
-    values = torch.zeros(8, 20) if estimator.needs_critic else None
-    advantages, _ = assign_credit(estimator, block, mask, values=values, gamma=1.0, lam=1.0)
+    advantages, _ = estimator.credit(block, torch.zeros(8, 20), mask, gamma=1.0, lam=1.0)
     assert not normalize_advantages(advantages, mask, estimator).any()
-
-
-def test_gae_without_a_critic_is_refused() -> None:
-    block = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="'gae' needs the critic's values"):
-        assign_credit(ADVANTAGE_ESTIMATORS["gae"], block, block > 0, values=None, gamma=1.0, lam=1.0)

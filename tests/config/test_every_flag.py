@@ -85,18 +85,18 @@ MET = {
 TRAINING = "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder observability.trackers models.adapters"
 READERS = {
     "lora_combiner": "checkpoints.combine",
-    "train_sft": f"{TRAINING} trainers.sft data.sft data.first_look",
-    "train_rm": f"{TRAINING} trainers.reward data.feedback",
-    "train_dpo": f"{TRAINING} trainers.preference trainers.referenced data.feedback launch.precompute",
-    "train_kto": f"{TRAINING} trainers.kto trainers.referenced data.feedback data.labelled data.sft",
+    "train_sft": f"{TRAINING} trainers.sft data.rows data.sft data.first_look",
+    "train_rm": f"{TRAINING} trainers.reward data.rows data.feedback",
+    "train_dpo": f"{TRAINING} trainers.preference data.rows data.feedback launch.precompute",
+    "train_kto": f"{TRAINING} trainers.kto trainers.preference data.rows data.feedback data.sft",
     "train_prm": f"{TRAINING} trainers.process_reward data.steps",
-    "train_kd": f"{TRAINING} trainers.distill trainers.sft data.sft data.first_look",
+    "train_kd": f"{TRAINING} trainers.distill trainers.sft data.rows data.sft data.first_look",
     "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data launch.processes launch.agents agents.play "
-    "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers data.prompts data.first_look "
+    "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers data.rows data.prompts data.first_look "
     "trainers.sources trainers.async_source trainers.stages models.adapters workers.policy workers.critic checkpoints.manager rollout.fleet distributed.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
     "eval": "evaluation.runs trainers.reward trainers.stages launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.judge "
-    "observability.recorder observability.trackers data.prompts data.feedback rollout.fleet distributed.placement",
+    "observability.recorder observability.trackers data.rows data.prompts data.feedback rollout.fleet distributed.placement",
     "reward_test": "evaluation.reward_test rewards.rule",
     "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "
     "observability.recorder observability.trackers data.prompts data.first_look rollout.fleet distributed.placement trainers.stages",

@@ -6,50 +6,53 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset
 
 from openrlhf.config.shared import DeepSpeedConfig
-from openrlhf.data.errors import DataError, row_error
-from openrlhf.data.rows import Columns, TokenizedRows, as_columns, as_rows
+from openrlhf.config.supervised import SFTDataConfig
+from openrlhf.data.errors import ROW, DataError, row_error
+from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.sft import SFTRow
+from openrlhf.data.templates import Encoded, Passage
 from openrlhf.distributed.strategy import Strategy
+from tests.data.small import build_tokenizer
 
-FEATURES = Features(
-    {"tokens": List(Value("int32")), "loss_mask": List(Value("bool")), "dropped": Value("string"), "cut": Value("bool")}
-)
 SIZES = {"training": 200, "evaluation": 7, "broken": 200, "killed": 200}
 BROKEN = 150
 
 
-def tokenized(folder: Path, case: str) -> TokenizedRows[SFTRow]:
+class Letters(TokenizedRows[SFTRow]):
     """Letters as tokens. A process that prepares rows leaves a file; in two cases it does not finish."""
 
-    def encode(columns: Columns) -> Columns:
-        (folder / f"{case}-{os.getpid()}").touch()
-        rows = as_rows(columns)
-        if case == "broken":
-            raise row_error(rows[BROKEN], "text", "is odd.")
-        if case == "killed" and len(list(folder.glob("killed-*"))) == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        results = [
-            {"tokens": list(map(ord, row["text"])), "loss_mask": [True] * len(row["text"]), "cut": False}
-            if row["text"]
-            else "empty"
-            for row in rows
-        ]
-        return as_columns(results, FEATURES)
+    row = SFTRow
+    keys = ("input_key",)
 
-    dataset = Dataset.from_list([{"text": "ab" * number} for number in range(SIZES[case])])
-    return TokenizedRows(SFTRow, dataset, ["text"], encode, FEATURES, what="row", advice="", max_len=1000)
+    def __init__(self, folder: Path, case: str) -> None:
+        self.folder, self.case = folder, case
+        dataset = Dataset.from_list([{"text": "ab" * number} for number in range(SIZES[case])])
+        super().__init__(dataset, build_tokenizer(), SFTDataConfig(input_key="text", max_len=1000))
+
+    def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
+        (self.folder / f"{self.case}-{os.getpid()}").touch()
+        if self.case == "broken" and row[ROW] == BROKEN + 1:
+            raise row_error(row, "text", "is odd.")
+        if self.case == "killed" and len(list(self.folder.glob("killed-*"))) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [Passage(text=row["text"], spans=[], response=0)] if row["text"] else "empty"
+
+    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+        tokens = encoded[0].tokens
+        return {"tokens": tokens, "loss_mask": [True] * len(tokens), "cut": False}
 
 
 def seen(folder: Path, case: str) -> Any:
     """Everything that a trainer sees of a dataset: its summary and rows, or the error."""
     try:
-        rows = tokenized(folder, case)
+        rows = Letters(folder, case)
     except DataError as error:
         return str(error)
     return [rows.summary, *(vars(rows[number]) for number in range(len(rows)))]
@@ -59,7 +62,7 @@ def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     Strategy(DeepSpeedConfig(param_dtype="fp32"), seed=0)
     report: dict[str, Any] = {case: seen(folder, case) for case in sys.argv[2:]}
-    kept = tokenized(folder, "training") if "training" in report else None
+    kept = Letters(folder, "training") if "training" in report else None
     report["mapped"] = kept is not None and "/openrlhf-rows-" in Path("/proc/self/maps").read_text()
     (folder / f"rank-{rank}.json").write_text(json.dumps(report))
 

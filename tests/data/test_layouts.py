@@ -13,8 +13,7 @@ from openrlhf.config.flags import amend
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 from openrlhf.data.errors import DataError
-from openrlhf.data.feedback import PreferenceDataset
-from openrlhf.data.labelled import LabelledDataset
+from openrlhf.data.feedback import LabelledDataset, PreferenceDataset
 from openrlhf.data.layouts import LAYOUTS, READERS, recognise
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.flags import amend
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.config.supervised import DPOConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
-from openrlhf.data.feedback import PreferenceDataset
-from openrlhf.data.labelled import BothAnswers, LabelledDataset
+from openrlhf.data.feedback import BothAnswers, LabelledDataset, PreferenceDataset
 from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.prompts import PromptDataset

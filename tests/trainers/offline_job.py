@@ -11,8 +11,7 @@ import torch
 from openrlhf.config.flags import amend
 from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, RMDeepSpeedConfig, SFTConfig
-from openrlhf.data.feedback import PairRow
-from openrlhf.data.labelled import LabelledRow
+from openrlhf.data.feedback import LabelledRow, PairRow
 from openrlhf.data.sft import SFTRow
 from openrlhf.data.steps import StepRow
 from openrlhf.distributed.engine import TrainEngine

@@ -123,6 +123,11 @@ def test_the_metrics_of_a_batch_by_hand() -> None:
     )
 
 
+def test_gae_without_a_critic_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        credited(batch([1.0, 0.0, 2.0, 0.0]), estimator="gae", kl_in_reward=False)
+
+
 def test_prompts_get_no_reward_and_no_advantage() -> None:
     experience, _ = credited(batch([1.0, 0.0, 2.0, 0.0]), kl_in_reward=False)
     for column in (experience.token_rewards, experience.advantages, experience.returns):
