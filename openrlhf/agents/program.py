@@ -88,15 +88,13 @@ def own_params(params: Any) -> SamplingParams:
         if other := [n for n in names if n not in ours | ignored and getattr(params, n) != getattr(default, n, None)]:
             raise EngineRefusal(f"sampling parameters {other} are not passed on; the ones that are: {sorted(ours)}")
     own = SamplingParams(**{name: getattr(params, name) for name in ours if hasattr(params, name)})
-    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        value = getattr(own, name)
-        if isinstance(value, bool) or not hasattr(value, "__float__"):
-            raise EngineRefusal(f"sampling_params.{name} is {value!r}, which is no number")
-    for name in ("top_k", "max_tokens", "min_tokens", "seed", "logprobs"):
-        value = getattr(own, name)
-        unset = value is None and name in ("max_tokens", "seed", "logprobs")
-        if not unset and (type(value) is not int or abs(value) >> 63):
-            raise EngineRefusal(f"sampling_params.{name} is {value!r}, which is no integer of 64 bits")
+    for field in fields(own):
+        value = getattr(own, field.name)
+        if field.type is float and (isinstance(value, bool) or not hasattr(value, "__float__")):
+            raise EngineRefusal(f"sampling_params.{field.name} is {value!r}, which is no number")
+        unset = value is None and field.type == int | None
+        if field.type in (int, int | None) and not unset and (type(value) is not int or abs(value) >> 63):
+            raise EngineRefusal(f"sampling_params.{field.name} is {value!r}, which is no integer of 64 bits")
     return own
 
 

@@ -66,10 +66,15 @@ def limit_processes(count: int, uid: int) -> bool:
             _enter_user_namespace()
     except OSError:
         return False
-    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    count = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
+    limit(resource.RLIMIT_NPROC, count)
     return True
+
+
+def limit(kind: int, value: int) -> None:
+    """Let this process have `value` of a resource, or what it may have at most, and never more again."""
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
 
 
 def _change_user(uid: int) -> None:

@@ -16,7 +16,6 @@ that of `async def`, it is awaited in one event loop, together with the other ca
 
 import asyncio
 import contextvars
-import errno
 import faulthandler
 import inspect
 import itertools
@@ -123,7 +122,7 @@ class Program:
     def _failed(self, call: int, error: BaseException, otherwise: Failure) -> None:
         """Send an error. After some errors the process should not be used again."""
         failure, text = failure_of(error, otherwise), traceback_of(error)[-LONGEST_ERROR:]
-        full = _asked_for_a_process(error) and _is_full()
+        full = failure is not Failure.MEMORY and _is_full()
         if full:
             text += f"This process and what it started have reached the limit of {PROCESSES} processes and threads. "
         scarce = full or failure is Failure.MEMORY  # what this call lacked, others may have used up
@@ -173,29 +172,18 @@ def traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames, chain=not ours))
 
 
-def _asked_for_a_process(error: BaseException | None) -> bool:
-    """Whether an error, or the error that caused it, is one of a fork or of a thread's start."""
-    if error is None:
-        return False
-    thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
-    fork = isinstance(error, OSError) and error.errno == errno.EAGAIN
-    return thread or fork or _asked_for_a_process(error.__cause__ or error.__context__)
-
-
 def _is_full() -> bool:
-    """Whether this process can start no other."""
+    """Whether this process can start nothing more; the kernel counts threads like processes."""
     try:
-        if (child := os.fork()) == 0:
-            os._exit(0)
-    except OSError:
+        threading.Thread(target=int).start()
+    except RuntimeError:
         return True
-    os.waitpid(child, 0)
     return False
 
 
 def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     """Start the process of user code. When it ends, or when the pool closes our standard input, end all that is left of it."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    confinement.limit(resource.RLIMIT_CORE, 0)
     confinement.adopt_orphans()
     if (child := os.fork()) == 0:
         os.setsid()  # signals that user code sends to its own process group do not reach us
@@ -224,7 +212,7 @@ def run_user_code(channel: socket.socket, memory_bytes: int, uid: int) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=False)
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    confinement.limit(resource.RLIMIT_DATA, memory_bytes)
     with suppress(OSError):  # if the whole machine runs short of memory, the kernel is to take a user process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     confinement.limit_processes(PROCESSES, uid)

@@ -103,6 +103,15 @@ class Reward(ABC):
         return [failed] * len(requests)
 
 
+def columns(requests: Sequence[RewardRequest]) -> dict[str, list[Any]]:
+    """The requests as the arguments of a reward function."""
+    return {
+        "queries": [request.query for request in requests],
+        "prompts": [request.prompt for request in requests],
+        "labels": [request.label for request in requests],
+    }
+
+
 def read_rewards(returned: Any, count: int) -> list[RewardResult]:
     """What a reward function returned for `count` samples, one result each.
 
