@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from openrlhf.processes import confinement
-from openrlhf.processes.descendants import end_all, reap_orphans
 from openrlhf.processes.loading import load_function, plain
 from openrlhf.trajectory import Failure
 
@@ -190,12 +189,12 @@ def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
         return run_user_code(socket.socket(fileno=socket_fd), memory_bytes, uid)
     os.close(socket_fd)
     signal.signal(DUMP_SIGNAL, lambda *_: os.kill(child, DUMP_SIGNAL))
-    signal.signal(signal.SIGCHLD, lambda *_: reap_orphans(child))
+    signal.signal(signal.SIGCHLD, lambda *_: confinement.reap_orphans(child))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     select.select([sys.stdin, os.pidfd_open(child)], [], [])
     for number in (signal.SIGTERM, DUMP_SIGNAL):  # whose handlers would signal a process that is gone
         signal.signal(number, signal.SIG_IGN)
-    end_like(os.waitstatus_to_exitcode(end_all(child)))
+    end_like(os.waitstatus_to_exitcode(confinement.end_all(child)))
 
 
 def end_like(code: int) -> NoReturn:

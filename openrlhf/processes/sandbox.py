@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from openrlhf.processes import confinement
-from openrlhf.processes.descendants import end_all
 
 MEMORY_BYTES = 2 << 30  # address space of each process
 FILE_BYTES = 16 << 20  # of each file, the output among them
@@ -113,7 +112,7 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
         preexec_fn=lambda: _confine(seconds, readable, unprotected),
     )
     on_time = select.select([os.pidfd_open(child.pid)], [], [], 2 * seconds)[0]
-    status = end_all(child.pid)
+    status = confinement.end_all(child.pid)
     shutil.rmtree(os.getcwd(), ignore_errors=True)
     late = not on_time or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU)
     os._exit(LATE if late else FAILED if status else OK)
