@@ -51,8 +51,7 @@ def assemble(result: Mapping[str, Any], samples: Sequence[Asked], max_length: in
     builder, turns = TrajectoryBuilder(tokens[: ranges[0][0]]), list[tuple[int, float]]()
     for number, (start, end) in enumerate(ranges):
         builder.append_feedback(tokens[len(builder.tokens) : start])
-        for piece, logprobs, versions in sampled.pieces(tokens, start, end, given):
-            builder.append_action(piece, logprobs, versions)
+        sampled.append_action(builder, tokens, end, given)
         if turn_rewards and end > start:
             turns.append((min(end, max_length) - 1, turn_rewards[number]))
     builder.append_feedback(tokens[len(builder.tokens) :])
@@ -73,12 +72,9 @@ class _Samples:
         self.samples = [sample for sample in samples if sample.answer.tokens]
         self.oddities: list[str] = []
 
-    def pieces(
-        self, tokens: list[int], start: int, end: int, given: list[float] | None
-    ) -> list[tuple[list[int], list[float], tuple[int, ...]]]:
-        """The tokens of an action range with their log-probabilities and versions, sample by sample."""
-        found: list[tuple[list[int], list[float], tuple[int, ...]]] = []
-        while start < end:
+    def append_action(self, builder: TrajectoryBuilder, tokens: list[int], end: int, given: list[float] | None) -> None:
+        """Append the rest of an action range, with log-probabilities and versions, sample by sample."""
+        while (start := len(builder.tokens)) < end:
             sample = self._take(tokens, start, end)
             if sample is None:
                 if given is None:
@@ -87,19 +83,18 @@ class _Samples:
                         "return the token_ids of its outputs, or rollout_log_probs with their log-probabilities"
                     )
                 self.oddities.append("has action_ranges with tokens that the engine did not sample")
-                return [*found, (tokens[start:end], given[start:end], ())]
-            generation: Generation = sample.answer
-            length = min(len(generation.tokens), end - start)
-            found.append((tokens[start : start + length], generation.logprobs[:length], generation.weight_versions))
-            start += length
-        return found
+                builder.append_action(tokens[start:end], given[start:end])
+                return
+            found: Generation = sample.answer
+            builder.append_action(found.tokens[: end - start], found.logprobs[: end - start], found.weight_versions)
 
     def _take(self, tokens: list[int], start: int, end: int) -> Asked | None:
         """The sample that covers most of what is at `start`. One that continued exactly the tokens before it is preferred.
 
         If nobody knows which episode asked for a sample, only such an exact sample counts.
         """
-        fitting = [sample for sample in self.samples if _continues(sample.answer.tokens, tokens, start, end)]
+        span = tokens[start:end]
+        fitting = [s for s in self.samples if s.answer.tokens[: len(span)] == span[: len(s.answer.tokens)]]
         exact = [sample for sample in fitting if sample.question["prompt"] == tokens[:start]]
         fitting = [sample for sample in fitting if sample.own]
         if fitting and not exact:
@@ -111,12 +106,6 @@ class _Samples:
         if (reason := chosen.answer.finish_reason) not in FINISHED:
             raise UserCodeError(f"the engine ended a sample: {reason}", Failure.ENGINE)
         return chosen
-
-
-def _continues(sampled: list[int], tokens: list[int], start: int, end: int) -> bool:
-    """Whether `tokens[start:end]` begins with the sample, or is the beginning of the sample."""
-    length = min(len(sampled), end - start)
-    return tokens[start : start + length] == sampled[:length]
 
 
 def _tokens(result: Mapping[str, Any], samples: Sequence[Asked], vocabulary: int) -> list[int]:
