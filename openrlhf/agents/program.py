@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput
 from openrlhf.agents.contract import AgentExecutorBase, ContractMistake
 from openrlhf.agents.old_steps import executor_of_step
-from openrlhf.processes.loading import awaited, is_required, load_file
+from openrlhf.processes.loading import awaited, is_required, load_file, takes
 from openrlhf.processes.program import ASK, Ask
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
@@ -128,9 +128,10 @@ async def play(prompt: str, label: Any, params: SamplingParams, images: Any) -> 
         "max_length": Stage.max_length,
         "hf_tokenizer": Stage.tokenizer,
         "llm_engine": EngineProxy(ASK.get(), params, Stage.tokenizer, Stage.max_length),
-        "images": images,
     }
-    result = await awaited(Stage.executor.execute(**_accepted(Stage.executor.execute, arguments)))
+    if takes(Stage.executor.execute, "images"):
+        arguments["images"] = images
+    result = await awaited(Stage.executor.execute(**arguments))
     if not isinstance(result, Mapping):
         raise ContractMistake(f"execute returned {type(result).__qualname__}, not a dict")
     return {name: value for name, value in result.items() if name in RESULT}
@@ -160,16 +161,8 @@ def load_executor(path: Path) -> AgentExecutorBase:
         )
     if not (inspect.isclass(kind) and issubclass(kind, AgentExecutorBase)):
         raise TypeError(f"{path}: {CLASS} must be a subclass of openrlhf.utils.agent.AgentExecutorBase")
-    execute = inspect.signature(kind.execute).parameters
-    if "llm_engine" not in execute and not any(p.kind is p.VAR_KEYWORD for p in execute.values()):
+    if not takes(kind.execute, "llm_engine"):
         raise TypeError(f"{path} {OLD_QUEUE}")
     if missing := [p.name for p in inspect.signature(kind).parameters.values() if is_required(p)]:
         raise TypeError(f"{path}: {CLASS} is made without arguments, but its __init__ asks for {missing}")
     return kind()
-
-
-def _accepted(execute: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Without `images` if the method has no such parameter."""
-    parameters = inspect.signature(execute).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in arguments.items() if name != "images" or takes_any or name in parameters}
