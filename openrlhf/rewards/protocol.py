@@ -141,9 +141,10 @@ def _numbers(name: str, value: Any, count: int, *, finite: bool = False) -> list
         raise ValueError(f"returned {name} that are not numbers: {shown(value)}")
     if len(flat) != count:
         raise ValueError(f"returned {len(flat)} {name} for {count} samples: {shown(value)}")
-    if finite and not all(abs(item) < LARGEST for item in flat):
-        raise ValueError(f"returned {name} that are not finite: {shown(flat)}")
-    return [float(item) for item in flat]
+    numbers = [float(item) for item in flat]
+    if finite and not all(abs(number) < LARGEST for number in numbers):
+        raise ValueError(f"returned {name} that are not finite: {shown(numbers)}")
+    return numbers
 
 
 def _flatten(value: Any) -> list[Any]:
