@@ -20,22 +20,9 @@ class EpisodeMistake(UserCodeError):
         super().__init__(message, Failure.RESULT)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """A sample that the engine gave. `own`: whether it is known that this episode asked for it."""
-
-    prompt: list[int]
-    generation: Generation
-    own: bool = True
-
-
-def samples_in(asked: Sequence[Asked]) -> list[Sampled]:
-    """The samples among the engine's answers to an episode; the other answers are refusals."""
-    return [
-        Sampled(prompt=each.question["prompt"], generation=each.answer, own=each.own)
-        for each in asked
-        if isinstance(each.answer, Generation)
-    ]
+def samples_in(asked: Sequence[Asked]) -> list[Asked]:
+    """What the engine answered with a sample; its other answers are refusals."""
+    return [each for each in asked if isinstance(each.answer, Generation)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +36,8 @@ class Assembled:
     oddities: Sequence[str] = ()  # worth telling the user once
 
 
-def assemble(result: Mapping[str, Any], samples: Sequence[Sampled], max_length: int, *, vocabulary: int) -> Assembled:
-    """The episode that an executor returned, cut to `max_length` tokens.
+def assemble(result: Mapping[str, Any], samples: Sequence[Asked], max_length: int, *, vocabulary: int) -> Assembled:
+    """The episode that an executor returned, cut to `max_length` tokens, with the `samples_in` what it asked the engine.
 
     Sampled tokens get the log-probabilities and weight versions that the engine gave with them. The executor's own
     `rollout_log_probs` count only for tokens that the engine did not sample. Raises EpisodeMistake, and UserCodeError
@@ -64,8 +51,7 @@ def assemble(result: Mapping[str, Any], samples: Sequence[Sampled], max_length: 
     builder, turns = TrajectoryBuilder(tokens[: ranges[0][0]]), list[tuple[int, float]]()
     for number, (start, end) in enumerate(ranges):
         builder.append_feedback(tokens[len(builder.tokens) : start])
-        for piece, logprobs, versions in sampled.pieces(tokens, start, end, given):
-            builder.append_action(piece, logprobs, versions)
+        sampled.append_action(builder, tokens, end, given)
         if turn_rewards and end > start:
             turns.append((min(end, max_length) - 1, turn_rewards[number]))
     builder.append_feedback(tokens[len(builder.tokens) :])
@@ -82,16 +68,13 @@ def assemble(result: Mapping[str, Any], samples: Sequence[Sampled], max_length: 
 class _Samples:
     """The engine's samples, found again in order in the tokens of an episode."""
 
-    def __init__(self, samples: Sequence[Sampled]) -> None:
-        self.samples = [sample for sample in samples if sample.generation.tokens]
+    def __init__(self, samples: Sequence[Asked]) -> None:
+        self.samples = [sample for sample in samples if sample.answer.tokens]
         self.oddities: list[str] = []
 
-    def pieces(
-        self, tokens: list[int], start: int, end: int, given: list[float] | None
-    ) -> list[tuple[list[int], list[float], tuple[int, ...]]]:
-        """The tokens of an action range with their log-probabilities and versions, sample by sample."""
-        found: list[tuple[list[int], list[float], tuple[int, ...]]] = []
-        while start < end:
+    def append_action(self, builder: TrajectoryBuilder, tokens: list[int], end: int, given: list[float] | None) -> None:
+        """Append the rest of an action range, with log-probabilities and versions, sample by sample."""
+        while (start := len(builder.tokens)) < end:
             sample = self._take(tokens, start, end)
             if sample is None:
                 if given is None:
@@ -100,43 +83,36 @@ class _Samples:
                         "return the token_ids of its outputs, or rollout_log_probs with their log-probabilities"
                     )
                 self.oddities.append("has action_ranges with tokens that the engine did not sample")
-                return [*found, (tokens[start:end], given[start:end], ())]
-            generation = sample.generation
-            length = min(len(generation.tokens), end - start)
-            found.append((tokens[start : start + length], generation.logprobs[:length], generation.weight_versions))
-            start += length
-        return found
+                builder.append_action(tokens[start:end], given[start:end])
+                return
+            found: Generation = sample.answer
+            builder.append_action(found.tokens[: end - start], found.logprobs[: end - start], found.weight_versions)
 
-    def _take(self, tokens: list[int], start: int, end: int) -> Sampled | None:
+    def _take(self, tokens: list[int], start: int, end: int) -> Asked | None:
         """The sample that covers most of what is at `start`. One that continued exactly the tokens before it is preferred.
 
         If nobody knows which episode asked for a sample, only such an exact sample counts.
         """
-        fitting = [sample for sample in self.samples if _continues(sample.generation.tokens, tokens, start, end)]
-        exact = [sample for sample in fitting if sample.prompt == tokens[:start]]
+        span = tokens[start:end]
+        fitting = [s for s in self.samples if s.answer.tokens[: len(span)] == span[: len(s.answer.tokens)]]
+        exact = [sample for sample in fitting if sample.question["prompt"] == tokens[:start]]
         fitting = [sample for sample in fitting if sample.own]
         if fitting and not exact:
             self.oddities.append("shows the engine other tokens than those before the action in observation_tokens")
         if not (exact or fitting):
             return None
-        chosen = max(exact or fitting, key=lambda sample: (sample.own, min(len(sample.generation.tokens), end - start)))
+        chosen = max(exact or fitting, key=lambda sample: (sample.own, min(len(sample.answer.tokens), end - start)))
         self.samples.remove(chosen)
-        if (reason := chosen.generation.finish_reason) not in FINISHED:
+        if (reason := chosen.answer.finish_reason) not in FINISHED:
             raise UserCodeError(f"the engine ended a sample: {reason}", Failure.ENGINE)
         return chosen
 
 
-def _continues(sampled: list[int], tokens: list[int], start: int, end: int) -> bool:
-    """Whether `tokens[start:end]` begins with the sample, or is the beginning of the sample."""
-    length = min(len(sampled), end - start)
-    return tokens[start : start + length] == sampled[:length]
-
-
-def _tokens(result: Mapping[str, Any], samples: Sequence[Sampled], vocabulary: int) -> list[int]:
+def _tokens(result: Mapping[str, Any], samples: Sequence[Asked], vocabulary: int) -> list[int]:
     tokens = result.get("observation_tokens")
     if not isinstance(tokens, list) or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
         raise EpisodeMistake(f"observation_tokens must be a list of token ids, and is {shown(tokens)}")
-    beyond = {t for t in tokens if t >= vocabulary}.difference(*(sample.generation.tokens for sample in samples))
+    beyond = {t for t in tokens if t >= vocabulary}.difference(*(sample.answer.tokens for sample in samples))
     if beyond:
         raise EpisodeMistake(
             f"observation_tokens have {sorted(beyond)[:3]}; the tokenizer's ids go to {vocabulary - 1}"

@@ -1,10 +1,10 @@
 """Agents of releases 0.8.0 to 0.8.6: a function `step`, wrapped into today's contract."""
 
-import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from openrlhf.agents.contract import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
+from openrlhf.processes.loading import takes
 
 
 def executor_of_step(step: Callable[..., Awaitable[Any]]) -> AgentExecutorBase:
@@ -13,12 +13,11 @@ def executor_of_step(step: Callable[..., Awaitable[Any]]) -> AgentExecutorBase:
     It returns (reward, next text, done, anything), or a dict with `rewards`, `next_observation` or `next_state`, `done`, and
     optionally `scores`, `sampling_params`, `extra_logs`. The next text is all of it: what came before, and the feedback.
     """
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(step).parameters.values())
 
     class Instance(AgentInstanceBase):
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             observation, action = states["observation_text"], states["action_text"]
-            more = {"sampling_params": states["sampling_params"]} if takes_any else {}
+            more = {"sampling_params": states["sampling_params"]} if takes(step, "sampling_params") else {}
             answer = await step(observation, action, states["label"], **more)
             if not isinstance(answer, Mapping):
                 reward, following, done, *_ = answer

@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.agents.assembly import Assembled, EpisodeMistake, Sampled, assemble, samples_in
+from openrlhf.agents.assembly import Assembled, EpisodeMistake, assemble, samples_in
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RolloutConfig, RuleConfig
 from openrlhf.observability.once import warn_once
-from openrlhf.processes.pool import ProcessPool, UserCall, UserCodeError, loading
+from openrlhf.processes.pool import Asked, ProcessPool, UserCall, UserCodeError, loading
 from openrlhf.rollout.engine import RequestRefused
 from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -56,7 +56,7 @@ class AgentEpisodes:
     async def check(self) -> None:
         """Load the agent's file in one process. Raises ConfigError with the traceback if that fails."""
         try:
-            await self.pool.load(self._setup)
+            await self.pool.run(self._setup, self._setup)
         except UserCodeError as error:
             raise ConfigError(f"--train.agent_func_path: {error}") from error
 
@@ -95,7 +95,10 @@ class AgentEpisodes:
             answer=lambda *question: asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer(*question), loop)),
         )
         try:
-            episode = self._assembled(await self.pool.run(call, self._setup), samples_in(call.asked), spec.max_len)
+            result = await self.pool.run(call, self._setup)
+            episode = assemble(result, samples_in(call.asked), spec.max_len, vocabulary=len(self.tokenizer))
+            if episode.reward.reward is None and self.needs_reward:
+                raise EpisodeMistake("execute returned no reward, and there is no --reward.model_name_or_path")
         except UserCodeError as error:
             return self._failed(prompt, sample, samples_in(call.asked), error)
         for oddity in episode.oddities:
@@ -103,13 +106,6 @@ class AgentEpisodes:
                 f"The agent of {self.file} {oddity}: the log-probabilities of these tokens will not be the policy's."
             )
         return self._finished(prompt, sample, episode)
-
-    def _assembled(self, result: dict[str, Any], samples: list[Sampled], max_length: int) -> Assembled:
-        """The episode that the agent returned. Raises UserCodeError if it cannot be trained on."""
-        episode = assemble(result, samples, max_length, vocabulary=len(self.tokenizer))
-        if episode.reward.reward is None and self.needs_reward:
-            raise EpisodeMistake("execute returned no reward, and there is no --reward.model_name_or_path")
-        return episode
 
     def _finished(self, prompt: Prompt, sample: int, episode: Assembled) -> Trajectory:
         builder, reward = episode.builder, episode.reward
@@ -125,12 +121,12 @@ class AgentEpisodes:
             response_text=self._decode(builder.tokens[first:]),
         )
 
-    def _failed(self, prompt: Prompt, sample: int, samples: list[Sampled], error: UserCodeError) -> Trajectory:
+    def _failed(self, prompt: Prompt, sample: int, samples: list[Asked], error: UserCodeError) -> Trajectory:
         """What is shown of an episode that cannot be trained on: all tokens up to its last sample."""
         last = next((each for each in reversed(samples) if each.own), None)
-        builder = TrajectoryBuilder(last.prompt if last else prompt.tokens)
+        builder = TrajectoryBuilder(last.question["prompt"] if last else prompt.tokens)
         if last:
-            generation = last.generation
+            generation: Generation = last.answer
             builder.append_action(generation.tokens, generation.logprobs, generation.weight_versions)
         return builder.finish(
             prompt=prompt,

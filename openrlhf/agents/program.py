@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput
 from openrlhf.agents.contract import AgentExecutorBase, ContractMistake
 from openrlhf.agents.old_steps import executor_of_step
-from openrlhf.processes.loading import awaited, is_required, load_file
+from openrlhf.processes.loading import awaited, is_required, load_file, takes
 from openrlhf.processes.program import ASK, Ask
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
@@ -88,15 +88,13 @@ def own_params(params: Any) -> SamplingParams:
         if other := [n for n in names if n not in ours | ignored and getattr(params, n) != getattr(default, n, None)]:
             raise EngineRefusal(f"sampling parameters {other} are not passed on; the ones that are: {sorted(ours)}")
     own = SamplingParams(**{name: getattr(params, name) for name in ours if hasattr(params, name)})
-    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        value = getattr(own, name)
-        if isinstance(value, bool) or not hasattr(value, "__float__"):
-            raise EngineRefusal(f"sampling_params.{name} is {value!r}, which is no number")
-    for name in ("top_k", "max_tokens", "min_tokens", "seed", "logprobs"):
-        value = getattr(own, name)
-        unset = value is None and name in ("max_tokens", "seed", "logprobs")
-        if not unset and (type(value) is not int or abs(value) >> 63):
-            raise EngineRefusal(f"sampling_params.{name} is {value!r}, which is no integer of 64 bits")
+    for field in fields(own):
+        value = getattr(own, field.name)
+        if field.type is float and (isinstance(value, bool) or not hasattr(value, "__float__")):
+            raise EngineRefusal(f"sampling_params.{field.name} is {value!r}, which is no number")
+        unset = value is None and field.type == int | None
+        if field.type in (int, int | None) and not unset and (type(value) is not int or abs(value) >> 63):
+            raise EngineRefusal(f"sampling_params.{field.name} is {value!r}, which is no integer of 64 bits")
     return own
 
 
@@ -130,9 +128,10 @@ async def play(prompt: str, label: Any, params: SamplingParams, images: Any) -> 
         "max_length": Stage.max_length,
         "hf_tokenizer": Stage.tokenizer,
         "llm_engine": EngineProxy(ASK.get(), params, Stage.tokenizer, Stage.max_length),
-        "images": images,
     }
-    result = await awaited(Stage.executor.execute(**_accepted(Stage.executor.execute, arguments)))
+    if takes(Stage.executor.execute, "images"):
+        arguments["images"] = images
+    result = await awaited(Stage.executor.execute(**arguments))
     if not isinstance(result, Mapping):
         raise ContractMistake(f"execute returned {type(result).__qualname__}, not a dict")
     return {name: value for name, value in result.items() if name in RESULT}
@@ -162,16 +161,8 @@ def load_executor(path: Path) -> AgentExecutorBase:
         )
     if not (inspect.isclass(kind) and issubclass(kind, AgentExecutorBase)):
         raise TypeError(f"{path}: {CLASS} must be a subclass of openrlhf.utils.agent.AgentExecutorBase")
-    execute = inspect.signature(kind.execute).parameters
-    if "llm_engine" not in execute and not any(p.kind is p.VAR_KEYWORD for p in execute.values()):
+    if not takes(kind.execute, "llm_engine"):
         raise TypeError(f"{path} {OLD_QUEUE}")
     if missing := [p.name for p in inspect.signature(kind).parameters.values() if is_required(p)]:
         raise TypeError(f"{path}: {CLASS} is made without arguments, but its __init__ asks for {missing}")
     return kind()
-
-
-def _accepted(execute: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Without `images` if the method has no such parameter."""
-    parameters = inspect.signature(execute).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in arguments.items() if name != "images" or takes_any or name in parameters}

@@ -32,7 +32,7 @@ class ProcessLost(UserCodeError):
         self.again = again
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class UserCall:
     """A function of the user, its arguments, and its deadlines. `limit` is the flag behind `seconds`, for messages.
 
@@ -42,13 +42,13 @@ class UserCall:
     name: str  # in messages
     target: str  # path/to/file.py:function or package.module:function
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     seconds: float  # of its own work, between two answers
     limit: str
     total_seconds: float | None = None  # of all, waiting for answers included
     total_limit: str = ""
     answer: Callable[[int, Any], Awaitable[Any]] | None = None
-    asked: list[Asked] = field(default_factory=list[Asked])
+    asked: list[Asked] = field(default_factory=list[Asked], compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,9 @@
-"""What a process may no longer do, by Linux calls that need no privilege: for user processes and sandboxed programs.
+"""What a process of someone else's code may no longer do, and the end of all that it has started, daemons too.
 
-Standard library only. Each function changes the calling process for good, and what it starts
-inherits that. Where the kernel lacks a call, the function raises OSError or says so.
+For user processes and sandboxed programs. Standard library only, by Linux calls that need no privilege. A function that
+takes something away changes the calling process for good, and what it starts inherits that; where the kernel lacks a call,
+the function raises OSError or says so. The parent of such a process calls `adopt_orphans` before the start and `end_all`
+afterwards: a process that leaves its session or loses its parent becomes our child, and is found.
 """
 
 import ctypes
@@ -10,6 +12,7 @@ import platform
 import resource
 import signal
 import struct
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -66,10 +69,15 @@ def limit_processes(count: int, uid: int) -> bool:
             _enter_user_namespace()
     except OSError:
         return False
-    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    count = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
+    limit(resource.RLIMIT_NPROC, count)
     return True
+
+
+def limit(kind: int, value: int) -> None:
+    """Let this process have `value` of a resource, or what it may have at most, and never more again."""
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
 
 
 def _change_user(uid: int) -> None:
@@ -137,3 +145,45 @@ def deny_calls() -> None:
     described = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)))
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     _prctl(PR_SET_SECCOMP, 2, ctypes.addressof(described))
+
+
+def end_all(child: int) -> int:
+    """Kill and reap every process below this one. Returns the wait status of `child`."""
+    statuses: dict[int, int] = {}
+    while killed_some():  # a later round finds what was forked meanwhile
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                statuses.update([ended])
+        time.sleep(0.001)
+    return statuses[child]
+
+
+def reap_orphans(child: int) -> None:
+    """Reap every ended process below this one but `child`: until then, each counts towards the limit of processes."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
+            os.waitpid(ended.si_pid, 0)
+
+
+def killed_some() -> bool:
+    """Kill every process below this one. Returns True if there was one, zombies included."""
+    killed = False
+    for pid in descendants():
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            killed = True
+    return killed
+
+
+def descendants() -> list[int]:
+    """All processes below this one, as /proc shows them now."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it ended meanwhile
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found = [os.getpid()]
+    for pid in found:
+        found += children.get(pid, [])
+    return found[1:]

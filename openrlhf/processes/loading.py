@@ -77,6 +77,12 @@ def is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind not in variable
 
 
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name, or takes any."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 async def awaited(value: Any) -> Any:
     """The result of a function that may be `async def`, or may not."""
     return await value if inspect.isawaitable(value) else value

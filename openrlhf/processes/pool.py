@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -49,11 +49,10 @@ class ProcessPool:
     ) -> None:
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
-        limits = partial(Limits, memory_gib=memory_gib, grace=grace)
-        self._loads: dict[str, UserCall] = {}
-        self._shared = _Processes(workers, limits(at_once=at_once), log_dir and log_dir / name)
+        limits = Limits(memory_gib=memory_gib, at_once=at_once, grace=grace)
+        self._shared = _Processes(workers, limits, log_dir and log_dir / name)
         alone = max(LEAST_ALONE, workers) if at_once > 1 else 0
-        self._alone = _Processes(alone, limits(at_once=1), log_dir and log_dir / f"{name}-alone")
+        self._alone = _Processes(alone, replace(limits, at_once=1), log_dir and log_dir / f"{name}-alone")
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{name} processes", daemon=True)
@@ -63,7 +62,8 @@ class ProcessPool:
 
     async def check(self, target: str) -> Any:
         """The parameters of a function, see `parameters_of`. Raises UserCodeError if it cannot be loaded."""
-        return await self.load(self._load_of(target, 0.0))
+        setup = _load_of(target, 0.0)
+        return await self.run(setup, setup)
 
     async def call(self, target: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
         """What `path/to/file.py:function` or `package.module:function` returns, as built-in data.
@@ -72,27 +72,17 @@ class ProcessPool:
         Raises UserCodeError.
         """
         call = UserCall(name=target, target=target, args=args, kwargs=kwargs, seconds=timeout, limit="--reward.timeout")
-        return await self.run(call, self._load_of(target, timeout))
-
-    def _load_of(self, target: str, timeout: float) -> UserCall:
-        if target not in self._loads:
-            load = "openrlhf.processes.loading:parameters_of"
-            self._loads[target] = loading(target, load, target, seconds=timeout, limit="--reward.timeout")
-        return self._loads[target]
-
-    async def load(self, setup: UserCall) -> Any:
-        """What `setup` returns in one process. Raises UserCodeError."""
-        return await asyncio.wrap_future(self._submit(self._shared.load(setup)))
+        return await self.run(call, _load_of(target, timeout))
 
     async def run(self, call: UserCall, setup: UserCall) -> Any:
-        """What a call returns in a process where `setup` was called once. Raises UserCodeError."""
+        """What a call returns in a process where `setup`, which may be the same, was called once. Raises UserCodeError."""
         return await asyncio.wrap_future(self._submit(self._run(call, setup)))
 
     async def _run(self, call: UserCall, setup: UserCall) -> Any:
         try:
             return await self._shared.run(call, setup)
         except ProcessLost as lost:
-            if lost.again is None or self._closed or not self._alone.logs:
+            if lost.again is None or call is setup or self._closed or not self._alone.logs:
                 raise
         warn_once(
             "Calls of user code whose process was lost or blocked, or that lacked memory beside others, run again, each alone "
@@ -137,6 +127,12 @@ def loading(name: str, target: str, *args: Any, seconds: float, limit: str) -> U
     return UserCall(name=f"loading {name}", target=target, args=args, seconds=seconds, limit=limit)
 
 
+def _load_of(target: str, timeout: float) -> UserCall:
+    return loading(
+        target, "openrlhf.processes.loading:parameters_of", target, seconds=timeout, limit="--reward.timeout"
+    )
+
+
 class _Processes:
     """A fixed number of processes, each replaced when it ends. Belongs to one event loop."""
 
@@ -148,11 +144,6 @@ class _Processes:
         self._places = asyncio.Semaphore(count * limits.at_once)  # given in the order they are asked for
         self._closed: UserCodeError | None = None
 
-    async def load(self, setup: UserCall) -> Any:
-        """What `setup` returns in one process."""
-        async with self._places:
-            return await self._pick().load(setup)
-
     async def run(self, call: UserCall, setup: UserCall) -> Any:
         """What a call returns. The call begins again if its process is lost through no fault of its own."""
         losses = 0
@@ -162,7 +153,7 @@ class _Processes:
                     return await self._pick().run(call, setup)
                 except ProcessLost as lost:
                     losses += 1
-                    if lost.again != "anywhere" or losses == LOSSES:
+                    if lost.again != "anywhere" or call is setup or losses == LOSSES:
                         raise
 
     def _pick(self) -> UserProcess:

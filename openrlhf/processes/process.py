@@ -14,8 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -43,7 +43,7 @@ class _Running:
     log_start: int  # byte of the log
     questions: int = 0  # so far
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # for answers
-    clock: asyncio.TimerHandle | None = None  # of its own work
+    clock: asyncio.Timeout  # of its own work
     late: str | None = None  # the deadline that it missed, in words
 
 
@@ -69,25 +69,15 @@ class UserProcess:
         return not (self.retiring or self.gone.is_set())
 
     async def run(self, call: UserCall, setup: UserCall) -> Any:
-        """What a call returns after `setup`, which runs once. Raises UserCodeError."""
-        with self._given_a_call():
-            await self.load(setup)
-            return await self._run(call)
-
-    @contextmanager
-    def _given_a_call(self) -> Iterator[None]:
+        """What a call returns after `setup`, which runs once and may be the call itself. Raises UserCodeError."""
         self.calls_given += 1
         try:
-            yield
+            loaded = await asyncio.shield(self.begin_load(setup))
+            return loaded if call is setup else await self._run(call)
         finally:
             self.calls_given -= 1
             if self.retiring and not self.calls_given:
                 self.cut()
-
-    async def load(self, setup: UserCall) -> Any:
-        """What `setup` returns; it runs once."""
-        with self._given_a_call():
-            return await asyncio.shield(self.begin_load(setup))
 
     def begin_load(self, setup: UserCall) -> asyncio.Task[Any]:
         """Have `setup` run, if it has not yet."""
@@ -136,51 +126,43 @@ class UserProcess:
         self._listening = asyncio.create_task(self._listen(self.process))
 
     async def _run(self, call: UserCall) -> Any:
-        loop = asyncio.get_running_loop()
-        running = _Running(
-            number=next(self._numbers), call=call, done=loop.create_future(), log_start=log_size(self.log)
-        )
-        total = None
+        done = asyncio.get_running_loop().create_future()
+        clock, total = asyncio.timeout(call.seconds), asyncio.timeout(call.total_seconds)
+        running = _Running(number=next(self._numbers), call=call, done=done, log_start=log_size(self.log), clock=clock)
         call.asked.clear()
         if self.gone.is_set():
             raise ProcessLost(self._ending or UserCodeError(f"{call.name} had no process", Failure.KILLED), "anywhere")
         self._calls[running.number] = running
-        if call.total_seconds is not None:
-            total = loop.call_later(call.total_seconds, self._late, running, call.total_seconds, call.total_limit)
         try:
             self._write(kind="call", call=running.number, target=call.target, args=call.args, kwargs=dict(call.kwargs))
-            self._wind(running)
-            return await running.done
+            with suppress(TimeoutError):
+                async with total, clock:
+                    await asyncio.wait([done])
+            if not done.done():
+                seconds, limit = (
+                    (call.seconds, call.limit) if clock.expired() else (call.total_seconds, call.total_limit)
+                )
+                running.late = f"{call.name} took more than {seconds:g} s ({limit})"
+                await self._end(running)
+            return await done
         except asyncio.CancelledError:  # given up by its caller
             self._cancel(running)
             raise
         finally:
             del self._calls[running.number]
-            for timer in (total, running.clock):
-                if timer:
-                    timer.cancel()
             for task in running.waiting:
                 if not any(task in other.waiting for other in self._calls.values()):
                     task.cancel()
 
-    def _wind(self, running: _Running) -> None:
-        """Start the clock of a call's own work."""
-        seconds, limit = running.call.seconds, running.call.limit
-        running.clock = asyncio.get_running_loop().call_later(seconds, self._late, running, seconds, limit)
-
-    def _late(self, running: _Running, seconds: float, limit: str) -> None:
+    async def _end(self, late: _Running) -> None:
         """Ask a call to end; kill the process if the call does not."""
-        if running.late is None and not running.done.done():
-            running.late = f"{running.call.name} took more than {seconds:g} s ({limit})"
-            self.retiring = True
-            self._write(kind="cancel", call=running.number)
-            asyncio.get_running_loop().call_later(self.limits.grace, self._insist, running)
-
-    def _insist(self, running: _Running) -> None:
-        if not running.done.done():
-            if self.process:
-                self.process.send_signal(DUMP_SIGNAL)
-            asyncio.get_running_loop().call_later(DUMP_S, lambda: running.done.done() or self.cut())
+        self.retiring = True
+        self._write(kind="cancel", call=late.number)
+        if not (await asyncio.wait([late.done], timeout=self.limits.grace))[0]:
+            assert self.process
+            self.process.send_signal(DUMP_SIGNAL)
+            if not (await asyncio.wait([late.done], timeout=DUMP_S))[0]:
+                self.cut()
 
     def _cancel(self, running: _Running) -> None:
         if self.limits.at_once == 1:  # it may block, and the next call is not to wait for it
@@ -253,16 +235,15 @@ class UserProcess:
             for each in askers:
                 each.waiting.discard(task)
                 each.call.asked.append(Asked(question, given, own=running is not None))
-                if not each.waiting and not each.done.done():
-                    self._wind(each)
+                if not each.waiting:
+                    _set(each.clock, asyncio.get_running_loop().time() + each.call.seconds)
             self._write(kind="answer", question=number, answer=given)
 
         task = asyncio.create_task(answer(answering.questions))
         answering.questions += 1
         for each in askers:
             each.waiting.add(task)
-            if each.clock:
-                each.clock.cancel()
+            _set(each.clock, None)
 
     def _write(self, **message: Any) -> None:
         if self._writer.is_closing():  # the listener ends the calls of a process that is gone
@@ -290,6 +271,11 @@ class UserProcess:
                 await asyncio.shield(self._connected)
                 self.cut()
                 await self._listening
+
+
+def _set(clock: asyncio.Timeout, end: float | None) -> None:
+    with suppress(RuntimeError):  # the call is late or over
+        clock.reschedule(end)
 
 
 def _environment() -> dict[str, str]:

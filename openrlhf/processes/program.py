@@ -16,7 +16,6 @@ that of `async def`, it is awaited in one event loop, together with the other ca
 
 import asyncio
 import contextvars
-import errno
 import faulthandler
 import inspect
 import itertools
@@ -39,7 +38,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from openrlhf.processes import confinement
-from openrlhf.processes.descendants import end_all, reap_orphans
 from openrlhf.processes.loading import load_function, plain
 from openrlhf.trajectory import Failure
 
@@ -123,7 +121,7 @@ class Program:
     def _failed(self, call: int, error: BaseException, otherwise: Failure) -> None:
         """Send an error. After some errors the process should not be used again."""
         failure, text = failure_of(error, otherwise), traceback_of(error)[-LONGEST_ERROR:]
-        full = _asked_for_a_process(error) and _is_full()
+        full = failure is not Failure.MEMORY and _is_full()
         if full:
             text += f"This process and what it started have reached the limit of {PROCESSES} processes and threads. "
         scarce = full or failure is Failure.MEMORY  # what this call lacked, others may have used up
@@ -173,41 +171,30 @@ def traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames, chain=not ours))
 
 
-def _asked_for_a_process(error: BaseException | None) -> bool:
-    """Whether an error, or the error that caused it, is one of a fork or of a thread's start."""
-    if error is None:
-        return False
-    thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
-    fork = isinstance(error, OSError) and error.errno == errno.EAGAIN
-    return thread or fork or _asked_for_a_process(error.__cause__ or error.__context__)
-
-
 def _is_full() -> bool:
-    """Whether this process can start no other."""
+    """Whether this process can start nothing more; the kernel counts threads like processes."""
     try:
-        if (child := os.fork()) == 0:
-            os._exit(0)
-    except OSError:
+        threading.Thread(target=int).start()
+    except RuntimeError:
         return True
-    os.waitpid(child, 0)
     return False
 
 
 def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     """Start the process of user code. When it ends, or when the pool closes our standard input, end all that is left of it."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    confinement.limit(resource.RLIMIT_CORE, 0)
     confinement.adopt_orphans()
     if (child := os.fork()) == 0:
         os.setsid()  # signals that user code sends to its own process group do not reach us
         return run_user_code(socket.socket(fileno=socket_fd), memory_bytes, uid)
     os.close(socket_fd)
     signal.signal(DUMP_SIGNAL, lambda *_: os.kill(child, DUMP_SIGNAL))
-    signal.signal(signal.SIGCHLD, lambda *_: reap_orphans(child))
+    signal.signal(signal.SIGCHLD, lambda *_: confinement.reap_orphans(child))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     select.select([sys.stdin, os.pidfd_open(child)], [], [])
     for number in (signal.SIGTERM, DUMP_SIGNAL):  # whose handlers would signal a process that is gone
         signal.signal(number, signal.SIG_IGN)
-    end_like(os.waitstatus_to_exitcode(end_all(child)))
+    end_like(os.waitstatus_to_exitcode(confinement.end_all(child)))
 
 
 def end_like(code: int) -> NoReturn:
@@ -224,7 +211,7 @@ def run_user_code(channel: socket.socket, memory_bytes: int, uid: int) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=False)
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    confinement.limit(resource.RLIMIT_DATA, memory_bytes)
     with suppress(OSError):  # if the whole machine runs short of memory, the kernel is to take a user process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     confinement.limit_processes(PROCESSES, uid)

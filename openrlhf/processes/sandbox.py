@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from openrlhf.processes import confinement
-from openrlhf.processes.descendants import end_all
 
 MEMORY_BYTES = 2 << 30  # address space of each process
 FILE_BYTES = 16 << 20  # of each file, the output among them
@@ -107,37 +106,27 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
     if not confinement.limit_processes(PROCESSES, uid):
         unprotected.append("processes are limited by the account's own limit only")
     confinement.adopt_orphans()
-    problem, at_failure = os.pipe()  # closed by a successful exec
-    child = os.fork()
-    if child == 0:
-        try:
-            unprotected += _confine(seconds, readable)
-            environment = os.environ | {"UNPROTECTED": json.dumps(unprotected)}
-            os.execve(sys.executable, [sys.executable, "-I", "program.py"], environment)
-        except BaseException as error:
-            os.write(at_failure, repr(error).encode())
-        os._exit(1)
-    os.close(at_failure)
-    if said := os.read(problem, 4000):
-        sys.exit(f"the program was not started: {said.decode()}")
-    on_time = select.select([os.pidfd_open(child)], [], [], 2 * seconds)[0]
-    status = end_all(child)
+    child = subprocess.Popen(
+        [sys.executable, "-I", "program.py"],
+        start_new_session=True,
+        preexec_fn=lambda: _confine(seconds, readable, unprotected),
+    )
+    on_time = select.select([os.pidfd_open(child.pid)], [], [], 2 * seconds)[0]
+    status = confinement.end_all(child.pid)
     shutil.rmtree(os.getcwd(), ignore_errors=True)
     late = not on_time or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU)
     os._exit(LATE if late else FAILED if status else OK)
 
 
-def _confine(seconds: float, readable: list[str]) -> list[str]:
-    """Give away, in this process, what a program need not have; what cannot be given away, in words."""
-    os.setsid()
+def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> None:
+    """Give away, in this process, what a program need not have; tell its environment what cannot be given away, in words."""
     cpu = max(1, round(seconds))
-    for limit, value in (
+    for kind, value in (
         (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, FILE_BYTES),
         (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CORE, 0),
     ):  # fmt: skip
-        resource.setrlimit(limit, (value, value))
+        confinement.limit(kind, value)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))  # a signal that tells, then one that ends
-    unprotected: list[str] = []
     # The interpreter may be in a folder that only root reads.
     kept = {confinement.CAP_DAC_OVERRIDE, confinement.CAP_DAC_READ_SEARCH} & confinement.capabilities()
     try:
@@ -150,4 +139,4 @@ def _confine(seconds: float, readable: list[str]) -> list[str]:
         confinement.deny_calls()
     except OSError as error:
         unprotected.append(f"there is a network, and other processes can be signalled (no seccomp: {error})")
-    return unprotected
+    os.environ["UNPROTECTED"] = json.dumps(unprotected)

@@ -8,7 +8,7 @@ from typing import Any, Self
 from openrlhf.config.options import ConfigError
 from openrlhf.observability.once import warn_once
 from openrlhf.processes.pool import ProcessPool, UserCodeError
-from openrlhf.rewards.protocol import Reward, RewardRequest
+from openrlhf.rewards.protocol import Reward, RewardRequest, columns
 
 ARGUMENTS = ("queries", "prompts", "labels")  # what a reward function is called with, in this order
 # Parameters of other trainers' functions, which are given a response alone.
@@ -50,12 +50,8 @@ class _Arguments:
 
     def of(self, requests: list[RewardRequest]) -> tuple[list[list[Any]], dict[str, list[Any]]]:
         """The positional and the keyword arguments of a call."""
-        columns = {
-            "queries": [request.query for request in requests],
-            "prompts": [request.prompt for request in requests],
-            "labels": [request.label for request in requests],
-        }
-        chosen = {name: columns[name] for name in self.names}
+        given = columns(requests)
+        chosen = {name: given[name] for name in self.names}
         return ([], chosen) if self.by_name else (list(chosen.values()), {})
 
 

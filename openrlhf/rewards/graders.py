@@ -8,55 +8,19 @@ process: math-verify stops itself by a signal, which only a main thread gets, an
 import logging
 import re
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from math_verify import parse, verify
+
+from openrlhf.config.flags import toml_beside
 
 SYMBOLIC_SECONDS = 5  # for reading, and again for comparing, a pair of answers
 LONGEST_ANSWER = 1000  # characters; more is not read: a babbling policy is to cost little
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat the whole response
 
-# a pattern and its replacement, applied in order
-Rule = tuple[str, str | Callable[[re.Match[str]], str]]
-
-_UNIT = "(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|yard)s?|foot|feet|inch(?:es)?"
-_LATEX: list[Rule] = [
-    (r"\n|\\!", ""),
-    (r"\\\\", r"\\"),
-    (r"\\[td]frac", r"\\frac"),
-    (r"\\(?:left|right)(?![a-z])", ""),
-    (r"\^\s*\{?\\circ\}?", ""),
-    (r"\\?[%$]", ""),
-    (r"(^|[\s{(\[,=+*/-])\.(?=\d)", r"\g<1>0."),
-    (r"\\sqrt\s*([^\s{\[\\])", r"\\sqrt{\1}"),
-    (r"\\frac\s*([^\s{\\])", r"\\frac{\1}"),
-    (r"(\\frac\{[^{}]*\})\s*([^\s{\\])", r"\1{\2}"),
-]
-_SPELLING: list[Rule] = [  # what two spellings of the same string may differ in
-    *_LATEX,
-    (r"\\text\{ [^{}]*\}\s*$", ""),
-    (r"^[^=]{1,2}=(?=[^=]*$)", ""),
-    (r"\s+", ""),
-    (r"^0\.5$", r"\\frac{1}{2}"),
-    (r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}"),
-]
-_VALUE: list[Rule] = [  # what has no part in the value goes, numbers get one form
-    (r"\\text\{\s*(?:or|and)\s*\}|\s(?:or|and)\s", ","),
-    (r"\\text\{([^{}]*)\}", r"\1"),
-    *_LATEX,
-    (r"\s*\bmillion\b", r"*10^6"),
-    (r"\s*\bbillion\b", r"*10^9"),
-    (r"\s*\btrillion\b", r"*10^{12}"),
-    (rf"(?<![a-zA-Z\\])(?:{_UNIT})(?![a-zA-Z])(?:\s*\^\s*\{{?\d\}}?)?", ""),
-    (r"^\s*\{(.*)\}\s*$", r"\1"),
-    (r"(?<=\d),(?=\d{3}(?!\d))(?![^(\[]*[)\]])", ""),
-    (r"(?<![\d.])(\d+)\.0*(?!\d)", r"\1"),
-    (r"(?<![^\s\d(\[,-])\\frac\{(-?\d+)\}\{(\d+)\}(?=\s*(?:$|[,)\]]))", r" \1/\2"),
-    (r"(?<![\w^.])(\d+) +(\d+)/(\d+)", lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}"),
-    (r"\^\{(\w)\}", r"^\1"),
-    (r"\s+", ""),
-]
+TABLES = toml_beside(__file__)
+SPELLING, VALUE = TABLES["latex"] + TABLES["spelling"], TABLES["words"] + TABLES["latex"] + TABLES["value"]
+_MIXED = re.compile(r"(?<![\w^.])(\d+) +(\d+)/(\d+)")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 _GSM8K = re.compile(r"####\s*\$?\s*(-?[\d,./]*\d)")
 _FRACTION = re.compile(r"-?\d+/\d+")
@@ -97,9 +61,9 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
     """
     if given is None or truth is None or len(given) > LONGEST_ANSWER:
         return False
-    if _rewrite(given, _SPELLING) == _rewrite(truth, _SPELLING):
+    if _rewrite(given, SPELLING) == _rewrite(truth, SPELLING):
         return True
-    given, truth = _rewrite(given, _VALUE).lower(), _rewrite(truth, _VALUE).lower()
+    given, truth = _value(given), _value(truth)
     if given == truth:
         return True
     ours, theirs = _parts(given), _parts(truth)
@@ -127,7 +91,13 @@ def grade_math(response: str, label: str) -> float:
     return float(verify(_parse(truth), found, timeout_seconds=_seconds()))
 
 
-def _rewrite(text: str, rules: list[Rule]) -> str:
+def _value(text: str) -> str:
+    """An answer as its value is compared: mixed numbers as fractions, no spaces, no capitals."""
+    text = _MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", _rewrite(text, VALUE))
+    return "".join(text.split()).lower()
+
+
+def _rewrite(text: str, rules: list[list[str]]) -> str:
     text = text.strip()
     for pattern, replacement in rules:
         text = re.sub(pattern, replacement, text)

@@ -103,6 +103,15 @@ class Reward(ABC):
         return [failed] * len(requests)
 
 
+def columns(requests: Sequence[RewardRequest]) -> dict[str, list[Any]]:
+    """The requests as the arguments of a reward function."""
+    return {
+        "queries": [request.query for request in requests],
+        "prompts": [request.prompt for request in requests],
+        "labels": [request.label for request in requests],
+    }
+
+
 def read_rewards(returned: Any, count: int) -> list[RewardResult]:
     """What a reward function returned for `count` samples, one result each.
 
@@ -113,8 +122,8 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
         returned = {"rewards": returned}
     if "rewards" not in returned:
         raise ValueError(f"returned a dict without 'rewards'; its keys are {sorted(map(str, returned))}")
-    rewards = _finite("rewards", returned["rewards"], count)
-    scores = rewards if returned.get("scores") is None else _finite("scores", returned["scores"], count)
+    rewards = _numbers("rewards", returned["rewards"], count, finite=True)
+    scores = rewards if returned.get("scores") is None else _numbers("scores", returned["scores"], count, finite=True)
     logs = returned.get("extra_logs") or {}
     if not isinstance(logs, Mapping):
         raise ValueError(f"returned extra_logs that are no dict: {shown(logs)}")
@@ -125,21 +134,17 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
     ]
 
 
-def _finite(name: str, value: Any, count: int) -> list[float]:
-    numbers = _numbers(name, value, count)
-    if not all(abs(number) < LARGEST for number in numbers):
-        raise ValueError(f"returned {name} that are not finite: {shown(numbers)}")
-    return numbers
-
-
-def _numbers(name: str, value: Any, count: int) -> list[float]:
+def _numbers(name: str, value: Any, count: int, *, finite: bool = False) -> list[float]:
     """`value` (a number, or lists of them as tensors give them) as `count` floats."""
     flat = _flatten(value)
     if not all(isinstance(item, bool | int | float) for item in flat):
         raise ValueError(f"returned {name} that are not numbers: {shown(value)}")
     if len(flat) != count:
         raise ValueError(f"returned {len(flat)} {name} for {count} samples: {shown(value)}")
-    return [float(item) for item in flat]
+    numbers = [float(item) for item in flat]
+    if finite and not all(abs(number) < LARGEST for number in numbers):
+        raise ValueError(f"returned {name} that are not finite: {shown(numbers)}")
+    return numbers
 
 
 def _flatten(value: Any) -> list[Any]:

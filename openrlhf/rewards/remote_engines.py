@@ -18,7 +18,6 @@ from openrlhf.rewards.servers import HTTPServers, ServerError
 FLAG = "--rollout.remote_engines"
 VARIABLE = "OPENRLHF_REMOTE_ENGINES"
 T = TypeVar("T")
-MODELS: dict[HTTPServers, str] = {}  # the first in a server's list, until it refuses something
 
 
 def offer_engines(rollout: RemoteEnginesConfig, reward: RuleConfig) -> None:
@@ -37,6 +36,7 @@ class RemoteEngine:
 
     def __init__(self, servers: HTTPServers, model: str | None = None) -> None:
         self._servers, self._model = servers, model
+        self._first: str | None = None  # in the server's list, until the server refuses something
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
         """The text of the reply to a conversation."""
@@ -65,24 +65,24 @@ class RemoteEngine:
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
         """What the server answers to `body`, with a model's name in it. Raises ServerError."""
         if "model" not in body:
-            body = {"model": self._model or await self._first_model(), **body}
+            if not (self._model or self._first):
+                self._first = await self._listed("id", kind=str)
+            body = {"model": self._model or self._first, **body}
         return await self._answer(body, path)
-
-    async def _first_model(self) -> str:
-        if self._servers not in MODELS:
-            MODELS[self._servers] = self.read(await self._answer(None, "/models"), "data", 0, "id", kind=str)
-        return MODELS[self._servers]
 
     async def room(self) -> int | None:
         """Tokens that a request and its answer may have together; None if the server does not say; vLLM does."""
-        listed = self.read(await self._answer(None, "/models"), "data", 0, kind=dict)
-        return listed.get("max_model_len")
+        return (await self._listed(kind=dict)).get("max_model_len")
+
+    async def _listed(self, *path: str, kind: type[T]) -> T:
+        """What the server says of the first model in its list."""
+        return self.read(await self._answer(None, "/models"), "data", 0, *path, kind=kind)
 
     async def _answer(self, body: Mapping[str, Any] | None, path: str) -> Any:
         try:
             return await self._servers.ask(body, path)
         except ValueError as error:
-            MODELS.pop(self._servers, None)  # it may serve another by now
+            self._first = None  # it may serve another by now
             raise ServerError(f"{self._servers.kind} {error}") from error
 
     def read(self, answered: Any, *path: str | int, kind: type[T]) -> T:
@@ -114,15 +114,14 @@ def remote_engine(
         known = ", ".join(offered["urls"]) or "none"
         raise LookupError(f"{FLAG} has no engine {name!r}; its engines: {known}")
     key = key or os.environ.get("OPENAI_API_KEY")
-    servers = _servers(offered["urls"][name], timeout or offered["timeout"], offered["retries"], key, os.getpid())
-    return RemoteEngine(servers, model)
+    rule = RuleConfig(timeout=timeout or offered["timeout"], retries=offered["retries"])
+    return _engine(offered["urls"][name], model, rule, key, os.getpid())
 
 
 @cache
-def _servers(url: str, timeout: float, retries: int, key: str | None, process: int) -> HTTPServers:
-    """One per server, and per process: a fork does not have the threads of its parent."""
-    rule = RuleConfig(timeout=timeout, retries=retries)
-    return HTTPServers([url.rstrip("/")], rule, kind="remote engine", flag=FLAG, key=key)
+def _engine(url: str, model: str | None, rule: RuleConfig, key: str | None, process: int) -> RemoteEngine:
+    """One for all who ask alike in a process: a fork does not have the threads of its parent."""
+    return RemoteEngine(HTTPServers([url.rstrip("/")], rule, kind="remote engine", flag=FLAG, key=key), model)
 
 
 @cache

@@ -10,7 +10,7 @@ from openrlhf.config.rollout import RuleConfig
 from openrlhf.observability.once import warn_once
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
-from openrlhf.rewards.protocol import Reward, RewardRequest
+from openrlhf.rewards.protocol import Reward, RewardRequest, columns
 from openrlhf.rewards.servers import HTTPServers
 
 VERIFIERS = {  # called with a response and its label; code with a limit of seconds, too
@@ -54,12 +54,8 @@ class HTTPReward(Reward):
 
     async def ask(self, requests: list[RewardRequest]) -> Any:
         """What one of the servers answers."""
-        body = {
-            "query": [request.query for request in requests],
-            "prompts": [request.prompt for request in requests],
-            "labels": [request.label for request in requests],
-        }
-        return await self.servers.ask(body)
+        asked = columns(requests)
+        return await self.servers.ask({"query": asked.pop("queries"), **asked})
 
 
 class VerifierReward(Reward):

@@ -32,15 +32,16 @@ class Batcher:
         self._score = score
         self._max_tokens, self._max_wait = max_tokens, max_wait
         self._waiting: deque[_Request] = deque()
-        self._arrival = asyncio.Event()
+        self._arrival = asyncio.Condition()
         self._last = 1  # number of requests in the last batch
         self._thread = ThreadPoolExecutor(1, "score")
 
     async def scores(self, texts: Texts) -> list[float]:
         """The scores of a request's texts, in their order. Raises the exception that `score` raises for them."""
         request = _Request(texts=texts, scores=asyncio.get_running_loop().create_future())
-        self._waiting.append(request)
-        self._arrival.set()
+        async with self._arrival:
+            self._waiting.append(request)
+            self._arrival.notify()
         return await request.scores
 
     async def run(self) -> None:
@@ -52,16 +53,11 @@ class Batcher:
             await self._answer(batch)
 
     async def _arrivals(self) -> None:
-        while not self._waiting:
-            await self._next_arrival()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._max_wait):
-                while len(self._waiting) < self._last:
-                    await self._next_arrival()
-
-    async def _next_arrival(self) -> None:
-        self._arrival.clear()
-        await self._arrival.wait()
+        async with self._arrival:
+            await self._arrival.wait_for(lambda: self._waiting)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._max_wait):
+                    await self._arrival.wait_for(lambda: len(self._waiting) >= self._last)
 
     def _next_batch(self) -> list[_Request]:
         batch = [self._waiting.popleft()]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.agents.assembly import EpisodeMistake, Sampled, assemble
-from openrlhf.processes.call import UserCodeError
+from openrlhf.agents.assembly import EpisodeMistake, assemble
+from openrlhf.processes.call import Asked, UserCodeError
 from openrlhf.rollout.sampling import Generation
 from openrlhf.trajectory import Failure
 
@@ -18,7 +18,7 @@ TOKEN = st.integers(0, 3)  # few, so that one turn looks like another
 TURN = st.tuples(st.lists(TOKEN, max_size=4), st.lists(TOKEN, max_size=4))  # sampled, then the environment's
 
 
-def call(prompt: list[int], tokens: list[int], *, version: int = 0, start: float = 0.0) -> Sampled:
+def call(prompt: list[int], tokens: list[int], *, version: int = 0, start: float = 0.0) -> Asked:
     """A sample whose log-probabilities are −start, −start − 1, …: no two of an episode are the same."""
     generation = Generation(
         tokens=tokens,
@@ -27,10 +27,10 @@ def call(prompt: list[int], tokens: list[int], *, version: int = 0, start: float
         stop_reason=None,
         weight_versions=(version,),
     )
-    return Sampled(prompt=prompt, generation=generation)
+    return Asked({"prompt": prompt}, generation, own=True)
 
 
-def played(prompt: list[int], turns: list[tuple[list[int], list[int]]]) -> tuple[dict[str, Any], list[Sampled]]:
+def played(prompt: list[int], turns: list[tuple[list[int], list[int]]]) -> tuple[dict[str, Any], list[Asked]]:
     """What an executor returns for these turns, and the calls that it made."""
     tokens, ranges, calls = list(prompt), [], []
     for number, (sampled, feedback) in enumerate(turns):
@@ -47,7 +47,7 @@ def test_masks_logprobs_and_versions_are_those_of_the_calls(prompt: list[int], t
     expected_mask, expected_logprobs = [False] * len(prompt), [0.0] * len(prompt)
     for each, (sampled, feedback) in zip(calls, turns, strict=True):
         expected_mask += [True] * len(sampled) + [False] * len(feedback)
-        expected_logprobs += [*each.generation.logprobs, *[0.0] * len(feedback)]
+        expected_logprobs += [*each.answer.logprobs, *[0.0] * len(feedback)]
     assert builder.tokens == result["observation_tokens"]
     assert builder.action_mask == expected_mask
     assert builder.rollout_logprobs == expected_logprobs
@@ -168,8 +168,8 @@ def test_what_is_no_episode_is_refused_with_what_was_seen(changes: dict[str, Any
 def test_a_sample_that_the_engine_could_not_finish_fails_the_episode_that_uses_it(own: bool) -> None:
     """The log-probabilities of such a sample are zeros, and would be trained on. Which episode asked for it does not matter."""
     result, [sample] = played([7], [([1, 2], [])])
-    broken = replace(sample, own=own, generation=replace(sample.generation, finish_reason="engine 0 gave NaN"))
+    broken = replace(sample, own=own, answer=replace(sample.answer, finish_reason="engine 0 gave NaN"))
     with pytest.raises(UserCodeError, match="the engine ended a sample: engine 0 gave NaN") as error:
         assemble(result, [broken], 100, vocabulary=1000)
     assert error.value.failure is Failure.ENGINE
-    assert assemble(result, [sample, replace(broken, prompt=[9])], 100, vocabulary=1000)  # not used
+    assert assemble(result, [sample, replace(broken, question={"prompt": [9]})], 100, vocabulary=1000)  # not used

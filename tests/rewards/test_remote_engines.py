@@ -40,7 +40,7 @@ def served() -> Iterator[OpenAIServer]:
 def server(served: OpenAIServer) -> OpenAIServer:
     served.asked.clear()
     served.keys.clear()
-    engines.MODELS.clear()
+    engines._engine.cache_clear()
     return served
 
 
