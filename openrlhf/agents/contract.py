@@ -165,6 +165,7 @@ class _Episode:
     ) -> None:
         self.engine, self.tokenizer, self.max_length, self.text = engine, tokenizer, max_length, text
         self.tokens = self._tokens(text)[-max(1, max_length - (params.max_tokens or 1)) :]
+        self.logprobs = [0.0] * len(self.tokens)
         self.ranges: list[tuple[int, int]] = []
         self.rewards: list[float] = []  # of each turn
         self.score: float | None = None
@@ -187,6 +188,10 @@ class _Episode:
         sampled = list(output.token_ids)
         self.ranges.append((len(self.tokens), len(self.tokens) + len(sampled)))
         self.tokens += sampled
+        candidates = output.logprobs or [{} for _ in sampled]  # None: the engine's are taken
+        self.logprobs += [
+            chosen[t].logprob if t in chosen else 0.0 for t, chosen in zip(sampled, candidates, strict=True)
+        ]
         self.text += output.text
         self.truncated = output.finish_reason == "length"
         return output
@@ -194,7 +199,9 @@ class _Episode:
     def observe(self, answer: Mapping[str, Any]) -> None:
         """Append what the environment said, and remember what it gave."""
         feedback: str = answer.get("environment_feedback") or ""
-        self.tokens += self._tokens(feedback)
+        tokens = self._tokens(feedback)
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
         self.text += feedback
         self.rewards.append(_number(answer["rewards"]))
         if answer.get("scores") is not None:
@@ -206,7 +213,7 @@ class _Episode:
         return {
             "observation_tokens": self.tokens,
             "action_ranges": self.ranges,
-            "rollout_log_probs": None,  # the engine's own
+            "rollout_log_probs": self.logprobs,
             "truncated": self.truncated,
         }
 
