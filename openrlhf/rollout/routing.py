@@ -44,7 +44,7 @@ class Router:
         others = self.in_flight[home] - self._of_key[key, home]
         engine = home if home in usable and others <= max(least + SLACK, 1.5 * least) else idlest
         self._homes[key] = engine
-        self._note(engine)
+        self._note(engine, time.monotonic())
         if len(self._homes) > MOST_KEYS:
             del self._homes[next(iter(self._homes))]
         self.in_flight[engine] += samples
@@ -53,15 +53,14 @@ class Router:
 
     def done(self, key: Hashable, engine: int, samples: int = 1) -> None:
         """Note that these samples of `engine` are finished or cancelled."""
-        self._note(engine)
+        self._note(engine, time.monotonic())
         self.in_flight[engine] -= samples
         self._of_key[key, engine] -= samples
         if not self._of_key[key, engine]:
             del self._of_key[key, engine]
 
-    def _note(self, engine: int) -> None:
+    def _note(self, engine: int, now: float) -> None:
         """Count the time since the last change as idle, if the engine had no sample."""
-        now = time.monotonic()
         self._idle[engine] += (now - self._changed[engine]) * (not self.in_flight[engine])
         self._changed[engine] = now
 
@@ -69,7 +68,7 @@ class Router:
         """The share of the engines' time without a sample, since the last call."""
         now = time.monotonic()
         for engine in list(self.in_flight):  # engines may join meanwhile
-            self._note(engine)
+            self._note(engine, now)
         idle, self._idle = sum(self._idle.values()), dict.fromkeys(self._idle, 0.0)
         asked, self._asked = self._asked, now
         return Mean(idle, len(self._idle) * (now - asked))
