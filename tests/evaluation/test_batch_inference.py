@@ -126,7 +126,7 @@ class Shown:
     """A recorder that only shows."""
 
     def __init__(self) -> None:
-        self.display = Display(quiet=True, clock=lambda: 0.0)
+        self.display = Display(quiet=True)
 
 
 def answers(row: int, *texts: str, error: str | None = None) -> list[Trajectory]:
