@@ -1,0 +1,98 @@
+"""Tiny random models of many architectures through SFT, DPO, LoRA and GRPO: the page that says which work with what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.e2e.commands import as_arguments, column, finish, launch, small_grpo, write_rows
+from tests.e2e.test_offline_family import flags_of, make_workspace
+from tests.tiny import EXPERTS, HEADS, SIZES, character_tokenizer, unbalance
+from tests.verify.results import write_result
+
+pytestmark = pytest.mark.verify
+
+# By the name that Transformers has for it, what an architecture needs besides the common sizes.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "gemma": {"head_dim": 32},
+    "gemma2": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32},
+    "phi": {},
+    "phi3": {},
+    "mixtral": {"num_local_experts": 8},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
+    "qwen3_moe": EXPERTS | {"head_dim": 32},
+}
+WAYS = ("SFT", "DPO", "SFT with LoRA", "GRPO", "GRPO, bf16")
+EXACT = 1e-4  # mean difference of log-probabilities of engine and trainer in float32, nats
+
+
+def save(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
+    """A random float32 model of an architecture, and its tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = character_tokenizer()
+    config = AutoConfig.for_model(kind, **SIZES | HEADS | {"vocab_size": len(tokenizer)} | changes)
+    hf = AutoModelForCausalLM.from_config(config).float()
+    unbalance(hf)
+    hf.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def outcome(way: str, model: Path, workspace: Path, folder: Path) -> str:
+    """What came of a short run: `yes`, the gap between engine and trainer, or why the model was refused."""
+    if way.startswith("GRPO"):
+        command, dtype = "train_ppo_ray", "bf16" if "bf16" in way else "fp32"
+        flags = small_grpo(workspace, folder, prompts=4, samples=4) | {
+            "actor.model_name_or_path": model,
+            "reward.remote_url": Path(__file__).parent.parent / "e2e" / "reward_files" / "letters.py",
+            "ds.param_dtype": dtype,
+        }
+    else:
+        command = "train_dpo" if way == "DPO" else "train_sft"
+        changes = {"model.model_name_or_path": model, "eval.dataset": None, "eval.split": None, "eval.steps": None}
+        flags = flags_of("dpo" if way == "DPO" else "kd", workspace, folder, **changes)
+        for name in [name for name in flags if name.startswith("kd.")] if way != "DPO" else []:
+            flags[name] = None
+        flags |= {"ds.lora.rank": 4} if "LoRA" in way else {}
+    done = finish(launch(command, flags), timeout=400)
+    if done.status == 2:
+        return "refused: " + done.errors.partition("error: ")[2].strip().splitlines()[0].replace("|", "\\|")
+    assert done.status == 0, f"{way}, {model.name}, {as_arguments(flags)}:\n{done.printed}\n{done.errors}"
+    if not way.startswith("GRPO"):
+        return "yes"
+    gap = max(column(folder, "train/logprob_gap_mean"))
+    assert "bf16" in way or gap < EXACT, f"{model.name}: gap {gap}"
+    return f"{gap:.0e}"
+
+
+@pytest.mark.timeout(3600)
+def test_architectures_train_in_every_way_or_are_refused_with_the_reason(tmp_path: Path) -> None:
+    workspace, table = make_workspace(tmp_path), []
+    write_rows(
+        workspace / "prompts.jsonl", [{"input": f"{a}+{b}=", "label": str(a + b)} for a in range(4) for b in range(4)]
+    )
+    for kind, changes in ARCHITECTURES.items():
+        model = save(workspace / kind, kind, changes)
+        cells = []
+        for number, way in enumerate(WAYS):
+            cells.append(outcome(way, model, workspace, tmp_path / f"{kind}-{number}"))
+            print(kind, way, cells[-1], flush=True)
+        table.append([f"`{kind}`", *cells])
+        write_result(
+            "architectures",
+            "Architectures",
+            "python -m pytest -m verify tests/verify/test_architectures.py",
+            ["model_type", *WAYS],
+            table,
+            "Random models of 2 layers. GRPO: the largest mean difference, over the steps, between the log-probabilities of engine "
+            "and trainer for the sampled tokens, nats.",
+        )
