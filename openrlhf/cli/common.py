@@ -166,15 +166,19 @@ def check_versions() -> None:
     remedy = f"install a supported one with: pip install -e '.[{'vllm' if machine.count_gpus() else 'cpu'}]' (see the README)"
     if (vllm := machine.installed("vllm")) is None:
         fail(f"vllm is not installed: {remedy}")
+
+    def allows(versions: str, version: str) -> bool:
+        return SpecifierSet(versions).contains(version, prereleases=True)
+
     there = f"{vllm.name} {vllm.version}"
-    needs = next((STACKS[versions] for versions in STACKS if SpecifierSet(versions, True).contains(vllm.version)), None)
+    needs = next((STACKS[versions] for versions in STACKS if allows(versions, vllm.version)), None)
     if needs is None:
         fail(f"{there} is installed, supported is {' or '.join(STACKS)}: {remedy}")
     wrong = [
         f"{there} works with {name} {versions}, but {found.version if found else 'none'} is installed: "
         "install such a one, or another vLLM (docs/gpu.md, Versions of vLLM)"
         for name, versions in needs.items()
-        if (found := machine.installed(name)) is None or not SpecifierSet(versions, True).contains(found.version)
+        if (found := machine.installed(name)) is None or not allows(versions, found.version)
     ]
     if wrong:
         fail("\n".join(wrong))

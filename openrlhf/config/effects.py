@@ -39,13 +39,18 @@ def combined(config: Any, kind: str, table: str) -> Sentences:
 
 
 def _met(config: Any, condition: str) -> bool:
-    return any(_holds(term, found[1]) for term in condition.split("|") if (found := look_up(config, "root", term)))
+    return any(_holds(term, value) for term, (_, value) in terms_of(config, "root", condition))
+
+
+def terms_of(config: Any, path: str, condition: str) -> list[tuple[str, tuple[str, Any]]]:
+    """The terms of a condition about what the command has, each with path and value, seen from a flag."""
+    return [(term, found) for term in condition.split("|") if (found := look_up(config, path, term))]
 
 
 def unmet(config: Any, flag: Flag) -> str | None:
     """How the first condition of a flag that is not met is put; None if the flag has an effect."""
     for condition in conditions_of(config.__class__, flag):
-        terms = [(term, found) for term in condition.split("|") if (found := look_up(config, flag.path, term))]
+        terms = terms_of(config, flag.path, condition)
         if terms and not any(_holds(term, value) for term, (_, value) in terms):
             flags = flags_of(config.__class__)
             names = (_spelled(path, term) for term, (path, _) in terms if path in flags or path in WORDS)

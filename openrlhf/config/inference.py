@@ -62,6 +62,7 @@ class CsftConfig(Section):
 
 class InferenceDataConfig(shared.DatasetConfig):
     """Tokenizer and data."""
+    columns: ClassVar = ("input_key", "output_key")  # what is read of a row
     input_key: str = option("input", "Column with the prompt, text or chat.")
     output_key: str | None = option("output", "Column with the answer to score.")
 
@@ -144,11 +145,10 @@ class ChatConfig(ModelCommand):
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        template, answer = self.data.input_template, self.rollout.max_new_tokens or 1
+        template = self.data.input_template
         return [
             *super().mistakes(),
             (template is not None and "{}" not in template, "<data.input_template> has no {} for the message."),
             (self.preamble and not rules.is_file(self.preamble), "<preamble> is no file on this machine."),
-            (answer >= self.data.max_len, "<rollout.max_new_tokens> leaves no room for a message in <data.max_len>, which "
-             "counts both. Raise data.max_len or lower it."),
+            *rules.room_for_prompts(self),
         ]

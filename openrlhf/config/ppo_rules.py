@@ -46,9 +46,7 @@ def engine_mistakes(config: Any) -> Sentences:
         *combined(config, "refused", "engines"),
         *engine_args_mistakes(vllm, rollout, max_len),
         (vllm.max_engines < vllm.num_engines, "<vllm.max_engines> is less than <vllm.num_engines>: raise it, or leave it out."),
-        (rollout.max_new_tokens and rollout.max_new_tokens >= max_len,
-         "<rollout.max_new_tokens> leaves no room for a prompt in <data.max_len>, which counts "
-         "both. Raise data.max_len or lower it."),
+        *rules.room_for_prompts(config),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from openrlhf.config.flags import Section, derived, items, option, required
 
@@ -152,6 +152,7 @@ class RewardConfig(RuleConfig):
 
 class PromptColumns(Section):
     """Columns of prompts."""
+    columns: ClassVar = ("input_key", "label_key")  # what is read of a row
     input_key: str = option("input", "Column with the prompt, text or chat.")
     label_key: str | None = option(None, "Column handed to the reward function as label.")
 

@@ -154,6 +154,13 @@ def sum_mistakes(reward: RewardConfig, parts: int) -> Sentences:
     ]
 
 
+def room_for_prompts(config: Any) -> Sentences:
+    """An answer leaves room for a prompt."""
+    answer = config.rollout.max_new_tokens
+    return [(answer and answer >= config.data.max_len, "<rollout.max_new_tokens> leaves no room for a prompt in "
+             "<data.max_len>, which counts both. Raise data.max_len or lower it.")]
+
+
 def is_file(text: str | None) -> TypeGuard[str]:
     """Whether a text, which may be long, is the path of a file here."""
     return text is not None and 0 < len(text) < 1000 and Path(text).expanduser().is_file()

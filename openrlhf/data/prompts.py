@@ -31,13 +31,11 @@ class PromptDataset(TokenizedRows[Prompt]):
     """
 
     row: ClassVar = Prompt
-    keys = ("input_key", "label_key")
 
     def __init__(
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: PromptSection, *, image_key: str = "images"
     ) -> None:
-        if isinstance(data, InferenceDataConfig):
-            self.keys = ("input_key", "output_key")
+        self.keys = data.columns
         rows = number_rows(dataset)
         super().__init__(rows, tokenizer, data)
         self.image_key = image_key

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from openrlhf.config import machine
 from openrlhf.config.inference import ChatConfig
 from openrlhf.data.first_look import recorded
 from openrlhf.data.templates import Message, encode, fill_template, render
@@ -29,7 +28,7 @@ def run_chat(config: ChatConfig) -> None:
     print(f"{path}, with {f'the template {chat.template!r}' if chat.template else 'its chat template'}.", flush=True)
     if config.dry_run:
         return print(f"First prompt: {chat.text('Hello')!r}")
-    spec = replace(settings.load_spec(config, path), device_map="auto" if machine.count_gpus() else None)
+    spec = replace(settings.load_spec(config, path), spread=True)
     model = load_causal_lm(spec).eval()
     print("/reset begins anew, /exit ends, Ctrl-C stops an answer.", flush=True)
     with suppress(EOFError):

@@ -46,7 +46,7 @@ class LoadSpec:
     trust_remote_code: bool = False
     lora: LoraConfig | None = None  # new adapters, if its rank is above 0
     seed: int = 0  # of new adapters
-    device_map: str | None = None  # auto: spread over the GPUs of this process, layer by layer
+    spread: bool = False  # over the GPUs of this process, layer by layer, if there are any
 
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
@@ -154,7 +154,7 @@ def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
         "dtype": dtype,
         "attn_implementation": packed_attention.NAME if packed else attention,
         "trust_remote_code": spec.trust_remote_code,
-        "device_map": spec.device_map,
+        "device_map": "auto" if spec.spread and torch.cuda.is_available() else None,
         "quantization_config": qlora(dtype) if spec.ds.load_in_4bit else None,
     }
 

@@ -59,9 +59,10 @@ class SamplingSpec:
 
     def seed_of(self, prompt: Prompt, sample: int, turn: int = 0) -> int | None:
         """The seed of one sampled turn, 32 bits. It depends on what is sampled, not on when or where."""
+        if self.seed is None:
+            return None
         name = f"{self.seed}/{self.purpose}/{prompt.index}/{sample}/{turn}"
-        digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
-        return None if self.seed is None else int.from_bytes(digest, "big")
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
 
     @property
     def prompt_room(self) -> int:

@@ -59,7 +59,7 @@ def load_scorer(
         ds=config.ds,
         max_len=config.data.max_len,
         trust_remote_code=config.model.trust_remote_code,
-        device_map="auto" if torch.cuda.is_available() else None,
+        spread=True,
     )
     model = load_scalar(
         spec, head_prefix=config.ds.value_head_prefix, require_head=True, normalize=config.reward.normalize_enable

@@ -20,7 +20,7 @@ import torch
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config import machine
 from openrlhf.config.combining import CombinerConfig
-from openrlhf.config.effects import conditions_of, look_up
+from openrlhf.config.effects import conditions_of, terms_of
 from openrlhf.config.flags import Flag, Section, amend, flags_of, mentions
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, EngineCommand
 from openrlhf.config.ppo import PPOConfig
@@ -233,7 +233,7 @@ def enabling(command: str, flag: Flag, line: str) -> str:
     root, more = COMMANDS[command], ""
     for condition in conditions_of(root, flag):
         config, _ = resolved(command, f"{line} {more}")
-        terms = [(term, found) for term in condition.split("|") if (found := look_up(config, flag.path, term))]
+        terms = terms_of(config, flag.path, condition)
         if not terms or any(holds(term, value) for term, (_, value) in terms):
             continue
         term, (path, _) = terms[0]

@@ -50,7 +50,7 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
         (
             CHAT,
             "--data.max_len 8 --rollout.max_new_tokens 8",
-            "--rollout.max_new_tokens 8 leaves no room for a message",
+            "--rollout.max_new_tokens 8 leaves no room for a prompt in --data.max_len 8",
         ),
     ],
 )
