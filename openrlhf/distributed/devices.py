@@ -89,5 +89,3 @@ def complete_launcher_environment() -> None:
         os.environ["MASTER_PORT"] = str(free_port())
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    if device_kind() == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses, and warns

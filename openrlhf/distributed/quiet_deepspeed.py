@@ -1,11 +1,13 @@
 """DeepSpeed, imported without noise: the only place that imports it."""
 
+import os
 import warnings
 
 from openrlhf.distributed import devices
 
-# At import DeepSpeed detects its accelerator and asks the linker for libraries. The linker's errors are harmless.
-devices.complete_launcher_environment()
+if devices.device_kind() == "cpu":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses, and warns
+# At import DeepSpeed asks the linker for libraries. The linker's errors are harmless.
 with devices.silenced_stderr():
     import deepspeed
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum

@@ -28,6 +28,7 @@ class Strategy:
     def __init__(self, engine: DeepSpeedConfig, *, seed: int, full_determinism: bool = False) -> None:
         self.config = engine
         self.kind = devices.device_kind()
+        devices.complete_launcher_environment()
         self.local_rank = int(os.environ["LOCAL_RANK"])
         if self.kind == "cuda":
             torch.cuda.set_device(self.local_rank)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from openrlhf.cli.common import LAUNCHER
 from openrlhf.cli.train_sft import main
 from openrlhf.distributed.devices import free_port
 from tests.e2e.commands import (
@@ -357,7 +358,7 @@ def test_a_mistake_is_one_message_and_status_2(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("DS_ACCELERATOR", "OMP_WAIT_POLICY", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+    for name in (*LAUNCHER, "DS_ACCELERATOR", "OMP_WAIT_POLICY", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # what the command sets is undone
         monkeypatch.delenv(name)
     folder = workspace / "mistaken"
