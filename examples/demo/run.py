@@ -161,7 +161,7 @@ def conclude(stages: dict[str, StageResult], out: Path, *, title: str) -> Path:
         table.add_row(*row)
     Console().print(table)
     curves = [Stage(name=stage.name, folder=stage.folder) for stage in stages.values()]
-    write_report(out / "report.html", curves, title=title, summary_rows=[columns, *rows])
+    write_report(out / "report.html", curves, title=title, tables=[[columns, *rows]])
     return out / "report.html"
 
 

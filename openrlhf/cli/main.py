@@ -25,6 +25,7 @@ VERBS = {
     "reward": ("reward_test", "`reward test`: try a reward on a dataset, before any training"),
     "lora_combiner": ("lora_combiner", "the plain model that a LoRA adapter and its base are"),
     "serve-rm": ("serve_rm", "HTTP server of a reward model"),
+    "pipeline": ("pipeline", "stages in one file, from SFT to RL: run, resumed, reported together"),
 }
 
 

@@ -150,7 +150,7 @@ class Reader:
         if not isinstance(content, dict | None):
             raise ConfigError(f"--config {file} holds a {type(content).__name__}, not names and values.")
         values: dict[str, Any] = {}
-        for path, value in _leaves(cast("dict[Any, Any]", content or {}), self.flags, ""):
+        for path, value in leaves(cast("dict[Any, Any]", content or {}), self.flags, ""):
             if path in values:
                 self.problems.append(f"{file}: {path} is there twice.")
             elif path in self.flags:
@@ -172,11 +172,12 @@ def _groups(argv: Iterable[str]) -> list[Group]:
     return groups if groups[0][1] else groups[1:]
 
 
-def _leaves(node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str) -> Iterator[tuple[str, Any]]:
+def leaves(node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str) -> Iterator[tuple[str, Any]]:
+    """The values of a file by path; its names may be nested or have dots."""
     for key, value in node.items():
         path = f"{prefix}{key}"
         if path not in flags and isinstance(value, dict):
-            yield from _leaves(cast("dict[Any, Any]", value), flags, f"{path}.")
+            yield from leaves(cast("dict[Any, Any]", value), flags, f"{path}.")
         else:
             yield path, value
 

@@ -5,6 +5,7 @@ killed, or on another machine. The page needs no network. Missing or empty files
 The page itself is the template `report.html.jinja`.
 """
 
+import os
 import re
 import time
 from collections import deque
@@ -84,21 +85,22 @@ def report_run(folder: Path) -> Path:
 
 
 def write_report(
-    path: Path, stages: Sequence[Stage], *, title: str, summary_rows: Sequence[Sequence[object]] = ()
+    path: Path, stages: Sequence[Stage], *, title: str, tables: Sequence[Sequence[Sequence[object]]] = ()
 ) -> Path:
     """Write the page about `stages`, in their order. Returns `path`.
 
-    `summary_rows`: a table for the top of the page, its column heads first, e.g.
+    `tables`: for the top of the page; the rows of each, its column heads first, e.g.
     [["", "before", "after"], ["pass@1", 0.41, 0.62]].
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     page = _ENVIRONMENT.get_template("report.html.jinja").render(
         title=title,
         written=time.strftime("%Y-%m-%d %H:%M"),
-        summary=summary_rows,
+        tables=tables,
         stages=[(stage, read_stage(stage)) for stage in stages],
         cell=_cell,
         charts=charts,
+        link=lambda stage: os.path.relpath(own, path.parent) if (own := stage.folder / REPORT).exists() else "",
     )
     write_atomically(path, page)
     return path
@@ -186,18 +188,23 @@ def make_panel(title: str, names: Sequence[str], series: Series) -> Panel:
 
 
 def make_tiles(series: Series) -> list[tuple[str, str, str]]:
-    """Beginning and end of the numbers that a stage is judged by.
+    """The main numbers with the names and in the figures of the page."""
+    return [(short_label(name), compact(first), compact(last)) for name, first, last in main_numbers(series)[:6]]
+
+
+def main_numbers(series: Series) -> list[tuple[str, float, float]]:
+    """Beginning and end of the numbers that a stage is judged by, by name.
 
     A number of every step is averaged over the first and the last twentieth of its steps; an evaluation is not.
     """
-    tiles: list[tuple[str, str, str]] = []
+    found: list[tuple[str, float, float]] = []
     for pattern in SHOWN["tiles"]:
         for name in sorted(name for name in series if re.fullmatch(pattern, name)):
             numbers = [value for _, value in series[name]]
             few = 1 if name.startswith("eval/") else max(1, len(numbers) // 20)
             first, last = sum(numbers[:few]) / few, sum(numbers[-few:]) / few
-            tiles.append((short_label(name), compact(first), compact(last)))
-    return tiles[:6]
+            found.append((name, first, last))
+    return found
 
 
 def short_label(name: str) -> str:

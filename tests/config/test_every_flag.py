@@ -23,6 +23,7 @@ from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.effects import conditions_of, terms_of
 from openrlhf.config.flags import Flag, Section, amend, flags_of, mentions
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, EngineCommand
+from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.config.shared import OptimizerConfig
@@ -42,10 +43,15 @@ from openrlhf.workers.policy import clip_of, correction_of
 from tests.config.commands import ROOTS, SMALLEST, read_flags
 from tests.sources import ROOT, package
 
-COMMANDS: dict[str, type[Any]] = ROOTS | {"reward_test": RewardTestConfig, "lora_combiner": CombinerConfig}
+COMMANDS: dict[str, type[Any]] = ROOTS | {
+    "reward_test": RewardTestConfig,
+    "lora_combiner": CombinerConfig,
+    "pipeline": PipelineConfig,
+}
 LINES = SMALLEST | {
     "reward_test": "--data.prompt_dataset d --data.label_key l --reward.verifier math",
     "lora_combiner": "--model_path m --lora_path a --output_path o",
+    "pipeline": "--file p.yaml",
 }
 EVERY_FLAG = [(command, path) for command, root in COMMANDS.items() for path in flags_of(root)]
 
@@ -95,6 +101,7 @@ READERS = {
     "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "
     "observability.recorder observability.trackers data.prompts data.rows data.first_look rollout.fleet distributed.placement trainers.stages",
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
+    "pipeline": "launch.pipeline cli.pipeline",
 }
 # What a section is called in those modules besides its own name.
 ALSO_CALLED = {

@@ -94,7 +94,7 @@ def test_nothing_a_model_writes_becomes_markup(run):
     run.log_metrics(42, {f"train/{attack}": 2.0})
     run.write_config("", attack)
     path = write_report(
-        run.path / "r.html", [Stage(name=attack, folder=run.path)], title=attack, summary_rows=[[attack], [attack]]
+        run.path / "r.html", [Stage(name=attack, folder=run.path)], title=attack, tables=[[[attack], [attack]]]
     )
     page = page_of(path)
     assert page.count("script") == 1  # the page's own
@@ -107,7 +107,7 @@ def test_several_stages_share_a_page_with_a_table_on_top(run, tmp_path):
         tmp_path / "deep" / "report.html",
         [Stage(name="Supervised", folder=tmp_path / "nothing"), Stage(name="RL", folder=run.path)],
         title="From nothing",
-        summary_rows=[["", "before", "after"], ["pass@1", 0.41, None]],
+        tables=[[["", "before", "after"], ["pass@1", 0.41, None]]],
     )
     page = page_of(path)
     assert page.count("section") == 2

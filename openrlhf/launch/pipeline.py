@@ -1,0 +1,297 @@
+"""Stages of one file, each a process of its own, in the order of the file. A stage that is done and unchanged is skipped.
+
+The file has two YAML documents. The first has `settings`: by name, values that differ between machines. The second has
+`stages`, and is rendered by Jinja2 with the chosen values as variables. `${sft}` is the result of the stage sft.
+
+The folder of a pipeline has, for each stage, its folder, its flags (<stage>.yaml, which --config reads) and its record
+(<stage>.json: what the result was made from). What is run anew is moved to earlier/<n>/ first.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib import import_module
+from io import StringIO
+from os.path import exists, expanduser, isfile
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from jinja2 import Environment, StrictUndefined, TemplateError
+
+from openrlhf.config import machine
+from openrlhf.config.flags import ConfigError, UserError, did_you_mean, flags_of, items, nearest
+from openrlhf.config.options import leaves, parse_config
+from openrlhf.config.pipeline import STAGES, PipelineConfig
+from openrlhf.files import BLOCK, SAMPLES, fingerprint, write_atomically
+from openrlhf.launch.pipeline_report import Result, write_pipeline_report
+from openrlhf.observability.run_folder import set_aside
+from openrlhf.termination import in_order
+
+USED = re.compile(r"\$\{([\w-]+)\}")
+PLACES = {"run.dir": ".", "ckpt.output_dir": "", "output_path": "", "ckpt.path": "checkpoints"}  # "": the result
+DONE, GOES_ON = "done", "goes on"
+GRACE_S = 20.0  # for a stage that Ctrl-C has reached, too
+
+
+def run_pipeline(config: PipelineConfig) -> None:
+    """Check all stages, and run those that are not done. Raises ConfigError, or SystemExit with the status of a stage."""
+    with in_order():
+        Pipeline.of(config).run(dry=config.dry_run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage as the file has it: a command of ours with flags, or the words of another program to `run`."""
+
+    name: str
+    command: str = ""
+    flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    launcher: str = ""  # what is typed in front of our module, such as `torchrun --nproc_per_node 8 -m`
+    run: str = ""
+    group: str = ""  # stages of a group differ in their seed: the report has their mean
+
+    @property
+    def uses(self) -> list[str]:
+        """The stages whose results it reads."""
+        named = USED.findall(json.dumps([self.flags, self.run, self.launcher], default=str))
+        return [name for name in dict.fromkeys(named) if name != self.name]
+
+    @property
+    def root(self) -> type[Any]:
+        """The configuration class of its command."""
+        _, module, name, _ = STAGES[self.command]
+        return getattr(import_module(f"openrlhf.config.{module}"), name)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its flags by path."""
+        return dict(leaves(self.flags, flags_of(self.root), "")) if self.command else {}
+
+    @property
+    def reads(self) -> list[str]:
+        """The files, and folders of models and data, that it names."""
+        found = [word for word in shlex.split(self.run) if isfile(word)]
+        for path, value in self.values.items():
+            there = exists if flags_of(self.root)[path].holds else isfile
+            texts = items(",".join(map(str, value)) if isinstance(value, list) else str(value))
+            found += [place for text in texts if there(place := expanduser(text.partition("@")[0]))]
+        return found
+
+
+def read_stages(file: Path, settings: str) -> list[Stage]:
+    """The stages of a file with the settings of this name (none: the first). Raises ConfigError."""
+    head, divided, body = file.read_text(encoding="utf-8").rpartition("\n---\n")
+    jinja, here = Environment(undefined=StrictUndefined), str(file.parent)
+    try:
+        choices = yaml.safe_load(jinja.from_string(head).render(here=here))["settings"] if divided else {}
+        if settings and settings not in choices:
+            raise ConfigError(f"--settings {settings}: {file} has {', '.join(choices) or 'no settings'}.")
+        values = choices.get(settings or next(iter(choices), ""), {})
+        found: dict[str, Any] = yaml.safe_load(jinja.from_string(body).render(values, here=here))["stages"]
+        return [
+            Stage(name=str(name), **{key: entry[key] for key in entry if entry[key]}) for name, entry in found.items()
+        ]
+    except (yaml.YAMLError, TemplateError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{file} is no pipeline: {error}. It has `settings`, a line ---, and `stages`; a stage has a name and of command, "
+            "flags, launcher, run and group what it needs (docs/pipelines.md)."
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The stages of `file`, and the folder of their results. `finished`: when each stage that is done was done."""
+
+    file: Path
+    folder: Path
+    again: str  # the command that goes on
+    stages: Sequence[Stage]
+    finished: dict[str, float | None] = field(default_factory=dict[str, float | None])
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> Self:
+        """The pipeline of a command line. Raises ConfigError with all that is wrong with any stage."""
+        file, folder = Path(config.file), Path(config.run.dir).expanduser().absolute()
+        given = {"settings": config.settings, "run.dir": config.given.get("run.dir")}
+        words = [word for path, value in given.items() if value for word in (f"--{path}", value)]
+        again = shlex.join(["openrlhf", "pipeline", config.file, *words])
+        pipeline = cls(file=file, folder=folder, again=again, stages=read_stages(file, config.settings))
+        folder.mkdir(parents=True, exist_ok=True)
+        broken = {stage.name: pipeline.check(stage) for stage in pipeline.stages}
+        if any(broken.values()):
+            raise ConfigError([f"{file}: stage {name}: {text}" for name, texts in broken.items() for text in texts])
+        return pipeline
+
+    def check(self, stage: Stage) -> list[str]:
+        """What is wrong with a stage. What is said of results does not count: they may not be there yet, or be made again."""
+        before = [each.name for each in self.stages[: self.stages.index(stage)]]
+        if not re.fullmatch(r"[\w-]+", stage.name) or stage.name == "earlier":
+            return ["a name has letters, digits, _ and -, and is not `earlier`."]
+        if bool(stage.command) == bool(stage.run):
+            return ["give either command or run."]
+        if unknown := [name for name in stage.uses if name not in before]:
+            hint = did_you_mean(nearest(unknown[0], before))
+            return [f"${{{unknown[0]}}} is no stage before it; these are {', '.join(before) or 'none'}.{hint}"]
+        if not stage.command:
+            return []
+        if stage.command not in STAGES:
+            return [f"there is no command {stage.command}; known are {', '.join(STAGES)}."]
+        if taken := PLACES.keys() & stage.values.keys():
+            return [f"--{path} is given by the pipeline: leave it out." for path in sorted(taken)]
+        joined = machine.cluster_gpus
+        try:
+            with redirect_stderr(StringIO()):  # its notices are printed when it runs
+                parse_config(stage.root, ["--config", str(self.write_flags(stage))], command=STAGES[stage.command][0])
+        except ConfigError as error:
+            said = [text.removeprefix(f"{self.folder / stage.name}.yaml: ") for text in error.violations]
+            return [text for text in said if not any(str(self.folder / name) in text for name in stage.uses)]
+        finally:
+            machine.cluster_gpus = joined
+        return []
+
+    def result(self, name: str) -> Path:
+        """What `${name}` stands for in later stages: a model, a file of answers, or the stage's folder."""
+        command = next(stage.command for stage in self.stages if stage.name == name)
+        return self.folder / name / (STAGES[command][3] if command else "")
+
+    def filled(self, stage: Stage, text: str) -> str:
+        """A text with the places of results in it; the stage's own name stands for its folder."""
+        places = {name: str(self.result(name)) for name in stage.uses} | {stage.name: str(self.folder / stage.name)}
+        return USED.sub(lambda used: places[used[1]], text)
+
+    def write_flags(self, stage: Stage) -> Path:
+        """Write the flags of a stage, and where its results go, to a file that --config reads."""
+        own = {path: leaf or STAGES[stage.command][3] for path, leaf in PLACES.items() if path in flags_of(stage.root)}
+        places = {path: str(self.folder / stage.name / leaf) for path, leaf in own.items()}
+        path = self.folder / f"{stage.name}.yaml"
+        content = yaml.safe_dump({**stage.flags, **places}, sort_keys=False, allow_unicode=True, width=1000)
+        write_atomically(path, self.filled(stage, content))
+        return path
+
+    def inputs(self, stage: Stage) -> dict[str, Any]:
+        """All that the result of a stage is made from. Not the launcher: the number of devices may change on the way."""
+        made: dict[str, Any] = {f"--{path}": value for path, value in stage.values.items()}
+        made |= {"command": stage.command, "run": stage.run}
+        made |= {place: content_of(Path(place)) for place in stage.reads}
+        return json.loads(json.dumps(made | {name: self.finished.get(name) for name in stage.uses}, default=str))
+
+    def run(self, *, dry: bool = False) -> None:
+        """Run all stages that are not done. Raises SystemExit with the status of a stage that fails."""
+        with open(self.folder / ".lock", "w") as lock:  # a stage inherits it, and may outlive us
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"--run.dir {self.folder} is in use by another pipeline, or by a stage that outlived one: end it first."
+                ) from None
+            try:
+                for stage in self.stages:
+                    self.run_stage(stage, lock.fileno(), dry=dry)
+            except (KeyboardInterrupt, SystemExit):
+                print(f"To go on: {self.again}", file=sys.stderr)
+                raise
+        if not dry:
+            print(f"All stages are done. Report: {self.report()}")
+
+    def run_stage(self, stage: Stage, lock: int, *, dry: bool) -> None:
+        """Run a stage, unless it is done and made from what is there now."""
+        folder, path = self.folder / stage.name, self.folder / f"{stage.name}.json"
+        inputs, record = self.inputs(stage), self.record(stage)
+        state = self.state(stage, inputs, record)
+        goes_on, done = state == GOES_ON, state == DONE
+        self.finished[stage.name] = record["finished"] if done else None
+        aside = None if dry or done or goes_on else set_aside(self.folder, [stage.name, path.name])
+        print(f"{stage.name}: {state}{f'. The old result is in {aside}.' if aside else ''}", flush=True)
+        if dry or done:
+            return
+        folder.mkdir(exist_ok=True)
+        record = {"inputs": inputs, "seconds": record["seconds"] * goes_on, "finished": None}
+        write_atomically(path, json.dumps(record, indent=1))
+        start, status = time.monotonic(), None
+        try:
+            status = execute(self.words(stage, goes_on=goes_on), lock)
+        finally:
+            record["seconds"] += time.monotonic() - start
+            record["finished"] = self.finished[stage.name] = time.time() if status == 0 else None
+            write_atomically(path, json.dumps(record, indent=1))
+        self.report()
+        if status:
+            print(f"{self.file}: stage {stage.name} ended with status {status}; see {folder}.", file=sys.stderr)
+            raise SystemExit(status if status > 0 else 128 - status)
+
+    def state(self, stage: Stage, inputs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+        """What is to be done with a stage, in words."""
+        old = record["inputs"]
+        if not old:
+            return "runs"
+        if changed := [name for name in {**old, **inputs} if old.get(name) != inputs.get(name)]:
+            return f"runs again; changed: {', '.join(changed)}"
+        if not record["finished"]:
+            return GOES_ON
+        return DONE if self.result(stage.name).exists() else "runs again; its result is gone"
+
+    def record(self, stage: Stage) -> dict[str, Any]:
+        """What a stage's result was made from, how long that took, and when it was done."""
+        path = self.folder / f"{stage.name}.json"
+        return json.loads(path.read_text()) if path.exists() else {"inputs": {}, "seconds": 0.0, "finished": None}
+
+    def words(self, stage: Stage, *, goes_on: bool) -> list[str]:
+        """The command line of a stage, which continues from its checkpoints if it has some."""
+        if stage.run:
+            return shlex.split(self.filled(stage, stage.run))
+        launcher = shlex.split(stage.launcher) or [sys.executable, "-m"]
+        kept = goes_on and any((self.folder / stage.name).glob("checkpoints/*"))
+        flags = ["--config", str(self.write_flags(stage)), *["--ckpt.load_enable"] * kept]
+        return [*launcher, "openrlhf.cli.main", stage.command, *flags]
+
+    def report(self) -> Path:
+        """Write the page about all stages that have run."""
+        records = {stage.name: (stage, self.record(stage)) for stage in self.stages}
+        results = [
+            Result(
+                name=name,
+                folder=self.folder / name,
+                command=stage.command,
+                group=stage.group,
+                seconds=record["seconds"],
+            )
+            for name, (stage, record) in records.items()
+            if record["inputs"]
+        ]
+        return write_pipeline_report(self.folder / "report.html", results, title=self.file.stem)
+
+
+def execute(words: Sequence[str], lock: int) -> int:
+    """Run a program to its end, and return its status. If this process is asked to end, the program ends first."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    child = subprocess.Popen(words, env={**os.environ, "PATH": path}, pass_fds=[lock])
+    try:
+        return child.wait()
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE_S)
+        child.terminate()
+        child.wait()
+        raise
+
+
+def content_of(place: Path) -> str:
+    """A hash of a file, or of all files of a folder. Of long files it has samples, and size and time."""
+    digest = sha256()
+    for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        if file.is_file():
+            stat = file.stat()
+            long = (stat.st_size, stat.st_mtime_ns) if stat.st_size > BLOCK * SAMPLES else ()
+            digest.update(f"{file.relative_to(place)} {fingerprint(file)} {long}\n".encode())
+    return digest.hexdigest()[:16]

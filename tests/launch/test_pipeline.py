@@ -1,0 +1,219 @@
+"""Pipelines: what a file may say, what is told of mistakes before anything runs, and what a change makes run again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from openrlhf.cli.main import main
+from openrlhf.config import machine
+from openrlhf.config.flags import ConfigError
+from openrlhf.config.pipeline import STAGES
+from openrlhf.launch.pipeline import read_stages
+from openrlhf.launch.pipeline_report import Result, interval, write_pipeline_report
+from tests.config.commands import ROOTS
+from tests.ranks import ROOT
+
+MODEL = "model.model_name_or_path: m, data.dataset: d"
+EXAMPLES = sorted((ROOT / "examples/pipelines").glob("*.yaml"))
+CHAIN = """\
+settings:
+  small: {size: 1}
+  large: {size: 2}
+---
+stages:
+  rows: {run: "cp SOURCE ${rows}/rows.jsonl"}
+  copy: {run: "cp ${rows}/rows.jsonl ${copy}/size{{ size }}.jsonl"}
+  other: {run: "touch ${other}/there"}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Three stages that copy files; the third uses nothing of the others."""
+    (tmp_path / "source.jsonl").write_text("one\n")
+    path = tmp_path / "chain.yaml"
+    path.write_text(CHAIN.replace("SOURCE", str(tmp_path / "source.jsonl")))
+    return path
+
+
+def pipeline(file: Path, *words: str) -> None:
+    main(["pipeline", str(file), "--run.dir", str(file.parent / "run"), *words])
+
+
+def said(capfd: pytest.CaptureFixture[str], stage: str) -> str:
+    """What was said of a stage since the last call for any."""
+    lines = capfd.readouterr().out.splitlines()
+    return next(line.removeprefix(f"{stage}: ") for line in lines if line.startswith(f"{stage}: "))
+
+
+def states(capfd: pytest.CaptureFixture[str]) -> dict[str, str]:
+    lines = [line.partition(": ") for line in capfd.readouterr().out.splitlines()]
+    return {
+        name: words.partition(".")[0].partition(";")[0] for name, _, words in lines if name in ("rows", "copy", "other")
+    }
+
+
+def test_what_is_done_is_not_run_again(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pipeline(file)
+    assert states(capfd) == {"rows": "runs", "copy": "runs", "other": "runs"}
+    assert (file.parent / "run/copy/size1.jsonl").read_text() == "one\n"
+    pipeline(file)
+    assert states(capfd) == {"rows": "done", "copy": "done", "other": "done"}
+
+
+def test_a_change_of_a_file_runs_what_reads_it_and_what_depends_on_that(
+    file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pipeline(file)
+    capfd.readouterr()
+    (file.parent / "source.jsonl").write_text("two\n")
+    pipeline(file, "--dry_run")
+    assert states(capfd) == {"rows": "runs again", "copy": "runs again", "other": "done"}
+    assert (file.parent / "run/copy/size1.jsonl").read_text() == "one\n"  # it was only said
+    pipeline(file)
+    assert states(capfd) == {"rows": "runs again", "copy": "runs again", "other": "done"}
+    assert (file.parent / "run/copy/size1.jsonl").read_text() == "two\n"
+    assert (file.parent / "run/earlier/1/rows/rows.jsonl").read_text() == "one\n"
+
+
+def test_a_change_of_the_last_stage_runs_that_one_only(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pipeline(file)
+    capfd.readouterr()
+    pipeline(file, "--settings", "large")
+    assert states(capfd) == {"rows": "done", "copy": "runs again", "other": "done"}
+    assert [path.name for path in (file.parent / "run/copy").iterdir()] == ["size2.jsonl"]
+
+
+def test_a_stage_that_fails_ends_the_pipeline_with_its_status_and_is_run_again(
+    file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = file.read_text()
+    file.write_text(text.replace("touch ${other}/there", "python -c 'raise SystemExit(7)'"))
+    with pytest.raises(SystemExit) as ended:
+        pipeline(file)
+    printed = capfd.readouterr()
+    assert ended.value.code == 7
+    assert "stage other ended with status 7" in printed.err
+    assert f"To go on: openrlhf pipeline {file} --run.dir {file.parent / 'run'}" in printed.err
+    with pytest.raises(SystemExit):
+        pipeline(file)
+    assert states(capfd) == {"rows": "done", "copy": "done", "other": "goes on"}
+    file.write_text(text)
+    pipeline(file)
+    assert states(capfd)["other"] == "runs again"
+
+
+def test_a_result_that_is_gone_is_made_again(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pipeline(file)
+    capfd.readouterr()
+    (file.parent / "run/copy").rename(file.parent / "elsewhere")
+    pipeline(file)
+    assert states(capfd) == {"rows": "done", "copy": "runs again", "other": "done"}
+
+
+def test_a_stage_that_failed_half_way_does_not_keep_later_ones_from_being_checked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, switch = tmp_path / "half.yaml", tmp_path / "switch"
+    program = f"import os, sys; sys.exit(0 if os.path.exists({str(switch)!r}) else 5)"
+    made = f'  made: {{run: "python -c {json.dumps(json.dumps(program))[1:-1]}"}}\n'
+    file.write_text(f"stages:\n{made}  rm: {{command: rm, flags: {{{MODEL}, eval.dataset: '${{made}}/e.jsonl'}}}}\n")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            pipeline(file)
+        assert ended.value.code == 5, capfd.readouterr().err
+
+
+def test_two_pipelines_do_not_share_a_folder(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    nested = f"python -m openrlhf.cli.main pipeline {file} --run.dir {file.parent / 'run'}"
+    file.write_text(file.read_text().replace("touch ${other}/there", nested))
+    with pytest.raises(SystemExit) as ended:
+        pipeline(file)
+    assert ended.value.code == 2
+    assert "is in use by another pipeline" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stages", "mistake"),
+    [
+        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_sise: 8}}", "sft: train_sft has no flag train.batch_sise. Did you mean train.batch_size"),
+        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_size: many}}", "sft: --train.batch_size takes a whole number"),
+        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_size: 0}}", "sft: --train.batch_size is 0"),
+        ("rm: {command: rm, flags: {data.dataset: d}}", "rm: --model.model_name_or_path must be given"),
+        ("rm: {command: rm, flags: {%s, eval.dataset: ./nowhere.jsonl}}", "rm: --eval.dataset ./nowhere.jsonl does not exist"),
+        ("rm: {command: rm, flags: {%s, run.dir: mine}}", "rm: --run.dir is given by the pipeline"),
+        ("rm: {command: rmm, flags: {%s}}", "rm: there is no command rmm"),
+        ("rm: {command: rm, flags: {%s, ref.model_name_or_path: '${sft}'}}", "rm: ${sft} is no stage before it"),
+        ("rm: {run: ls, command: rm}", "rm: give either command or run"),
+        ("a.b: {run: ls}", "a.b: a name has letters"),
+        ("earlier: {run: ls}", "earlier: a name has letters"),
+        ("rm: {comand: rm}", "comand"),
+        ("rm: {run: '{{ nowhere }}'}", "'nowhere' is undefined"),
+        ("rm: [", "is no pipeline"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_with_file_stage_and_flag_before_anything_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], stages: str, mistake: str
+) -> None:
+    file = tmp_path / "wrong.yaml"
+    first = "stages:\n  first: {run: 'touch ${first}/there'}\n  "
+    file.write_text(first + (stages % MODEL if "%s" in stages else stages))
+    with pytest.raises(SystemExit) as ended:
+        pipeline(file)
+    printed = capfd.readouterr()
+    assert ended.value.code == 2 and str(file) in printed.err and mistake in printed.err
+    assert not (tmp_path / "run/first").exists()
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text("stages:\n  one: {command: rm, flags: {data.dataset: d}}\n  two: {command: x}\n")
+    with pytest.raises(SystemExit):
+        pipeline(file)
+    errors = capfd.readouterr().err
+    assert "2 mistakes" in errors and "stage one" in errors and "stage two" in errors
+
+
+def test_settings_that_are_not_there_are_named(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--settings huge: .* has small, large"):
+        read_stages(file, "huge")
+
+
+@pytest.mark.parametrize("settings", ["laptop", "cluster"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_flags_of_every_example_are_accepted(
+    example: Path, settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if "batch_inference" in example.read_text() and not importlib.util.find_spec("openrlhf.config.inference"):
+        pytest.skip("no batch_inference")
+    monkeypatch.setattr(machine, "installed_gpus", lambda: 8 if settings == "cluster" else 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.chdir(ROOT)
+    main(["pipeline", str(example), "--settings", settings, "--run.dir", str(tmp_path), "--dry_run"])
+    stages = read_stages(example, settings)
+    assert capfd.readouterr().out.splitlines() == [f"{stage.name}: runs" for stage in stages]
+
+
+def test_a_stage_may_be_every_command_that_ends_with_a_result() -> None:
+    known = {command for command, *_ in STAGES.values()}
+    assert ROOTS.keys() - known <= {"serve_rm", "interactive_chat"}
+
+
+def test_the_report_has_a_line_for_each_stage_and_intervals_over_seeds(tmp_path: Path) -> None:
+    results = []
+    for seed, passed in enumerate((0.4, 0.5, 0.6)):
+        folder = tmp_path / f"dpo{seed}"
+        folder.mkdir()
+        row = {"step": 0, "time": 0.0, "eval/eval_sort_pass1": passed}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        (folder / "report.html").write_text("its own")
+        results.append(Result(name=folder.name, folder=folder, command="eval", group="DPO", seconds=7.0))
+    page = write_pipeline_report(tmp_path / "report.html", results, title="t").read_text()
+    # 4.303 * 0.1 / sqrt(3) = 0.248
+    assert all(text in page for text in ("sort pass@1 0.400", "<td>DPO</td><td>3</td><td>0.500 ± 0.248</td>"))
+    assert 'href="dpo2/report.html"' in page
+    assert (interval([]), interval([0.25]), interval([1.0, 3.0])) == ("", "0.250", "2.000 ± 12.7")
