@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config import machine
+from openrlhf.config.commands import VERBS
 from openrlhf.config.flags import Flag, flags_of
 from openrlhf.config.options import parse_config
 from openrlhf.observability.glossary import find_spec
@@ -73,7 +74,6 @@ def test_its_commands_are_accepted_on_their_machines(
 EVALUATIONS = re.findall(r"^openrlhf eval ((?:.*\\\n)*.*)$", (ROOT / "docs/evaluation.md").read_text(), re.MULTILINE)
 
 
-VERBS = {"eval": "eval", "sft": "train_sft", "dpo": "train_dpo"}
 INFERENCE = re.findall(r"^openrlhf (\w+ (?:.*\\\n)*.*)$", (ROOT / "docs/inference.md").read_text(), re.MULTILINE)
 
 
@@ -82,7 +82,7 @@ def test_the_commands_of_the_pages_on_evaluation_and_inference_are_accepted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
 ) -> None:
     verb, *words = shlex.split(line.replace("\\\n", " "))
-    command = VERBS.get(verb, verb)
+    command = VERBS[verb]["command"] if verb in VERBS else verb
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for made_by_an_earlier_command in (word for word in words if word.startswith("runs/")):

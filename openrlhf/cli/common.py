@@ -5,13 +5,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from tempfile import TemporaryFile
 from typing import NoReturn, TypeVar
 
 from openrlhf.config import machine
-from openrlhf.config.commands import Command, Root
+from openrlhf.config.commands import VERBS, Command, Root
 from openrlhf.config.flags import UserError, flags_in
 from openrlhf.config.options import parse_config
 from openrlhf.termination import in_order
@@ -21,14 +21,14 @@ OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
 C = TypeVar("C", bound=Command)
 
 
-def flags_or_exit(root: type[C], argv: Sequence[str] | None, *, command: str, on_ray: bool = False) -> C:
+def flags_or_exit(root: type[C], argv: Sequence[str], *, command: str, on_ray: bool = False) -> C:
     """The resolved configuration, whose folders can be written. A user's mistake ends the process with status 2.
 
     `on_ray`: the command places its processes with Ray, so the devices are those of the Ray that is running, if any.
     """
     prepare_process()
     with plain_ends():
-        if on_ray and machine.ray_may_run() and not {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
+        if on_ray and machine.ray_may_run() and not {"-h", "--help"} & set(argv):
             with machine.quick_imports():
                 from openrlhf.distributed.cluster import join_ray
             gpus, machine.cluster_gpus = machine.count_gpus(), join_ray()
@@ -75,15 +75,6 @@ def plain_ends() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-def offline_command(root: type[Root], task: str) -> Callable[..., None]:
-    """The `main` of a module `train_…`: parse the flags, of `argv` or of this process, and train a built-in task."""
-
-    def main(argv: Sequence[str] | None = None) -> None:
-        train_offline(flags_or_exit(root, argv, command=f"train_{task}"), task)
-
-    return main
-
-
 def train_offline(config: Root, task: str) -> None:
     """Train an offline task, a built-in one or a plug-in's, as the flags say."""
     with machine.quick_imports():  # after the flags: --help and mistakes answer without loading torch
@@ -101,27 +92,36 @@ def train_offline(config: Root, task: str) -> None:
         os._exit(0)
 
 
-def one_process(root: type[C], command: str, runner: str, *, on_ray: bool = True) -> Callable[..., None]:
-    """The `main` of a module that one process runs: parse the flags, of `argv` or of this process, and run.
+def command(verb: str, module: str) -> Callable[..., None]:
+    """The `main` of a command's module: parse the flags, of `argv` or of this process, and run. It runs if the module is the program.
 
-    `runner`: MODULE:FUNCTION, loaded after the flags, so that --help and mistakes answer at once. `on_ray`: see `flags_or_exit`.
-    Under `deepspeed` or `torchrun` the first process runs, and the others end at once.
+    What runs is loaded after the flags, so that --help and mistakes answer at once. A command that one process runs may be
+    started by `deepspeed` or `torchrun`: the first process runs it, and the others end at once.
     """
+    about = VERBS[verb]
 
     def main(argv: Sequence[str] | None = None) -> None:
+        words = sys.argv[1:] if argv is None else list(argv)
+        if "first" in about and words and not words[0].startswith("-"):
+            words.insert(0, about["first"])
+        flags, name = resolve_name(about["flags"]), about["command"]
+        if "run" not in about:
+            return train_offline(flags_or_exit(flags, words, command=name), verb)
         if os.environ.get("RANK", "0") != "0":
             raise SystemExit(0)
-        for name in [name for name in os.environ if name in LAUNCHER or name.startswith("TORCHELASTIC_")]:
-            del os.environ[name]
-        config = flags_or_exit(root, argv, command=command, on_ray=on_ray)
+        for variable in [each for each in os.environ if each in LAUNCHER or each.startswith("TORCHELASTIC_")]:
+            del os.environ[variable]
+        on_ray = "on_ray" in about
+        config = flags_or_exit(flags, words, command=name, on_ray=on_ray)
         if on_ray:
             check_versions()
-        module, _, name = runner.partition(":")
         with machine.quick_imports():
-            run = getattr(import_module(module), name)
+            run = resolve_name(about["run"])
         with plain_ends():
             run(config)
 
+    if module == "__main__":
+        main()
     return main
 
 

@@ -1,9 +1,5 @@
 """`python -m openrlhf.cli.interactive_chat`: a conversation with a model."""
 
-from openrlhf.cli.common import one_process
-from openrlhf.config.inference import ChatConfig
+from openrlhf.cli.common import command
 
-main = one_process(ChatConfig, "interactive_chat", "openrlhf.evaluation.chat:run_chat", on_ray=False)
-
-if __name__ == "__main__":
-    main()
+main = command("chat", __name__)

@@ -7,26 +7,9 @@ from typing import Any
 
 from openrlhf import __version__
 from openrlhf.cli.common import fail, flags_or_exit, plain_ends, prepare_process, train_offline
+from openrlhf.config.commands import VERBS
 from openrlhf.config.flags import did_you_mean, nearest
 from openrlhf.config.options import load_named_plugins
-
-VERBS = {
-    "sft": ("train_sft", "supervised fine-tuning"),
-    "rm": ("train_rm", "reward model from preference pairs"),
-    "dpo": ("train_dpo", "preference optimization from pairs: DPO, IPO, cDPO, SimPO, ORPO"),
-    "prm": ("train_prm", "process reward model from labelled steps"),
-    "kd": ("train_kd", "knowledge distillation from a teacher"),
-    "kto": ("train_kto", "KTO, from answers that are desirable or not"),
-    "ppo": ("train_ppo_ray", "reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO"),
-    "train_ppo": ("train_ppo", "the same on one machine, as deepspeed once started it: all models share its devices"),
-    "eval": ("eval", "evaluation of a checkpoint: pass@k, accuracy of a reward model, win rate"),
-    "batch_inference": ("batch_inference", "answers to the prompts of a dataset, or rewards of answers, in a file"),
-    "chat": ("interactive_chat", "a conversation with a model"),
-    "reward": ("reward_test", "`reward test`: try a reward on a dataset, before any training"),
-    "lora_combiner": ("lora_combiner", "the plain model that a LoRA adapter and its base are"),
-    "serve-rm": ("serve_rm", "HTTP server of a reward model"),
-    "pipeline": ("pipeline", "stages in one file, from SFT to RL: run, resumed, reported together"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,14 +18,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments and arguments[0].startswith("--local_rank="):  # deepspeed puts it in front
         arguments.append(arguments.pop(0))
     verb = arguments[0] if arguments else "--help"
-    verb = next((short for short, (command, _) in VERBS.items() if command == verb), verb)
+    verb = next((short for short, known in VERBS.items() if known["command"] == verb), verb)
     if verb in ("-h", "--help"):
         print("usage: openrlhf VERB [--flag VALUE ...]      openrlhf VERB --help lists its flags\n")
-        print("\n".join(f"  {name:15} {what}" for name, (_, what) in VERBS.items()))
+        print("\n".join(f"  {name:15} {known['about']}" for name, known in VERBS.items()))
     elif verb == "--version":
         print(f"openrlhf {__version__}")
     elif verb in VERBS:
-        import_module(f"openrlhf.cli.{VERBS[verb][0]}").main(arguments[1:])
+        words = arguments[2:] if arguments[:2] == ["reward", "test"] else arguments[1:]
+        import_module(f"openrlhf.cli.{VERBS[verb]['command']}").main(words)
     else:
         run_plugin_task(verb, arguments[1:])
 

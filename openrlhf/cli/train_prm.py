@@ -1,9 +1,5 @@
 """`python -m openrlhf.cli.train_prm`: process reward model; alone, or under `deepspeed --module` or `torchrun -m`."""
 
-from openrlhf.cli.common import offline_command
-from openrlhf.config.supervised import PRMConfig
+from openrlhf.cli.common import command
 
-main = offline_command(PRMConfig, "prm")
-
-if __name__ == "__main__":
-    main()
+main = command("prm", __name__)

@@ -9,8 +9,10 @@ from typing import Any, ClassVar, Self
 
 from openrlhf.config import machine, rules, shared
 from openrlhf.config.effects import Effects, Sentences, combined, without_effect
-from openrlhf.config.flags import Section, amend, bound_violations, mentions, option, spelled_out
+from openrlhf.config.flags import Section, amend, bound_violations, mentions, option, spelled_out, toml_beside
 from openrlhf.config.unsupported import refusals
+
+VERBS: dict[str, dict[str, Any]] = toml_beside(__file__, "verbs.toml")
 
 
 class Command(Section):

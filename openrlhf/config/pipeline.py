@@ -5,23 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from openrlhf.config.commands import Command
+from openrlhf.config.commands import VERBS, Command
 from openrlhf.config.effects import Effects, Sentences
 from openrlhf.config.flags import Section, derived, option, required
 
-# By verb: the command, the module and the name of its root, and what later stages use of its folder.
-STAGES = {
-    "sft": ("train_sft", "supervised", "SFTConfig", "model"),
-    "rm": ("train_rm", "supervised", "RMConfig", "model"),
-    "dpo": ("train_dpo", "supervised", "DPOConfig", "model"),
-    "kto": ("train_kto", "supervised", "KTOConfig", "model"),
-    "prm": ("train_prm", "supervised", "PRMConfig", "model"),
-    "kd": ("train_kd", "supervised", "KDConfig", "model"),
-    "ppo": ("train_ppo_ray", "ppo", "PPOConfig", "model"),
-    "eval": ("eval", "evaluation", "EvaluationConfig", "."),
-    "batch_inference": ("batch_inference", "inference", "BatchInferenceConfig", "answers.jsonl"),
-    "lora_combiner": ("lora_combiner", "combining", "CombinerConfig", "model"),
-}
+# By verb, the commands that a stage may be.
+STAGES = {verb: about for verb, about in VERBS.items() if "result" in about}
 
 
 # fmt: off

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
-from importlib import import_module
 from io import StringIO
 from os.path import exists, expanduser, isfile
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Self
 
 import yaml
@@ -69,8 +69,7 @@ class Stage:
     @property
     def root(self) -> type[Any]:
         """The configuration class of its command."""
-        _, module, name, _ = STAGES[self.command]
-        return getattr(import_module(f"openrlhf.config.{module}"), name)
+        return resolve_name(STAGES[self.command]["flags"])
 
     @property
     def values(self) -> dict[str, Any]:
@@ -151,7 +150,9 @@ class Pipeline:
         joined = machine.cluster_gpus
         try:
             with redirect_stderr(StringIO()):  # its notices are printed when it runs
-                parse_config(stage.root, ["--config", str(self.write_flags(stage))], command=STAGES[stage.command][0])
+                parse_config(
+                    stage.root, ["--config", str(self.write_flags(stage))], command=STAGES[stage.command]["command"]
+                )
         except ConfigError as error:
             said = [text.removeprefix(f"{self.folder / stage.name}.yaml: ") for text in error.violations]
             return [text for text in said if not any(str(self.folder / name) in text for name in stage.uses)]
@@ -162,7 +163,7 @@ class Pipeline:
     def result(self, name: str) -> Path:
         """What `${name}` stands for in later stages: a model, a file of answers, or the stage's folder."""
         command = next(stage.command for stage in self.stages if stage.name == name)
-        return self.folder / name / (STAGES[command][3] if command else "")
+        return self.folder / name / (STAGES[command]["result"] if command else "")
 
     def filled(self, stage: Stage, text: str) -> str:
         """A text with the places of results in it; the stage's own name stands for its folder."""
@@ -171,7 +172,11 @@ class Pipeline:
 
     def write_flags(self, stage: Stage) -> Path:
         """Write the flags of a stage, and where its results go, to a file that --config reads."""
-        own = {path: leaf or STAGES[stage.command][3] for path, leaf in PLACES.items() if path in flags_of(stage.root)}
+        own = {
+            path: leaf or STAGES[stage.command]["result"]
+            for path, leaf in PLACES.items()
+            if path in flags_of(stage.root)
+        }
         places = {path: str(self.folder / stage.name / leaf) for path, leaf in own.items()}
         path = self.folder / f"{stage.name}.yaml"
         content = yaml.safe_dump({**stage.flags, **places}, sort_keys=False, allow_unicode=True, width=1000)

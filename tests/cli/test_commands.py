@@ -130,7 +130,7 @@ def test_a_verb_is_its_command(verb: str, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as ended:
         main.main([verb, "--no_such_flag", "1"])
     assert ended.value.code == 2
-    assert f"{main.VERBS[verb][0]} has no flag --no_such_flag" in capsys.readouterr().err
+    assert f"{main.VERBS[verb]['command']} has no flag --no_such_flag" in capsys.readouterr().err
 
 
 def test_a_commands_own_name_is_a_verb_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,7 @@ READERS = {
     "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "
     "observability.recorder observability.trackers data.prompts data.rows data.first_look rollout.fleet distributed.placement trainers.stages",
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
-    "pipeline": "launch.pipeline cli.pipeline",
+    "pipeline": "launch.pipeline",
 }
 # What a section is called in those modules besides its own name.
 ALSO_CALLED = {

@@ -199,7 +199,7 @@ def test_the_flags_of_every_example_are_accepted(
 
 
 def test_a_stage_may_be_every_command_that_ends_with_a_result() -> None:
-    known = {command for command, *_ in STAGES.values()}
+    known = {about["command"] for about in STAGES.values()}
     assert ROOTS.keys() - known <= {"serve_rm", "interactive_chat"}
 
 
