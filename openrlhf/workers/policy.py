@@ -209,7 +209,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """Send the weights to the engines. Collective: every rank helps to gather the weights."""
         buckets = self.engine.full_parameters(manifest.bucket_bytes)
         stream = (pair for bucket in buckets for pair in bucket)
-        if self.sender.joined:
+        if self.sender.channel:
             self.sender.send(manifest, (stored for pair in stream for stored in stored_tensors(self.engine.hf, *pair)))
         for _ in stream:
             pass
