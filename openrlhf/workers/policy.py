@@ -37,7 +37,7 @@ class PolicySettings:
     algo: AlgoConfig
     max_response_tokens: int  # L of constant aggregation
     temperature: float
-    wire_dtype: str  # of the published weights, as torch names it
+    wire_dtype: torch.dtype  # of the published weights
 
 
 def clip_of(actor: ActorConfig) -> Clip:

@@ -160,7 +160,9 @@ class Stand:
 
 
 def manifest_of(model: PreTrainedModel, version: int, bucket_bytes: int = BUCKET_BYTES) -> WeightManifest:
-    specs = tuple(TensorSpec(name=name, dtype="float32", shape=tuple(p.shape)) for name, p in model.named_parameters())
+    specs = tuple(
+        TensorSpec(name=name, dtype=torch.float32, shape=tuple(p.shape)) for name, p in model.named_parameters()
+    )
     return WeightManifest(version=version, specs=specs, bucket_bytes=bucket_bytes)
 
 
