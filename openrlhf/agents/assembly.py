@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.processes.call import Asked, UserCodeError
-from openrlhf.rewards.protocol import LARGEST, RewardResult, read_rewards, shown
+from openrlhf.rewards.protocol import RewardResult, numbers, read_rewards, shown
 from openrlhf.rollout.sampling import Generation
 from openrlhf.trajectory import Failure, TrajectoryBuilder
 
@@ -44,9 +44,12 @@ def assemble(result: Mapping[str, Any], samples: Sequence[Asked], max_length: in
     for a sample that the engine could not finish.
     """
     tokens, ranges = _tokens(result, samples, vocabulary), _ranges(result)
-    given = _numbers(result, "rollout_log_probs", len(tokens), "tokens")
-    turn_rewards = _numbers(result, "turn_rewards", len(ranges), "action ranges")
-    reward = _reward(result, turn_rewards)
+    try:
+        given = _numbers(result, "rollout_log_probs", len(tokens), "tokens")
+        turn_rewards = _numbers(result, "turn_rewards", len(ranges), "action ranges")
+        reward = _reward(result, turn_rewards)
+    except (ValueError, OverflowError) as error:
+        raise EpisodeMistake(f"execute or step {error}") from error
     sampled = _Samples(samples)
     builder, turns = TrajectoryBuilder(tokens[: ranges[0][0]]), list[tuple[int, float]]()
     for number, (start, end) in enumerate(ranges):
@@ -143,16 +146,7 @@ def _ranges(result: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 def _numbers(result: Mapping[str, Any], name: str, count: int, of: str) -> list[float] | None:
     """What the executor gives under this name, a number for each of `count` tokens or action ranges; None if it gives nothing."""
-    given = result.get(name)
-    if given is None:
-        return None
-    entries = given if isinstance(given, list) else []
-    finite = all(isinstance(number, int | float) and abs(number) < LARGEST for number in entries)
-    if len(entries) != count or not finite:
-        raise EpisodeMistake(
-            f"{name} must be a number for each of {count} {of}, and has {len(entries)} entries: {shown(given)}"
-        )
-    return [float(number) for number in entries]
+    return None if result.get(name) is None else numbers(name, result[name], count, of=of, finite=True)
 
 
 def _reward(result: Mapping[str, Any], turns: Sequence[float] | None) -> RewardResult:
@@ -160,10 +154,7 @@ def _reward(result: Mapping[str, Any], turns: Sequence[float] | None) -> RewardR
     reward = result.get("reward")
     if reward is None and turns:
         reward = math.fsum(turns)
-    try:
-        if reward is None:
-            [unscored] = read_rewards({"rewards": 0.0, "extra_logs": result.get("extra_logs")}, 1)
-            return RewardResult(extra_logs=unscored.extra_logs)
-        return read_rewards({**result, "rewards": reward}, 1)[0]
-    except (ValueError, OverflowError) as error:
-        raise EpisodeMistake(f"execute or step {error}") from error
+    if reward is None:
+        [unscored] = read_rewards({"rewards": 0.0, "extra_logs": result.get("extra_logs")}, 1)
+        return RewardResult(extra_logs=unscored.extra_logs)
+    return read_rewards({**result, "rewards": reward}, 1)[0]

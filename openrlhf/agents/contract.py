@@ -19,7 +19,7 @@ from openrlhf.processes.loading import awaited, load_function, plain
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards
 from openrlhf.rewards.rule import HTTPReward
 from openrlhf.rollout.sampling import SamplingParams
-from openrlhf.trajectory import Failure
+from openrlhf.trajectory import Failure, TrajectoryBuilder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -157,15 +157,14 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         episode.truncated = True
 
 
-class _Episode:
+class _Episode(TrajectoryBuilder):
     """What has been said so far, by tokens, beginning with the last tokens of `text` that leave room for an action."""
 
     def __init__(
         self, text: str, params: SamplingParams, max_length: int, tokenizer: PreTrainedTokenizerBase, engine: Engine
     ) -> None:
         self.engine, self.tokenizer, self.max_length, self.text = engine, tokenizer, max_length, text
-        self.tokens = self._tokens(text)[-max(1, max_length - (params.max_tokens or 1)) :]
-        self.logprobs = [0.0] * len(self.tokens)
+        super().__init__(self._tokens(text)[-max(1, max_length - (params.max_tokens or 1)) :])
         self.ranges: list[tuple[int, int]] = []
         self.rewards: list[float] = []  # of each turn
         self.score: float | None = None
@@ -187,11 +186,9 @@ class _Episode:
         output = (await self.engine.generate(list(self.tokens), asked)).outputs[0]
         sampled = list(output.token_ids)
         self.ranges.append((len(self.tokens), len(self.tokens) + len(sampled)))
-        self.tokens += sampled
         candidates = output.logprobs or [{} for _ in sampled]  # None: the engine's are taken
-        self.logprobs += [
-            chosen[t].logprob if t in chosen else 0.0 for t, chosen in zip(sampled, candidates, strict=True)
-        ]
+        found = [chosen[t].logprob if t in chosen else 0.0 for t, chosen in zip(sampled, candidates, strict=True)]
+        self.append_action(sampled, found)
         self.text += output.text
         self.truncated = output.finish_reason == "length"
         return output
@@ -199,9 +196,7 @@ class _Episode:
     def observe(self, answer: Mapping[str, Any]) -> None:
         """Append what the environment said, and remember what it gave."""
         feedback: str = answer.get("environment_feedback") or ""
-        tokens = self._tokens(feedback)
-        self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens)
+        self.append_feedback(self._tokens(feedback))
         self.text += feedback
         self.rewards.append(_number(answer["rewards"]))
         if answer.get("scores") is not None:
@@ -213,7 +208,7 @@ class _Episode:
         return {
             "observation_tokens": self.tokens,
             "action_ranges": self.ranges,
-            "rollout_log_probs": self.logprobs,
+            "rollout_log_probs": self.rollout_logprobs,
             "truncated": self.truncated,
         }
 

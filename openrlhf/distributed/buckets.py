@@ -27,21 +27,16 @@ class PublicationError(UserError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """Name in the model's checkpoint, dtype in transport (`"bfloat16"`) and full shape of a tensor."""
+    """Name in the model's checkpoint, dtype in transport and full shape of a tensor."""
 
     name: str
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch's object."""
-        return getattr(torch, self.dtype)
 
     @property
     def nbytes(self) -> int:
         """Size of the tensor in bytes."""
-        return math.prod(self.shape) * self.torch_dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 Bucket = list[TensorSpec]
@@ -170,5 +165,5 @@ def _aligned(nbytes: int) -> int:
 def _views(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[TensorSpec, Tensor]]:
     start = 0
     for spec in bucket:
-        yield spec, buffer[start : start + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
+        yield spec, buffer[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
         start += _aligned(spec.nbytes)

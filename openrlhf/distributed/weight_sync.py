@@ -162,21 +162,26 @@ def join_group(group: WeightGroup, rank: int) -> Channel:
     return _BroadcastChannel(store, group, rank)
 
 
-class WeightSender:
-    """The trainer's half of a publication: sends tensors to the engines, bucket by bucket."""
+class Membership:
+    """A process's place in weight groups, one after the other."""
 
-    def __init__(self) -> None:
-        self._channel: Channel | None = None
-
-    @property
-    def joined(self) -> bool:
-        """Whether the sender is in a group."""
-        return self._channel is not None
+    channel: Channel | None = None  # None: in no group
+    rank: int
 
     def join(self, group: WeightGroup, rank: int = 0) -> None:
-        """Leave the previous group and meet the engines in a new one. Blocks until all members have come."""
+        """Leave the previous group and meet the other members of a new one. Blocks until all members have come."""
         self.leave()
-        self._channel = join_group(group, rank)
+        self.channel, self.rank = join_group(group, rank), rank
+
+    def leave(self) -> None:
+        """Close the channel, if there is one. The other members notice the closed channel."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+
+class WeightSender(Membership):
+    """The trainer's half of a publication: sends tensors to the engines, bucket by bucket."""
 
     def send(self, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send `tensors` (name, full tensor) in the manifest's order, each read before the next.
@@ -185,11 +190,11 @@ class WeightSender:
         cases the sender leaves the group, so that the engines fail at once. The engines stay paused until a new group
         sends everything again.
         """
-        if self._channel is None:
+        if self.channel is None:
             raise PublicationError(f"version {manifest.version} cannot be sent: the sender has not joined a group")
         try:
-            hashes = tuple(self._send_buckets(self._channel, manifest, iter(tensors)))
-            self._channel.send(torch.tensor(hashes, device=self._channel.device).view(torch.uint8))
+            hashes = tuple(self._send_buckets(self.channel, manifest, iter(tensors)))
+            self.channel.send(torch.tensor(hashes, device=self.channel.device).view(torch.uint8))
         except BaseException:
             self.leave()
             raise
@@ -206,9 +211,3 @@ class WeightSender:
             channel.send(packed)
         if (extra := next(stream, None)) is not None:
             raise ValueError(f"the model has {extra[0]}, which is not in the manifest")
-
-    def leave(self) -> None:
-        """Close the channel, if there is one. The engines' workers notice the closed channel."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None

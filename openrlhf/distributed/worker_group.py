@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from openrlhf.config.flags import UserError
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.plugins import load_plugins
-from openrlhf.distributed.devices import device_kind, free_port, redirect_output, worker_environment
+from openrlhf.distributed.devices import free_port, redirect_output, worker_environment
 from openrlhf.distributed.layout import RankLayout
 from openrlhf.distributed.placement import HostGroup, Machine, Slots
 
@@ -71,24 +71,9 @@ class WorkerHost:
         redirect_output(log_path)
         return ray.util.get_node_ip_address(), free_port()
 
-    def connect(
-        self,
-        rank: int,
-        local_ranks: Sequence[int],
-        address: tuple[str, int],
-        settings: dict[str, Any],
-        plugins: Sequence[str],
-    ) -> None:
-        """Join the process group of the host group as `rank`. `settings` are the keyword arguments of `Strategy`."""
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(len(local_ranks)),
-            # Each actor sees only its own GPU, as number 0.
-            LOCAL_RANK="0" if device_kind() == "cuda" else str(local_ranks[rank]),
-            LOCAL_WORLD_SIZE=str(max(local_ranks) + 1),
-            MASTER_ADDR=address[0],
-            MASTER_PORT=str(address[1]),
-        )
+    def connect(self, environment: dict[str, str], settings: dict[str, Any], plugins: Sequence[str]) -> None:
+        """Join the process group of the host group. `settings` are the keyword arguments of `Strategy`."""
+        os.environ.update(environment)
         # Imported here: DeepSpeed reads the environment above when it is imported.
         with quick_imports():
             from openrlhf.distributed.strategy import Strategy
@@ -146,12 +131,18 @@ class HostHandles:
         self.logs = [str(folder / f"{self.group.name}-{slot}.log") for slot in range(self.group.processes)]
         doing = f"start the {self.group.name} processes"
         asked = [self.call([rank], "meeting_point", log) for rank, log in enumerate(self.logs)]
-        [address, *_] = gather(asked, timeout_s=timeout_s, doing=doing)
-        local_ranks = [rank % self.group.per_node for rank in range(self.group.processes)]
-        joined = [
-            self.call([rank], "connect", rank, local_ranks, address, settings, plugins)
-            for rank in range(len(local_ranks))
-        ]
+        [(host, port), *_] = gather(asked, timeout_s=timeout_s, doing=doing)
+        common = {
+            "WORLD_SIZE": str(self.group.processes),
+            "LOCAL_WORLD_SIZE": str(self.group.per_node),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+        joined: list[Call] = []
+        for rank in range(self.group.processes):
+            local = 0 if self.slots.on_gpus else rank % self.group.per_node  # an actor's own GPU is its number 0
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+            joined.append(self.call([rank], "connect", environment, settings, plugins))
         gather(joined, timeout_s=timeout_s, doing=doing)
 
     def call(self, ranks: Sequence[int], method: str, *args: Any) -> Call:

@@ -14,8 +14,8 @@ from openrlhf.config.inference import BatchInferenceConfig, EngineCommand
 from openrlhf.config.learning import ActorConfig, CriticConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.weight_sync import Transport
-from openrlhf.models.loading import LoadSpec
-from openrlhf.rollout.engine_settings import TORCH_NAMES, Device, EngineSettings
+from openrlhf.models.loading import DTYPES, LoadSpec
+from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trainers.publisher import Probe
@@ -126,7 +126,7 @@ def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySet
         algo=config.algo,
         max_response_tokens=config.rollout.max_new_tokens or config.data.max_len,
         temperature=config.rollout.temperature,
-        wire_dtype=TORCH_NAMES[config.vllm.dtype],
+        wire_dtype=DTYPES[config.vllm.dtype],
     )
 
 

@@ -122,29 +122,32 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
         returned = {"rewards": returned}
     if "rewards" not in returned:
         raise ValueError(f"returned a dict without 'rewards'; its keys are {sorted(map(str, returned))}")
-    rewards = _numbers("rewards", returned["rewards"], count, finite=True)
-    scores = rewards if returned.get("scores") is None else _numbers("scores", returned["scores"], count, finite=True)
+    rewards = numbers("rewards", returned["rewards"], count, finite=True)
+    scores = rewards if returned.get("scores") is None else numbers("scores", returned["scores"], count, finite=True)
     logs = returned.get("extra_logs") or {}
     if not isinstance(logs, Mapping):
         raise ValueError(f"returned extra_logs that are no dict: {shown(logs)}")
-    columns = {str(name): _numbers(f"extra_logs[{name!r}]", value, count) for name, value in logs.items()}
+    columns = {str(name): numbers(f"extra_logs[{name!r}]", value, count) for name, value in logs.items()}
     return [
         RewardResult(reward=reward, score=score, extra_logs={name: column[i] for name, column in columns.items()})
         for i, (reward, score) in enumerate(zip(rewards, scores, strict=True))
     ]
 
 
-def _numbers(name: str, value: Any, count: int, *, finite: bool = False) -> list[float]:
-    """`value` (a number, or lists of them as tensors give them) as `count` floats."""
+def numbers(name: str, value: Any, count: int, *, of: str = "samples", finite: bool = False) -> list[float]:
+    """`value` (a number, or lists of them as tensors give them) as `count` floats, one for each `of`.
+
+    Raises ValueError that says what was returned instead.
+    """
     flat = _flatten(value)
     if not all(isinstance(item, bool | int | float) for item in flat):
         raise ValueError(f"returned {name} that are not numbers: {shown(value)}")
     if len(flat) != count:
-        raise ValueError(f"returned {len(flat)} {name} for {count} samples: {shown(value)}")
-    numbers = [float(item) for item in flat]
-    if finite and not all(abs(number) < LARGEST for number in numbers):
-        raise ValueError(f"returned {name} that are not finite: {shown(numbers)}")
-    return numbers
+        raise ValueError(f"returned {len(flat)} {name} for {count} {of}: {shown(value)}")
+    floats = [float(item) for item in flat]
+    if finite and not all(abs(number) < LARGEST for number in floats):
+        raise ValueError(f"returned {name} that are not finite: {shown(floats)}")
+    return floats
 
 
 def _flatten(value: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import itertools
 import os
 import pickle
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from openrlhf.config.machine import quick_imports
 from openrlhf.distributed.buckets import PublicationError, WeightManifest, WorkerReceipt, verify_receipts
@@ -29,8 +30,7 @@ from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_argu
 from openrlhf.rollout.engine_versions import SampledVersions, check_reload, refusals
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
-P = ParamSpec("P")
-R = TypeVar("R")
+T = TypeVar("T")
 
 
 class EngineError(RuntimeError):
@@ -45,25 +45,30 @@ class RequestRefused(EngineError):
     """The engine works, but does not serve this request."""
 
 
-def _plain_errors(
-    method: Callable[Concatenate[RolloutEngine, P], Awaitable[R]],
-) -> Callable[Concatenate[RolloutEngine, P], Awaitable[R]]:
-    """Raise our own classes only: a caller would have to import vLLM to read an exception of vLLM's."""
+def _plain_errors(engine: type[T]) -> type[T]:
+    """Have public coroutines raise our own classes only: a caller would have to import vLLM to read vLLM's exceptions."""
 
-    @functools.wraps(method)
-    async def guarded(self: RolloutEngine, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return await method(self, *args, **kwargs)
-        except (EngineError, PublicationError):
-            raise
-        except Exception as error:
-            died = self._started is not None and self._started.errored
-            kind = EngineDied if died else RequestRefused if isinstance(error, refusals()) else EngineError
-            raise kind(f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}") from None
+    def guarded(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        @functools.wraps(method)
+        async def call(self: RolloutEngine, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return await method(self, *args, **kwargs)
+            except (EngineError, PublicationError):
+                raise
+            except Exception as error:
+                died = self._llm is not None and self._llm.errored
+                kind = EngineDied if died else RequestRefused if isinstance(error, refusals()) else EngineError
+                raise kind(f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}") from None
 
-    return guarded
+        return call
+
+    for name, method in list(vars(engine).items()):
+        if inspect.iscoroutinefunction(method) and not name.startswith("_"):
+            setattr(engine, name, guarded(method))
+    return engine
 
 
+@_plain_errors
 class RolloutEngine:
     """One vLLM engine. Methods may be called concurrently, and raise EngineError.
 
@@ -73,18 +78,12 @@ class RolloutEngine:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._started: Any = None  # vLLM's AsyncLLM
+        self._llm: Any = None  # vLLM's AsyncLLM, once it is started
         self._requests = itertools.count()
         self._paused = False
         self._unverified: int | None = None
         self._asleep: set[str] = set()  # what is not in the device's memory
         self._waking = asyncio.Lock()
-
-    @property
-    def _llm(self) -> Any:
-        if self._started is None:
-            raise EngineError(f"engine {self.index} is not started")
-        return self._started
 
     def prepare(self, device: Device, *gpus: list[str]) -> None:
         """Import vLLM, which takes seconds. `gpus`: of the processes whose devices the engine uses, if it has none."""
@@ -104,7 +103,6 @@ class RolloutEngine:
             else:
                 import vllm.v1.engine.async_llm  # noqa: F401
 
-    @_plain_errors
     async def start(self, settings: EngineSettings, log_path: str | None = None) -> None:
         """Load the model, and serve version 0.
 
@@ -120,19 +118,17 @@ class RolloutEngine:
         if self.settings.device == "cpu":
             from openrlhf.rollout.engine_core import start_in_thread
 
-            self._started = start_in_thread(arguments)
+            self._llm = start_in_thread(arguments)
         else:
-            self._started = AsyncLLM.from_engine_args(arguments)
-        self._versions = SampledVersions(self._started)
-        check_reload(self._started.vllm_config)
+            self._llm = AsyncLLM.from_engine_args(arguments)
+        self._versions = SampledVersions(self._llm)
+        check_reload(self._llm.vllm_config)
 
-    @_plain_errors
     async def stop(self) -> None:
         """End vLLM's processes and wait for their end, after which the device's memory is free."""
         self._llm.shutdown()
-        self._started = None
+        self._llm = None
 
-    @_plain_errors
     async def generate(self, prompt_tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         """One sample of the prompt for each of `params`, in their order. Waits during a pause, wakes from sleep."""
         await self._wake("weights", "kv_cache")
@@ -186,7 +182,6 @@ class RolloutEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    @_plain_errors
     async def join(self, group: WeightGroup, rank_offset: int) -> None:
         """Leave the previous weight group and join another. `rank_offset`: the rank of this engine's first worker.
 
@@ -194,7 +189,6 @@ class RolloutEngine:
         """
         await self._llm.collective_rpc("publication_join", args=(pickle.dumps(group), rank_offset))
 
-    @_plain_errors
     async def receive(self, manifest: WeightManifest) -> tuple[WorkerReceipt, ...]:
         """Pause, receive the version that the group's sender sends, and verify it.
 
@@ -222,18 +216,15 @@ class RolloutEngine:
         await self._versions.switch(manifest.version)
         return workers
 
-    @_plain_errors
     async def ping(self) -> None:
         """Return when vLLM's core has answered. Raises EngineDied."""
         await self._llm.is_paused()
 
-    @_plain_errors
     async def pause(self) -> None:
         """Freeze the samples under way, and drop the KV cache, which was computed with the present weights."""
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         self._paused = True
 
-    @_plain_errors
     async def resume(self) -> None:
         """Serve again. Raises EngineError while the last publication is unverified."""
         if self._unverified is not None:
@@ -244,7 +235,6 @@ class RolloutEngine:
             await self._llm.resume_generation()
         self._paused = False
 
-    @_plain_errors
     async def sleep(self) -> None:
         """Free the device: weights move to CPU memory, and the KV cache is dropped. No sample may be under way."""
         if self._asleep:

@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,11 +51,9 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
     if config.speculative_config:
         correct_rejection_sampler()
     inputs, outputs = get_open_zmq_ipc_path(), get_open_zmq_ipc_path()
-    thread = _CoreThread(config, EngineZmqAddresses(inputs=[inputs], outputs=[outputs]))
-    thread.start()
-    thread.ready.wait()
-    if thread.error is not None:
-        raise thread.error
+    started, zmq = Future[_Core](), EngineZmqAddresses(inputs=[inputs], outputs=[outputs])
+    threading.Thread(target=run_core, args=(config, zmq, started), name="vllm-engine-core", daemon=True).start()
+    started.result()
     addresses = {"input_address": inputs, "output_address": outputs}
     return AsyncLLM(config, Executor.get_class(config), log_stats=False, log_requests=False, client_addresses=addresses)
 
@@ -148,31 +147,21 @@ def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
     return last
 
 
-class _CoreThread(threading.Thread):
-    """Runs a core until it fails. The `AsyncLLM` notices a failure; its calls then raise vLLM's EngineDeadError."""
-
-    def __init__(self, config: VllmConfig, addresses: EngineZmqAddresses) -> None:
-        super().__init__(name="vllm-engine-core", daemon=True)
+def run_core(config: VllmConfig, addresses: EngineZmqAddresses, started: Future[_Core]) -> None:
+    """Run a core until it fails. The `AsyncLLM` notices a failure; its calls then raise vLLM's EngineDeadError."""
+    try:
         # a copy, as a new process would have: the core changes its configuration while it starts
-        self._config: VllmConfig = pickle.loads(cloudpickle.dumps(config))
-        self._addresses = addresses
-        self._core: _Core | None = None
-        self.ready = threading.Event()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._core = _Core(self._config, self._addresses)
-            self.ready.set()
-            self._core.run_busy_loop()
-        except SystemExit:
-            pass  # how the loop ends when it is asked to
-        except BaseException as error:
-            self.error = error
-            if self._core is not None:
-                traceback.print_exc()  # vLLM's EngineDeadError points to it, and nobody else prints it
-                self._core._send_engine_dead()
-        finally:
-            self.ready.set()
-            if self._core is not None:
-                self._core.shutdown()
+        core = _Core(pickle.loads(cloudpickle.dumps(config)), addresses)
+    except BaseException as error:
+        started.set_exception(error)
+        return
+    started.set_result(core)
+    try:
+        core.run_busy_loop()
+    except SystemExit:
+        pass  # how the loop ends when it is asked to
+    except BaseException:
+        traceback.print_exc()  # vLLM's EngineDeadError points to it, and nobody else prints it
+        core._send_engine_dead()
+    finally:
+        core.shutdown()

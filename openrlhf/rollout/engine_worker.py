@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from openrlhf.distributed.buckets import WeightManifest, WorkerReceipt, bucket_hash, bucket_nbytes, unpack
-from openrlhf.distributed.weight_sync import Channel, join_group
+from openrlhf.distributed.weight_sync import Channel, Membership
 from openrlhf.rollout.engine_versions import expert_kernel, heed_seeds_on_cpu
 
 # vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux refuses them to a process that has not
@@ -36,23 +36,14 @@ class WorkerExtension:
     vllm_config: VllmConfig
     device: torch.device
     model_runner: Any
-    publication_rank: int
-    publication_channel: Channel | None = None
+    publication = Membership()  # a process has one worker
 
     def publication_join(self, group: bytes, rank_offset: int) -> None:
         """Leave the previous weight group and join `group`, a pickled `WeightGroup`.
 
         `rank_offset`: the rank of the engine's first worker.
         """
-        self.publication_leave()
-        self.publication_rank = rank_offset + self.vllm_config.parallel_config.rank
-        self.publication_channel = join_group(pickle.loads(group), self.publication_rank)
-
-    def publication_leave(self) -> None:
-        """Leave the weight group, if there is one."""
-        if self.publication_channel is not None:
-            self.publication_channel.close()
-            self.publication_channel = None
+        self.publication.join(pickle.loads(group), rank_offset + self.vllm_config.parallel_config.rank)
 
     def publication_receive(self, message: bytes) -> bytes:
         """Receive the weights of `message`, a pickled `WeightManifest`. Returns a pickled `WorkerReceipt`.
@@ -61,9 +52,9 @@ class WorkerExtension:
         model has old, new and missing weights until a later call succeeds.
         """
         manifest: WeightManifest = pickle.loads(message)
-        if self.publication_channel is None:
+        if self.publication.channel is None:
             raise RuntimeError("this engine is in no weight group: join one first")
-        intake = Intake(manifest, self.publication_channel, self.device)
+        intake = Intake(manifest, self.publication.channel, self.device)
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # a pause of vLLM below 0.29 does not wait for kernels
         model = self.model_runner.get_model()
@@ -77,11 +68,11 @@ class WorkerExtension:
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
                 repack_linears(model)
         except BaseException:
-            self.publication_leave()  # so that the sender does not wait for its deadline
+            self.publication.leave()  # so that the sender does not wait for its deadline
             raise
         renewed = packed_handles(model)
         receipt = WorkerReceipt(
-            rank=self.publication_rank,
+            rank=self.publication.rank,
             bucket_hashes=tuple(intake.hashes),
             sent_hashes=intake.sent_hashes,
             loads=dict(intake.loads),

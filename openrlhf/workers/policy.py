@@ -37,7 +37,7 @@ class PolicySettings:
     algo: AlgoConfig
     max_response_tokens: int  # L of constant aggregation
     temperature: float
-    wire_dtype: str  # of the published weights, as torch names it
+    wire_dtype: torch.dtype  # of the published weights
 
 
 def clip_of(actor: ActorConfig) -> Clip:
@@ -209,7 +209,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """Send the weights to the engines. Collective: every rank helps to gather the weights."""
         buckets = self.engine.full_parameters(manifest.bucket_bytes)
         stream = (pair for bucket in buckets for pair in bucket)
-        if self.sender.joined:
+        if self.sender.channel:
             self.sender.send(manifest, (stored for pair in stream for stored in stored_tensors(self.engine.hf, *pair)))
         for _ in stream:
             pass

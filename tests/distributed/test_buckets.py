@@ -24,7 +24,7 @@ from openrlhf.distributed.buckets import (
 )
 
 BLOCK = HASH_BLOCK["cpu"]
-DTYPES = ("float32", "bfloat16", "float64", "int8")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8)
 SPECS = st.lists(
     st.builds(
         lambda dtype, shape: TensorSpec(name="", dtype=dtype, shape=tuple(shape)),
@@ -71,19 +71,19 @@ class TestPlan:
         assert all(len(bucket) == 1 or bucket_nbytes(bucket) <= limit for bucket in buckets)
 
     def test_neighbours_share_a_bucket_while_there_is_room(self):
-        specs = [TensorSpec(name=n, dtype="float32", shape=(4,)) for n in "abcde"]  # 16 bytes each
+        specs = [TensorSpec(name=n, dtype=torch.float32, shape=(4,)) for n in "abcde"]  # 16 bytes each
         assert [len(bucket) for bucket in plan_buckets(specs, 32)] == [2, 2, 1]
 
     def test_a_tensor_larger_than_a_bucket_travels_alone(self):
         sizes = {"a": 1, "b": 100, "c": 1}
-        specs = [TensorSpec(name=n, dtype="float32", shape=(k,)) for n, k in sizes.items()]
+        specs = [TensorSpec(name=n, dtype=torch.float32, shape=(k,)) for n, k in sizes.items()]
         assert [[s.name for s in bucket] for bucket in plan_buckets(specs, 64)] == [["a"], ["b"], ["c"]]
 
 
 class TestPacking:
     @given(SPECS)
     def test_what_was_packed_comes_out_again(self, specs):
-        tensors = [torch.randn(spec.shape).mul(9).to(spec.torch_dtype) for spec in specs]
+        tensors = [torch.randn(spec.shape).mul(9).to(spec.dtype) for spec in specs]
         buffer = torch.empty(bucket_nbytes(specs), dtype=torch.uint8)
         pack(specs, zip([spec.name for spec in specs], tensors, strict=True), buffer)
         out = dict(unpack(specs, buffer))
@@ -91,7 +91,7 @@ class TestPacking:
         assert all(torch.equal(out[s.name], t) for s, t in zip(specs, tensors, strict=True))
 
     def test_a_tensor_is_cast_to_the_dtype_of_its_spec(self):
-        bucket = [TensorSpec(name="w", dtype="bfloat16", shape=(2,))]
+        bucket = [TensorSpec(name="w", dtype=torch.bfloat16, shape=(2,))]
         buffer = torch.empty(bucket_nbytes(bucket), dtype=torch.uint8)
         pack(bucket, [("w", torch.tensor([1.0, 1.001], requires_grad=True))], buffer)
         [(_, out)] = unpack(bucket, buffer)
@@ -99,13 +99,13 @@ class TestPacking:
 
     @pytest.mark.parametrize(("name", "size"), [("w", 1), ("v", 4)])
     def test_a_tensor_of_another_name_or_shape_is_refused_not_broadcast(self, name, size):
-        bucket = [TensorSpec(name="w", dtype="float32", shape=(4,))]
+        bucket = [TensorSpec(name="w", dtype=torch.float32, shape=(4,))]
         with pytest.raises(ValueError, match=rf"the manifest has w \(4,\), the model {name} \({size},\)"):
             pack(bucket, [(name, torch.zeros(size))], torch.empty(16, dtype=torch.uint8))
 
     @pytest.mark.parametrize("count", [0, 2])
     def test_a_tensor_too_few_or_too_many_is_refused(self, count):
-        bucket = [TensorSpec(name="w", dtype="float32", shape=(4,))]
+        bucket = [TensorSpec(name="w", dtype=torch.float32, shape=(4,))]
         with pytest.raises(ValueError, match="zip"):
             pack(bucket, [("w", torch.zeros(4))] * count, torch.empty(16, dtype=torch.uint8))
 
@@ -156,7 +156,7 @@ class TestHash:
 
 
 MANIFEST = WeightManifest(
-    version=3, specs=tuple(TensorSpec(name=n, dtype="float32", shape=(4,)) for n in ("a", "b")), bucket_bytes=16
+    version=3, specs=tuple(TensorSpec(name=n, dtype=torch.float32, shape=(4,)) for n in ("a", "b")), bucket_bytes=16
 )
 GOOD = WorkerReceipt(
     rank=1, bucket_hashes=(11, -12), sent_hashes=(11, -12), loads={"a": 1, "b": 1}, unwritten=(), packed=9, stale=()

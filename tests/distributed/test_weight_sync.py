@@ -29,7 +29,7 @@ from openrlhf.distributed.weight_sync import WeightGroup, WeightSender, join_gro
 TENSORS = {name: torch.randn(50, 3) for name in "abcde"}
 MANIFEST = WeightManifest(
     version=1,
-    specs=tuple(TensorSpec(name=n, dtype="float32", shape=(50, 3)) for n in TENSORS),
+    specs=tuple(TensorSpec(name=n, dtype=torch.float32, shape=(50, 3)) for n in TENSORS),
     bucket_bytes=1300,  # two tensors of 600 bytes, padded to 608
 )
 names = itertools.count()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 SHAPES = {"a": (1000, 100), "b": (3,), "c": (777, 11)}
 MANIFEST = WeightManifest(
     version=1,
-    specs=tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in SHAPES.items()),
+    specs=tuple(TensorSpec(name=n, dtype=torch.bfloat16, shape=s) for n, s in SHAPES.items()),
     bucket_bytes=2**14,  # smaller than a and than c: three buckets
 )
 
@@ -113,7 +113,7 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(
         sender.join(group)
         ray.get(joining, timeout=60)
         specs = tuple(
-            TensorSpec(name=name, dtype="bfloat16", shape=tuple(p.shape)) for name, p in model.named_parameters()
+            TensorSpec(name=name, dtype=torch.bfloat16, shape=tuple(p.shape)) for name, p in model.named_parameters()
         )
         manifest = WeightManifest(version=1, specs=specs, bucket_bytes=2**24)
         began = time.perf_counter()

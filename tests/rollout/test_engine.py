@@ -57,10 +57,14 @@ pytestmark = pytest.mark.timeout(180)
 class FaultyEngine(RolloutEngine):
     """A rollout engine whose receiving half can be made to go wrong: its worker lives in the same process."""
 
+    def core(self) -> Any:
+        """The engine's core, which runs in a thread of this process."""
+        [thread] = (t for t in threading.enumerate() if t.name == "vllm-engine-core")
+        return thread._args[-1].result()
+
     async def held(self) -> list[str]:
         """The samples whose tokens wait in the core for the last one."""
-        [core] = [t._core for t in threading.enumerate() if t.name == "vllm-engine-core"]
-        return list(core._held)
+        return list(self.core()._held)
 
     async def sabotage(self, fault: str) -> None:
         """Let every update go wrong in one way, until `repair`."""
@@ -105,8 +109,7 @@ class FaultyEngine(RolloutEngine):
         def step():
             raise RuntimeError("poisoned")
 
-        [thread] = (t for t in threading.enumerate() if t.name == "vllm-engine-core")
-        thread._core.step_fn = step
+        self.core().step_fn = step
 
 
 @dataclass
@@ -160,7 +163,9 @@ class Stand:
 
 
 def manifest_of(model: PreTrainedModel, version: int, bucket_bytes: int = BUCKET_BYTES) -> WeightManifest:
-    specs = tuple(TensorSpec(name=name, dtype="float32", shape=tuple(p.shape)) for name, p in model.named_parameters())
+    specs = tuple(
+        TensorSpec(name=name, dtype=torch.float32, shape=tuple(p.shape)) for name, p in model.named_parameters()
+    )
     return WeightManifest(version=version, specs=specs, bucket_bytes=bucket_bytes)
 
 

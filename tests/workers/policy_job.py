@@ -102,7 +102,7 @@ def policy_settings(
         algo=algo,
         max_response_tokens=MAX_RESPONSE,
         temperature=TEMPERATURE,
-        wire_dtype="float32",
+        wire_dtype=torch.float32,
     )
 
 
