@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,8 @@ class OpenAIServer(DoubleServer):
     """Keeps what it was asked, in `asked` as path and body, and the keys it was shown; `url` is what clients take.
 
     It says the last message in capitals, and continues a prompt with its length. `models` are those it lists. It finds token 7
-    as likely as exp(-0.7), and takes it for what `texts` makes of 7.
+    as likely as exp(-0.7), and takes it for what `texts` makes of 7. `table` gives it other log-probabilities: those of all tokens
+    in every place of a prompt.
     """
 
     def __init__(self) -> None:
@@ -23,6 +24,7 @@ class OpenAIServer(DoubleServer):
         self.keys: set[str | None] = set()
         self.models: list[dict[str, Any]] = [{"id": "loud"}]
         self.texts: Callable[[int], str | None] = str
+        self.table: Callable[[list[int]], list[list[float]]] | None = None
         self.url = f"{self.root}/v1"
 
 
@@ -67,10 +69,27 @@ class _Handler(JSONHandler):
             case _ if self.path == "/v1/completions":
                 answer: dict[str, Any] = {"text": str(len(body["prompt"]))}
                 if "prompt_logprobs" in body:
-                    answer["prompt_logprobs"] = [None, *map(self._judged, body["prompt"][1:])]
+                    answer["prompt_logprobs"] = [None, *self._judged(body["prompt"], body["prompt_logprobs"])]
                 self.answer(200, {"choices": [answer]})
             case _:
                 self.answer(404, {"error": self.path})
 
-    def _judged(self, token: int) -> dict[str, Any]:
-        return {str(token): {"logprob": -token / 10, "rank": 1, "decoded_token": self.server.texts(token)}}
+    def _judged(self, tokens: list[int], best: int) -> list[dict[str, Any]]:
+        """Of every token but the first: what is said of it, and of the likeliest in its place."""
+        if not self.server.table:
+            return [self._said({token: -token / 10}, [token]) for token in tokens[1:]]
+        found = []
+        for token, logprobs in zip(tokens[1:], self.server.table(tokens), strict=False):
+            ranked = sorted(range(len(logprobs)), key=lambda each: -logprobs[each])
+            found.append(self._said(logprobs, ranked, {*ranked[:best], token}))
+        return found
+
+    def _said(self, logprobs: Any, ranked: list[int], of: Iterable[int] | None = None) -> dict[str, Any]:
+        return {
+            str(token): {
+                "logprob": logprobs[token],
+                "rank": ranked.index(token) + 1,
+                "decoded_token": self.server.texts(token),
+            }
+            for token in of or ranked
+        }

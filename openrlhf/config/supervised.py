@@ -197,10 +197,16 @@ class KTOConfig(ReferencedConfig):
 
 class KDLossConfig(Section):
     """Distillation."""
-    teacher_model: str = required("Folder or hub name of the teacher, which has the student's vocabulary.", holds="model")
-    teacher_offload: bool = option(False, "Keep the teacher in CPU memory between uses.")
+    teacher_model: str = required(
+        "Folder or hub name of the teacher, or URL of a vLLM server with it. It has the student's vocabulary.", holds="model")
+    teacher_offload: bool = option(False, "Keep the teacher in CPU memory between uses.", needs="!served")
     coef: float = option(0.4, "Weight of the teacher; the responses have the rest of 1.", ge=0, le=1)
     top_k: int | None = option(None, "Learn its probabilities of so many tokens only; unset: of all.", ge=1)
+
+    @property
+    def served(self) -> bool:
+        """Whether a server has the teacher."""
+        return rules.has_host(self.teacher_model or "")
 
 
 class KDConfig(SFTConfig):
@@ -211,6 +217,10 @@ class KDConfig(SFTConfig):
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     kd: KDLossConfig = KDLossConfig()
     data: SFTDataConfig = SFTDataConfig(input_template="User: {}\nAssistant: ", output_key="output")
+
+    def mistakes(self) -> Sentences:
+        """What may be wrong with this resolved configuration."""
+        return [*super().mistakes(), *combined(self, "refused", "kd")]
 
 
 class PRMLossConfig(Section):

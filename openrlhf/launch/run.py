@@ -22,6 +22,7 @@ from openrlhf.launch.prompt_data import PromptData
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.protocol import Reward
+from openrlhf.rewards.remote_engines import remote_engine
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_settings import Device
@@ -261,4 +262,5 @@ def make_kl(config: PPOConfig) -> KLController:
 
 def make_remote_teacher(config: PPOConfig) -> RemoteTeacher | None:
     """The teacher behind a server, if --algo.distill.teacher names one."""
-    return RemoteTeacher(config.remote_teacher) if config.remote_teacher else None
+    name = config.remote_teacher
+    return RemoteTeacher(f"--algo.distill.teacher {name}", remote_engine(name)) if name else None

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.supervised_losses import soft_cross_entropy
 from openrlhf.batches import TokenRows
+from openrlhf.config.rollout import RuleConfig
 from openrlhf.config.supervised import KDConfig, KDLossConfig
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset
@@ -17,6 +18,9 @@ from openrlhf.data.tokenizer import require_vocabulary
 from openrlhf.models.loading import configuration
 from openrlhf.models.policy import LogitModel
 from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.rewards.remote_engines import RemoteEngine
+from openrlhf.rewards.servers import HTTPServers
+from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.sft import SFTTask
 from openrlhf.trainers.tasks import load_spec, offline_task
 
@@ -37,11 +41,21 @@ class DistillationTask(SFTTask):
         return cast(KDConfig, self.config).kd
 
     def frozen_paths(self) -> dict[str, str | None]:
-        """The teacher."""
-        return {TEACHER: self.kd.teacher_model}
+        """The teacher, unless a server has it."""
+        return {} if self.kd.served else {TEACHER: self.kd.teacher_model}
+
+    @cached_property
+    def server(self) -> RemoteTeacher:
+        """The teacher's server."""
+        flag, url = "--kd.teacher_model", self.kd.teacher_model
+        servers = HTTPServers([url.rstrip("/")], RuleConfig(), kind="server", flag=flag)
+        return RemoteTeacher(f"{flag} {url}", RemoteEngine(servers), best=self.kd.top_k or 0)
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
-        """As in SFT. Raises DataError if the teacher has another vocabulary."""
+        """As in SFT. Raises DataError if the teacher has another vocabulary, ConfigError if its server does not answer."""
+        if self.kd.served:
+            self.server.check(tokenizer, max_len=self.config.data.max_len)
+            return super().rows(dataset, tokenizer)
         student, flag = self.config.model, "--kd.teacher_model"
         owner, trusts = f"--model.model_name_or_path {student.model_name_or_path}", student.trust_remote_code
         require_vocabulary(tokenizer, self.kd.teacher_model, flag=flag, owner=owner, trust_remote_code=trusts)
@@ -50,7 +64,8 @@ class DistillationTask(SFTTask):
     @cached_property
     def shared(self) -> int:
         """Token ids that both models have logits for: vocabularies may be padded to unlike sizes."""
-        configs = (configuration(load_spec(self.config, path)) for path in (None, self.kd.teacher_model))
+        paths = (None, *self.frozen_paths().values())
+        configs = (configuration(load_spec(self.config, path)) for path in paths)
         return min(config.get_text_config().vocab_size for config in configs)
 
     @property
@@ -58,9 +73,8 @@ class DistillationTask(SFTTask):
         """--kd.teacher_offload."""
         return self.kd.teacher_offload
 
-    def loss(self, model: Any, micro: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
-        """This micro-batch's part of the mean over the window's target tokens, and its metrics."""
-        at, targets = micro.loss_mask.roll(-1), micro.tokens[micro.loss_mask]  # the logits before each target
+    def computed(self, micro: TokenRows, at: Tensor) -> Tensor:
+        """The teacher's logits at the places `at` (K, V), or (K, k, 2): its k largest with their tokens."""
         top_k, shared = self.kd.top_k, self.shared
 
         def best(logits: Tensor, rows: slice) -> Tensor:
@@ -70,7 +84,23 @@ class DistillationTask(SFTTask):
             return torch.stack([chosen.values, chosen.indices.to(logits.dtype)], -1)
 
         with torch.no_grad():
-            taught = self.frozen[TEACHER](micro.tokens, micro.offsets, at, best).values
+            return self.frozen[TEACHER](micro.tokens, micro.offsets, at, best).values
+
+    def asked(self, micro: TokenRows) -> Tensor:
+        """What the server says of the token after each token (N, k, 2): log-probabilities and tokens; −∞ where it says nothing."""
+        rows = [row.tolist() for row in micro.tokens.split(micro.lengths.tolist())]
+        said = torch.tensor([-torch.inf, 0.0]).repeat(len(micro.tokens), self.server.best, 1)
+        for start, places in zip(micro.offsets.tolist(), self.server.likeliest(rows), strict=False):
+            for place, found in enumerate(places, start):
+                known = [(logprob, token) for logprob, token in found if token < self.shared]
+                said[place, : len(known)] = torch.tensor(known)
+        return said.to(micro.tokens.device)
+
+    def loss(self, model: Any, micro: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+        """This micro-batch's part of the mean over the window's target tokens, and its metrics."""
+        at, targets = micro.loss_mask.roll(-1), micro.tokens[micro.loss_mask]  # the logits before each target
+        top_k, shared = self.kd.top_k, self.shared
+        taught = self.asked(micro)[at] if self.kd.served else self.computed(micro, at)
 
         def both(logits: Tensor, rows: slice) -> Tensor:
             own = -torch.log_softmax(logits, -1).gather(1, targets[rows, None])[:, 0]

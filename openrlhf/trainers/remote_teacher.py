@@ -1,4 +1,4 @@
-"""A teacher behind a vLLM server, which returns the log-probability of each token that the policy sampled."""
+"""A teacher behind a vLLM server, which returns log-probabilities of the tokens it is sent, and of the likeliest in their places."""
 
 import asyncio
 import logging
@@ -9,9 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.flags import UserError
 from openrlhf.config.options import ConfigError
 from openrlhf.data.errors import DataError
-from openrlhf.rewards.remote_engines import in_background, remote_engine
+from openrlhf.rewards.remote_engines import RemoteEngine, in_background
 from openrlhf.rewards.servers import ServerError
 from openrlhf.trajectory import Trajectory
 
@@ -22,10 +23,33 @@ UNREADABLE = "\ufffd"  # part of a character
 
 
 class RemoteTeacher:
-    """The teacher in the remote engine `name`, a vLLM server with `prompt_logprobs`. The temperature is 1."""
+    """The teacher in a vLLM server, which has `prompt_logprobs`. The temperature is 1.
 
-    def __init__(self, name: str) -> None:
-        self.flag, self.engine = f"--algo.distill.teacher {name}", remote_engine(name)
+    `flag`: the flag that names it, with its value. `best`: how many of the likeliest tokens it is asked for.
+    """
+
+    def __init__(self, flag: str, engine: RemoteEngine, *, best: int = 0) -> None:
+        self.flag, self.engine, self.best = flag, engine, best
+
+    def likeliest(self, rows: Sequence[list[int]]) -> list[list[list[tuple[float, int]]]]:
+        """Log-probability (nats) and id of the likeliest tokens in the place of every token but the first, by row.
+
+        Raises UserError if the server does not answer.
+        """
+
+        async def of_row(tokens: list[int]) -> list[list[tuple[float, int]]]:
+            return [
+                [(each["logprob"], int(token)) for token, each in entry.items() if each["rank"] <= self.best]
+                for entry in await self._entries(tokens)
+            ]
+
+        async def of_all() -> list[list[list[tuple[float, int]]]]:
+            return await asyncio.gather(*map(of_row, rows))
+
+        try:
+            return in_background(of_all()).result()
+        except ServerError as error:
+            raise UserError(f"{self.flag}: {error}") from error
 
     def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The episodes, with log π_teacher if they are trained on. An episode without an answer has failed."""
@@ -52,11 +76,18 @@ class RemoteTeacher:
         return [0.0, *logprobs]
 
     async def _judged(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """The server's entry for every token but the first."""
-        wanted = {"prompt": list(tokens), "prompt_logprobs": 0, "max_tokens": 1}
+        """What the server says of every token but the first."""
+        entries = await self._entries(tokens)
+        return [
+            self.engine.read(entry, str(token), kind=dict) for entry, token in zip(entries, tokens[1:], strict=True)
+        ]
+
+    async def _entries(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
+        """By token, what the server says of it and of the likeliest in the place of every token but the first."""
+        wanted = {"prompt": list(tokens), "prompt_logprobs": self.best, "max_tokens": 1}
         answered = await self.engine.ask("/completions", wanted)
         listed = self.engine.read(answered, "choices", 0, "prompt_logprobs", kind=list)
-        return [self.engine.read(listed, t, str(tokens[t]), kind=dict) for t in range(1, len(tokens))]
+        return [self.engine.read(listed, place, kind=dict) for place in range(1, len(tokens))]
 
     def check(self, tokenizer: PreTrainedTokenizerBase, *, max_len: int) -> None:
         """Raise ConfigError if the teacher cannot score episodes of `max_len` tokens, DataError for another vocabulary.

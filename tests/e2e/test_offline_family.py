@@ -28,6 +28,7 @@ from tests.e2e.commands import (
     steps_logged,
     write_rows,
 )
+from tests.openai_server import openai_server
 from tests.reference.preferences import answer_loss, pair_loss
 from tests.tiny import HEADS, character_tokenizer, save_tiny_model
 
@@ -274,6 +275,26 @@ def test_a_student_comes_closer_to_its_teacher(workspace: Path) -> None:
     assert apart(student) < 0.5 * apart(Plain(workspace / "model"))
     losses = column(folder, "train/distil_loss")
     assert losses[-1] < losses[0]
+
+
+def test_a_teacher_behind_a_server_teaches_what_one_beside_the_student_does(workspace: Path) -> None:
+    teacher, tokenizer = Plain(workspace / "teacher"), character_tokenizer()
+    flags = {"kd.top_k": 3, "train.max_epochs": 1}
+    run("train_kd", flags_of("kd", workspace, workspace / "beside", **flags))
+    with openai_server() as server:
+        server.texts = lambda token: str(tokenizer.decode([token]))
+        server.table = lambda tokens: teacher.table(tokens).tolist()
+        run("train_kd", flags_of("kd", workspace, workspace / "served", **flags, **{"kd.teacher_model": server.url}))
+        assert {body["prompt_logprobs"] for _, body in server.asked if body} == {3}
+        server.models = [{"id": "unknown"}]
+        done = run(
+            "train_kd",
+            flags_of("kd", workspace, workspace / "refused", **flags, **{"kd.teacher_model": server.url}),
+            status=2,
+        )
+    assert re.search(r"--kd\.teacher_model http.* cannot teach: it must be a vLLM server", done.errors), done.errors
+    for beside, served in zip(numbers(workspace / "beside"), numbers(workspace / "served"), strict=True):
+        assert served == pytest.approx(beside, rel=1e-4, abs=1e-6)
 
 
 # ---- wrong input

@@ -10,7 +10,7 @@ from openrlhf.batches import Experience
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.data.errors import DataError
-from openrlhf.rewards.remote_engines import VARIABLE, offer_engines
+from openrlhf.rewards.remote_engines import VARIABLE, offer_engines, remote_engine
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trajectory import Failure
 from tests.openai_server import OpenAIServer, openai_server
@@ -18,6 +18,10 @@ from tests.tiny import character_tokenizer
 from tests.trainers.episodes import episode, failed
 
 TOKENIZER = character_tokenizer()
+
+
+def wise() -> RemoteTeacher:
+    return RemoteTeacher("--algo.distill.teacher wise", remote_engine("wise"))
 
 
 def text_of(token: int) -> str:
@@ -34,7 +38,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAIServer]:
 
 
 def test_every_token_but_the_first_has_the_teachers_logprob(server: OpenAIServer) -> None:
-    annotated = RemoteTeacher("wise").annotated([episode(actions=3, score=1.0), episode(1, actions=1, score=0.0)])
+    annotated = wise().annotated([episode(actions=3, score=1.0), episode(1, actions=1, score=0.0)])
     assert [t.columns["teacher_logprobs"] for t in annotated] == [[0.0, -0.1, -0.2, -0.3], [0.0, -0.1]]
     wanted = {"model": "loud", "prompt": [0, 1, 2, 3], "prompt_logprobs": 0, "max_tokens": 1}
     assert ("/v1/completions", wanted) in server.asked
@@ -49,27 +53,27 @@ def test_without_a_remote_teacher_there_is_no_column() -> None:
 
 def test_episodes_that_teach_nothing_are_not_sent(server: OpenAIServer) -> None:
     episodes = [failed(), episode(score=1.0, filtered=True)]
-    assert RemoteTeacher("wise").annotated(episodes) == episodes
+    assert wise().annotated(episodes) == episodes
     assert server.asked == []
 
 
 @pytest.mark.parametrize("model", ["broken", "no_json", "wrong_json", "silent"])
 def test_an_episode_whose_teacher_does_not_answer_has_failed_as_server(server: OpenAIServer, model: str) -> None:
     server.models = [{"id": model}]
-    (lost,) = RemoteTeacher("wise").annotated([episode(score=1.0)])
+    (lost,) = wise().annotated([episode(score=1.0)])
     assert (lost.failed, lost.failure, lost.reward) == (True, Failure.SERVER, None)
     assert "--algo.distill.teacher wise: remote engine" in (lost.error or "")
 
 
 def test_a_server_with_the_policys_tokens_and_room_for_an_episode_is_accepted(server: OpenAIServer) -> None:
     server.models = [{"id": "loud", "max_model_len": 65}]
-    RemoteTeacher("wise").check(TOKENIZER, max_len=64)
+    wise().check(TOKENIZER, max_len=64)
     sent = [body["prompt"] for _, body in server.asked if body]
     assert (sent[0][0], len(sent), len(sent[0])) == (0, 1, min(64, len(TOKENIZER)))
 
 
 def test_a_short_limit_shortens_the_probe(server: OpenAIServer) -> None:
-    RemoteTeacher("wise").check(TOKENIZER, max_len=10)
+    wise().check(TOKENIZER, max_len=10)
     assert all(len(body["prompt"]) <= 10 for _, body in server.asked if body)
 
 
@@ -78,14 +82,14 @@ def test_another_vocabulary_is_refused_with_a_token_that_shows_it(server: OpenAI
     with pytest.raises(
         DataError, match=r"--algo\.distill\.teacher wise has another vocabulary.*token 20 is '\?' there"
     ):
-        RemoteTeacher("wise").check(TOKENIZER, max_len=64)
+        wise().check(TOKENIZER, max_len=64)
 
 
 def test_a_server_that_does_not_tell_its_tokens_is_pointed_out(
     server: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.texts = lambda _: None
-    RemoteTeacher("wise").check(TOKENIZER, max_len=64)
+    wise().check(TOKENIZER, max_len=64)
     assert "make sure that its vocabulary is the policy's" in caplog.text
 
 
@@ -102,4 +106,4 @@ def test_a_server_that_cannot_teach_is_refused_before_anything_starts(
 ) -> None:
     server.models = [model]
     with pytest.raises(ConfigError, match=said):
-        RemoteTeacher("wise").check(TOKENIZER, max_len=64)
+        wise().check(TOKENIZER, max_len=64)

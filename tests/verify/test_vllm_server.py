@@ -22,7 +22,7 @@ from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.distributed.devices import free_port
 from openrlhf.rewards.remote_engines import VARIABLE, offer_engines, remote_engine
 from openrlhf.trainers.remote_teacher import RemoteTeacher
-from tests.e2e.commands import run, write_rows
+from tests.e2e.commands import numbers, places, run, write_rows
 from tests.tiny import HEADS, save_tiny_model
 from tests.trainers.episodes import episode
 
@@ -91,6 +91,29 @@ def test_an_exported_model_gives_the_same_greedy_tokens_behind_a_stock_server(ki
             assert answer["choices"][0]["token_ids"] == expected[len(tokens) :].tolist(), question
 
 
+def test_a_student_learns_the_same_from_a_stock_server_as_from_a_teacher_beside_it(tmp_path: Path) -> None:
+    for name, seed in (("student", 0), ("teacher", 5)):
+        save_tiny_model(tmp_path / name, seed=seed, **HEADS)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input": f"{n}=", "output": f"{n * n}<eos>"} for n in range(64)])
+    flags = {
+        "model.model_name_or_path": tmp_path / "student",
+        "data.dataset": rows,
+        "data.max_len": 32,
+        "train.batch_size": 16,
+        "train.micro_batch_size": 8,
+        "adam.lr": 1e-2,
+        "kd.top_k": 5,
+        "ds.param_dtype": "fp32",
+    }
+    run("train_kd", {**flags, "kd.teacher_model": tmp_path / "teacher", **places(tmp_path / "beside")})
+    with vllm_server(tmp_path / "teacher", tmp_path / "server.log") as url:
+        run("train_kd", {**flags, "kd.teacher_model": f"{url}/v1", **places(tmp_path / "served")})
+        too_many = {**flags, "kd.top_k": 50, "kd.teacher_model": f"{url}/v1", **places(tmp_path / "refused")}
+        assert "cannot teach" in run("train_kd", too_many, status=2).errors
+    for beside, served in zip(numbers(tmp_path / "beside"), numbers(tmp_path / "served"), strict=True):
+        assert served == pytest.approx(beside, rel=1e-3, abs=1e-5)
+
+
 def test_a_remote_teacher_behind_a_stock_server_says_what_transformers_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +123,7 @@ def test_a_remote_teacher_behind_a_stock_server_says_what_transformers_say(
     monkeypatch.setenv(VARIABLE, "")
     with vllm_server(tmp_path / "model", tmp_path / "server.log") as url:
         offer_engines(RemoteEnginesConfig(remote_engines=(f"wise={url}/v1",)), RuleConfig(timeout=120, retries=0))
-        teacher = RemoteTeacher("wise")
+        teacher = RemoteTeacher("--algo.distill.teacher wise", remote_engine("wise"))
         teacher.check(tokenizer, max_len=63)
         with pytest.raises(ConfigError, match="takes 64 tokens"):
             teacher.check(tokenizer, max_len=64)
