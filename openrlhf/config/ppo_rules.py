@@ -30,7 +30,6 @@ def algorithm_mistakes(config: RLFlags) -> Sentences:
         *combined(config, "refused", "reinforcement"),
         *((low >= high, f"--{path} is {low:g} {high:g}: the first must be below the second.")
           for path in ranges for low, high in [value_at(config, path) or (0.0, 1.0)]),
-        *rules.balance_reaches_routers("actor", config.actor),
         (0 < len(missing) < len(axes), f"The correction also needs {' and '.join(missing)}."),
         (algo.advantage.is_correction_enable
          and any(value_at(config, path) != value for path, value in correction_preset(config).items()),
@@ -119,8 +118,6 @@ def device_mistakes(config: RLFlags) -> Sentences:
          "<actor.num_gpus_per_node>. Change --vllm.tensor_parallel_size."),
         (config.given.get("vllm.enable_sleep") and train.async_enable,
          "--vllm.enable_sleep frees devices between rollouts, but the engines of --train.async_enable never rest: leave it out."),
-        (vllm.pipeline_parallel_size > 1 and not machine.count_gpus(),
-         "<vllm.pipeline_parallel_size>: vLLM on CPUs cannot split an engine by layers. Use 1."),
         (wrong, f"--placement.*.resources: {', '.join(wrong)}; an amount above 0 is a Ray resource, a text is a label."),
         (cluster and not machine.declared_machines(cluster), "<placement.cluster> is no cluster: write 2x8 for two machines of 8 GPUs."),
     ]

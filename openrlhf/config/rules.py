@@ -64,13 +64,6 @@ def _sizes_not_given(config: Any) -> list[str]:
     return [path for path in sizes if path not in config.given]
 
 
-def balance_reaches_routers(section: str, model: Any) -> Sentences:
-    """A load-balancing loss has a gradient; `model` is the section of that name."""
-    reentrant = model.gradient_checkpointing_enable and model.gradient_checkpointing_reentrant
-    return [(reentrant and model.aux_loss_coef > 0, f"<{section}.aux_loss_coef> would not reach the routers: they run "
-             f"without a graph under --{section}.gradient_checkpointing_reentrant. Leave that out.")]
-
-
 def sources_exist(config: Any) -> Sentences:
     """Models and datasets that can only be local are there; dataset scripts are refused."""
     rows: Sentences = []

@@ -45,7 +45,6 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
             *super().mistakes(),
             (template and "{" not in template,
              "<data.tokenizer_chat_template> is neither a template, which has {{ or {% in it, nor a file on this machine."),
-            *rules.balance_reaches_routers("model", self.model),
             *rules.batch_fits_ranks(
                 self.train.batch_size, ranks, micro=self.train.micro_batch_size,
                 what=f"the launcher started {ranks}"),

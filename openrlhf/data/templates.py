@@ -166,24 +166,22 @@ def texts_in(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def render(
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
+    """The messages through the chat template, with the options of `render_marked`. Raises ValueError as it does."""
+    return render_marked(tokenizer, messages, **options)[0]
+
+
+def render_marked(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = False,
     tools: Sequence[dict[str, Any]] | None = None,
-) -> str:
-    """The messages through the chat template. Raises ValueError with the error message of the template."""
-    return _render(tokenizer, messages, add_generation_prompt, tools)[0]
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    add_generation_prompt: bool = False,
-    tools: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[str, list[Span]]:
-    """The text, and the spans that the template's `{% generation %}` blocks wrote, if there are such blocks."""
+    """The text, and the spans that the template's `{% generation %}` blocks wrote, if there are such blocks.
+
+    Raises ValueError with the error message of the template.
+    """
     template = tokenizer.get_chat_template()
     special_tokens: dict[str, Any] = tokenizer.special_tokens_map
     try:
@@ -237,7 +235,7 @@ def render_conversation(
     its content and the end of turn after it; an earlier turn whose content was changed is no target. Raises ValueError
     if message `first`, or the last of `turns`, cannot be found.
     """
-    draw: Draw = partial(_render, tokenizer, tools=tools)
+    draw: Draw = partial(render_marked, tokenizer, tools=tools)
     text, marked = draw(messages)
     first %= len(messages)
     if marked:

@@ -16,7 +16,7 @@ from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.evaluation.comparing import given_text
 from openrlhf.evaluation.journal import Journal
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, by_input
-from openrlhf.evaluation.runs import Started, engines, reward_models, started
+from openrlhf.evaluation.runs import engines, reward_models, started
 from openrlhf.files import write_atomically
 from openrlhf.launch import settings
 from openrlhf.launch.identity import inference_identity
@@ -38,14 +38,15 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     if config.dry_run:
         return print(f"{len(prompts)} rows, the first: {prompts[0].text + prompts[0].label!r}")
     journal = Journal(Path(config.output_path).expanduser(), inference_identity(config, prompts))
-    with started(config) as run:
+    with started(config) as recorder:
         missing = [prompt for prompt in prompts if prompt.index not in journal.results]
-        run.recorder.display.note(f"{len(prompts)} rows, {len(missing)} to do. Results so far: {journal.path}")
-        run.recorder.display.begin(len(prompts), done=len(journal.results))
+        recorder.display.note(f"{len(prompts)} rows, {len(missing)} to do. Results so far: {journal.path}")
+        recorder.display.begin(len(prompts), done=len(journal.results))
         work = scored if config.scores else answered
-        failed = keep(work(config, tokenizer, missing, run), journal, run.recorder, every=config.rollout.batch_size)
+        groups = work(config, tokenizer, missing, recorder.folder.logs)
+        failed = keep(groups, journal, recorder, every=config.rollout.batch_size)
         if journal.results:
-            write_results(config, prompts, journal, run.recorder)
+            write_results(config, prompts, journal, recorder)
     if failed:
         raise UserError(
             f"{len(failed)} rows failed and are not in {journal.final}: the same command tries them again. The first, "
@@ -86,25 +87,22 @@ def read_rows(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) 
 
 
 def answered(
-    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], run: Started
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], logs: Path
 ) -> Iterator[list[Trajectory]]:
     """The answers to these prompts, prompt by prompt as they finish."""
     path, size = str(config.model.model_name_or_path), config.rollout.batch_size
     request = Request(spec=settings.inference_sampling(config), step=0)
-    with (
-        engines(config, path, tokenizer, run.kind, name="vllm", log_dir=run.log_dir) as fleet,
-        closing(BackgroundLoop()) as loop,
-    ):
+    with engines(config, path, tokenizer, name="vllm", logs=logs) as fleet, closing(BackgroundLoop()) as loop:
         stream = RolloutGenerator(fleet, tokenizer, None).stream(prompts, request, groups=len(prompts), at_once=size)
         yield from loop.iterate(stream, config.train.step_timeout)
 
 
 def scored(
-    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], run: Started
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], logs: Path
 ) -> Iterator[list[Trajectory]]:
     """These prompts and their answers as whole texts with rewards, ended and cut as in the training of a reward model."""
     size, end = config.rollout.batch_size, str(tokenizer.eos_token)
-    with reward_models(config, run.kind, log_dir=run.log_dir) as models:
+    with reward_models(config, logs=logs) as models:
         for start in range(0, len(prompts), size):
             part = prompts[start : start + size]
             whole = [Passage(text=p.text + p.label, spans=[], response=0).closed(end).text for p in part]

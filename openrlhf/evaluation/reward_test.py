@@ -4,29 +4,41 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.reward_test import RewardTestConfig, ScoredDataConfig
-from openrlhf.data.errors import check_columns, row_error, text_of
+from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.loading import key_columns, load_datasets
-from openrlhf.data.templates import fill_template, to_messages
+from openrlhf.data.templates import fill_template, messages_of
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.observability.tables import ScoredRow, print_scores
+from openrlhf.observability.tables import print_texts
 from openrlhf.rewards.preview import answered, wrong_requests
-from openrlhf.rewards.protocol import Reward, RewardRequest
+from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rewards.servers import IN_FLIGHT
 
 WRONG = 100  # rows that are scored with a wrong answer too
 PRINTED = 2000  # characters of what the reward prints that are shown
+EXAMPLES, ERRORS, TEXT = 5, 3, 60  # rows shown of each kind, and characters of their texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A row and the result of its call. `seconds`: duration of the call, which the rows of one group share."""
+
+    request: RewardRequest
+    result: RewardResult
+    seconds: float
 
 
 def try_reward(config: RewardTestConfig) -> NoReturn:
@@ -45,7 +57,7 @@ def try_reward(config: RewardTestConfig) -> NoReturn:
         seconds = time.monotonic() - began
     scored, misled = scored[: len(requests)], scored[len(requests) :]
     print_scores(scored, seconds=seconds, at_once=at_once)
-    if given := [row.reward for row in misled if row.reward is not None]:
+    if given := rewards_of(misled):
         print(f"\nWrong answers (labels of other rows): {len(given):,}, mean reward {fmean(given):.4g}")
     if tokenizer is None:
         print(
@@ -53,7 +65,7 @@ def try_reward(config: RewardTestConfig) -> NoReturn:
             "token: to see that here, pass --actor.model_name_or_path."
         )
     show_printed(logs)
-    errors = sum(row.error is not None for row in [*scored, *misled])
+    errors = len(errors_of([*scored, *misled]))
     raise SystemExit(int(errors > config.reward.max_error_rate * len([*scored, *misled])))
 
 
@@ -84,36 +96,73 @@ def read_requests(data: ScoredDataConfig, tokenizer: PreTrainedTokenizerBase | N
 
 def _prompt(row: Mapping[str, Any], column: str) -> str:
     """A prompt as text; of a chat, what was said, without the marks of a chat template."""
-    try:
-        return (
-            row[column] if isinstance(row[column], str) else "\n".join(m["content"] for m in to_messages(row[column]))
-        )
-    except ValueError as error:
-        raise row_error(row, column, f"{error}. --data.input_key names this column.") from error
+    if isinstance(row[column], str):
+        return row[column]
+    messages = messages_of(row, column, role="user", flag="--data.input_key")
+    return "\n".join(message["content"] for message in messages)
 
 
-async def score_all(reward: Reward, requests: list[RewardRequest], *, at_once: int, groups: bool) -> list[ScoredRow]:
+async def score_all(reward: Reward, requests: list[RewardRequest], *, at_once: int, groups: bool) -> list[Scored]:
     """What each request got; with `groups`, neighbours with one prompt share a call."""
     await reward.check()
     turns = asyncio.Semaphore(at_once)
 
-    async def call(group: list[RewardRequest]) -> list[ScoredRow]:
+    async def call(group: list[RewardRequest]) -> list[Scored]:
         async with turns:  # waiting for a free process is not the function's time
             began = time.monotonic()
             results = await reward.score(group)
             seconds = time.monotonic() - began
-        return [
-            ScoredRow(
-                response=request.response,
-                label=str(request.label),
-                reward=result.reward,
-                seconds=seconds,
-                failure=result.failure,
-                error=result.error,
-            )
-            for request, result in zip(group, results, strict=True)
-        ]
+        pairs = zip(group, results, strict=True)
+        return [Scored(request=request, result=result, seconds=seconds) for request, result in pairs]
 
     shared_by = attrgetter("prompt") if groups else id
     calls = [call(list(group)) for _, group in groupby(requests, key=shared_by)]
     return [row for rows in await asyncio.gather(*calls) for row in rows]
+
+
+def print_scores(rows: Sequence[Scored], *, seconds: float, at_once: int) -> None:
+    """Print rewards, errors by kind, times, some scored rows and the first errors. `seconds`: the time that all calls took."""
+    for name, value in _facts(rows, seconds, at_once):
+        print(f" {name:<14}  {value}")
+    if examples := _examples([row for row in rows if row.result.reward is not None]):
+        print_texts("Scored", ("reward", "label", "response"), examples)
+    for row in errors_of(rows)[:ERRORS]:
+        print(f"\n{row.result.failure}, with the response {_end(row.request.response)!r}")
+        print((row.result.error or "").strip())
+
+
+def rewards_of(rows: Sequence[Scored]) -> list[float]:
+    """The rewards of the rows that have one."""
+    return [row.result.reward for row in rows if row.result.reward is not None]
+
+
+def errors_of(rows: Sequence[Scored]) -> list[Scored]:
+    """The rows whose call failed."""
+    return [row for row in rows if row.result.error is not None]
+
+
+def _facts(rows: Sequence[Scored], seconds: float, at_once: int) -> Iterator[tuple[str, str]]:
+    failures, times = Counter(row.result.failure for row in errors_of(rows)), sorted(row.seconds for row in rows)
+    yield "rows", f"{len(rows):,} in {seconds:.1f} s, {at_once} at a time"
+    if rewards := rewards_of(rows):
+        ends = f"from {min(rewards):.4g} to {max(rewards):.4g}"
+        yield "reward", f"mean {fmean(rewards):.4g}, deviation {pstdev(rewards):.4g}, {ends}"
+    yield "errors", f"{failures.total():,} ({failures.total() / len(rows):.1%})"
+    for kind, count in failures.most_common():
+        yield f"  {kind}", f"{count:,}"
+    middle, late = times[len(times) // 2], times[int(0.99 * (len(times) - 1))]
+    yield "time of a call", f"median {middle:.3g} s, 99 % within {late:.3g} s, longest {times[-1]:.3g} s"
+
+
+def _examples(rows: Sequence[Scored]) -> list[tuple[str, str, str]]:
+    """Rows from the lowest reward to the highest, evenly spread in between: reward, label, response."""
+    ordered = sorted(rows, key=lambda row: row.result.reward or 0.0)
+    places = {round(i * (len(ordered) - 1) / (EXAMPLES - 1)) for i in range(EXAMPLES)} if rows else ()
+    shown = [ordered[place] for place in sorted(places)]
+    return [(f"{row.result.reward:g}", _end(str(row.request.label)), _end(row.request.response)) for row in shown]
+
+
+def _end(text: str) -> str:
+    """The end of a text, where its answer is, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= TEXT else f"…{line[-TEXT:]}"

@@ -22,7 +22,7 @@ from openrlhf.data.rows import number_rows
 from openrlhf.data.shown import show_text
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.cluster import places_now, ray_cluster
-from openrlhf.distributed.placement import HostGroup, Machine, Placement, engine_group
+from openrlhf.distributed.placement import HostGroup, Placement, engine_group
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.evaluation import comparing
 from openrlhf.evaluation.comparing import Columns, Comparison
@@ -42,7 +42,7 @@ from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
-from openrlhf.rollout.engine_settings import Device, engine_device
+from openrlhf.rollout.engine_settings import engine_device
 from openrlhf.rollout.episode_metrics import evaluation_metrics, of_sources, source_columns
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.generator import Engines, RolloutGenerator, SamplingSpec
@@ -69,8 +69,8 @@ def run_pass_k(config: EvaluationConfig) -> None:
     model, k = read_candidate(config, "model"), config.eval.n_samples_per_prompt
     if config.dry_run:
         return show_prompts(model.prompts)
-    with started(config) as run:
-        evaluation = Evaluation(config, run)
+    with started(config) as recorder:
+        evaluation = Evaluation(config, recorder)
         answers = evaluation.rewarded(evaluation.answers(model, "vllm"))
         evaluation.recorder.folder.log_samples(sample_row(0, answer) for answer in answers)
         evaluation.report(evaluation_metrics(answers, k=k), rows_of(answers, lambda t: t, partial(source_columns, k=k)))
@@ -88,8 +88,8 @@ def run_rm_accuracy(config: EvaluationConfig) -> None:
     if config.dry_run:
         chosen, rejected = (show_text(side, getattr(rows[0], side), tokenizer) for side in ("chosen", "rejected"))
         return print(rows.summary, chosen, rejected, sep="\n")
-    with started(config) as run:
-        evaluation = Evaluation(config, run)
+    with started(config) as recorder:
+        evaluation = Evaluation(config, recorder)
         evaluation.recorder.display.note(rows.summary)
         chosen = [comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].chosen) for n in range(len(rows))]
         rejected = [comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].rejected) for n in range(len(rows))]
@@ -110,8 +110,8 @@ def run_win_rate(config: EvaluationConfig) -> None:
         asyncio.run(judge.servers.check())
     if config.dry_run:
         return show_prompts(model.prompts)
-    with started(config) as run:
-        evaluation = Evaluation(config, run)
+    with started(config) as recorder:
+        evaluation = Evaluation(config, recorder)
         ours = evaluation.answers(model, "vllm")
         theirs = evaluation.answers(other, "against") if written is None else evaluation.written(model, written)
         if judge:
@@ -167,21 +167,11 @@ def read_answers(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, c
     return [[*tokens, end] for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Started:
-    """A run folder, and the devices of a Ray cluster."""
-
-    recorder: Recorder
-    kind: Device
-    log_dir: str
-
-
 class Evaluation:
     """An evaluation with its run folder, on a Ray cluster. Engines and reward models start when they are needed, one after the other."""
 
-    def __init__(self, config: EvaluationConfig, run: Started) -> None:
-        self.config, self.recorder, self.log_dir = config, run.recorder, run.log_dir
-        self.kind: Device = run.kind
+    def __init__(self, config: EvaluationConfig, recorder: Recorder) -> None:
+        self.config, self.recorder, self.logs = config, recorder, recorder.folder.logs
         self.errors = ErrorBudget.of(config.reward)
 
     def answers(self, model: Candidate, name: str) -> list[Trajectory]:
@@ -189,9 +179,9 @@ class Evaluation:
         config = self.config
         spec = settings.eval_sampling(config)
         self.recorder.display.note(f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each.")
-        with engines(config, model.path, model.tokenizer, self.kind, name=name, log_dir=self.log_dir) as fleet:
+        with engines(config, model.path, model.tokenizer, name=name, logs=self.logs) as fleet:
             scored_later = config.reward.models or config.judge.url
-            agents = make_agents(config, model.tokenizer, needs_reward=not scored_later, log_dir=Path(self.log_dir))
+            agents = make_agents(config, model.tokenizer, needs_reward=not scored_later, log_dir=self.logs)
             return self._sample(model, fleet, spec, agents)
 
     def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:
@@ -206,7 +196,7 @@ class Evaluation:
         config = self.config
         with (
             closing(BackgroundLoop()) as loop,
-            reward_of(config.reward, log_dir=Path(self.log_dir)) as rule,
+            reward_of(config.reward, log_dir=self.logs) as rule,
             closing(agents) if agents else nullcontext(),
         ):
             generator = RolloutGenerator(engines, model.tokenizer, rule, agents=agents, fallback=config.reward.fallback)
@@ -217,7 +207,7 @@ class Evaluation:
         """The answers with the rewards of the reward models added. The reward models run only meanwhile."""
         if not self.config.reward.models:
             return list(answers)
-        with reward_models(self.config, self.kind, log_dir=self.log_dir) as models:
+        with reward_models(self.config, logs=self.logs) as models:
             return models.annotated(answers)
 
     def compared(self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
@@ -247,42 +237,41 @@ class Evaluation:
 
 @contextmanager
 def engines(
-    config: settings.Engines, path: str, tokenizer: PreTrainedTokenizerBase, kind: Device, *, name: str, log_dir: str
+    config: settings.Engines, path: str, tokenizer: PreTrainedTokenizerBase, *, name: str, logs: Path
 ) -> Iterator[Fleet]:
     """The engines of a model, which run within it."""
-    group = engine_group(config.vllm, name)
-    made_of = settings.engine_settings(config, path, kind, tokenizer)
-    with closing(Fleet(group, places_of(group, kind), on_gpus=kind == "cuda")) as fleet, fleet.naming_logs():
-        fleet.start(made_of, log_dir=log_dir, timeout_s=config.train.setup_timeout)
+    plan = alone(engine_group(config.vllm, name))
+    [group], made_of = plan.groups, settings.engine_settings(config, path, engine_device(), tokenizer)
+    with closing(Fleet(group, places_now(plan)[name], on_gpus=plan.on_gpus)) as fleet, fleet.naming_logs():
+        fleet.start(made_of, log_dir=str(logs), timeout_s=config.train.setup_timeout)
         fleet.wait()
         yield fleet
         fleet.stop()
 
 
 @contextmanager
-def reward_models(config: settings.Sampling, kind: Device, *, log_dir: str) -> Iterator[EarlyStages]:
+def reward_models(config: settings.Sampling, *, logs: Path) -> Iterator[EarlyStages]:
     """The reward models, which run within it."""
-    group = reward_hosts(config)
-    with closing(make_hosts(group, places_of(group, kind), on_gpus=kind == "cuda")) as hosts:
-        connect_hosts(config, hosts, log_dir=log_dir)
+    plan = alone(reward_hosts(config))
+    [group] = plan.groups
+    with closing(make_hosts(group, places_now(plan)[group.name], on_gpus=plan.on_gpus)) as hosts:
+        connect_hosts(config, hosts, log_dir=str(logs))
         models = RewardModels(WorkerGroup(hosts, "reward"), config.reward)
         created = models.workers.create(RewardWorker, settings.reward_settings(config))
         gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
         yield EarlyStages(models=models, timeout_s=config.train.step_timeout)
 
 
-def places_of(group: HostGroup, kind: Device) -> Sequence[Machine]:
-    """The machine of each process of a group that runs alone."""
-    return places_now(Placement(groups=(group,), on_gpus=kind == "cuda"))[group.name]
+def alone(group: HostGroup) -> Placement:
+    """A group that has the devices to itself."""
+    return Placement(groups=(group,), on_gpus=engine_device() == "cuda")
 
 
 @contextmanager
-def started(config: EvaluationConfig | BatchInferenceConfig) -> Iterator[Started]:
+def started(config: EvaluationConfig | BatchInferenceConfig) -> Iterator[Recorder]:
     """A run folder of its own, and a Ray cluster that is there or is started for it."""
-    kind = engine_device()
-    largest = largest_phase(config, on_gpus=kind == "cuda")
-    with closing(Recorder(config, config.run.dir)) as recorder, ray_cluster(largest):
-        yield Started(recorder=recorder, kind=kind, log_dir=str(recorder.folder.logs.absolute()))
+    with closing(Recorder(config, config.run.dir)) as recorder, ray_cluster(largest_phase(config)):
+        yield recorder
 
 
 def rows_of(
@@ -293,12 +282,12 @@ def rows_of(
     return rows if len(rows) == 1 else rows | {"all": columns(items)}
 
 
-def largest_phase(config: EvaluationConfig | BatchInferenceConfig, *, on_gpus: bool) -> Placement:
+def largest_phase(config: EvaluationConfig | BatchInferenceConfig) -> Placement:
     """The processes that run at one time: engines, or reward models."""
-    phases = [engine_group(config.vllm, "vllm")] * config.samples_answers + [reward_hosts(config)] * bool(
-        config.reward.models
-    )
-    return Placement(groups=(max(phases, key=lambda group: group.slots),), on_gpus=on_gpus)
+    phases = [engine_group(config.vllm, "vllm")] if config.samples_answers else []
+    if config.reward.models:
+        phases.append(reward_hosts(config))
+    return alone(max(phases, key=lambda group: group.slots))
 
 
 def reward_hosts(config: settings.Sampling) -> HostGroup:

@@ -38,7 +38,7 @@ class RunFolder:
         """
         self.path = Path(path)
         self.earlier = set_aside(self.path) if resume_step is None else None
-        self.logs = self.path / LOGS
+        self.logs = (self.path / LOGS).absolute()
         self.logs.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
             for file in (self.path / METRICS, self.path / SAMPLES):

@@ -40,27 +40,21 @@ class RemoteEngine:
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
         """The text of the reply to a conversation."""
-        return await asyncio.wrap_future(in_background(self._chat(messages, parameters)))
-
-    async def completion(self, prompt: str | Sequence[int], **parameters: Any) -> str:
-        """The text that follows a prompt, given as text or as tokens."""
-        return await asyncio.wrap_future(in_background(self._completion(prompt, parameters)))
-
-    def chat_sync(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
-        """`chat`, waited for."""
-        return in_background(self._chat(messages, parameters)).result()
-
-    def completion_sync(self, prompt: str | Sequence[int], **parameters: Any) -> str:
-        """`completion`, waited for."""
-        return in_background(self._completion(prompt, parameters)).result()
-
-    async def _chat(self, messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]) -> str:
         answered = await self.ask("/chat/completions", {"messages": list(messages), **parameters})
         return self.read(answered, "choices", 0, "message", "content", kind=str)
 
-    async def _completion(self, prompt: str | Sequence[int], parameters: Mapping[str, Any]) -> str:
+    async def completion(self, prompt: str | Sequence[int], **parameters: Any) -> str:
+        """The text that follows a prompt, given as text or as tokens."""
         answered = await self.ask("/completions", {"prompt": prompt, **parameters})
         return self.read(answered, "choices", 0, "text", kind=str)
+
+    def chat_sync(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
+        """`chat`, waited for."""
+        return in_background(self.chat(messages, **parameters)).result()
+
+    def completion_sync(self, prompt: str | Sequence[int], **parameters: Any) -> str:
+        """`completion`, waited for."""
+        return in_background(self.completion(prompt, **parameters)).result()
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
         """What the server answers to `body`, with a model's name in it. Raises ServerError."""
@@ -80,7 +74,7 @@ class RemoteEngine:
 
     async def _answer(self, body: Mapping[str, Any] | None, path: str) -> Any:
         try:
-            return await self._servers.ask(body, path)
+            return await asyncio.wrap_future(in_background(self._servers.ask(body, path)))
         except ValueError as error:
             self._first = None  # it may serve another by now
             raise ServerError(f"{self._servers.kind} {error}") from error

@@ -21,6 +21,7 @@ def evaluation(line: str) -> EvaluationConfig:
         (MODEL, "Nothing rewards the samples"),
         (f"{MODEL} --reward.verifier math", "--reward.verifier math checks responses against labels"),
         (f"{MODEL} {RULE} --ds.param_dtype fp16", "--ds.param_dtype fp16 is no type of an engine's"),
+        (f"{MODEL} {RULE} --vllm.pipeline_parallel_size 2", "vLLM on CPUs cannot split an engine by layers"),
         (f"{MODEL} {RULE} --data.max_len 8 --rollout.max_new_tokens 8", "leaves no room for a prompt"),
         (f"{MODEL} {RULE} --reward.weights 1 2", "--reward.weights 1 2 has 2 numbers for 1 rewards"),
         (f"{MODEL} {RULE} --reward.on_error never", "--reward.on_error takes fail, drop or a number"),
