@@ -23,7 +23,7 @@ from io import StringIO
 from os.path import exists, expanduser, isfile
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Self
+from typing import Any
 
 import yaml
 from jinja2 import Environment, StrictUndefined, TemplateError
@@ -46,7 +46,10 @@ GRACE_S = 20.0  # for a stage that Ctrl-C has reached, too
 def run_pipeline(config: PipelineConfig) -> None:
     """Check all stages, and run those that are not done. Raises ConfigError, or SystemExit with the status of a stage."""
     with in_order():
-        Pipeline.of(config).run(dry=config.dry_run)
+        file, folder = Path(config.file), Path(config.run.dir).expanduser().absolute()
+        pipeline = Pipeline(file=file, folder=folder, stages=read_stages(file, config.settings))
+        pipeline.check_all()
+        pipeline.run(dry=config.dry_run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,23 +116,17 @@ class Pipeline:
 
     file: Path
     folder: Path
-    again: str  # the command that goes on
     stages: Sequence[Stage]
     finished: dict[str, float | None] = field(default_factory=dict[str, float | None])
 
-    @classmethod
-    def of(cls, config: PipelineConfig) -> Self:
-        """The pipeline of a command line. Raises ConfigError with all that is wrong with any stage."""
-        file, folder = Path(config.file), Path(config.run.dir).expanduser().absolute()
-        given = {"settings": config.settings, "run.dir": config.given.get("run.dir")}
-        words = [word for path, value in given.items() if value for word in (f"--{path}", value)]
-        again = shlex.join(["openrlhf", "pipeline", config.file, *words])
-        pipeline = cls(file=file, folder=folder, again=again, stages=read_stages(file, config.settings))
-        folder.mkdir(parents=True, exist_ok=True)
-        broken = {stage.name: pipeline.check(stage) for stage in pipeline.stages}
+    def check_all(self) -> None:
+        """Raise ConfigError with all that is wrong with any stage. Writes the flags of the stages."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        broken = {stage.name: self.check(stage) for stage in self.stages}
         if any(broken.values()):
-            raise ConfigError([f"{file}: stage {name}: {text}" for name, texts in broken.items() for text in texts])
-        return pipeline
+            raise ConfigError(
+                [f"{self.file}: stage {name}: {text}" for name, texts in broken.items() for text in texts]
+            )
 
     def check(self, stage: Stage) -> list[str]:
         """What is wrong with a stage. What is said of results does not count: they may not be there yet, or be made again."""
@@ -203,7 +200,7 @@ class Pipeline:
                 for stage in self.stages:
                     self.run_stage(stage, lock.fileno(), dry=dry)
             except (KeyboardInterrupt, SystemExit):
-                print(f"To go on: {self.again}", file=sys.stderr)
+                print("The same command goes on from here.", file=sys.stderr)
                 raise
         if not dry:
             print(f"All stages are done. Report: {self.report()}")
@@ -261,17 +258,16 @@ class Pipeline:
 
     def report(self) -> Path:
         """Write the page about all stages that have run."""
-        records = {stage.name: (stage, self.record(stage)) for stage in self.stages}
+        ran = [(stage, record) for stage in self.stages if (record := self.record(stage))["inputs"]]
         results = [
             Result(
-                name=name,
-                folder=self.folder / name,
+                name=stage.name,
+                folder=self.folder / stage.name,
                 command=stage.command,
                 group=stage.group,
                 seconds=record["seconds"],
             )
-            for name, (stage, record) in records.items()
-            if record["inputs"]
+            for stage, record in ran
         ]
         return write_pipeline_report(self.folder / "report.html", results, title=self.file.stem)
 
