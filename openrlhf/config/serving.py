@@ -6,10 +6,8 @@ from typing import Any
 
 from openrlhf.config import shared
 from openrlhf.config.commands import ModelCommand
-from openrlhf.config.effects import Sentences
+from openrlhf.config.effects import Sentences, combined
 from openrlhf.config.flags import Section, option, required
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 # fmt: off
@@ -45,12 +43,7 @@ class ServeConfig(ModelCommand):
 
     def notices(self) -> Sentences:
         """Who can reach the server."""
-        local = self.host in LOOPBACK
-        return [
-            (local, "<host>: only programs on this machine can connect. For trainers on other nodes use --host 0.0.0.0."),
-            (not local, "<host>: whoever reaches that address can ask this server, which knows no passwords."),
-            *super().notices(),
-        ]
+        return [*combined(self, "noticed", "serve_rm"), *super().notices()]
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""

@@ -237,6 +237,7 @@ def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, monkeypa
 READERS = {
     "model": "serve_rm", "training": "train_sft", "sft": "train_sft", "kd": "train_kd", "reinforcement": "train_ppo_ray",
     "rewards": "eval", "engines": "train_ppo_ray", "sampling": "eval", "evaluation": "eval", "batch_inference": "batch_inference",
+    "serve_rm": "serve_rm",
 }  # fmt: skip
 
 
