@@ -1,10 +1,9 @@
 """A run in its processes: models, processes of user code and trainer, and the end of all of them."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,24 +90,24 @@ class Run:
 
     def _start_workers(self) -> dict[str, WorkerGroup]:
         """Connect the processes of every host group, and load the models of all roles. Returns the groups by role."""
+        config, prompts = self.config, len(self.data.train)
         for hosts in self.processes.hosts:
-            connect_hosts(self.config, hosts, log_dir=self.log_dir)
-        critic_steps = settings.optimizer_steps(self.config, len(self.data.train))
-        policy_steps = settings.optimizer_steps(self.config, len(self.data.train), after=self.config.frozen_steps)
-        reference = partial(settings.reference_settings, self.config)
-        workers: dict[str, tuple[type, Callable[[], Any]]] = {
-            "actor": (PolicyWorker, partial(settings.policy_settings, self.config, self.kind, policy_steps)),
-            "ref": (ReferenceWorker, partial(reference, self.config.actor.model_name_or_path)),
-            "teacher": (ReferenceWorker, partial(reference, self.config.local_teacher or "")),
-            "critic": (CriticWorker, partial(settings.critic_settings, self.config, self.kind, critic_steps)),
-            "reward": (RewardWorker, partial(settings.reward_settings, self.config)),
+            connect_hosts(config, hosts, log_dir=self.log_dir)
+        policy, critic = config.actor.model_name_or_path, config.critic.model_name_or_path or ""
+        policy_steps = settings.optimizer_steps(config, prompts, after=config.frozen_steps)
+        critic_steps = settings.optimizer_steps(config, prompts)
+        workers: dict[str, tuple[type, Any]] = {
+            "actor": (PolicyWorker, settings.trained_settings(config, policy, policy_steps)),
+            "ref": (ReferenceWorker, settings.frozen_settings(config, policy)),
+            "teacher": (ReferenceWorker, settings.frozen_settings(config, config.local_teacher or "")),
+            "critic": (CriticWorker, settings.trained_settings(config, critic, critic_steps)),
+            "reward": (RewardWorker, settings.reward_settings(config)),
         }
         groups, created = {}, []
         for hosts in self.processes.hosts:
             for role in hosts.group.roles:
                 groups[role] = WorkerGroup(hosts, role)
-                worker, made_from = workers[role]
-                created += groups[role].create(worker, made_from())
+                created += groups[role].create(*workers[role])
         gather(created, timeout_s=self.config.train.setup_timeout, doing="load the models")
         return groups
 

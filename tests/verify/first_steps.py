@@ -78,8 +78,8 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
     )
     config = parse_config(PPOConfig, flags.split(), command="train_ppo_ray")
     ranks = strategy(setting.dtype, seed)
-    policy = PolicyWorker(ranks, settings.policy_settings(config, "cpu", setting.steps * OPTIMIZER_STEPS))
-    reference = ReferenceWorker(ranks, settings.reference_settings(config, str(model)))
+    policy = PolicyWorker(ranks, settings.trained_settings(config, str(model), setting.steps * OPTIMIZER_STEPS))
+    reference = ReferenceWorker(ranks, settings.frozen_settings(config, str(model)))
     maker = ExperienceMaker(
         [],
         None,
