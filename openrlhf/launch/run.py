@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint
@@ -119,19 +118,8 @@ class Run:
         stages = make_stages(config, groups)
         source = self._make_source(generator, models, stages, errors)
         self.ends.callback(source.close)
-        kl = make_kl(config)
-        maker = ExperienceMaker(
-            stages,
-            models if source.keep is None and not config.train.async_enable else None,
-            config.algo,
-            config.reward,
-            kl,
-            max_new_tokens=config.rollout.max_new_tokens,
-            max_len=config.data.max_len,
-            needs_groups=config.estimator.needs_groups,
-            timeout_s=config.train.step_timeout,
-            remote_teacher=make_remote_teacher(config),
-        )
+        unscored = source.keep is None and not config.train.async_enable
+        maker = ExperienceMaker(config, stages, models if unscored else None, make_remote_teacher(config))
         if config.rollout.only:
             return RolloutOnly(source, maker, self.recorder, errors)
         publisher = WeightPublisher(
@@ -149,7 +137,6 @@ class Run:
             groups["actor"],
             groups.get("critic"),
             publisher,
-            kl=kl,
             errors=errors,
             evaluate=self._make_evaluation(generator, models),
             pretraining=self.data.pretraining,
@@ -250,12 +237,6 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[St
         values = Stage(writes="values", by=groups["critic"], method=CriticWorker.values, reads=Experience.texts)
         stages.append(values)
     return stages
-
-
-def make_kl(config: PPOConfig) -> KLController:
-    """The coefficient of the KL term, fixed or following a target."""
-    kl = config.algo.kl
-    return KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
 
 def make_remote_teacher(config: PPOConfig) -> RemoteTeacher | None:

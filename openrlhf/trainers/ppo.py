@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
-from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.checkpoints.manager import GOES_ON, CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
@@ -50,7 +49,6 @@ class PPOTrainer:
     critic: WorkerGroup | None
     weights: WeightPublisher
     _: KW_ONLY
-    kl: KLController
     errors: ErrorBudget
     evaluate: Evaluate | None
     pretraining: PretrainingMix | None
@@ -158,7 +156,7 @@ class PPOTrainer:
                 PolicyUpdate(
                     experience=rows_of_rank(read, plan),
                     steps=plan.steps,
-                    kl_coef=self.kl.coef,
+                    kl_coef=self.maker.kl.coef,
                     version=self.step + 1,
                     pretraining=text,
                 )
@@ -192,8 +190,8 @@ class PPOTrainer:
         """Log, adapt β, evaluate, checkpoint."""
         self.step += 1
         if "train/kl" in metrics:
-            metrics["train/kl_coef"] = Last(self.kl.coef)
-            self.kl.update(metrics["train/kl"].value, int(metrics["rollout/num_samples"].value))
+            metrics["train/kl_coef"] = Last(self.maker.kl.coef)
+            self.maker.kl.update(metrics["train/kl"].value, int(metrics["rollout/num_samples"].value))
         total = sum(part.value for part in self.timing.values())
         timing = self.timing | {"timing/step_total": Last(total)}
         timing |= utilisation([hosts.take_spans() for hosts in self.hosts], total)
@@ -267,7 +265,7 @@ class PPOTrainer:
             step=self.step,
             epoch=self.source.epoch,
             consumed=self.source.consumed,
-            kl_coef=self.kl.coef,
+            kl_coef=self.maker.kl.coef,
             run_dir=self.run_dir,
             engines=self.layouts,
             identity=self.identity,
@@ -283,7 +281,7 @@ class PPOTrainer:
         self.source.resume(step=state.step, consumed=state.consumed, folder=drawn)
         self.best.evaluated_at = self.step if self.evaluation_is_due else -1
         if state.kl_coef is not None:
-            self.kl.resume(state.kl_coef)
+            self.maker.kl.resume(state.kl_coef)
         self.best.restore(state)
 
     def return_to_best(self) -> None:

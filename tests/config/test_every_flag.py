@@ -31,12 +31,12 @@ from openrlhf.config.unsupported import is_refused, refusals
 from openrlhf.distributed.ds_config import inference_config, training_config
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.launch import offline, settings
-from openrlhf.launch.run import make_kl
 from openrlhf.launch.start import plan_placement
 from openrlhf.models.loading import pretrained_options
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.engine_settings import engine_arguments
 from openrlhf.trainers import tasks
+from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trajectory import Prompt
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import clip_of, correction_of
@@ -214,7 +214,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield MicroBatchLimits.of_training(config.train, config.ds)
         yield plan_placement(config, kind)
         yield settings.transport(config, kind)
-        yield vars(make_kl(config))
+        yield vars(ExperienceMaker(config).kl)
         yield correction_of(config.algo)
         yield clip_of(config.actor), config.algo.correction.level
         yield settings.optimizer_steps(config, 5000, after=config.frozen_steps)

@@ -174,13 +174,13 @@ class OnPolicy(PPOTrainer):
         self, folder: Path, scores: Sequence[float], patience: int | None, save_steps: int = -1, at_start: bool = False
     ) -> None:
         self.weights_made, self.log, self.scores = Weights(), Log(), scores
-        same: Any = SimpleNamespace(annotate=annotated, credit=lambda e: (e, {}))
+        same: Any = SimpleNamespace(annotate=annotated, credit=lambda e: (e, {}), kl=SimpleNamespace(coef=None))
         config = RLFlags(
             train=RLTrainConfig(batch_size=1, step_timeout=1.0),
             eval=RLEvalConfig(steps=1, at_start=at_start, n_samples_per_prompt=1, patience=patience),
             ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
         )
-        nothing: Any = SimpleNamespace(publish=lambda _: None, check=lambda _: None, coef=None)
+        nothing: Any = SimpleNamespace(publish=lambda _: None, check=lambda _: None)
         made: Any = self.weights_made
         source: Any = Prompts()
         log: Any = self.log
@@ -190,7 +190,6 @@ class OnPolicy(PPOTrainer):
             made,
             None,
             nothing,
-            kl=nothing,
             errors=nothing,
             evaluate=lambda step: [episode(score=self.scores[made.made_by - (not at_start)])],
             pretraining=None,

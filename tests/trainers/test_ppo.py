@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience
 from openrlhf.checkpoints.manifest import CheckpointError
 from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrainConfig
@@ -176,7 +175,7 @@ def events(
     )  # fmt: skip
     parts: dict[str, Any] = {
         "source": Steps(steps, ends), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
-        "kl": KLController(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": checkpoints,
+        "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": checkpoints,
         "tokenizer": None, "recorder": notes, "config": config, "run_dir": "", "identity": {}, "layouts": {}, "hosts": [],
     }  # fmt: skip
     with pytest.raises(type(ends[0])) if ends else nullcontext():

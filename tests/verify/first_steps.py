@@ -24,7 +24,6 @@ from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.launch import settings
-from openrlhf.launch.run import make_kl
 from openrlhf.observability.metrics import values
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.update_plan import plan_update, rows_of_rank
@@ -80,17 +79,7 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
     ranks = strategy(setting.dtype, seed)
     policy = PolicyWorker(ranks, settings.trained_settings(config, str(model), setting.steps * OPTIMIZER_STEPS))
     reference = ReferenceWorker(ranks, settings.frozen_settings(config, str(model)))
-    maker = ExperienceMaker(
-        [],
-        None,
-        config.algo,
-        config.reward,
-        make_kl(config),
-        max_new_tokens=NEW_TOKENS,
-        max_len=config.data.max_len,
-        needs_groups=True,
-        timeout_s=1.0,
-    )
+    maker = ExperienceMaker(config)
     engine = Engine(policy.engine.hf, AutoTokenizer.from_pretrained(model), seed)
     rows, held_out = (read(task / name) for name in ("prompts.jsonl", "held_out.jsonl"))
     seen = Course(before=engine.solved(held_out[:HELD_OUT], HELD_OUT_SAMPLES))
