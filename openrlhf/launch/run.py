@@ -18,7 +18,6 @@ from openrlhf.launch.identity import Identity, episode_identity
 from openrlhf.launch.processes import Processes, connect_hosts
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.observability.recorder import Recorder
-from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.protocol import Reward
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
@@ -28,7 +27,6 @@ from openrlhf.rollout.generator import Generator, RolloutGenerator, as_sampled
 from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
 from openrlhf.trainers.async_source import AsyncSource
 from openrlhf.trainers.experience_maker import ExperienceMaker
-from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trainers.ppo import Evaluate, PPOTrainer
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.remote_teacher import RemoteTeacher
@@ -112,16 +110,15 @@ class Run:
 
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
         config = self.config
-        errors = ErrorBudget.of(config.reward)
         models = RewardModels(groups["reward"], config.reward) if "reward" in groups else None
         generator = self._make_generator()
         stages = make_stages(config, groups)
-        source = self._make_source(generator, models, stages, errors)
+        source = self._make_source(generator, models, stages)
         self.ends.callback(source.close)
         unscored = source.keep is None and not config.train.async_enable
         maker = ExperienceMaker(config, stages, models if unscored else None, make_remote_teacher(config))
         if config.rollout.only:
-            return RolloutOnly(source, maker, self.recorder, errors)
+            return RolloutOnly(source, maker, self.recorder)
         publisher = WeightPublisher(
             groups["actor"],
             self.fleet,
@@ -137,7 +134,6 @@ class Run:
             groups["actor"],
             groups.get("critic"),
             publisher,
-            errors=errors,
             evaluate=self._make_evaluation(generator, models),
             pretraining=self.data.pretraining,
             checkpoints=self.checkpoints,
@@ -175,26 +171,20 @@ class Run:
         return DumpingGenerator(generator, folder, run=identity)
 
     def _make_source(
-        self, generator: Generator, models: RewardModels | None, stages: Sequence[Stage], errors: ErrorBudget
+        self, generator: Generator, models: RewardModels | None, stages: Sequence[Stage]
     ) -> SyncSource | AsyncSource:
         config = self.config
-        low, high = config.algo.dynamic_filtering_range
-        keep = DynamicFilter(low=low, high=high) if config.algo.dynamic_filtering_enable else None
         scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)
-        common = self.data.train, generator, self.loop, settings.train_sampling(config), config.train
-        workers = config.data.dataloader_num_workers
+        common = self.data.train, generator, self.loop, settings.train_sampling(config), config
         if config.train.async_enable:
             # π_old is the policy of the update; and the policy scores no rows while it is updated.
             early = [stage for stage in stages if stage.by.role != "actor"]
             scored = replace(scored, stages=early)
-            return AsyncSource(*common, keep=keep, annotated=scored.of_group, num_workers=workers)
+            return AsyncSource(*common, annotated=scored.of_group)
         source = SyncSource(
             *common,
-            errors=errors,
-            keep=keep,
-            annotated=scored.of_group if keep else as_sampled,
+            annotated=scored.of_group if config.algo.dynamic_filtering_enable else as_sampled,
             last_step=self.replay.last_step if self.replay else None,
-            num_workers=workers,
         )
         if self.replay and self.replay.last_step < source.total_steps:
             self.recorder.display.note(

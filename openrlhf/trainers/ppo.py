@@ -18,7 +18,6 @@ from openrlhf.config.learning import RLFlags
 from openrlhf.distributed.worker_group import Call, HostHandles, WorkerGroup, gather
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
-from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import evaluation_metrics, rollout_metrics
 from openrlhf.trainers.best import BestMetric
@@ -49,7 +48,6 @@ class PPOTrainer:
     critic: WorkerGroup | None
     weights: WeightPublisher
     _: KW_ONLY
-    errors: ErrorBudget
     evaluate: Evaluate | None
     pretraining: PretrainingMix | None
     checkpoints: CheckpointManager
@@ -121,7 +119,7 @@ class PPOTrainer:
     def record(self, batch: Annotated) -> None:
         """Log samples of the batch. Raises RewardErrors if too many of its episodes have failed."""
         self.recorder.samples(self.step + 1, batch.trajectories)
-        self.errors.check(batch.trajectories)
+        self.source.errors.check(batch.trajectories)
 
     def publish(self) -> None:
         """Publish the weights of the current step to the engines, unless the engines have them already."""

@@ -20,6 +20,7 @@ from openrlhf.config.shared import CheckpointConfig, EvalConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
 from openrlhf.distributed.engine import StepResult
 from openrlhf.observability.metrics import Last, Metric
+from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.experience_maker import Annotated
 from openrlhf.trainers.ppo import PPOTrainer
@@ -139,6 +140,7 @@ class Prompts:
 
     total_steps, epoch, keep = STEPS, 0, None
     consumed = 0
+    errors = ErrorBudget(max_error_rate=1.0)
 
     @property
     def exhausted(self) -> bool:
@@ -180,7 +182,7 @@ class OnPolicy(PPOTrainer):
             eval=RLEvalConfig(steps=1, at_start=at_start, n_samples_per_prompt=1, patience=patience),
             ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
         )
-        nothing: Any = SimpleNamespace(publish=lambda _: None, check=lambda _: None)
+        nothing: Any = SimpleNamespace(publish=lambda _: None)
         made: Any = self.weights_made
         source: Any = Prompts()
         log: Any = self.log
@@ -190,7 +192,6 @@ class OnPolicy(PPOTrainer):
             made,
             None,
             nothing,
-            errors=nothing,
             evaluate=lambda step: [episode(score=self.scores[made.made_by - (not at_start)])],
             pretraining=None,
             checkpoints=checkpoints_in(folder, parts=["_actor"], max_num=STEPS),

@@ -84,6 +84,7 @@ class Steps:
     """A source of given steps, the last prompt of which has been drawn when the last one is handed out."""
 
     keep = DynamicFilter(low=0.0, high=1.0)
+    errors = ErrorBudget(max_error_rate=1.0)
     epoch, consumed, total_steps = 0, 0, 4
 
     def __init__(self, steps: list[list[Trajectory]], ends: tuple[BaseException, int] | None) -> None:
@@ -175,7 +176,7 @@ def events(
     )  # fmt: skip
     parts: dict[str, Any] = {
         "source": Steps(steps, ends), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
-        "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": checkpoints,
+        "evaluate": lambda step: [], "pretraining": None, "checkpoints": checkpoints,
         "tokenizer": None, "recorder": notes, "config": config, "run_dir": "", "identity": {}, "layouts": {}, "hosts": [],
     }  # fmt: skip
     with pytest.raises(type(ends[0])) if ends else nullcontext():
