@@ -26,7 +26,7 @@ from openrlhf.trainers.filtering import pass_rate
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.sources import Source
-from openrlhf.trainers.update_plan import RankUpdate, plan_update, rows_of_rank
+from openrlhf.trainers.update_plan import RankUpdate, plan_update
 from openrlhf.trainers.utilisation import utilisation
 from openrlhf.trajectory import Trajectory
 from openrlhf.workers.base import TrainedWorker, Update
@@ -142,7 +142,7 @@ class PPOTrainer:
         if self.critic:
             read = experience.only(*CriticWorker.reads)
             jobs = [
-                Update(experience=rows_of_rank(read, plan), steps=plan.steps)
+                Update(experience=read.select(plan.rows), steps=plan.steps)
                 for plan in self._plans(lengths, self.critic.slices)
             ]
             launched += self.critic.launch(CriticWorker.update, jobs)
@@ -152,7 +152,7 @@ class PPOTrainer:
             read = experience.only(*PolicyWorker.reads)
             jobs = [
                 PolicyUpdate(
-                    experience=rows_of_rank(read, plan),
+                    experience=read.select(plan.rows),
                     steps=plan.steps,
                     kl_coef=self.maker.kl.coef,
                     version=self.step + 1,

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
@@ -165,8 +165,14 @@ class TrainedWorker(ABC, Generic[Job]):
         return merge_all([*(result.metrics for result in results), step_metrics])
 
     def window(self, job: Job, number: int) -> list[Any]:
-        """This rank's micro-batches of optimizer step `number` of the update."""
-        batch = job.experience.select(job.steps[number])
+        """This rank's micro-batches of optimizer step `number` of the update.
+
+        A rank without rows in the step runs the forwards of a row without actions, because some are collective.
+        """
+        rows = job.steps[number]
+        batch = job.experience.select(rows or [0])
+        if not rows:
+            batch = replace(batch, action_mask=torch.zeros_like(batch.action_mask))
         return batch.split(self.train_limits.cut(batch.lengths))
 
     def has_moved_enough(self, metrics: Metrics) -> bool:

@@ -26,7 +26,7 @@ from openrlhf.distributed.strategy import Strategy
 from openrlhf.launch import settings
 from openrlhf.observability.metrics import values
 from openrlhf.trainers.experience_maker import ExperienceMaker
-from openrlhf.trainers.update_plan import plan_update, rows_of_rank
+from openrlhf.trainers.update_plan import plan_update
 from openrlhf.trajectory import Prompt, StopReason, Trajectory
 from openrlhf.workers.frozen import ReferenceWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
@@ -97,7 +97,7 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
         )
         weights = flat_weights(policy.engine.hf)
         update = policy.update(
-            PolicyUpdate(experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=0.0, version=1)
+            PolicyUpdate(experience=experience.select(plan.rows), steps=plan.steps, kl_coef=0.0, version=1)
         )
         metrics = values(credit) | values(update)
         seen.solved.append(metrics["train/reward"])

@@ -13,7 +13,7 @@ from openrlhf.config.flags import amend
 from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import Strategy
-from openrlhf.trainers.update_plan import plan_update, rows_of_rank
+from openrlhf.trainers.update_plan import plan_update
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 from tests.loading import load_spec
@@ -34,7 +34,7 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
     averaged = amend(settings.config, {"train.enable_ema": True, "train.ema_beta": BETA})
     settings = replace(settings, config=averaged)
     plan = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[strategy.rank]
-    rows = rows_of_rank(batch(), plan)
+    rows = batch().select(plan.rows)
     assert rows.advantages is not None
     poisoned = replace(rows, advantages=rows.advantages * torch.nan)
 

@@ -27,7 +27,7 @@ from openrlhf.distributed.engine import Metrics
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import merge_all, values
-from openrlhf.trainers.update_plan import plan_update, rows_of_rank, share
+from openrlhf.trainers.update_plan import plan_update, share
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings
 from openrlhf.workers.frozen import ReferenceWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
@@ -142,7 +142,7 @@ def update(policy: PolicyWorker, experience: Experience) -> Metrics:
     plan = plans[strategy.rank]
     texts = [text(share([len(row) for row in TEXTS], range(len(TEXTS)), strategy.dp_size)[strategy.rank])]
     job = PolicyUpdate(
-        experience=rows_of_rank(experience, plan),
+        experience=experience.select(plan.rows),
         steps=plan.steps,
         kl_coef=KL_COEF,
         version=1,
