@@ -1,6 +1,5 @@
 """A run in its processes: models, processes of user code and trainer, and the end of all of them."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -9,12 +8,12 @@ from typing import Any
 
 from openrlhf.batches import Experience
 from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint
+from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.launch import settings
 from openrlhf.launch.agents import make_agents
-from openrlhf.launch.identity import Identity, episode_identity
+from openrlhf.launch.identity import episode_identity
 from openrlhf.launch.processes import Processes, connect_hosts
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.observability.recorder import Recorder
@@ -45,7 +44,7 @@ class Run:
 
     config: PPOConfig
     data: PromptData
-    identity: Identity
+    start: RunState
     kind: Device
     processes: Processes
     checkpoints: CheckpointManager
@@ -54,8 +53,7 @@ class Run:
 
     def __post_init__(self) -> None:
         state = self.checkpoint.state if self.checkpoint else None
-        self.run_dir = state.run_dir if state else os.path.abspath(self.config.run.dir)
-        self.recorder = Recorder(self.config, self.run_dir, resume_step=state.step if state else None)
+        self.recorder = Recorder(self.config, self.start.run_dir, resume_step=state.step if state else None)
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.loop = BackgroundLoop()
         self.fleet = self.processes.fleet
@@ -141,9 +139,7 @@ class Run:
             recorder=self.recorder,
             hosts=self.processes.hosts,
             config=config,
-            run_dir=self.run_dir,
-            identity=self.identity,
-            layouts=settings.engine_layouts(config),
+            start=self.start,
         )
 
     def _make_generator(self) -> Generator:

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf import termination
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.checkpoints.manager import GOES_ON, CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState
 from openrlhf.config.learning import RLFlags
 from openrlhf.distributed.worker_group import Call, HostHandles, WorkerGroup, gather
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
@@ -55,9 +55,7 @@ class PPOTrainer:
     recorder: Recorder
     hosts: Sequence[HostHandles]  # the processes of all models
     config: RLFlags
-    run_dir: str
-    identity: Mapping[str, Any]  # of the run, for the checkpoint
-    layouts: Mapping[str, EngineLayout]  # of the models' states, for the checkpoint
+    start: RunState  # of this run before its first step
 
     def __post_init__(self) -> None:
         self.ckpt = self.config.ckpt
@@ -259,14 +257,12 @@ class PPOTrainer:
             self.recorder.display.note(f"The run goes on without a checkpoint of step {self.step}: {error}")
 
     def _state(self) -> RunState:
-        return RunState(
+        return replace(
+            self.start,
             step=self.step,
             epoch=self.source.epoch,
             consumed=self.source.consumed,
             kl_coef=self.maker.kl.coef,
-            run_dir=self.run_dir,
-            engines=self.layouts,
-            identity=self.identity,
             **self.best.state(),
         )
 

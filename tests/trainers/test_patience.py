@@ -15,6 +15,7 @@ import pytest
 from torch import nn
 
 from openrlhf.batches import Experience
+from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.learning import RLEvalConfig, RLFlags, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig, EvalConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
@@ -121,8 +122,7 @@ class Supervised(SupervisedTrainer[int, Any]):
             checkpoints=checkpoints_in(folder),
             best=BestMetric("", ending="loss", patience=patience),
             recorder=self.log,  # pyright: ignore[reportArgumentType]
-            run_dir=str(folder),
-            identity={},
+            start=RunState(step=0, run_dir=str(folder)),
         )
         self.dies_after = STEPS + 1
 
@@ -199,9 +199,7 @@ class OnPolicy(PPOTrainer):
             recorder=log,
             hosts=[],
             config=config,
-            run_dir=str(folder),
-            identity={},
-            layouts={},
+            start=RunState(step=0, run_dir=str(folder)),
         )
 
     def improve(self, experience: Experience) -> dict[str, Metric]:

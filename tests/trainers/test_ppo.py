@@ -177,7 +177,7 @@ def events(
     parts: dict[str, Any] = {
         "source": Steps(steps, ends), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
         "evaluate": lambda step: [], "pretraining": None, "checkpoints": checkpoints,
-        "tokenizer": None, "recorder": notes, "config": config, "run_dir": "", "identity": {}, "layouts": {}, "hosts": [],
+        "tokenizer": None, "recorder": notes, "config": config, "start": None, "hosts": [],
     }  # fmt: skip
     with pytest.raises(type(ends[0])) if ends else nullcontext():
         Untrained(**parts).fit()
