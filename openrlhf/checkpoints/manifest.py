@@ -116,17 +116,15 @@ class Checkpoint(StagedCheckpoint):
         """The engines in the checkpoint: `""` offline, `_actor` and `_critic` in RL; none in an export."""
         return tuple(os.path.dirname(place) for place in self.places if not place.endswith("_hf"))
 
-    def check_continued_by(
-        self, engines: Mapping[str, EngineLayout], *, layout: str, identity: Mapping[str, Any], converts: bool = False
-    ) -> None:
-        """Raise CheckpointError, naming every difference, if a run with these engines and this identity cannot continue it.
+    def check_continued_by(self, run: RunState, *, layout: str, converts: bool = False) -> None:
+        """Raise CheckpointError, naming every difference, if a run with these engines and identity cannot continue it.
 
         `layout`: the flags that set the layout of the engines, in words. `converts`: a layout that can be converted fits.
         """
-        written = self.state.engines
+        written, engines = self.state.engines, run.engines
         fits = converts and _convertible(written) == _convertible(engines)
         then = {**self.state.identity, layout: _in_words(engines if fits else written)}
-        now = {**identity, layout: _in_words(engines)}
+        now = {**run.identity, layout: _in_words(engines)}
         if different := differences(then, now):
             hint = f"\n{CONVERTS}" if written != engines else ""
             raise CheckpointError(

@@ -46,10 +46,10 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
 def rollout_values(config: RLFlags) -> dict[str, Any]:
     """What follows for engines, sampling and micro-batches, by path."""
     train, rollout, vllm, ds = config.train, config.rollout, config.vllm, config.ds
-    tokens = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
+    tokens = rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
     shared = rollout.n_samples_per_prompt > 1 or train.agent_func_path is not None
     return engine_values(vllm, rollout, ds.param_dtype, shared=shared) | {
-        "rollout.max_tokens_per_gpu": rollout.max_tokens_per_gpu or tokens,
+        "rollout.max_tokens_per_gpu": tokens if train.dynamic_batch_enable else None,
         "vllm.enable_sleep": vllm.enable_sleep and config.hybrid,
         "ds.packing_samples": ds.packing_samples or train.dynamic_batch_enable,
     }

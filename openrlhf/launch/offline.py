@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import TokenRows
 from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint
+from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data import first_look
 from openrlhf.data.batching import ResumableSampler
@@ -22,7 +22,7 @@ from openrlhf.data.shown import SHOWN, show_batch, show_template
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import FrozenModel, Strategy
-from openrlhf.launch.identity import Identity, offline_identity
+from openrlhf.launch.identity import offline_identity
 from openrlhf.launch.precompute import with_reference
 from openrlhf.models.loading import ModelError, configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
@@ -58,17 +58,19 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     if not strategy:
         print(plan, show_template(tokenizer), *first_texts(task, train_rows, tokenizer), UNPROVEN, sep="\n")
         return
-    identity = offline_identity(task, train_rows)
+    run_dir, identity = os.path.abspath(config.run.dir), offline_identity(task, train_rows)
+    start = RunState(step=0, run_dir=run_dir, engines={"": layout_of(strategy)}, identity=identity)
     checkpoints = CheckpointManager(config.ckpt, [""])
-    checkpoint = to_continue(config, checkpoints, strategy, identity) if config.ckpt.load_enable else None
+    checkpoint = to_continue(config, checkpoints, strategy, start) if config.ckpt.load_enable else None
+    if checkpoint:
+        start = replace(start, run_dir=checkpoint.state.run_dir)
     engine = load_models(task, strategy, total_steps)
     if task.precomputes:
         train_rows = with_reference(task, train_rows, engine)
         eval_rows = with_reference(task, eval_rows, engine) if eval_rows else None
         task.frozen = {}
-    run_dir = checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir)
     resume_step = checkpoint and checkpoint.state.step
-    recorder = Recorder(config, run_dir, resume_step=resume_step) if strategy.is_main else None
+    recorder = Recorder(config, start.run_dir, resume_step=resume_step) if strategy.is_main else None
     if recorder:
         recorder.display.note(f"{plan} Processes: {strategy.dp_size}.")
     trainer = SupervisedTrainer(
@@ -82,8 +84,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         checkpoints=checkpoints,
         best=follow_best(config),
         recorder=recorder,
-        run_dir=run_dir,
-        identity=identity,
+        start=start,
     )
     with closing(recorder) if recorder else nullcontext():
         if checkpoint:
@@ -100,15 +101,14 @@ def first_texts(task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: Pr
 
 
 def to_continue(
-    config: SupervisedConfig, checkpoints: CheckpointManager, strategy: Strategy, identity: Identity
+    config: SupervisedConfig, checkpoints: CheckpointManager, strategy: Strategy, start: RunState
 ) -> Checkpoint | None:
     """The newest complete checkpoint, if there is one. Raises CheckpointError if this run cannot continue it."""
     # One process looks: finding the newest checkpoint also tidies up after a save that was killed.
     checkpoint: Checkpoint | None = strategy.broadcast(checkpoints.latest() if strategy.is_main else None)
     if checkpoint:
         flags = "number of processes, --ds.zero_stage and --ds.param_dtype"
-        engines, converts = {"": layout_of(strategy)}, config.ds.use_universal_ckpt
-        checkpoint.check_continued_by(engines, layout=flags, identity=identity, converts=converts)
+        checkpoint.check_continued_by(start, layout=flags, converts=config.ds.use_universal_ckpt)
     return checkpoint
 
 

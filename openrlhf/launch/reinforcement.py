@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.prompts import PromptDataset
@@ -52,19 +53,22 @@ def train(config: PPOConfig, processes: Processes) -> None:
         check_reward(config.reward, [data.train[place] for place in first], data.tokenizer)
     if teacher := make_remote_teacher(config):
         teacher.check(data.tokenizer, max_len=config.data.max_len)
-    identity = rl_identity(config, data.train, data.tokenizer)
+    start = RunState(
+        step=0,
+        run_dir=checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir),
+        engines=settings.engine_layouts(config),
+        identity=rl_identity(config, data.train, data.tokenizer),
+    )
     if checkpoint:
         words = "estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role"
-        checkpoint.check_continued_by(
-            settings.engine_layouts(config), layout=words, identity=identity, converts=config.ds.use_universal_ckpt
-        )
+        checkpoint.check_continued_by(start, layout=words, converts=config.ds.use_universal_ckpt)
     done, consumed = (checkpoint.state.step, checkpoint.state.consumed) if checkpoint else (0, 0)
     replay = replay_folder(config, data, done=done, consumed=consumed)
     if config.dry_run:
         show_plan(config, data, processes.plan)
         return
     processes.start()
-    with Run(config, data, identity, kind, processes, checkpoints, checkpoint, replay).started() as trainer:
+    with Run(config, data, start, kind, processes, checkpoints, checkpoint, replay).started() as trainer:
         trainer.fit()
 
 

@@ -1,26 +1,22 @@
 """A run in its processes: models, processes of user code and trainer, and the end of all of them."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience
 from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint
+from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.launch import settings
 from openrlhf.launch.agents import make_agents
-from openrlhf.launch.identity import Identity, episode_identity
+from openrlhf.launch.identity import episode_identity
 from openrlhf.launch.processes import Processes, connect_hosts
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.observability.recorder import Recorder
-from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.protocol import Reward
 from openrlhf.rewards.remote_engines import remote_engine
 from openrlhf.rewards.rule import reward_of
@@ -31,7 +27,6 @@ from openrlhf.rollout.generator import Generator, RolloutGenerator, as_sampled
 from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
 from openrlhf.trainers.async_source import AsyncSource
 from openrlhf.trainers.experience_maker import ExperienceMaker
-from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trainers.ppo import Evaluate, PPOTrainer
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.remote_teacher import RemoteTeacher
@@ -50,7 +45,7 @@ class Run:
 
     config: PPOConfig
     data: PromptData
-    identity: Identity
+    start: RunState
     kind: Device
     processes: Processes
     checkpoints: CheckpointManager
@@ -59,8 +54,7 @@ class Run:
 
     def __post_init__(self) -> None:
         state = self.checkpoint.state if self.checkpoint else None
-        self.run_dir = state.run_dir if state else os.path.abspath(self.config.run.dir)
-        self.recorder = Recorder(self.config, self.run_dir, resume_step=state.step if state else None)
+        self.recorder = Recorder(self.config, self.start.run_dir, resume_step=state.step if state else None)
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.loop = BackgroundLoop()
         self.fleet = self.processes.fleet
@@ -92,50 +86,38 @@ class Run:
 
     def _start_workers(self) -> dict[str, WorkerGroup]:
         """Connect the processes of every host group, and load the models of all roles. Returns the groups by role."""
+        config, prompts = self.config, len(self.data.train)
         for hosts in self.processes.hosts:
-            connect_hosts(self.config, hosts, log_dir=self.log_dir)
-        critic_steps = settings.optimizer_steps(self.config, len(self.data.train))
-        policy_steps = settings.optimizer_steps(self.config, len(self.data.train), after=self.config.frozen_steps)
-        reference = partial(settings.reference_settings, self.config)
-        workers: dict[str, tuple[type, Callable[[], Any]]] = {
-            "actor": (PolicyWorker, partial(settings.policy_settings, self.config, self.kind, policy_steps)),
-            "ref": (ReferenceWorker, partial(reference, self.config.actor.model_name_or_path)),
-            "teacher": (ReferenceWorker, partial(reference, self.config.local_teacher or "")),
-            "critic": (CriticWorker, partial(settings.critic_settings, self.config, self.kind, critic_steps)),
-            "reward": (RewardWorker, partial(settings.reward_settings, self.config)),
+            connect_hosts(config, hosts, log_dir=self.log_dir)
+        policy, critic = config.actor.model_name_or_path, config.critic.model_name_or_path or ""
+        policy_steps = settings.optimizer_steps(config, prompts, after=config.frozen_steps)
+        critic_steps = settings.optimizer_steps(config, prompts)
+        workers: dict[str, tuple[type, Any]] = {
+            "actor": (PolicyWorker, settings.trained_settings(config, policy, policy_steps)),
+            "ref": (ReferenceWorker, settings.frozen_settings(config, policy)),
+            "teacher": (ReferenceWorker, settings.frozen_settings(config, config.local_teacher or "")),
+            "critic": (CriticWorker, settings.trained_settings(config, critic, critic_steps)),
+            "reward": (RewardWorker, settings.reward_settings(config)),
         }
         groups, created = {}, []
         for hosts in self.processes.hosts:
             for role in hosts.group.roles:
                 groups[role] = WorkerGroup(hosts, role)
-                worker, made_from = workers[role]
-                created += groups[role].create(worker, made_from())
+                created += groups[role].create(*workers[role])
         gather(created, timeout_s=self.config.train.setup_timeout, doing="load the models")
         return groups
 
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
         config = self.config
-        errors = ErrorBudget.of(config.reward)
         models = RewardModels(groups["reward"], config.reward) if "reward" in groups else None
         generator = self._make_generator()
         stages = make_stages(config, groups)
-        source = self._make_source(generator, models, stages, errors)
+        source = self._make_source(generator, models, stages)
         self.ends.callback(source.close)
-        kl = make_kl(config)
-        maker = ExperienceMaker(
-            stages,
-            models if source.keep is None and not config.train.async_enable else None,
-            config.algo,
-            config.reward,
-            kl,
-            max_new_tokens=config.rollout.max_new_tokens,
-            max_len=config.data.max_len,
-            needs_groups=config.estimator.needs_groups,
-            timeout_s=config.train.step_timeout,
-            remote_teacher=make_remote_teacher(config),
-        )
+        unscored = source.keep is None and not config.train.async_enable
+        maker = ExperienceMaker(config, stages, models if unscored else None, make_remote_teacher(config))
         if config.rollout.only:
-            return RolloutOnly(source, maker, self.recorder, errors)
+            return RolloutOnly(source, maker, self.recorder)
         publisher = WeightPublisher(
             groups["actor"],
             self.fleet,
@@ -151,8 +133,6 @@ class Run:
             groups["actor"],
             groups.get("critic"),
             publisher,
-            kl=kl,
-            errors=errors,
             evaluate=self._make_evaluation(generator, models),
             pretraining=self.data.pretraining,
             checkpoints=self.checkpoints,
@@ -160,9 +140,7 @@ class Run:
             recorder=self.recorder,
             hosts=self.processes.hosts,
             config=config,
-            run_dir=self.run_dir,
-            identity=self.identity,
-            layouts=settings.engine_layouts(config),
+            start=self.start,
         )
 
     def _make_generator(self) -> Generator:
@@ -190,26 +168,20 @@ class Run:
         return DumpingGenerator(generator, folder, run=identity)
 
     def _make_source(
-        self, generator: Generator, models: RewardModels | None, stages: Sequence[Stage], errors: ErrorBudget
+        self, generator: Generator, models: RewardModels | None, stages: Sequence[Stage]
     ) -> SyncSource | AsyncSource:
         config = self.config
-        low, high = config.algo.dynamic_filtering_range
-        keep = DynamicFilter(low=low, high=high) if config.algo.dynamic_filtering_enable else None
         scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)
-        common = self.data.train, generator, self.loop, settings.train_sampling(config), config.train
-        workers = config.data.dataloader_num_workers
+        common = self.data.train, generator, self.loop, settings.train_sampling(config), config
         if config.train.async_enable:
             # π_old is the policy of the update; and the policy scores no rows while it is updated.
             early = [stage for stage in stages if stage.by.role != "actor"]
             scored = replace(scored, stages=early)
-            return AsyncSource(*common, keep=keep, annotated=scored.of_group, num_workers=workers)
+            return AsyncSource(*common, annotated=scored.of_group)
         source = SyncSource(
             *common,
-            errors=errors,
-            keep=keep,
-            annotated=scored.of_group if keep else as_sampled,
+            annotated=scored.of_group if config.algo.dynamic_filtering_enable else as_sampled,
             last_step=self.replay.last_step if self.replay else None,
-            num_workers=workers,
         )
         if self.replay and self.replay.last_step < source.total_steps:
             self.recorder.display.note(
@@ -252,12 +224,6 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[St
         values = Stage(writes="values", by=groups["critic"], method=CriticWorker.values, reads=Experience.texts)
         stages.append(values)
     return stages
-
-
-def make_kl(config: PPOConfig) -> KLController:
-    """The coefficient of the KL term, fixed or following a target."""
-    kl = config.algo.kl
-    return KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
 
 def make_remote_teacher(config: PPOConfig) -> RemoteTeacher | None:

@@ -11,20 +11,16 @@ from openrlhf.checkpoints.manifest import EngineLayout
 from openrlhf.config.commands import ModelCommand
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig, EngineCommand
-from openrlhf.config.learning import ActorConfig, CriticConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.weight_sync import Transport
-from openrlhf.models.loading import DTYPES, LoadSpec
+from openrlhf.models.loading import LoadSpec
 from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trainers.publisher import Probe
-from openrlhf.workers.base import MicroBatchLimits, TrainedSettings
-from openrlhf.workers.critic import CriticSettings
-from openrlhf.workers.frozen import ReferenceSettings, RewardModelSettings
-from openrlhf.workers.policy import PolicySettings
+from openrlhf.workers.base import MicroBatchLimits, RoleSettings
+from openrlhf.workers.frozen import RewardModelSettings
 
-BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # an engine leaves little memory of its GPU free
 Sampling = PPOConfig | EvaluationConfig | BatchInferenceConfig  # commands with engines and reward models
 Engines = PPOConfig | EngineCommand
 PROBED_TOKENS = 8  # that engines sample per prompt, to be compared with the trainer
@@ -85,60 +81,21 @@ def located(path: str) -> str:
     return os.path.abspath(path) if os.path.exists(path) else path
 
 
-def forward_limits(config: Sampling) -> MicroBatchLimits:
-    """Micro-batches of forwards without gradient."""
-    by_tokens = not isinstance(config, PPOConfig) or config.train.dynamic_batch_enable
-    tokens = config.rollout.max_tokens_per_gpu if by_tokens else None
-    return MicroBatchLimits(size=config.rollout.micro_batch_size, max_tokens=tokens, packed=config.ds.packing_samples)
-
-
-def trained_settings(config: PPOConfig, model: ActorConfig | CriticConfig, kind: str, steps: int) -> TrainedSettings:
-    """How the policy or the critic is loaded and trained."""
-    actor, train = config.actor, config.train
-    path = model.model_name_or_path
-    assert path is not None  # derived if the estimator has a critic
+def trained_settings(config: PPOConfig, path: str, steps: int) -> RoleSettings:
+    """The settings of the workers of the policy or of the critic, which take so many optimizer steps."""
     load = replace(
         load_spec(config, path),
-        gradient_checkpointing=actor.gradient_checkpointing_enable,
-        reentrant=actor.gradient_checkpointing_reentrant,
+        gradient_checkpointing=config.actor.gradient_checkpointing_enable,
+        reentrant=config.actor.gradient_checkpointing_reentrant,
         lora=config.ds.lora,
-        seed=train.seed,
+        seed=config.train.seed,
     )
-    tokens = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
-    return TrainedSettings(
-        load=load,
-        optimizer=model,
-        forward_limits=forward_limits(config),
-        train_limits=MicroBatchLimits(size=train.micro_batch_size, max_tokens=tokens, packed=config.ds.packing_samples),
-        total_steps=steps,
-        max_nonfinite=train.max_nonfinite,
-        aux_loss_coef=actor.aux_loss_coef,
-        bucket_bytes=BUCKET_BYTES[kind],
-        ema_beta=train.ema_beta if train.enable_ema and model is actor else None,
-    )
+    return RoleSettings(config=config, load=load, total_steps=steps)
 
 
-def policy_settings(config: PPOConfig, kind: str, total_steps: int) -> PolicySettings:
-    """The settings of the policy workers."""
-    return PolicySettings(
-        trained=trained_settings(config, config.actor, kind, total_steps),
-        actor=config.actor,
-        algo=config.algo,
-        max_response_tokens=config.rollout.max_new_tokens or config.data.max_len,
-        temperature=config.rollout.temperature,
-        wire_dtype=DTYPES[config.vllm.dtype],
-    )
-
-
-def critic_settings(config: PPOConfig, kind: str, total_steps: int) -> CriticSettings:
-    """The settings of the critic workers."""
-    return CriticSettings(
-        trained=trained_settings(config, config.critic, kind, total_steps),
-        value_clip=config.critic.value_clip,
-        head_prefix=config.ds.value_head_prefix,
-        fresh_head=config.critic.model_name_or_path == config.actor.model_name_or_path,
-        normalize=config.reward.normalize_enable,
-    )
+def frozen_settings(config: PPOConfig, path: str) -> RoleSettings:
+    """The settings of the workers of the reference or of the teacher."""
+    return RoleSettings(config=config, load=load_spec(config, path))
 
 
 def reward_settings(config: Sampling) -> RewardModelSettings:
@@ -146,21 +103,9 @@ def reward_settings(config: Sampling) -> RewardModelSettings:
     return RewardModelSettings(
         models=tuple(load_spec(config, path) for path in config.reward.scalars),
         process_model=load_spec(config, config.reward.process_model) if config.reward.process_model else None,
-        step_separator=config.reward.step_separator,
-        forward_limits=forward_limits(config),
+        limits=MicroBatchLimits.of_forwards(config.rollout, config.ds),
         head_prefix=config.ds.value_head_prefix,
-        normalize=config.reward.normalize_enable,
-        offload=config.reward.offload,
-    )
-
-
-def reference_settings(config: PPOConfig, path: str) -> ReferenceSettings:
-    """The settings of the workers of the reference or of the teacher."""
-    return ReferenceSettings(
-        load=load_spec(config, path),
-        forward_limits=forward_limits(config),
-        temperature=config.rollout.temperature,
-        offload=config.ref.offload,
+        reward=config.reward,
     )
 
 

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS, group_statistic
 from openrlhf.algorithms.kl import KLController, kl_estimate
 from openrlhf.algorithms.rewards import clip_rewards, overlong_penalty, stop_properly_penalty, token_rewards
 from openrlhf.batches import Experience, turn_reward_column
-from openrlhf.config.learning import AlgoConfig
-from openrlhf.config.rollout import RewardConfig
+from openrlhf.config.learning import RLFlags
 from openrlhf.observability.metrics import Last, Mean, Metric
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.stages import RewardModels, Stage
@@ -49,20 +48,17 @@ class ExperienceMaker:
     """Annotates a batch with the columns of the workers, and assigns credit to its tokens.
 
     `stages` are the columns that the update needs. `reward_models` are None if there are none, or if the scores are
-    there already because dynamic filtering needed them.
+    there already because dynamic filtering needed them. `kl`: the coefficient of the KL term, fixed or following a target.
     """
 
-    stages: Sequence[Stage]
-    reward_models: RewardModels | None
-    algo: AlgoConfig
-    reward: RewardConfig
-    kl: KLController
-    _: KW_ONLY
-    max_new_tokens: int | None
-    max_len: int
-    needs_groups: bool
-    timeout_s: float
+    config: RLFlags
+    stages: Sequence[Stage] = ()
+    reward_models: RewardModels | None = None
     remote_teacher: RemoteTeacher | None = None
+
+    def __post_init__(self) -> None:
+        kl = self.config.algo.kl
+        self.kl = KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> Annotated:
         """R, log π_old, log π_ref, log π_teacher and V, if something needs them; the workers compute them in parallel.
@@ -70,6 +66,7 @@ class ExperienceMaker:
         The metrics are the seconds of each column from the common start. A column that nothing needs has no metric.
         """
         start, timing = time.perf_counter(), dict[str, Metric]()
+        timeout_s, needs_groups = self.config.train.step_timeout, self.config.estimator.needs_groups
 
         def clock(name: str) -> None:
             timing[f"timing/{name}"] = Last(time.perf_counter() - start)
@@ -77,7 +74,7 @@ class ExperienceMaker:
         if self.remote_teacher:
             trajectories = self.remote_teacher.annotated(trajectories)
             clock("teacher_logprobs")
-        kept = [trajectories[i] for i in trainable(trajectories, needs_groups=self.needs_groups)]
+        kept = [trajectories[i] for i in trainable(trajectories, needs_groups=needs_groups)]
         experience = Experience.from_trajectories(kept)
         if not kept:
             return Annotated(experience=experience, trajectories=list(trajectories), kept=kept, timing=timing)
@@ -85,27 +82,27 @@ class ExperienceMaker:
         missing = [stage for stage in self.stages if getattr(experience, stage.writes) is None]
         columns = {stage.writes: stage.launch(experience) for stage in missing}
         if pending_rewards:
-            kept = pending_rewards.added_to(kept, self.timeout_s)
+            kept = pending_rewards.added_to(kept, timeout_s)
             clock("reward_models")
             place = {(t.prompt.index, t.sample_index): t for t in kept}
             trajectories = [place.get((t.prompt.index, t.sample_index), t) for t in trajectories]
             rewards = torch.tensor([t.reward or 0.0 for t in kept])
             experience = replace(experience, rewards=rewards, turn_rewards=turn_reward_column(kept))
         for name, pending in columns.items():
-            experience = replace(experience, **{name: pending.collect(self.timeout_s)})
+            experience = replace(experience, **{name: pending.collect(timeout_s)})
             clock(name)
-        rows = trainable(kept, needs_groups=self.needs_groups)  # a reward model's number may not have been finite
+        rows = trainable(kept, needs_groups=needs_groups)  # a reward model's number may not have been finite
         if len(rows) < len(kept):
             experience, kept = experience.select(rows), [kept[i] for i in rows]
         return Annotated(experience=experience, trajectories=list(trajectories), kept=kept, timing=timing)
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """r_t, Â_t and Ĝ_t, and the metrics of the batch."""
-        advantage = self.algo.advantage
+        algo, advantage = self.config.algo, self.config.algo.advantage
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
         assert experience.values is not None or not estimator.needs_critic
         rewards = self._penalised(experience)
-        shaped = clip_rewards(shape_rewards(rewards, experience.group_ids, estimator), *self.reward.clip_range)
+        shaped = clip_rewards(shape_rewards(rewards, experience.group_ids, estimator), *self.config.reward.clip_range)
         kl = self._reward_kl(experience)
         columns = {name: torch.zeros(experience.num_tokens) for name in ("token_rewards", "advantages", "returns")}
         row_of_token = experience.sample_of_token()
@@ -132,7 +129,7 @@ class ExperienceMaker:
         metrics: dict[str, Metric] = {}
         if experience.teacher_logprobs is not None:
             gap = self._teacher_kl(experience)
-            columns["advantages"] -= self.algo.distill.coef * gap
+            columns["advantages"] -= algo.distill.coef * gap
             metrics["train/teacher_kl"] = Mean(float(gap.sum()), float(experience.action_mask.sum()))
         credited = replace(experience, rewards=rewards, **columns)
         return credited, metrics | self._metrics(credited, kl)
@@ -148,12 +145,12 @@ class ExperienceMaker:
 
     def _penalised(self, experience: Experience) -> Tensor:
         """Rewards after the length penalties, logged as `train/reward`."""
-        flags, rewards = self.reward, experience.rewards
+        flags, rewards = self.config.reward, experience.rewards
         if flags.overlong_buffer_len is not None:
             prompts = experience.lengths - experience.num_actions
             rewards = rewards + overlong_penalty(
                 experience.num_actions,
-                max_length=self.max_new_tokens or self.max_len - prompts,
+                max_length=self.config.rollout.max_new_tokens or self.config.data.max_len - prompts,
                 buffer=flags.overlong_buffer_len,
                 factor=flags.overlong_penalty_factor,
             )
@@ -163,10 +160,10 @@ class ExperienceMaker:
 
     def _reward_kl(self, experience: Experience) -> Tensor | None:
         """KL per token from the rollout, log π_old against log π_ref; None if the KL is not in the reward."""
-        if not self.algo.kl.in_reward or experience.ref_logprobs is None:
+        if not self.config.algo.kl.in_reward or experience.ref_logprobs is None:
             return None
         assert experience.old_logprobs is not None
-        return kl_estimate(experience.old_logprobs, experience.ref_logprobs, self.algo.kl.estimator)
+        return kl_estimate(experience.old_logprobs, experience.ref_logprobs, self.config.algo.kl.estimator)
 
     def _metrics(self, experience: Experience, kl: Tensor | None) -> dict[str, Metric]:
         count, actions = experience.num_samples, experience.num_actions
@@ -178,7 +175,7 @@ class ExperienceMaker:
             "train/response_length": Mean(float(actions.sum()), count),
             "train/total_length": Mean(float(experience.num_tokens), count),
             "train/truncated": Mean(float(experience.truncated.sum()), count),
-            "train/response_clip_ratio": Mean(float((experience.lengths >= self.max_len).sum()), count),
+            "train/response_clip_ratio": Mean(float((experience.lengths >= self.config.data.max_len).sum()), count),
         }
         metrics |= group_metrics(experience.rewards, experience.group_ids)
         if kl is not None:

@@ -9,7 +9,7 @@ from openrlhf.rollout.generator import Group
 from openrlhf.trajectory import Trajectory
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DynamicFilter:
     """Keeps a prompt if low < mean score of its finished samples < high.
 

@@ -4,22 +4,20 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
-from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.checkpoints.manager import GOES_ON, CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState
 from openrlhf.config.learning import RLFlags
 from openrlhf.distributed.worker_group import Call, HostHandles, WorkerGroup, gather
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
-from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import evaluation_metrics, rollout_metrics
 from openrlhf.trainers.best import BestMetric
@@ -28,7 +26,7 @@ from openrlhf.trainers.filtering import pass_rate
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.sources import Source
-from openrlhf.trainers.update_plan import RankUpdate, plan_update, rows_of_rank
+from openrlhf.trainers.update_plan import RankUpdate, plan_update
 from openrlhf.trainers.utilisation import utilisation
 from openrlhf.trajectory import Trajectory
 from openrlhf.workers.base import TrainedWorker, Update
@@ -50,8 +48,6 @@ class PPOTrainer:
     critic: WorkerGroup | None
     weights: WeightPublisher
     _: KW_ONLY
-    kl: KLController
-    errors: ErrorBudget
     evaluate: Evaluate | None
     pretraining: PretrainingMix | None
     checkpoints: CheckpointManager
@@ -59,9 +55,7 @@ class PPOTrainer:
     recorder: Recorder
     hosts: Sequence[HostHandles]  # the processes of all models
     config: RLFlags
-    run_dir: str
-    identity: Mapping[str, Any]  # of the run, for the checkpoint
-    layouts: Mapping[str, EngineLayout]  # of the models' states, for the checkpoint
+    start: RunState  # of this run before its first step
 
     def __post_init__(self) -> None:
         self.ckpt = self.config.ckpt
@@ -123,7 +117,7 @@ class PPOTrainer:
     def record(self, batch: Annotated) -> None:
         """Log samples of the batch. Raises RewardErrors if too many of its episodes have failed."""
         self.recorder.samples(self.step + 1, batch.trajectories)
-        self.errors.check(batch.trajectories)
+        self.source.errors.check(batch.trajectories)
 
     def publish(self) -> None:
         """Publish the weights of the current step to the engines, unless the engines have them already."""
@@ -146,7 +140,7 @@ class PPOTrainer:
         if self.critic:
             read = experience.only(*CriticWorker.reads)
             jobs = [
-                Update(experience=rows_of_rank(read, plan), steps=plan.steps)
+                Update(experience=read.select(plan.rows), steps=plan.steps)
                 for plan in self._plans(lengths, self.critic.slices)
             ]
             launched += self.critic.launch(CriticWorker.update, jobs)
@@ -156,9 +150,9 @@ class PPOTrainer:
             read = experience.only(*PolicyWorker.reads)
             jobs = [
                 PolicyUpdate(
-                    experience=rows_of_rank(read, plan),
+                    experience=read.select(plan.rows),
                     steps=plan.steps,
-                    kl_coef=self.kl.coef,
+                    kl_coef=self.maker.kl.coef,
                     version=self.step + 1,
                     pretraining=text,
                 )
@@ -192,8 +186,8 @@ class PPOTrainer:
         """Log, adapt β, evaluate, checkpoint."""
         self.step += 1
         if "train/kl" in metrics:
-            metrics["train/kl_coef"] = Last(self.kl.coef)
-            self.kl.update(metrics["train/kl"].value, int(metrics["rollout/num_samples"].value))
+            metrics["train/kl_coef"] = Last(self.maker.kl.coef)
+            self.maker.kl.update(metrics["train/kl"].value, int(metrics["rollout/num_samples"].value))
         total = sum(part.value for part in self.timing.values())
         timing = self.timing | {"timing/step_total": Last(total)}
         timing |= utilisation([hosts.take_spans() for hosts in self.hosts], total)
@@ -263,14 +257,12 @@ class PPOTrainer:
             self.recorder.display.note(f"The run goes on without a checkpoint of step {self.step}: {error}")
 
     def _state(self) -> RunState:
-        return RunState(
+        return replace(
+            self.start,
             step=self.step,
             epoch=self.source.epoch,
             consumed=self.source.consumed,
-            kl_coef=self.kl.coef,
-            run_dir=self.run_dir,
-            engines=self.layouts,
-            identity=self.identity,
+            kl_coef=self.maker.kl.coef,
             **self.best.state(),
         )
 
@@ -283,7 +275,7 @@ class PPOTrainer:
         self.source.resume(step=state.step, consumed=state.consumed, folder=drawn)
         self.best.evaluated_at = self.step if self.evaluation_is_due else -1
         if state.kl_coef is not None:
-            self.kl.resume(state.kl_coef)
+            self.maker.kl.resume(state.kl_coef)
         self.best.restore(state)
 
     def return_to_best(self) -> None:

@@ -4,7 +4,6 @@ import time
 
 from openrlhf.observability.metrics import Last, values
 from openrlhf.observability.recorder import Recorder
-from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.ppo import step_metrics
 from openrlhf.trainers.sources import Source
@@ -13,8 +12,8 @@ from openrlhf.trainers.sources import Source
 class RolloutOnly:
     """Generates, rewards and measures every step. The maker has no stages but the rewards."""
 
-    def __init__(self, source: Source, maker: ExperienceMaker, recorder: Recorder, errors: ErrorBudget) -> None:
-        self.source, self.maker, self.recorder, self.errors = source, maker, recorder, errors
+    def __init__(self, source: Source, maker: ExperienceMaker, recorder: Recorder) -> None:
+        self.source, self.maker, self.recorder = source, maker, recorder
         self.step = 0
 
     def fit(self) -> None:
@@ -24,7 +23,7 @@ class RolloutOnly:
         for trajectories in self.source:
             batch = self.maker.annotate(trajectories)
             self.recorder.samples(self.step + 1, batch.trajectories)
-            self.errors.check(batch.trajectories)
+            self.source.errors.check(batch.trajectories)
             if all(t.filtered for t in trajectories):  # the rest of an epoch gives no step
                 continue
             metrics, seconds = step_metrics(self.source, batch), time.perf_counter() - began

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader
 
-from openrlhf.config.learning import RLTrainConfig
+from openrlhf.config.learning import RLFlags
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.observability.metrics import Metric
@@ -29,22 +29,24 @@ READ_TOGETHER = 64  # prompts
 class Source(ABC):
     """The loop's only view of generation: the batch of each step that is left, and how far the prompts are used up.
 
-    `annotated` adds the scores that the filter `keep` reads. `consumed`: prompts drawn, or had by steps, over all epochs;
-    kept in checkpoints. `total_steps`: of the whole run, at most: filtering may use up the prompts earlier.
+    `annotated` adds the scores that the filter `keep` reads; `errors` says how many episodes may fail. `consumed`: prompts
+    drawn, or had by steps, over all epochs; kept in checkpoints. `total_steps`: of the whole run, at most: filtering may
+    use up the prompts earlier.
     """
 
     prompts: PromptDataset
     generator: Generator
     loop: BackgroundLoop
     spec: SamplingSpec
-    train: RLTrainConfig
+    config: RLFlags
     _: KW_ONLY
-    keep: DynamicFilter | None = None
     annotated: Annotate = as_sampled
-    num_workers: int = 0
     total_steps: int = field(init=False)
 
     def __post_init__(self) -> None:
+        algo, self.train = self.config.algo, self.config.train
+        self.keep = DynamicFilter(*algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None
+        self.errors = ErrorBudget.of(self.config.reward)
         self.step = self.consumed = 0  # steps handed out; prompts
         self._drawn = 0  # prompts handed to the generator, over all epochs
 
@@ -83,7 +85,7 @@ class Source(ABC):
             batch_size=READ_TOGETHER,
             sampler=self._order(drawn),
             collate_fn=list,
-            num_workers=self.num_workers,
+            num_workers=self.config.data.dataloader_num_workers,
         )
         # Counts prompts handed out, not prompts that the loader has read ahead.
         for self._drawn, prompt in enumerate(chain.from_iterable(loader), drawn + 1):
@@ -116,8 +118,6 @@ class SyncSource(Source):
     have had. A resumed run starts there, and draws the waiting prompts again.
     """
 
-    _: KW_ONLY
-    errors: ErrorBudget
     last_step: int | None = None
 
     def __post_init__(self) -> None:

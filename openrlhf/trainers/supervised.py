@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Generic, cast
 
 import torch
@@ -38,8 +38,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
     checkpoints: CheckpointManager
     best: BestMetric
     recorder: Recorder | None
-    run_dir: str
-    identity: Mapping[str, Any]
+    start: RunState  # of this run before its first step
 
     def __post_init__(self) -> None:
         config = self.task.config
@@ -189,13 +188,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.strategy.barrier()
 
     def _state(self) -> RunState:
-        return RunState(
+        return replace(
+            self.start,
             step=self.step,
             epoch=self.step // self.steps_per_epoch,
             consumed=self.step * self.train.batch_size,
-            run_dir=self.run_dir,
-            engines={"": layout_of(self.strategy)},
-            identity=self.identity,
             **self.best.state(),
         )
 

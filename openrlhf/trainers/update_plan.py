@@ -4,21 +4,19 @@ The set of rows of an optimizer step does not depend on the number of ranks; onl
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from openrlhf.batches import Experience
 from openrlhf.data.batching import balanced_partition
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankUpdate:
-    """One rank's rows of an update. `steps` has the indices into `rows` of each optimizer step."""
+    """One rank's rows of an update. `steps` has the indices into `rows` of each optimizer step, perhaps none."""
 
     rows: list[int]
     steps: list[list[int]]
-    filler: bool = False  # the last row is a copy that must not count, for steps in which the rank has no row
 
 
 def plan_update(lengths: Sequence[int], *, ranks: int, batch_size: int, epochs: int, seed: int) -> list[RankUpdate]:
@@ -46,19 +44,7 @@ def share(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[
 
 
 def _with_local_rows(steps: list[list[int]]) -> RankUpdate:
+    """A rank without any row gets the first, because some forwards are collective. No step trains on it."""
     rows = sorted({row for step in steps for row in step})
     place = {row: i for i, row in enumerate(rows)}
-    local = [[place[row] for row in step] or [len(rows)] for step in steps]
-    if all(steps):
-        return RankUpdate(rows=rows, steps=local)
-    return RankUpdate(rows=[*rows, rows[0] if rows else 0], steps=local, filler=True)
-
-
-def rows_of_rank(experience: Experience, update: RankUpdate) -> Experience:
-    """The rows that a rank needs. The filler row has tokens, so that the rank runs the same forwards, but no action."""
-    part = experience.select(update.rows)
-    if not update.filler:
-        return part
-    mask = part.action_mask.clone()
-    mask[part.offsets[-2] :] = False
-    return replace(part, action_mask=mask)
+    return RankUpdate(rows=rows or [0], steps=[[place[row] for row in step] for step in steps])

@@ -3,8 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import Experience, Ragged
 from openrlhf.checkpoints.export import export_hf
-from openrlhf.config.shared import OptimizerConfig
+from openrlhf.config.learning import RLFlags, RLTrainConfig
+from openrlhf.config.rollout import RolloutConfig
+from openrlhf.config.shared import LoadingConfig, OptimizerConfig
 from openrlhf.data.batching import batches_of_rows, batches_of_tokens
 from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.engine import Metrics, StepResult, TrainEngine
@@ -22,6 +24,7 @@ from openrlhf.models.proof import prove_layout
 from openrlhf.observability.metrics import Last, Max, Mean, merge_all
 
 Rows = TypeVar("Rows", bound=Ragged)
+BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # an engine leaves little memory of its GPU free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,17 @@ class MicroBatchLimits:
     size: int
     max_tokens: int | None = None
     packed: bool = False
+
+    @classmethod
+    def of_forwards(cls, rollout: RolloutConfig, ds: LoadingConfig) -> Self:
+        """The limits of forwards without gradient."""
+        return cls(size=rollout.micro_batch_size, max_tokens=rollout.max_tokens_per_gpu, packed=ds.packing_samples)
+
+    @classmethod
+    def of_training(cls, train: RLTrainConfig, ds: LoadingConfig) -> Self:
+        """The limits of forwards with gradient."""
+        tokens = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
+        return cls(size=train.micro_batch_size, max_tokens=tokens, packed=ds.packing_samples)
 
     def cut(self, lengths: Tensor) -> list[list[int]]:
         """Row numbers of each micro-batch, for rows of `lengths` tokens. Every row is in one micro-batch."""
@@ -83,18 +97,12 @@ def balancing_term(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedSettings:
-    """The settings of a worker that trains a model."""
+class RoleSettings:
+    """The settings of a worker of RL: the flags, and the model to load."""
 
+    config: RLFlags
     load: LoadSpec
-    optimizer: OptimizerConfig
-    forward_limits: MicroBatchLimits
-    train_limits: MicroBatchLimits
-    total_steps: int  # optimizer steps of the run: the length of the learning-rate schedule
-    max_nonfinite: int
-    aux_loss_coef: float = 0.0  # of the load-balancing loss of a mixture of experts
-    bucket_bytes: int  # of weights that are exported or published
-    ema_beta: float | None = None  # decay of the exported average of the weights; None: the weights are exported
+    total_steps: int = 0  # optimizer steps of the run: the length of the learning-rate schedule of a trained model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +120,25 @@ class TrainedWorker(ABC, Generic[Job]):
     """A model with an optimizer. Roles define counts and loss; `name` is the role's name in the logs."""
 
     name: ClassVar[str]
+    average: WeightAverage | None = None  # of the weights; exported in their place
 
-    def __init__(self, strategy: Strategy, settings: TrainedSettings, load_model: Callable[[], nn.Module]) -> None:
-        self.strategy = strategy
-        self.trained = settings
-        self.engine = TrainEngine(
-            strategy, load_model, settings.optimizer, total_steps=settings.total_steps, name=self.name
-        )
+    def __init__(
+        self,
+        strategy: Strategy,
+        settings: RoleSettings,
+        optimizer: OptimizerConfig,
+        load_model: Callable[[], nn.Module],
+    ) -> None:
+        self.strategy, self.config = strategy, settings.config
+        self.train_limits = MicroBatchLimits.of_training(self.config.train, self.config.ds)
+        self.forward_limits = MicroBatchLimits.of_forwards(self.config.rollout, self.config.ds)
+        self.engine = TrainEngine(strategy, load_model, optimizer, total_steps=settings.total_steps, name=self.name)
         prove_layout(self.engine.module)
-        self.average = None if settings.ema_beta is None else WeightAverage(self.engine, settings.ema_beta)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of weights that are exported or published."""
+        return BUCKET_BYTES[self.strategy.device.type]
 
     @abstractmethod
     def counts(self, micro: Any) -> Mapping[str, float]:
@@ -147,9 +165,15 @@ class TrainedWorker(ABC, Generic[Job]):
         return merge_all([*(result.metrics for result in results), step_metrics])
 
     def window(self, job: Job, number: int) -> list[Any]:
-        """This rank's micro-batches of optimizer step `number` of the update."""
-        batch = job.experience.select(job.steps[number])
-        return batch.split(self.trained.train_limits.cut(batch.lengths))
+        """This rank's micro-batches of optimizer step `number` of the update.
+
+        A rank without rows in the step runs the forwards of a row without actions, because some are collective.
+        """
+        rows = job.steps[number]
+        batch = job.experience.select(rows or [0])
+        if not rows:
+            batch = replace(batch, action_mask=torch.zeros_like(batch.action_mask))
+        return batch.split(self.train_limits.cut(batch.lengths))
 
     def has_moved_enough(self, metrics: Metrics) -> bool:
         """Whether to skip the remaining optimizer steps of the update; the same answer on every rank."""
@@ -160,7 +184,7 @@ class TrainedWorker(ABC, Generic[Job]):
             self.window(job, number),
             counts=self.counts,
             loss=lambda micro, totals: self.loss(micro.to(self.strategy.device), totals, job),
-            max_nonfinite=self.trained.max_nonfinite,
+            max_nonfinite=self.config.train.max_nonfinite,
         )
         if self.average and result.applied:
             self.average.update()
@@ -181,6 +205,6 @@ class TrainedWorker(ABC, Generic[Job]):
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         """Write the model, or its adapters, or the average of what is trained if there is one. Collective."""
         with self.average.in_place() if self.average else nullcontext():
-            buckets = self.engine.exported_parameters(self.trained.bucket_bytes)
+            buckets = self.engine.exported_parameters(self.bucket_bytes)
             export_hf(buckets, self.engine.hf, tokenizer, path, writes=self.strategy.is_main)
             self.strategy.barrier()

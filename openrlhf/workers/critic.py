@@ -1,7 +1,6 @@
 """The critic: values of states, and their regression to the returns."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,18 +12,7 @@ from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.backbone import has_balanced_experts
 from openrlhf.models.scalar import ScalarModel, load_scalar, state_values
 from openrlhf.observability.metrics import Mean
-from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balancing_term, column_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class CriticSettings:
-    """The settings of a critic worker."""
-
-    trained: TrainedSettings
-    value_clip: float
-    head_prefix: str
-    fresh_head: bool  # the model is the policy's: make a new head even if one is stored
-    normalize: bool
+from openrlhf.workers.base import RoleSettings, TrainedWorker, Update, balancing_term, column_of
 
 
 class CriticWorker(TrainedWorker[Update]):
@@ -33,27 +21,27 @@ class CriticWorker(TrainedWorker[Update]):
     name = "critic"
     reads = ("values", "returns")  # columns of an update
 
-    def __init__(self, strategy: Strategy, settings: CriticSettings) -> None:
-        self.settings = settings
+    def __init__(self, strategy: Strategy, settings: RoleSettings) -> None:
+        config, critic = settings.config, settings.config.critic
 
         def load() -> ScalarModel:
             model = load_scalar(
-                settings.trained.load,
-                head_prefix=settings.head_prefix,
-                reinit_head=settings.fresh_head,
-                normalize=settings.normalize,
-                seed=settings.trained.load.seed,
+                settings.load,
+                head_prefix=config.ds.value_head_prefix,
+                reinit_head=critic.model_name_or_path == config.actor.model_name_or_path,  # its head is no critic's
+                normalize=config.reward.normalize_enable,
+                seed=config.train.seed,
             )
             # --actor.aux_loss_coef is for the policy; the critic may have no experts.
-            model.balancing = settings.trained.aux_loss_coef > 0 and has_balanced_experts(model.hf)
+            model.balancing = config.actor.aux_loss_coef > 0 and has_balanced_experts(model.hf)
             return model
 
-        super().__init__(strategy, settings.trained, load)
+        super().__init__(strategy, settings, critic, load)
 
     def values(self, texts: Ragged) -> Tensor:
         """V of the state before each token of this rank's rows, (N,)."""
         with self.engine.evaluating():
-            return column_of(texts, self._score, self.trained.forward_limits, self.strategy)
+            return column_of(texts, self._score, self.forward_limits, self.strategy)
 
     def _score(self, micro: Ragged) -> Tensor:
         return state_values(self.engine.module(micro.tokens, micro.offsets).values, micro.offsets)
@@ -69,12 +57,11 @@ class CriticWorker(TrainedWorker[Update]):
         outputs = self.engine(micro.tokens, micro.offsets)
         values = layout.gather(state_values(outputs.values, micro.offsets))
         mask = layout.gather(micro.action_mask)
-        per_token = value_loss(
-            values, layout.gather(micro.values), layout.gather(micro.returns), mask, clip=self.settings.value_clip
-        )
+        clip = self.config.critic.value_clip
+        per_token = value_loss(values, layout.gather(micro.values), layout.gather(micro.returns), mask, clip=clip)
         summed, tokens = per_token.sum(), float(mask.sum())
         balance, balance_metrics = balancing_term(
-            outputs.aux_loss, self.trained.aux_loss_coef, tokens, "train/critic_aux_loss"
+            outputs.aux_loss, self.config.actor.aux_loss_coef, tokens, "train/critic_aux_loss"
         )
         metrics: Metrics = {
             "train/critic_loss": Mean(float(summed.detach()), tokens),

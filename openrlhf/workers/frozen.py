@@ -7,48 +7,39 @@ import torch
 from torch import Tensor
 
 from openrlhf.batches import Ragged, TokenRows
+from openrlhf.config.rollout import RewardConfig
 from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.models.loading import LoadSpec, load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.proof import prove_layout
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
-from openrlhf.workers.base import MicroBatchLimits, column_of
+from openrlhf.workers.base import MicroBatchLimits, RoleSettings, column_of
 from openrlhf.workers.steps import StepScorer
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceSettings:
-    """The settings of a reference or teacher worker."""
-
-    load: LoadSpec
-    forward_limits: MicroBatchLimits
-    temperature: float
-    offload: bool = False  # in CPU memory between uses
 
 
 class ReferenceWorker:
     """A frozen policy: π_ref, or the teacher."""
 
-    def __init__(self, strategy: Strategy, settings: ReferenceSettings) -> None:
-        self.strategy = strategy
-        self.settings = settings
-        load = settings.load
+    def __init__(self, strategy: Strategy, settings: RoleSettings) -> None:
+        config, load = settings.config, settings.load
+        self.strategy, self.temperature = strategy, config.rollout.temperature
+        self.limits = MicroBatchLimits.of_forwards(config.rollout, config.ds)
         self.model = FrozenModel(
             strategy,
             lambda: PolicyModel(load_causal_lm(load), packing=load.ds.packing_samples),
-            offload=settings.offload,
+            offload=config.ref.offload,
         )
         prove_layout(self.model.on_device())
         self.model.rest()
 
     def logprobs(self, rows: TokenRows) -> Tensor:
         """Log-probability of every target of this rank's rows, (N,)."""
-        column = column_of(rows, self._score, self.settings.forward_limits, self.strategy)
+        column = column_of(rows, self._score, self.limits, self.strategy)
         self.model.rest()
         return column
 
     def _score(self, micro: TokenRows) -> Tensor:
-        return self.model(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs
+        return self.model(micro.tokens, micro.offsets, micro.loss_mask, self.temperature).logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +48,9 @@ class RewardModelSettings:
 
     models: tuple[LoadSpec, ...]
     process_model: LoadSpec | None
-    step_separator: str
-    forward_limits: MicroBatchLimits
+    limits: MicroBatchLimits
     head_prefix: str
-    normalize: bool
-    offload: bool = False  # in CPU memory between uses
+    reward: RewardConfig
 
 
 class RewardWorker:
@@ -71,14 +60,11 @@ class RewardWorker:
     """
 
     def __init__(self, strategy: Strategy, settings: RewardModelSettings) -> None:
-        self.strategy = strategy
-        self.settings = settings
-        self.models = [
-            FrozenModel(strategy, partial(self._load, spec), offload=settings.offload) for spec in settings.models
-        ]
+        self.strategy, self.settings, offload = strategy, settings, settings.reward.offload
+        self.models = [FrozenModel(strategy, partial(self._load, spec), offload=offload) for spec in settings.models]
         self.steps: StepScorer | None = None
         if settings.process_model:
-            separator, offload = settings.step_separator, settings.offload
+            separator = settings.reward.step_separator
             self.steps = StepScorer(strategy, settings.process_model, separator=separator, offload=offload)
         for model in [*self.models, *([self.steps.model] if self.steps else [])]:
             prove_layout(model.on_device())
@@ -87,20 +73,20 @@ class RewardWorker:
     def step_rewards(self, answers: TokenRows) -> Tensor:
         """Rewards of the steps of this rank's rows by the process reward model, (N,): see `StepScorer.rewards`."""
         assert self.steps
-        column = column_of(answers, self.steps.rewards, self.settings.forward_limits, self.strategy)
+        column = column_of(answers, self.steps.rewards, self.settings.limits, self.strategy)
         self.steps.model.rest()
         return column
 
     def _load(self, spec: LoadSpec) -> ScalarModel:
-        settings = self.settings
-        return load_scalar(spec, head_prefix=settings.head_prefix, require_head=True, normalize=settings.normalize)
+        prefix, normalize = self.settings.head_prefix, self.settings.reward.normalize_enable
+        return load_scalar(spec, head_prefix=prefix, require_head=True, normalize=normalize)
 
     def rewards(self, texts: Ragged) -> Tensor:
         """Rewards of this rank's rows by every model, (B, K)."""
         columns = list[Tensor]()
         for model in self.models:
-            score, limits = partial(self._score, model), self.settings.forward_limits
-            columns.append(column_of(texts, score, limits, self.strategy, per_sample=True))
+            score = partial(self._score, model)
+            columns.append(column_of(texts, score, self.settings.limits, self.strategy, per_sample=True))
             model.rest()
         return torch.stack(columns, dim=1)
 

@@ -15,6 +15,7 @@ from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.algorithms.tensors import bounded_exp, log_ratio, masked_sum
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.config.learning import ActorConfig, AlgoConfig
+from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.buckets import TensorSpec, WeightManifest
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.engine import Metrics
@@ -22,22 +23,10 @@ from openrlhf.distributed.strategy import Strategy
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
 from openrlhf.distributed.whole import whole_tensors
 from openrlhf.models.adapters import adapters_off
-from openrlhf.models.loading import load_causal_lm, stored_tensors
+from openrlhf.models.loading import DTYPES, load_causal_lm, stored_tensors
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Max, Mean
-from openrlhf.workers.base import TrainedSettings, TrainedWorker, Update, balancing_term, column_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicySettings:
-    """The settings of a policy worker. `actor` and `algo` define the loss."""
-
-    trained: TrainedSettings
-    actor: ActorConfig
-    algo: AlgoConfig
-    max_response_tokens: int  # L of constant aggregation
-    temperature: float
-    wire_dtype: torch.dtype  # of the published weights
+from openrlhf.workers.base import RoleSettings, TrainedWorker, Update, balancing_term, column_of
 
 
 def clip_of(actor: ActorConfig) -> Clip:
@@ -69,15 +58,19 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     name = "actor"
     reads = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")  # columns of an update
 
-    def __init__(self, strategy: Strategy, settings: PolicySettings) -> None:
-        self.settings, self.actor, self.algo = settings, settings.actor, settings.algo
+    def __init__(self, strategy: Strategy, settings: RoleSettings) -> None:
+        config, load = settings.config, settings.load
+        self.actor, self.algo, self.temperature = config.actor, config.algo, config.rollout.temperature
         self.clip, self.correction = clip_of(self.actor), correction_of(self.algo)
-        load, balancing = settings.trained.load, settings.trained.aux_loss_coef > 0
-        super().__init__(
-            strategy,
-            settings.trained,
-            lambda: PolicyModel(load_causal_lm(load), packing=load.ds.packing_samples, balancing=balancing),
-        )
+        self.max_response_tokens = config.rollout.max_new_tokens or config.data.max_len  # L of constant aggregation
+        balancing = self.actor.aux_loss_coef > 0
+
+        def load_model() -> PolicyModel:
+            return PolicyModel(load_causal_lm(load), packing=load.ds.packing_samples, balancing=balancing)
+
+        super().__init__(strategy, settings, self.actor, load_model)
+        if config.train.enable_ema:
+            self.average = WeightAverage(self.engine, config.train.ema_beta)
         self.sender, self.version = WeightSender(), 0
 
     def update(self, job: PolicyUpdate) -> Metrics:
@@ -89,7 +82,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def logprobs(self, rows: TokenRows) -> Tensor:
         """log π_θ of every target of this rank's rows, (N,), with the current weights: π_old of the coming update."""
         with self.engine.evaluating():
-            return column_of(rows, self._score, self.trained.forward_limits, self.strategy)
+            return column_of(rows, self._score, self.forward_limits, self.strategy)
 
     def reference_logprobs(self, rows: TokenRows) -> Tensor:
         """log π_ref of every target of this rank's rows, (N,): the policy without its adapters."""
@@ -97,16 +90,16 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             return self.logprobs(rows)
 
     def _score(self, micro: TokenRows) -> Tensor:
-        return self.engine.module(micro.tokens, micro.offsets, micro.loss_mask, self.settings.temperature).logprobs
+        return self.engine.module(micro.tokens, micro.offsets, micro.loss_mask, self.temperature).logprobs
 
     def _weights(self, mask: Tensor) -> tuple[Tensor, float]:
-        return aggregation_weights(mask, self.algo.loss.aggregation, max_tokens=self.settings.max_response_tokens)
+        return aggregation_weights(mask, self.algo.loss.aggregation, max_tokens=self.max_response_tokens)
 
     def window(self, job: PolicyUpdate, number: int) -> list[Experience | TokenRows]:
         """Micro-batches of episodes, and of pretraining text if there is any. One optimizer step learns from both."""
         window: list[Experience | TokenRows] = [*super().window(job, number)]
         for text in job.pretraining[number : number + 1]:
-            window += text.split(self.trained.train_limits.cut(text.lengths))
+            window += text.split(self.train_limits.cut(text.lengths))
         return window
 
     def counts(self, micro: Experience | TokenRows) -> Mapping[str, float]:
@@ -122,15 +115,15 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """policy + β·KL − c·entropy + a·balance: this micro-batch's part of the window's loss, and its metrics."""
         if isinstance(micro, TokenRows):
             return self._pretraining_loss(micro, totals)
-        entropy_coef, temperature = self.actor.entropy_coef, self.settings.temperature
-        scores = self.engine(micro.tokens, micro.offsets, micro.action_mask, temperature, entropy_coef is not None)
+        entropy_coef = self.actor.entropy_coef
+        scores = self.engine(micro.tokens, micro.offsets, micro.action_mask, self.temperature, entropy_coef is not None)
         layout = micro.layout
         mask, logprobs = layout.gather(micro.action_mask), layout.gather(scores.logprobs)
         # In a strictly on-policy update, π_old is π_θ and the ratio is 1 by construction.
         old = logprobs.detach() if micro.old_logprobs is None else layout.gather(micro.old_logprobs)
         loss, metrics = self._policy_loss(micro, logprobs, old, mask, totals)
         tokens = float(mask.sum())
-        balance, balance_metrics = balancing_term(scores.aux_loss, self.trained.aux_loss_coef, tokens)
+        balance, balance_metrics = balancing_term(scores.aux_loss, self.actor.aux_loss_coef, tokens)
         loss, metrics = loss + balance / totals["tokens"], metrics | balance_metrics
         if self.algo.kl.use_loss and micro.ref_logprobs is not None:
             reference = layout.gather(micro.ref_logprobs)
@@ -188,12 +181,13 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         Tied weights come once. Without a `version`, the weights keep theirs.
         """
         self.version = self.version if version is None else version
+        dtype = DTYPES[self.config.vllm.dtype]
         specs = (
-            TensorSpec(name=stored, dtype=self.settings.wire_dtype, shape=tuple(tensor.shape))
+            TensorSpec(name=stored, dtype=dtype, shape=tuple(tensor.shape))
             for each in whole_tensors(self.engine.hf)
             for stored, tensor in stored_tensors(self.engine.hf, each.name, torch.empty(each.shape, device="meta"))
         )
-        return WeightManifest(version=self.version, specs=tuple(specs), bucket_bytes=self.trained.bucket_bytes)
+        return WeightManifest(version=self.version, specs=tuple(specs), bucket_bytes=self.bucket_bytes)
 
     def weight_address(self) -> tuple[str, int]:
         """The address and port at which rank 0 will wait for the engines."""

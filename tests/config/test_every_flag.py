@@ -32,13 +32,14 @@ from openrlhf.config.unsupported import is_refused, refusals
 from openrlhf.distributed.ds_config import inference_config, training_config
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.launch import offline, settings
-from openrlhf.launch.run import make_kl
 from openrlhf.launch.start import plan_placement
 from openrlhf.models.loading import pretrained_options
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.engine_settings import engine_arguments
 from openrlhf.trainers import tasks
+from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trajectory import Prompt
+from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import clip_of, correction_of
 from tests.config.commands import ROOTS, SMALLEST, read_flags
 from tests.sources import ROOT, package
@@ -93,13 +94,13 @@ READERS = {
     "train_kd": f"{TRAINING} trainers.distill trainers.sft data.rows data.sft data.first_look",
     "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data launch.processes launch.agents agents.play "
     "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers data.rows data.prompts data.first_look "
-    "trainers.sources trainers.async_source trainers.stages models.adapters workers.policy workers.critic checkpoints.manager rollout.fleet distributed.placement",
+    "trainers.sources trainers.async_source trainers.stages models.adapters workers.base workers.policy workers.critic workers.frozen checkpoints.manager rollout.fleet distributed.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
-    "eval": "evaluation.runs trainers.reward trainers.stages launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.judge "
+    "eval": "evaluation.runs trainers.reward trainers.stages workers.frozen launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.judge "
     "observability.recorder observability.trackers data.rows data.prompts data.feedback rollout.fleet distributed.placement",
     "reward_test": "evaluation.reward_test rewards.rule",
     "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "
-    "observability.recorder observability.trackers data.prompts data.rows data.first_look rollout.fleet distributed.placement trainers.stages",
+    "observability.recorder observability.trackers data.prompts data.rows data.first_look rollout.fleet distributed.placement trainers.stages workers.frozen",
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
     "pipeline": "launch.pipeline",
 }
@@ -215,16 +216,16 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield deepspeed_of(config)
         yield config.ds.sleeps  # the training engine reads it
         yield training_config(config.ds, max_norm=config.actor.max_norm, ranks=2)
-        yield settings.policy_settings(config, kind, total_steps=1)
-        yield settings.reference_settings(config, "m")
+        yield settings.trained_settings(config, "m", 1)
+        yield settings.frozen_settings(config, "m")
+        yield MicroBatchLimits.of_training(config.train, config.ds)
         yield plan_placement(config, kind)
         yield settings.transport(config, kind)
-        yield vars(make_kl(config))
+        yield vars(ExperienceMaker(config).kl)
         yield correction_of(config.algo)
         yield clip_of(config.actor), config.algo.correction.level
         yield settings.optimizer_steps(config, 5000, after=config.frozen_steps)
         if config.estimator.needs_critic:
-            yield settings.critic_settings(config, kind, total_steps=1)
             yield training_config(config.ds, max_norm=config.critic.max_norm, ranks=2)
 
 

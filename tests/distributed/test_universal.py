@@ -108,9 +108,8 @@ def test_what_cannot_be_converted_is_refused_with_both_layouts(
     then = checkpoint(_actor=EngineLayout(world_size=2, zero_stage=2))
 
     def check() -> None:
-        then.check_continued_by(
-            {"_actor": EngineLayout(**now)}, layout="layout", identity={"seed": 1}, converts=converts
-        )
+        run = RunState(step=0, engines={"_actor": EngineLayout(**now)}, identity={"seed": 1})
+        then.check_continued_by(run, layout="layout", converts=converts)
 
     if not refused:
         return check()

@@ -13,8 +13,9 @@ from transformers import LlavaConfig
 
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.launch.settings import forward_limits, needs_old_logprobs, optimizer_steps, policy_settings
+from openrlhf.launch.settings import needs_old_logprobs, optimizer_steps, reward_settings
 from openrlhf.trainers.update_plan import plan_update
+from openrlhf.workers.base import MicroBatchLimits
 from tests.e2e.commands import as_arguments
 from tests.tiny import tiny_config
 
@@ -56,8 +57,8 @@ def config_of(folder: Path, model: str = "plain", **changes: Any) -> PPOConfig:
 @pytest.mark.parametrize("packed", [False, True])
 def test_only_padded_rows_are_sorted_by_length(folder: Path, packed: bool) -> None:
     config = config_of(folder, **{"ds.packing_samples": packed or None})
-    trained = policy_settings(config, "cpu", 1).trained
-    assert {forward_limits(config).packed, trained.forward_limits.packed, trained.train_limits.packed} == {packed}
+    training = MicroBatchLimits.of_training(config.train, config.ds)
+    assert {reward_settings(config).limits.packed, training.packed} == {packed}
 
 
 def test_a_strictly_on_policy_update_needs_no_old_logprobs(folder: Path) -> None:

@@ -12,16 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.config.learning import RLTrainConfig
-from openrlhf.config.rollout import RolloutConfig
+from openrlhf.config.learning import AlgoConfig, RLFlags, RLTrainConfig
+from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.data.errors import DataError
 from openrlhf.observability.metrics import Metric
-from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import Generator, Group, Request, SamplingSpec
 from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
-from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trainers.sources import SyncSource, evaluate
 from openrlhf.trajectory import Prompt, Trajectory
 from tests.rollout.test_episode_files import IN_ONE_FOLDER
@@ -30,7 +28,6 @@ from tests.trainers.episodes import episode
 
 SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(n_samples_per_prompt=2, max_new_tokens=4), max_len=8, seed=0)
 EVALUATION = SamplingSpec(**{**vars(SPEC), "purpose": "eval"})
-FILTER = DynamicFilter(low=0.0, high=1.0)
 LOOP = BackgroundLoop()
 
 
@@ -88,9 +85,11 @@ def run(
         generator,
         LOOP,
         replace(SPEC, rollout=rollout),
-        RLTrainConfig(num_episodes=2, seed=0, step_timeout=60.0),
-        errors=ErrorBudget(max_error_rate=1.0),
-        keep=FILTER if filtered else None,
+        RLFlags(
+            train=RLTrainConfig(num_episodes=2, seed=0, step_timeout=60.0),
+            reward=RewardConfig(max_error_rate=1.0),
+            algo=AlgoConfig(dynamic_filtering_enable=filtered),
+        ),
         last_step=last_step,
     )
     source.resume(step=done, consumed=consumed, folder=Path())

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from openrlhf.config.learning import RLTrainConfig
+from openrlhf.config.learning import RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RolloutConfig
 from openrlhf.observability.metrics import values
 from openrlhf.rollout.background import BackgroundLoop
@@ -54,7 +54,7 @@ def source(loop: BackgroundLoop, engines: VersionedEcho, *, queue: int, stalenes
     )
     spec = replace(SPEC, rollout=RolloutConfig(max_new_tokens=4, batch_size=BATCH))
     rows: Any = Prompts(PROMPTS)
-    return AsyncSource(rows, engines, loop, spec, train)
+    return AsyncSource(rows, engines, loop, spec, RLFlags(train=train))
 
 
 def publish(made: AsyncSource, engines: VersionedEcho, version: int) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience, TokenRows, offsets_of
 from openrlhf.config.flags import amend
 from openrlhf.config.ppo import PPOConfig
@@ -41,22 +40,10 @@ OPPOSITE = ("scale_advantages", "kl_in_reward")
 BASE = {"estimator": "group_norm", "max_new_tokens": 4, "max_len": 6}
 
 
-def maker_of(
-    stages: Any = (), reward_models: Any = None, *, needs_groups: bool = False, kl_coef: float = 0.1, **changes: Any
-) -> ExperienceMaker:
+def maker_of(stages: Any = (), reward_models: Any = None, *, kl_coef: float = 0.1, **changes: Any) -> ExperienceMaker:
     values = {FLAGS[n]: not v if n in OPPOSITE else v for n, v in (BASE | changes).items()}
     config = amend(PPOConfig(), {**values, "algo.kl.init_coef": kl_coef})
-    return ExperienceMaker(
-        stages,
-        reward_models,
-        config.algo,
-        config.reward,
-        KLController(kl_coef),
-        max_new_tokens=config.rollout.max_new_tokens,
-        max_len=config.data.max_len,
-        needs_groups=needs_groups,
-        timeout_s=1.0,
-    )
+    return ExperienceMaker(config, stages, reward_models)
 
 
 # Two prompts of one token with two samples each: 2, 1, 1 and 3 sampled tokens.
@@ -320,7 +307,7 @@ def annotated(
     judge = None if broken is None else Judge(NOBODY, RewardConfig(weights=(0.5, 2.0, 1.0)))
     if judge and broken:
         judge.broken = broken
-    return maker_of(stages, judge, needs_groups=needs_groups).annotate(trajectories)
+    return maker_of(stages, judge, estimator="group_norm" if needs_groups else "reinforce").annotate(trajectories)
 
 
 def test_a_stage_is_sent_the_columns_that_it_reads_and_nothing_else() -> None:

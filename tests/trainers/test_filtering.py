@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from openrlhf.config.learning import RLTrainConfig
-from openrlhf.config.rollout import RolloutConfig
+from openrlhf.config.learning import AlgoConfig, RLFlags, RLTrainConfig
+from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.observability.metrics import Metric, values
 from openrlhf.observability.run_folder import sample_row
-from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.generator import Group, RolloutGenerator, SamplingSpec, as_sampled
@@ -33,7 +32,6 @@ SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(n_samples_per_prompt=
 GOOD, EASY, HARD, BROKEN, HALF_BROKEN = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (None, None), (None, 0.5)
 Scores = tuple[float | None, float | None]
 LOOP = BackgroundLoop()
-LENIENT = ErrorBudget(max_error_rate=1.0)
 
 
 def between_zero_and_one() -> DynamicFilter:
@@ -151,7 +149,7 @@ def steps_of(
     consumed: int = 0,
     by_model: bool = False,
     delays: int = 0,
-    errors: ErrorBudget = LENIENT,
+    max_error_rate: float = 1.0,
 ) -> Iterator[tuple[list[Trajectory], int]]:
     """The samples of each step, and how many prompts were drawn by then."""
     table = Table(rows)
@@ -166,9 +164,11 @@ def steps_of(
         generator,
         LOOP,
         replace(SPEC, rollout=rollout),
-        RLTrainConfig(num_episodes=epochs, seed=0, step_timeout=60.0),
-        errors=errors,
-        keep=between_zero_and_one(),
+        RLFlags(
+            train=RLTrainConfig(num_episodes=epochs, seed=0, step_timeout=60.0),
+            reward=RewardConfig(max_error_rate=max_error_rate),
+            algo=AlgoConfig(dynamic_filtering_enable=True),
+        ),
         annotated=table.scored if by_model else as_sampled,
     )
     source.resume(step=0, consumed=consumed, folder=Path())
@@ -226,7 +226,7 @@ def test_prompts_whose_samples_all_failed_are_replaced_and_stay_failed() -> None
 
 
 def test_a_reward_that_always_fails_does_not_use_up_the_prompts() -> None:
-    _, drawn = next(steps_of([BROKEN] * 50, errors=ErrorBudget(max_error_rate=0.1)))
+    _, drawn = next(steps_of([BROKEN] * 50, max_error_rate=0.1))
     assert drawn <= 4
 
 

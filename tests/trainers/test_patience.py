@@ -15,11 +15,13 @@ import pytest
 from torch import nn
 
 from openrlhf.batches import Experience
+from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.learning import RLEvalConfig, RLFlags, RLTrainConfig
 from openrlhf.config.shared import CheckpointConfig, EvalConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
 from openrlhf.distributed.engine import StepResult
 from openrlhf.observability.metrics import Last, Metric
+from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.experience_maker import Annotated
 from openrlhf.trainers.ppo import PPOTrainer
@@ -120,8 +122,7 @@ class Supervised(SupervisedTrainer[int, Any]):
             checkpoints=checkpoints_in(folder),
             best=BestMetric("", ending="loss", patience=patience),
             recorder=self.log,  # pyright: ignore[reportArgumentType]
-            run_dir=str(folder),
-            identity={},
+            start=RunState(step=0, run_dir=str(folder)),
         )
         self.dies_after = STEPS + 1
 
@@ -139,6 +140,7 @@ class Prompts:
 
     total_steps, epoch, keep = STEPS, 0, None
     consumed = 0
+    errors = ErrorBudget(max_error_rate=1.0)
 
     @property
     def exhausted(self) -> bool:
@@ -174,13 +176,13 @@ class OnPolicy(PPOTrainer):
         self, folder: Path, scores: Sequence[float], patience: int | None, save_steps: int = -1, at_start: bool = False
     ) -> None:
         self.weights_made, self.log, self.scores = Weights(), Log(), scores
-        same: Any = SimpleNamespace(annotate=annotated, credit=lambda e: (e, {}))
+        same: Any = SimpleNamespace(annotate=annotated, credit=lambda e: (e, {}), kl=SimpleNamespace(coef=None))
         config = RLFlags(
             train=RLTrainConfig(batch_size=1, step_timeout=1.0),
             eval=RLEvalConfig(steps=1, at_start=at_start, n_samples_per_prompt=1, patience=patience),
             ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
         )
-        nothing: Any = SimpleNamespace(publish=lambda _: None, check=lambda _: None, coef=None)
+        nothing: Any = SimpleNamespace(publish=lambda _: None)
         made: Any = self.weights_made
         source: Any = Prompts()
         log: Any = self.log
@@ -190,8 +192,6 @@ class OnPolicy(PPOTrainer):
             made,
             None,
             nothing,
-            kl=nothing,
-            errors=nothing,
             evaluate=lambda step: [episode(score=self.scores[made.made_by - (not at_start)])],
             pretraining=None,
             checkpoints=checkpoints_in(folder, parts=["_actor"], max_num=STEPS),
@@ -199,9 +199,7 @@ class OnPolicy(PPOTrainer):
             recorder=log,
             hosts=[],
             config=config,
-            run_dir=str(folder),
-            identity={},
-            layouts={},
+            start=RunState(step=0, run_dir=str(folder)),
         )
 
     def improve(self, experience: Experience) -> dict[str, Metric]:

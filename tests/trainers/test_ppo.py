@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from openrlhf.algorithms.kl import KLController
 from openrlhf.batches import Experience
 from openrlhf.checkpoints.manifest import CheckpointError
 from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrainConfig
@@ -85,6 +84,7 @@ class Steps:
     """A source of given steps, the last prompt of which has been drawn when the last one is handed out."""
 
     keep = DynamicFilter(low=0.0, high=1.0)
+    errors = ErrorBudget(max_error_rate=1.0)
     epoch, consumed, total_steps = 0, 0, 4
 
     def __init__(self, steps: list[list[Trajectory]], ends: tuple[BaseException, int] | None) -> None:
@@ -176,8 +176,8 @@ def events(
     )  # fmt: skip
     parts: dict[str, Any] = {
         "source": Steps(steps, ends), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
-        "kl": KLController(0.0), "errors": ErrorBudget(max_error_rate=1.0), "evaluate": lambda step: [], "pretraining": None, "checkpoints": checkpoints,
-        "tokenizer": None, "recorder": notes, "config": config, "run_dir": "", "identity": {}, "layouts": {}, "hosts": [],
+        "evaluate": lambda step: [], "pretraining": None, "checkpoints": checkpoints,
+        "tokenizer": None, "recorder": notes, "config": config, "start": None, "hosts": [],
     }  # fmt: skip
     with pytest.raises(type(ends[0])) if ends else nullcontext():
         Untrained(**parts).fit()

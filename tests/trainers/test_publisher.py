@@ -30,7 +30,7 @@ from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyWorker
 from tests.loading import load_spec
 from tests.tiny import save_tiny_model
-from tests.workers.policy_job import TEMPERATURE, policy_settings
+from tests.workers.policy_job import TEMPERATURE, Policy, role_settings
 
 pytestmark = pytest.mark.timeout(300)
 HEADS: dict[str, Any] = {
@@ -52,11 +52,7 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
     hosts.connect({"engine": DeepSpeedConfig(param_dtype="fp32"), "seed": 0}, log_dir=str(folder), timeout_s=120)
     policy = WorkerGroup(hosts, "actor")
     load = load_spec(path=str(folder / "policy"), param_dtype="fp32", attention="sdpa", packing=True, max_len=20)
-    gather(
-        policy.create(PolicyWorker, policy_settings(load, MicroBatchLimits(size=4))),
-        timeout_s=120,
-        doing="load the model",
-    )
+    gather(policy.create(Policy, role_settings(load, MicroBatchLimits(size=4))), timeout_s=120, doing="load the model")
     engines = HostGroup(name="vllm", roles=("vllm",), per_node=1, devices=2)
     settings = EngineSettings(
         model=str(folder / "engine"),

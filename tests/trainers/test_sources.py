@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from openrlhf.config.learning import RLTrainConfig
-from openrlhf.config.rollout import RolloutConfig
+from openrlhf.config.learning import RLDataConfig, RLFlags, RLTrainConfig
+from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.observability.metrics import Metric
-from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.episode_metrics import evaluation_metrics
 from openrlhf.rollout.generator import Group, Request, SamplingSpec
@@ -74,9 +73,6 @@ def loop() -> Iterator[BackgroundLoop]:
         yield running
 
 
-LENIENT = ErrorBudget(max_error_rate=1.0)
-
-
 @pytest.fixture
 def source(loop: BackgroundLoop) -> Callable[..., SyncSource]:
     def make(
@@ -88,14 +84,19 @@ def source(loop: BackgroundLoop) -> Callable[..., SyncSource]:
         at_once: int | None = None,
         epochs: int = 2,
         seed: int = 0,
-        errors: ErrorBudget = LENIENT,
+        max_error_rate: float = 1.0,
+        num_workers: int = 0,
         **changes: Any,
     ) -> SyncSource:
         rollout = RolloutConfig(max_new_tokens=4, batch_size=batch_size, vllm_generate_batch_size=at_once or batch_size)
-        train = RLTrainConfig(num_episodes=epochs, seed=seed, step_timeout=60.0)
+        config = RLFlags(
+            train=RLTrainConfig(num_episodes=epochs, seed=seed, step_timeout=60.0),
+            reward=RewardConfig(max_error_rate=max_error_rate),
+            data=RLDataConfig(dataloader_num_workers=num_workers),
+        )
         rows: Any = Prompts(prompts)
         spec = replace(SPEC, rollout=rollout)
-        made = SyncSource(rows, generator or EchoGenerator(), loop, spec, train, errors=errors, **changes)
+        made = SyncSource(rows, generator or EchoGenerator(), loop, spec, config, **changes)
         made.resume(step=0, consumed=consumed, folder=Path())
         return made
 
@@ -193,8 +194,7 @@ def test_prompts_generated_ahead_are_trained_on_once_each_and_the_pass_ends(
 @pytest.mark.parametrize(("at_once", "handed_out"), [(4, 1), (8, 4)])
 def test_a_lost_batch_ends_early_if_the_batch_is_one_step(source: Make, at_once: int, handed_out: int) -> None:
     """Of a larger batch, the prompts that were given up would be missing in the epoch."""
-    strict = ErrorBudget(max_error_rate=0.1)
-    made = source(at_once=at_once, generator=EchoGenerator(broken=True), errors=strict)
+    made = source(at_once=at_once, generator=EchoGenerator(broken=True), max_error_rate=0.1)
     assert len(next(iter(made))) == handed_out
 
 

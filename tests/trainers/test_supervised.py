@@ -100,8 +100,7 @@ def trainer(
         checkpoints=checkpoints_in(folder),
         best=BestMetric("none", ending="loss"),
         recorder=None,
-        run_dir=str(folder),
-        identity={},
+        start=RunState(step=0, run_dir=str(folder)),
     )
 
 
@@ -193,9 +192,8 @@ def complaints(checkpoint: Checkpoint) -> str:
     place: Any = OneOfMany(0, 1, stage=2)
     try:
         checkpoint.check_continued_by(
-            {"": layout_of(place)},
+            RunState(step=0, engines={"": layout_of(place)}, identity=IDENTITY),
             layout="number of processes, --ds.zero_stage and --ds.param_dtype",
-            identity=IDENTITY,
         )
     except CheckpointError as error:
         return str(error)

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.batches import Experience, offsets_of
-from openrlhf.trainers.update_plan import RankUpdate, plan_update, rows_of_rank, share
+from openrlhf.trainers.update_plan import RankUpdate, plan_update, share
+from openrlhf.workers.base import MicroBatchLimits, Update
+from openrlhf.workers.critic import CriticWorker
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=25)
 PLANS = {"ranks": st.integers(1, 5), "batch_size": st.integers(1, 12), "epochs": st.integers(1, 3)}
@@ -36,10 +38,12 @@ def batch_of(lengths: list[int]) -> Experience:
 
 def learned(plan: RankUpdate, lengths: list[int]) -> list[list[int]]:
     """For each optimizer step, the rows of the batch that a rank learns from: those with action tokens."""
-    mine = rows_of_rank(batch_of(lengths), plan)
+    worker = CriticWorker.__new__(CriticWorker)  # without a model
+    worker.train_limits = MicroBatchLimits(size=len(lengths))
+    job = Update(experience=batch_of(lengths).select(plan.rows), steps=plan.steps)
     steps = []
-    for step in plan.steps:
-        micro = mine.select(step)
+    for number in range(len(plan.steps)):
+        [micro] = worker.window(job, number)
         assert micro.num_samples, "a rank without rows in a step would skip a collective"
         steps.append(sorted(micro.group_ids[micro.num_actions > 0].tolist()))
     return steps
@@ -105,7 +109,7 @@ def test_a_rank_without_any_row_runs_the_same_steps_on_copies_that_do_not_count(
     spare = plans[-1]
     assert len(spare.steps) == 2
     assert learned(spare, lengths) == [[], []]
-    assert rows_of_rank(batch_of(lengths), spare).num_tokens == 4
+    assert spare.rows == [0]
 
 
 def test_a_rank_without_rows_in_the_last_short_step_does_not_lose_its_other_rows() -> None:

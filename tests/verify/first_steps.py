@@ -24,10 +24,9 @@ from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.launch import settings
-from openrlhf.launch.run import make_kl
 from openrlhf.observability.metrics import values
 from openrlhf.trainers.experience_maker import ExperienceMaker
-from openrlhf.trainers.update_plan import plan_update, rows_of_rank
+from openrlhf.trainers.update_plan import plan_update
 from openrlhf.trajectory import Prompt, StopReason, Trajectory
 from openrlhf.workers.frozen import ReferenceWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
@@ -78,19 +77,9 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
     )
     config = parse_config(PPOConfig, flags.split(), command="train_ppo_ray")
     ranks = strategy(setting.dtype, seed)
-    policy = PolicyWorker(ranks, settings.policy_settings(config, "cpu", setting.steps * OPTIMIZER_STEPS))
-    reference = ReferenceWorker(ranks, settings.reference_settings(config, str(model)))
-    maker = ExperienceMaker(
-        [],
-        None,
-        config.algo,
-        config.reward,
-        make_kl(config),
-        max_new_tokens=NEW_TOKENS,
-        max_len=config.data.max_len,
-        needs_groups=True,
-        timeout_s=1.0,
-    )
+    policy = PolicyWorker(ranks, settings.trained_settings(config, str(model), setting.steps * OPTIMIZER_STEPS))
+    reference = ReferenceWorker(ranks, settings.frozen_settings(config, str(model)))
+    maker = ExperienceMaker(config)
     engine = Engine(policy.engine.hf, AutoTokenizer.from_pretrained(model), seed)
     rows, held_out = (read(task / name) for name in ("prompts.jsonl", "held_out.jsonl"))
     seen = Course(before=engine.solved(held_out[:HELD_OUT], HELD_OUT_SAMPLES))
@@ -108,7 +97,7 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
         )
         weights = flat_weights(policy.engine.hf)
         update = policy.update(
-            PolicyUpdate(experience=rows_of_rank(experience, plan), steps=plan.steps, kl_coef=0.0, version=1)
+            PolicyUpdate(experience=experience.select(plan.rows), steps=plan.steps, kl_coef=0.0, version=1)
         )
         metrics = values(credit) | values(update)
         seen.solved.append(metrics["train/reward"])

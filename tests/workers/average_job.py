@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
+from openrlhf.config.flags import amend
 from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import Strategy
-from openrlhf.trainers.update_plan import plan_update, rows_of_rank
+from openrlhf.trainers.update_plan import plan_update
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 from tests.loading import load_spec
-from tests.workers.policy_job import BATCH_SIZE, LENGTHS, batch, policy_settings
+from tests.workers.policy_job import BATCH_SIZE, LENGTHS, Policy, batch, role_settings
 
 BETA = 0.75
 
@@ -29,14 +30,15 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
     """The weights at the start and after each step; exports in `out`: of the whole run, and of the resumed one."""
     strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype=dtype), seed=0)
     load = load_spec(path=model, param_dtype=dtype, attention="sdpa", packing=True, lora=lora)
-    settings = policy_settings(load, MicroBatchLimits(size=2))
-    settings = replace(settings, trained=replace(settings.trained, ema_beta=BETA))
+    settings = role_settings(load, MicroBatchLimits(size=2))
+    averaged = amend(settings.config, {"train.enable_ema": True, "train.ema_beta": BETA})
+    settings = replace(settings, config=averaged)
     plan = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[strategy.rank]
-    rows = rows_of_rank(batch(), plan)
+    rows = batch().select(plan.rows)
     assert rows.advantages is not None
     poisoned = replace(rows, advantages=rows.advantages * torch.nan)
 
-    policy = PolicyWorker(strategy, settings)
+    policy = Policy(strategy, settings)
     path = [weights(policy)]
     for number, step in enumerate(plan.steps):
         if number == 2:
@@ -48,7 +50,7 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
     after = weights(policy)
     assert all(torch.equal(after[name], weight) for name, weight in path[-1].items())  # the policy itself goes on
 
-    resumed = PolicyWorker(strategy, settings)
+    resumed = Policy(strategy, settings)
     resumed.load_checkpoint(f"{out}/checkpoint", "global_step2")
     resumed.update(PolicyUpdate(experience=rows, steps=[plan.steps[2]], kl_coef=0.0, version=1))
     resumed.export(get_tokenizer(model), f"{out}/resumed")

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from openrlhf.batches import Experience
+from openrlhf.config.flags import amend
 from openrlhf.distributed.engine import NonFiniteError
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import values
-from openrlhf.workers.base import MicroBatchLimits, TrainedSettings, Update
-from openrlhf.workers.critic import CriticSettings, CriticWorker
+from openrlhf.workers.base import MicroBatchLimits, RoleSettings, Update
+from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 from tests.loading import load_spec
-from tests.workers.policy_job import ACTOR, KL_COEF, batch, policy_settings, strategy_of, weights_of
+from tests.workers.policy_job import KL_COEF, Policy, batch, role_settings, strategy_of, weights_of
 
 BROKEN = "hf.model.layers.1.mlp.up_proj.weight"
 LIMITS = MicroBatchLimits(size=2, packed=True)  # rows stay in their order
@@ -55,13 +56,16 @@ def error_of(call: Callable[[], object], strategy: Strategy) -> list[str]:
     return strategy.gather("no error")
 
 
+def settings_with(max_nonfinite: int, load: LoadSpec) -> RoleSettings:
+    """Settings under which so many skipped steps in a row end the run; the critic begins as the policy."""
+    settings = role_settings(load, LIMITS)
+    same = {"actor.model_name_or_path": load.path, "critic.model_name_or_path": load.path}
+    return replace(settings, config=amend(settings.config, {"train.max_nonfinite": max_nonfinite, **same}))
+
+
 def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
     """A step that is skipped, a healthy one, and then broken losses in one policy, broken gradients in another."""
-    settings = policy_settings(load, LIMITS)
-    policy, healthy = (
-        PolicyWorker(strategy, replace(settings, trained=replace(settings.trained, max_nonfinite=most)))
-        for most in (2, 1)
-    )
+    policy, healthy = (Policy(strategy, settings_with(most, load)) for most in (2, 1))
     clean, broken = batch(), replace(batch(), advantages=poison(batch().advantages, NAN))
     step(healthy, clean)
     start = weights_of(policy)
@@ -89,23 +93,13 @@ def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
 
 def critic_fault(strategy: Strategy, load: LoadSpec) -> list[str]:
     """Returns that are infinite in one row; the first skipped step ends the run."""
-    trained = TrainedSettings(
-        load=load,
-        optimizer=ACTOR,
-        forward_limits=LIMITS,
-        train_limits=LIMITS,
-        total_steps=3,
-        max_nonfinite=1,
-        bucket_bytes=1 << 14,
-    )
-    settings = CriticSettings(trained=trained, value_clip=0.5, head_prefix="score", fresh_head=True, normalize=False)
     zeros = torch.zeros(batch().num_tokens)
     rows = rows_of(strategy)
     job = Update(
         experience=replace(batch(), values=zeros, returns=poison(zeros, float("inf"))).select(rows),
         steps=[list(range(len(rows)))],
     )
-    critic = CriticWorker(strategy, settings)
+    critic = CriticWorker(strategy, settings_with(1, load))
     return error_of(lambda: critic.update(job), strategy)
 
 

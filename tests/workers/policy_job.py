@@ -10,17 +10,27 @@ from typing import Any
 import torch
 
 from openrlhf.batches import Experience, Layout, TokenRows, offsets_of
-from openrlhf.config.learning import ActorConfig, AlgoConfig, CorrectionConfig, KLConfig, PtxConfig
+from openrlhf.config.learning import (
+    ActorConfig,
+    AlgoConfig,
+    CorrectionConfig,
+    KLConfig,
+    PtxConfig,
+    RLDeepSpeedConfig,
+    RLFlags,
+    RLTrainConfig,
+)
+from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.engine import Metrics
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import merge_all, values
-from openrlhf.trainers.update_plan import plan_update, rows_of_rank, share
-from openrlhf.workers.base import MicroBatchLimits, TrainedSettings
-from openrlhf.workers.frozen import ReferenceSettings, ReferenceWorker
-from openrlhf.workers.policy import PolicySettings, PolicyUpdate, PolicyWorker
+from openrlhf.trainers.update_plan import plan_update, share
+from openrlhf.workers.base import MicroBatchLimits, RoleSettings
+from openrlhf.workers.frozen import ReferenceWorker
+from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 from tests.loading import load_spec
 
 LENGTHS = [5, 9, 4, 12, 7, 3, 10, 6, 8]
@@ -84,26 +94,33 @@ def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tens
     return column
 
 
-def policy_settings(
+def role_settings(
     load: LoadSpec, limits: MicroBatchLimits, actor: ActorConfig = ACTOR, algo: AlgoConfig = ALGO
-) -> PolicySettings:
-    trained = TrainedSettings(
-        load=load,
-        optimizer=actor,
-        forward_limits=limits,
-        train_limits=limits,
-        total_steps=3,
-        max_nonfinite=3,
-        bucket_bytes=1 << 14,
-    )
-    return PolicySettings(
-        trained=trained,
+) -> RoleSettings:
+    """Both kinds of forwards have the same limits."""
+    tokens = limits.max_tokens
+    config = RLFlags(
         actor=actor,
         algo=algo,
-        max_response_tokens=MAX_RESPONSE,
-        temperature=TEMPERATURE,
-        wire_dtype=torch.float32,
+        rollout=RolloutConfig(
+            temperature=TEMPERATURE,
+            max_new_tokens=MAX_RESPONSE,
+            micro_batch_size=limits.size,
+            max_tokens_per_gpu=tokens,
+        ),
+        train=RLTrainConfig(
+            micro_batch_size=limits.size, dynamic_batch_enable=tokens is not None, max_tokens_per_gpu=tokens or 1
+        ),
+        ds=RLDeepSpeedConfig(packing_samples=limits.packed),
+        vllm=VLLMConfig(dtype="fp32"),
     )
+    return RoleSettings(config=config, load=load, total_steps=3)
+
+
+class Policy(PolicyWorker):
+    """A policy that exports and publishes its few weights in several buckets."""
+
+    bucket_bytes = 1 << 14  # pyright: ignore[reportAssignmentType]
 
 
 def limits_of(name: str) -> MicroBatchLimits:
@@ -125,7 +142,7 @@ def update(policy: PolicyWorker, experience: Experience) -> Metrics:
     plan = plans[strategy.rank]
     texts = [text(share([len(row) for row in TEXTS], range(len(TEXTS)), strategy.dp_size)[strategy.rank])]
     job = PolicyUpdate(
-        experience=rows_of_rank(experience, plan),
+        experience=experience.select(plan.rows),
         steps=plan.steps,
         kl_coef=KL_COEF,
         version=1,
@@ -142,8 +159,8 @@ def weights_of(policy: PolicyWorker) -> dict[str, torch.Tensor]:
 def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool) -> dict[str, Any]:
     """Score, update, and look at the weights."""
     load = load_spec(path=model, param_dtype="fp32", attention="sdpa", packing=packing)
-    policy = PolicyWorker(strategy, policy_settings(load, limits))
-    reference = ReferenceWorker(strategy, ReferenceSettings(load=load, forward_limits=limits, temperature=TEMPERATURE))
+    settings = role_settings(load, limits)
+    policy, reference = Policy(strategy, settings), ReferenceWorker(strategy, settings)
     experience = batch()
     before = score(policy, strategy, experience)
     experience = replace(experience, ref_logprobs=score(reference, strategy, experience))

@@ -11,9 +11,18 @@ import torch
 from openrlhf.batches import Experience
 from openrlhf.config.learning import ActorConfig, AlgoConfig, CorrectionConfig, LossConfig
 from openrlhf.observability.metrics import values
-from openrlhf.workers.policy import PolicyWorker
 from tests.loading import load_spec
-from tests.workers.policy_job import ACTOR, ALGO, batch, limits_of, policy_settings, strategy_of, update, weights_of
+from tests.workers.policy_job import (
+    ACTOR,
+    ALGO,
+    Policy,
+    batch,
+    limits_of,
+    role_settings,
+    strategy_of,
+    update,
+    weights_of,
+)
 
 OBJECTIVES = list(product(("ppo", "gspo", "cispo"), ("token", "sequence", "constant")))
 # Means over a row are closer to 1 than its tokens' ratios: a narrower range clips as many.
@@ -46,7 +55,7 @@ def main() -> None:
         strategy = strategy_of(stage)
         load = load_spec(path=model, param_dtype="fp32", attention="sdpa", packing=shape == "packed")
         limits = replace(limits_of(limit), packed=load.ds.packing_samples)
-        policy = PolicyWorker(strategy, policy_settings(load, limits, *objective_of(loss, aggregation)))
+        policy = Policy(strategy, role_settings(load, limits, *objective_of(loss, aggregation)))
         metrics = update(policy, experience())
         results[layout] = {"metrics": values(metrics), "weights": weights_of(policy)}
     if torch.distributed.get_rank() == 0:
