@@ -180,7 +180,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
     if isinstance(config, SupervisedConfig):
         yield optimizer_of(config)
         yield training_config(config.ds, max_norm=config.max_norm, ranks=2)
-        yield tasks.load_spec(config), pretrained_options(tasks.load_spec(config))
+        yield tasks.trained_spec(config), pretrained_options(tasks.load_spec(config))
         yield vars(CheckpointManager(config.ckpt, [""]))
         yield vars(offline.follow_best(config))
     if isinstance(config, ChatConfig):
