@@ -27,7 +27,6 @@ from openrlhf.launch.precompute import with_reference
 from openrlhf.models.loading import ModelError, configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
 from openrlhf.observability.recorder import Recorder
-from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows, load_spec
 
@@ -50,8 +49,8 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     strategy = None if config.dry_run else Strategy(ds, seed=train.seed, full_determinism=train.full_determinism_enable)
     train_rows, eval_rows = load_rows(task, tokenizer)
     config = task.config
-    epoch = steps_per_epoch(config, train_rows)
-    total_steps, size = epoch * config.train.max_epochs, config.train.batch_size
+    total_steps = steps_per_epoch(config, train_rows) * config.train.max_epochs
+    size = config.train.batch_size
     plan = f"{train_rows.summary} {total_steps} optimizer step(s) of {size} rows; {len(train_rows) % size} left over."
     if eval_rows is None and (eval_rows := task.measured_rows(train_rows)):
         plan += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
@@ -80,9 +79,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         tokenizer=tokenizer,
         train_rows=train_rows,
         eval_rows=eval_rows,
-        steps_per_epoch=epoch,
         checkpoints=checkpoints,
-        best=follow_best(config),
         recorder=recorder,
         start=start,
     )
@@ -180,9 +177,3 @@ def steps_per_epoch(config: SupervisedConfig, rows: Rows) -> int:
             f"--train.batch_size {size}. {rows.summary}"
         )
     return len(rows) // size
-
-
-def follow_best(config: SupervisedConfig) -> BestMetric:
-    """The metric of the best checkpoint: the named metric, or with --eval.patience the first that ends in `loss`."""
-    patience = config.eval.patience
-    return BestMetric(config.ckpt.best_metric_key or ("" if patience else "none"), ending="loss", patience=patience)

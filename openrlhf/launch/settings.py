@@ -71,9 +71,8 @@ def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
 
 
 def load_spec(config: ModelCommand, path: str) -> LoadSpec:
-    """The settings for loading a model. Attention, precision and packing are the same for all models."""
-    trusted = config.model.trust_remote_code
-    return LoadSpec(path=located(path), ds=config.ds, max_len=config.data.max_len, trust_remote_code=trusted)
+    """The settings for loading a model in a process that may have another working directory."""
+    return LoadSpec.of(config, located(path))
 
 
 def located(path: str) -> str:
@@ -83,13 +82,7 @@ def located(path: str) -> str:
 
 def trained_settings(config: PPOConfig, path: str, steps: int) -> RoleSettings:
     """The settings of the workers of the policy or of the critic, which take so many optimizer steps."""
-    load = replace(
-        load_spec(config, path),
-        gradient_checkpointing=config.actor.gradient_checkpointing_enable,
-        reentrant=config.actor.gradient_checkpointing_reentrant,
-        lora=config.ds.lora,
-        seed=config.train.seed,
-    )
+    load = load_spec(config, path).trained(config.actor, config.ds.lora, config.train.seed)
     return RoleSettings(config=config, load=load, total_steps=steps)
 
 

@@ -4,8 +4,8 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -16,8 +16,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from openrlhf.config.commands import ModelCommand
 from openrlhf.config.flags import UserError
-from openrlhf.config.shared import LoadingConfig, LoraConfig
+from openrlhf.config.shared import LoadingConfig, LoraConfig, TrainedModelConfig
 from openrlhf.models import packed_attention
 from openrlhf.models.adapters import with_adapters
 
@@ -47,6 +48,17 @@ class LoadSpec:
     lora: LoraConfig | None = None  # new adapters, if its rank is above 0
     seed: int = 0  # of new adapters
     spread: bool = False  # over the GPUs of this process, layer by layer, if there are any
+
+    @classmethod
+    def of(cls, config: ModelCommand, path: str) -> Self:
+        """The settings for a model of this command. Attention, precision and packing are the same for all its models."""
+        trusted = config.model.trust_remote_code
+        return cls(path=path, ds=config.ds, max_len=config.data.max_len, trust_remote_code=trusted)
+
+    def trained(self, model: TrainedModelConfig, lora: LoraConfig, seed: int) -> Self:
+        """The settings for the same model where it is trained, with adapters if the flags ask for them."""
+        checkpointing, reentrant = model.gradient_checkpointing_enable, model.gradient_checkpointing_reentrant
+        return replace(self, gradient_checkpointing=checkpointing, reentrant=reentrant, lora=lora, seed=seed)
 
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from openrlhf.algorithms.rewards import clip_rewards, overlong_penalty, stop_pro
 from openrlhf.batches import Experience, turn_reward_column
 from openrlhf.config.learning import RLFlags
 from openrlhf.observability.metrics import Last, Mean, Metric
+from openrlhf.rewards.remote_engines import remote_engine
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.stages import RewardModels, Stage
 from openrlhf.trajectory import Trajectory
@@ -49,15 +50,16 @@ class ExperienceMaker:
 
     `stages` are the columns that the update needs. `reward_models` are None if there are none, or if the scores are
     there already because dynamic filtering needed them. `kl`: the coefficient of the KL term, fixed or following a target.
+    `teacher`: the one behind a server, if --algo.distill.teacher names one.
     """
 
     config: RLFlags
     stages: Sequence[Stage] = ()
     reward_models: RewardModels | None = None
-    remote_teacher: RemoteTeacher | None = None
 
     def __post_init__(self) -> None:
-        kl = self.config.algo.kl
+        kl, name = self.config.algo.kl, self.config.remote_teacher
+        self.teacher = RemoteTeacher(f"--algo.distill.teacher {name}", remote_engine(name)) if name else None
         self.kl = KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> Annotated:
@@ -71,8 +73,8 @@ class ExperienceMaker:
         def clock(name: str) -> None:
             timing[f"timing/{name}"] = Last(time.perf_counter() - start)
 
-        if self.remote_teacher:
-            trajectories = self.remote_teacher.annotated(trajectories)
+        if self.teacher:
+            trajectories = self.teacher.annotated(trajectories)
             clock("teacher_logprobs")
         kept = [trajectories[i] for i in trainable(trajectories, needs_groups=needs_groups)]
         experience = Experience.from_trajectories(kept)

@@ -33,8 +33,9 @@ class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced,
     together: ClassVar = 2
 
     def frozen_paths(self) -> dict[str, str | None]:
-        """The reference, unless it is the trained model without its adapters."""
-        return {} if self.config.reference_is_policy else {REFERENCE: self.config.ref.model_name_or_path}
+        """The reference, if the loss reads one, unless it is the trained model without its adapters."""
+        loaded = self.config.needs_reference and not self.config.reference_is_policy
+        return {REFERENCE: self.config.ref.model_name_or_path} if loaded else {}
 
     @property
     def offloads(self) -> bool:
@@ -110,10 +111,6 @@ class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, Pai
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
         """Pairs of a chosen and a rejected answer to a prompt."""
         return PreferenceDataset(dataset, tokenizer, self.config.data, needs_prompt=True)
-
-    def frozen_paths(self) -> dict[str, str | None]:
-        """The reference, if the loss reads one."""
-        return super().frozen_paths() if self.config.needs_reference else {}
 
     @property
     def precomputes(self) -> bool:

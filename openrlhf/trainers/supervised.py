@@ -34,15 +34,17 @@ class SupervisedTrainer(Generic[Row, Micro]):
     tokenizer: PreTrainedTokenizerBase
     train_rows: Rows
     eval_rows: Any  # rows without a summary, or None
-    steps_per_epoch: int
     checkpoints: CheckpointManager
-    best: BestMetric
     recorder: Recorder | None
     start: RunState  # of this run before its first step
 
     def __post_init__(self) -> None:
         config = self.task.config
-        self.train, self.ckpt = config.train, config.ckpt
+        self.train, self.ckpt, patience = config.train, config.ckpt, config.eval.patience
+        # Without a name, a metric is followed only if the patience waits for it.
+        followed = self.ckpt.best_metric_key or ("" if patience else "none")
+        self.best = BestMetric(followed, ending="loss", patience=patience)
+        self.steps_per_epoch = len(self.train_rows) // self.train.batch_size
         self.total_steps = self.steps_per_epoch * self.train.max_epochs
         self.eval_steps = config.eval.steps if config.eval.steps > 0 else self.steps_per_epoch
         self.limits = MicroBatchLimits(size=self.train.micro_batch_size, packed=config.ds.packing_samples)

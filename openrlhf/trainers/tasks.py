@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -176,17 +175,9 @@ def offline_task(name: str) -> Callable[[Kind], Kind]:
 
 def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
     """The settings for loading the model as it is before the training, or another model at `path`."""
-    model = config.model
-    return LoadSpec(
-        path=path or model.model_name_or_path,
-        ds=config.ds,
-        max_len=config.data.max_len,
-        gradient_checkpointing=model.gradient_checkpointing_enable,
-        reentrant=model.gradient_checkpointing_reentrant,
-        trust_remote_code=model.trust_remote_code,
-    )
+    return LoadSpec.of(config, path or config.model.model_name_or_path)
 
 
 def trained_spec(config: SupervisedConfig) -> LoadSpec:
     """The settings for loading the model to train, with adapters if the flags ask for them."""
-    return replace(load_spec(config), lora=config.ds.lora, seed=config.train.seed)
+    return load_spec(config).trained(config.model, config.ds.lora, config.train.seed)

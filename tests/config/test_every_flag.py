@@ -31,7 +31,7 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.config.unsupported import is_refused, refusals
 from openrlhf.distributed.ds_config import inference_config, training_config
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
-from openrlhf.launch import offline, settings
+from openrlhf.launch import settings
 from openrlhf.launch.start import plan_placement
 from openrlhf.models.loading import pretrained_options
 from openrlhf.rewards.budget import ErrorBudget
@@ -187,9 +187,8 @@ def given_to_all(config: Any) -> Iterator[Any]:
     if isinstance(config, SupervisedConfig):
         yield optimizer_of(config)
         yield training_config(config.ds, max_norm=config.max_norm, ranks=2)
-        yield tasks.load_spec(config), pretrained_options(tasks.load_spec(config))
+        yield tasks.trained_spec(config), pretrained_options(tasks.load_spec(config))
         yield vars(CheckpointManager(config.ckpt, [""]))
-        yield vars(offline.follow_best(config))
     if isinstance(config, ChatConfig):
         yield settings.load_spec(config, "m"), config.csft.suffix
     if isinstance(config, EngineCommand | PPOConfig):

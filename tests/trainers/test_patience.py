@@ -22,7 +22,6 @@ from openrlhf.config.supervised import RMConfig
 from openrlhf.distributed.engine import StepResult
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.rewards.budget import ErrorBudget
-from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.experience_maker import Annotated
 from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.supervised import SupervisedTrainer
@@ -109,7 +108,7 @@ class Supervised(SupervisedTrainer[int, Any]):
         task.config = RMConfig(
             train=TrainConfig(batch_size=1, micro_batch_size=1),
             ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
-            eval=EvalConfig(steps=1),
+            eval=EvalConfig(steps=1, patience=patience),
         )
         super().__init__(
             task,
@@ -118,9 +117,7 @@ class Supervised(SupervisedTrainer[int, Any]):
             tokenizer=character_tokenizer(),
             train_rows=Numbers(STEPS),
             eval_rows=Numbers(1),
-            steps_per_epoch=STEPS,
             checkpoints=checkpoints_in(folder),
-            best=BestMetric("", ending="loss", patience=patience),
             recorder=self.log,  # pyright: ignore[reportArgumentType]
             start=RunState(step=0, run_dir=str(folder)),
         )

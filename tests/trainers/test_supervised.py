@@ -16,7 +16,6 @@ from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLay
 from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import OfflineTask
 from tests.checkpoints.kept import checkpoints_in
@@ -96,9 +95,7 @@ def trainer(
         tokenizer=character_tokenizer(),
         train_rows=Numbers(rows),
         eval_rows=Numbers(rows),
-        steps_per_epoch=rows // 4,
         checkpoints=checkpoints_in(folder),
-        best=BestMetric("none", ending="loss"),
         recorder=None,
         start=RunState(step=0, run_dir=str(folder)),
     )
