@@ -76,8 +76,7 @@ def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
 
 def load_spec(config: ModelCommand, path: str) -> LoadSpec:
     """The settings for loading a model. Attention, precision and packing are the same for all models."""
-    trusted = config.model.trust_remote_code
-    return LoadSpec(path=located(path), ds=config.ds, max_len=config.data.max_len, trust_remote_code=trusted)
+    return LoadSpec.of(config, located(path))
 
 
 def located(path: str) -> str:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from openrlhf.config.commands import ModelCommand
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoadingConfig, LoraConfig
 from openrlhf.models import packed_attention
@@ -47,6 +48,12 @@ class LoadSpec:
     lora: LoraConfig | None = None  # new adapters, if its rank is above 0
     seed: int = 0  # of new adapters
     spread: bool = False  # over the GPUs of this process, layer by layer, if there are any
+
+    @classmethod
+    def of(cls, config: ModelCommand, path: str, **more: Any) -> Self:
+        """The settings of a command for the model at `path`; `more` are those that not every model has."""
+        trusted = config.model.trust_remote_code
+        return cls(path=path, ds=config.ds, max_len=config.data.max_len, trust_remote_code=trusted, **more)
 
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:

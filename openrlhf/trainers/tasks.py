@@ -177,13 +177,11 @@ def offline_task(name: str) -> Callable[[Kind], Kind]:
 def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
     """The settings for loading the model as it is before the training, or another model at `path`."""
     model = config.model
-    return LoadSpec(
-        path=path or model.model_name_or_path,
-        ds=config.ds,
-        max_len=config.data.max_len,
+    return LoadSpec.of(
+        config,
+        path or model.model_name_or_path,
         gradient_checkpointing=model.gradient_checkpointing_enable,
         reentrant=model.gradient_checkpointing_reentrant,
-        trust_remote_code=model.trust_remote_code,
     )
 
 
