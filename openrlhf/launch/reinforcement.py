@@ -53,7 +53,7 @@ def train(config: PPOConfig, processes: Processes) -> None:
         first = [] if config.train.agent_func_path else range(min(PREVIEWED, len(data.train)))
         check_reward(config.reward, [data.train[place] for place in first], data.tokenizer)
     if config.remote_teacher:
-        RemoteTeacher(config.remote_teacher).check(data.tokenizer, max_len=config.data.max_len)
+        RemoteTeacher.named(config.remote_teacher).check(data.tokenizer, max_len=config.data.max_len)
     start = RunState(
         step=0,
         run_dir=checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from openrlhf.config.options import ConfigError
+from openrlhf.config.rollout import RuleConfig
 from openrlhf.observability.once import warn_once
 from openrlhf.processes.pool import ProcessPool, UserCodeError
 from openrlhf.rewards.protocol import Reward, RewardRequest, columns
@@ -58,16 +59,15 @@ class _Arguments:
 class FunctionReward(Reward):
     """The user's `reward_func(queries, prompts, labels)`, run in the processes of `pool`.
 
-    It gets lists of length 1, one call per sample, or with `batch` (--reward.batch) all requests at
-    once; `timeout` (seconds) bounds each call. It may be `async`, take `**kwargs`, do without
-    `labels`, and return a bare tensor or list of rewards.
+    It gets lists of length 1, one call per sample, or with --reward.batch all requests at once;
+    --reward.timeout bounds each call. It may be `async`, take `**kwargs`, do without `labels`, and
+    return a bare tensor or list of rewards. `function` is its name in the file.
     """
 
-    def __init__(
-        self, path: str | Path, *, pool: ProcessPool, timeout: float, batch: bool = False, function: str = "reward_func"
-    ) -> None:
-        self.source = f"{Path(path).resolve()}:{function}"
-        self.pool, self.timeout, self.batch = pool, timeout, batch
+    def __init__(self, rule: RuleConfig, pool: ProcessPool, *, function: str = "reward_func") -> None:
+        assert rule.function_path
+        self.source = f"{Path(rule.function_path).resolve()}:{function}"
+        self.pool, self.timeout, self.batch = pool, rule.timeout, rule.batch
         self._arguments: _Arguments | None = None
 
     async def check(self) -> None:

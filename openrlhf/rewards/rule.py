@@ -30,11 +30,7 @@ def reward_of(
         yield HTTPReward(reward)
     elif reward.function_path or reward.verifier:
         with ProcessPool(workers or reward.workers, memory_gib=reward.memory_gib, log_dir=log_dir) as pool:
-            if reward.verifier:
-                yield VerifierReward(reward.verifier, pool=pool, timeout=reward.timeout)
-            else:
-                assert reward.function_path
-                yield FunctionReward(reward.function_path, pool=pool, timeout=reward.timeout, batch=reward.batch)
+            yield VerifierReward(reward, pool) if reward.verifier else FunctionReward(reward, pool)
     else:
         yield None
 
@@ -63,9 +59,10 @@ class VerifierReward(Reward):
 
     reads = ("answer",)
 
-    def __init__(self, name: str, *, pool: ProcessPool, timeout: float) -> None:
-        self.source = VERIFIERS[name]
-        self.pool, self.timeout, self.sandboxed = pool, timeout, name == "code"
+    def __init__(self, rule: RuleConfig, pool: ProcessPool) -> None:
+        assert rule.verifier
+        self.source = VERIFIERS[rule.verifier]
+        self.pool, self.timeout, self.sandboxed = pool, rule.timeout, rule.verifier == "code"
 
     async def check(self) -> None:
         """Load the verifier in a process. If it needs the sandbox, say what the sandbox cannot do on this machine."""

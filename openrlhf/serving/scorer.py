@@ -1,6 +1,7 @@
 """A trained reward model as a function from texts to scores."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -54,16 +55,8 @@ def load_scorer(
     )
     keep_start = config.truncation_side == "right"
     tokenize = partial(tokenize_texts, tokenizer=tokenizer, max_len=config.data.max_len, keep_start=keep_start)
-    spec = LoadSpec(
-        path=path,
-        ds=config.ds,
-        max_len=config.data.max_len,
-        trust_remote_code=config.model.trust_remote_code,
-        spread=True,
-    )
-    model = load_scalar(
-        spec, head_prefix=config.ds.value_head_prefix, require_head=True, normalize=config.reward.normalize_enable
-    )
+    spec, head = replace(LoadSpec.of(config, path), spread=True), config.ds.value_head_prefix
+    model = load_scalar(spec, head_prefix=head, require_head=True, normalize=config.reward.normalize_enable)
     prove_layout(model)
     embeddings = model.hf.get_input_embeddings().get_parameter("weight").shape[0]
     if len(tokenizer) > embeddings:

@@ -14,7 +14,6 @@ from openrlhf.algorithms.rewards import clip_rewards, overlong_penalty, stop_pro
 from openrlhf.batches import Experience, turn_reward_column
 from openrlhf.config.learning import RLFlags
 from openrlhf.observability.metrics import Last, Mean, Metric
-from openrlhf.rewards.remote_engines import remote_engine
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.stages import RewardModels, Stage
 from openrlhf.trajectory import Trajectory
@@ -59,7 +58,7 @@ class ExperienceMaker:
 
     def __post_init__(self) -> None:
         kl, name = self.config.algo.kl, self.config.remote_teacher
-        self.teacher = RemoteTeacher(f"--algo.distill.teacher {name}", remote_engine(name)) if name else None
+        self.teacher = RemoteTeacher.named(name) if name else None
         self.kl = KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> Annotated:

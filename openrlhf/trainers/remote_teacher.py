@@ -5,14 +5,14 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.flags import UserError
 from openrlhf.config.options import ConfigError
 from openrlhf.data.errors import DataError
-from openrlhf.rewards.remote_engines import RemoteEngine, in_background
+from openrlhf.rewards.remote_engines import RemoteEngine, in_background, remote_engine
 from openrlhf.rewards.servers import ServerError
 from openrlhf.trajectory import Trajectory
 
@@ -50,6 +50,11 @@ class RemoteTeacher:
             return in_background(of_all()).result()
         except ServerError as error:
             raise UserError(f"{self.flag}: {error}") from error
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """The teacher that --algo.distill.teacher names, one of the remote engines."""
+        return cls(f"--algo.distill.teacher {name}", remote_engine(name))
 
     def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The episodes, with log π_teacher if they are trained on. An episode without an answer has failed."""

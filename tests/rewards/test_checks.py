@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from openrlhf.config.rollout import RuleConfig
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.checks import grade_code, grade_format, grade_length, program_in, same_output
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
@@ -180,7 +181,7 @@ def pool() -> Iterator[ProcessPool]:
 
 
 def score(pool: ProcessPool, name: str, response: str, label: Any, timeout: float = 60) -> RewardResult:
-    reward = VerifierReward(name, pool=pool, timeout=timeout)
+    reward = VerifierReward(RuleConfig(verifier=name, timeout=timeout), pool)
     asyncio.run(reward.check())
     request = RewardRequest(query="Q: " + response + "<eos>", prompt="Q: ", label=label, answer=response)
     return asyncio.run(reward.score([request]))[0]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from openrlhf.config.rollout import RuleConfig
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
@@ -24,7 +25,7 @@ def pool() -> Iterator[ProcessPool]:
 
 
 def score(pool: ProcessPool, file: str, response: str, label: str) -> RewardResult:
-    reward = FunctionReward(EXAMPLES / file, pool=pool, timeout=60)
+    reward = FunctionReward(RuleConfig(remote_url=str(EXAMPLES / file), timeout=60), pool)
     return asyncio.run(reward.score([RewardRequest(query="Q: " + response, prompt="Q: ", label=label)]))[0]
 
 

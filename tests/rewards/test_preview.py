@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.config.rollout import RuleConfig
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.preview import answered, reward_preview, wrong_requests
@@ -28,7 +29,7 @@ def line(pool: ProcessPool, folder: Path, body: str, labels: list[str] = LABELS)
     """What is said of a reward function."""
     file = folder / f"reward{len(list(folder.iterdir()))}.py"
     file.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
-    reward = FunctionReward(file, pool=pool, timeout=60)
+    reward = FunctionReward(RuleConfig(remote_url=str(file), timeout=60), pool)
     rows = [Prompt(index=n, text=f"{n}+{n}=", tokens=[], label=label) for n, label in enumerate(labels, start=1)]
     return asyncio.run(reward_preview(reward, rows, TOKENIZER))
 

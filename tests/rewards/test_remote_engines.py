@@ -55,7 +55,7 @@ def chat(model: str | None = None, **parameters: Any) -> str:
 
 
 def score(pool: ProcessPool, function: str, model: str) -> RewardResult:
-    reward = FunctionReward(FUNCTIONS, pool=pool, timeout=60, function=function)
+    reward = FunctionReward(RuleConfig(remote_url=str(FUNCTIONS), timeout=60), pool, function=function)
     request = RewardRequest(query="say e:ee", prompt="say e:", label=model)
     return asyncio.run(reward.score([request]))[0]
 

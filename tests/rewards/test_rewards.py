@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from openrlhf.config.options import ConfigError
-from openrlhf.config.rollout import RewardConfig
+from openrlhf.config.rollout import RewardConfig, RuleConfig
 from openrlhf.observability.once import warn_once
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
@@ -31,7 +31,8 @@ def pool() -> Iterator[ProcessPool]:
 
 
 def function(pool: ProcessPool, file: str, name: str = "reward_func", **kwargs: Any) -> FunctionReward:
-    return FunctionReward(FILES / file, function=name, pool=pool, **{"timeout": 30, **kwargs})
+    rule = RuleConfig(remote_url=str(FILES / file), **{"timeout": 30.0, **kwargs})
+    return FunctionReward(rule, pool, function=name)
 
 
 def request(response: str, label: Any = "", prompt: str = "2+2=") -> RewardRequest:
@@ -156,7 +157,7 @@ def test_a_hanging_or_dying_function_fails_its_sample_only(tmp_path: Path, pool:
         "    if labels[0] == 'exit': os._exit(3)\n"
         "    return {'rewards': [1.0]}\n"
     )
-    reward = FunctionReward(file, pool=pool, timeout=3.0)
+    reward = FunctionReward(RuleConfig(remote_url=str(file), timeout=3.0), pool)
     results = score(reward, *(request("", label) for label in ("hang", "", "exit", "", "")))
     assert [result.reward for result in results] == [None, 1.0, None, 1.0, 1.0]
     assert "took more than 3 s" in str(results[0].error) and "exited with status 3" in str(results[2].error)
@@ -165,7 +166,7 @@ def test_a_hanging_or_dying_function_fails_its_sample_only(tmp_path: Path, pool:
 def test_a_file_that_cannot_be_loaded_is_a_mistake_in_the_flags(tmp_path: Path, pool: ProcessPool):
     file = tmp_path / "broken.py"
     file.write_text("def reward_func(queries, prompts, labels)\n    return 1\n")
-    reward = FunctionReward(file, pool=pool, timeout=1)
+    reward = FunctionReward(RuleConfig(remote_url=str(file), timeout=1), pool)
     with pytest.raises(ConfigError, match=r"--reward.remote_url: .*broken.py:reward_func(\n|.)*SyntaxError"):
         asyncio.run(reward.check())
     assert "SyntaxError" in str(score(reward, request(""))[0].error)
@@ -186,7 +187,7 @@ def test_a_long_answer_is_quoted_in_part():
 
 
 def test_the_math_verifier_grades_responses_not_prompts(pool: ProcessPool):
-    reward = VerifierReward("math", pool=pool, timeout=30)
+    reward = VerifierReward(RuleConfig(verifier="math", timeout=30), pool)
     asyncio.run(reward.check())
     results = score(
         reward,
@@ -204,8 +205,8 @@ def test_what_a_reward_reads_is_decoded_for_it_and_nothing_else(pool: ProcessPoo
     tokenizer = character_tokenizer()
     asked, sampled = (tokenizer.encode(text, add_special_tokens=False) for text in ("1+1=", "2<eos>"))
     for reward, query, answer in (
-        (FunctionReward(file, pool=pool, timeout=30), "1+1=2<eos>", ""),
-        (VerifierReward("math", pool=pool, timeout=30), "", "2"),
+        (FunctionReward(RuleConfig(remote_url=str(file), timeout=30), pool), "1+1=2<eos>", ""),
+        (VerifierReward(RuleConfig(verifier="math", timeout=30), pool), "", "2"),
     ):
         seen = request_of(tokenizer, "1+1=", "2", asked, sampled, reads=reward.reads)
         assert (seen.query, seen.response, seen.answer) == (query, "2<eos>", answer)

@@ -10,7 +10,7 @@ from openrlhf.batches import Experience
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.data.errors import DataError
-from openrlhf.rewards.remote_engines import VARIABLE, offer_engines, remote_engine
+from openrlhf.rewards.remote_engines import VARIABLE, offer_engines
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trajectory import Failure
 from tests.openai_server import OpenAIServer, openai_server
@@ -21,7 +21,7 @@ TOKENIZER = character_tokenizer()
 
 
 def wise() -> RemoteTeacher:
-    return RemoteTeacher("--algo.distill.teacher wise", remote_engine("wise"))
+    return RemoteTeacher.named("wise")
 
 
 def text_of(token: int) -> str:

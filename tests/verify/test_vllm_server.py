@@ -123,7 +123,7 @@ def test_a_remote_teacher_behind_a_stock_server_says_what_transformers_say(
     monkeypatch.setenv(VARIABLE, "")
     with vllm_server(tmp_path / "model", tmp_path / "server.log") as url:
         offer_engines(RemoteEnginesConfig(remote_engines=(f"wise={url}/v1",)), RuleConfig(timeout=120, retries=0))
-        teacher = RemoteTeacher("--algo.distill.teacher wise", remote_engine("wise"))
+        teacher = RemoteTeacher.named("wise")
         teacher.check(tokenizer, max_len=63)
         with pytest.raises(ConfigError, match="takes 64 tokens"):
             teacher.check(tokenizer, max_len=64)
