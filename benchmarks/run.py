@@ -103,7 +103,7 @@ class Grpo:
 
 @dataclass(frozen=True, kw_only=True)
 class Offline:
-    """SFT or training of a reward model, texts of 16 to 256 tokens, in float32. Our rows are packed."""
+    """SFT, training of a reward model or DPO, texts of 16 to 256 tokens, in float32. Our rows are packed."""
 
     name: str
     rows: str
@@ -140,6 +140,7 @@ CASES: Sequence[Grpo | Offline] = [
     *(Grpo(lengths=lengths, dtype=dtype) for lengths in ("equal", "tail") for dtype in ("fp32", "bf16")),
     Offline(name="sft", rows="sft.jsonl"),
     Offline(name="rm", rows="pairs.jsonl"),
+    Offline(name="dpo", rows="pairs.jsonl"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""SFT or training of a reward model in TRL, rows grouped by length, in float32. Writes a row at the end of each step.
+"""SFT, training of a reward model or DPO in TRL, rows grouped by length, in float32. Writes a row at the end of each step.
 
 python -m benchmarks.trl_offline ROWS KIND MODEL DATA
 """
@@ -14,23 +14,34 @@ import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # type: ignore[import-not-found]
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # type: ignore[import-not-found]
 
 from benchmarks.workload import BATCH, EPOCHS, LONGEST_ROW, OFFLINE_MICRO_BATCH
 
 
-class GroupedRewardTrainer(RewardTrainer):
-    """The trainer of reward models does not know the length of a row by itself."""
+class GroupedPairs:
+    """The trainers of pairs do not know the length of a row by themselves."""
+
+    train_dataset: Any
 
     def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedSampler:
-        data: Any = self.train_dataset
+        data = self.train_dataset
         lengths = [max(map(len, pair)) for pair in zip(data["chosen_ids"], data["rejected_ids"], strict=True)]
         return LengthGroupedSampler(BATCH, lengths=lengths)
+
+
+class GroupedRewardTrainer(GroupedPairs, RewardTrainer):
+    """A reward model from pairs that are grouped by length."""
+
+
+class GroupedDPOTrainer(GroupedPairs, DPOTrainer):
+    """DPO from pairs that are grouped by length."""
 
 
 KINDS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "sft": (SFTTrainer, SFTConfig, AutoModelForCausalLM, {}),
     "rm": (GroupedRewardTrainer, RewardConfig, AutoModelForSequenceClassification, {"num_labels": 1}),
+    "dpo": (GroupedDPOTrainer, DPOConfig, AutoModelForCausalLM, {}),
 }
 
 
@@ -62,7 +73,7 @@ def main(rows: str, kind: str, model: str, data: str) -> None:
         save_strategy="no",
         disable_tqdm=True,
     )
-    columns = {"input": "prompt", "output": "completion"}
+    columns = {"input": "prompt", "output": "completion"}  # those of pairs have other names already
     dataset: Any = load_dataset("json", data_files=data, split="train")
     named = dataset.rename_columns({old: new for old, new in columns.items() if old in dataset.column_names})
     trainer(

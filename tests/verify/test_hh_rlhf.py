@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,15 @@ LONGEST = 2048  # tokens
 VOCABULARY = 2048
 
 
-def make_model(folder: Path, texts: list[str]) -> Path:
-    """A random model of 0.3 million parameters, and a tokenizer made from the texts."""
+def make_model(folder: Path, texts: list[str], marks: Sequence[str] = ()) -> Path:
+    """A random model of 0.3 million parameters, and a tokenizer made from the texts. `marks`: tokens of their own."""
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=["<pad>", "<eos>"])
+    trained.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=["<pad>", "<eos>", *marks])
     trained.save_model(str(folder.parent))
     files = json.loads((folder.parent / "vocab.json").read_text()), (folder.parent / "merges.txt").read_text()
     merges = [tuple(line.split()) for line in files[1].splitlines()[1:]]
-    Qwen2Tokenizer(vocab=files[0], merges=merges, pad_token="<pad>", eos_token="<eos>", unk_token=None).save_pretrained(
-        folder
-    )
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "extra_special_tokens": list(marks)}
+    Qwen2Tokenizer(vocab=files[0], merges=merges, unk_token=None, **names).save_pretrained(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": LONGEST}
     config = tiny_config("qwen2-tied", **sizes, intermediate_size=256, vocab_size=VOCABULARY)
