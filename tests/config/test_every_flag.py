@@ -93,12 +93,12 @@ READERS = {
     "train_prm": f"{TRAINING} trainers.process_reward data.steps",
     "train_kd": f"{TRAINING} trainers.distill trainers.sft data.rows data.sft data.first_look",
     "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data launch.processes launch.agents agents.play "
-    "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers data.rows data.prompts data.first_look "
+    "trainers.ppo trainers.experience_maker rewards.rule rewards.function observability.recorder observability.trackers data.rows data.prompts data.first_look "
     "trainers.sources trainers.async_source trainers.stages models.adapters workers.base workers.policy workers.critic workers.frozen checkpoints.manager rollout.fleet distributed.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
-    "eval": "evaluation.runs trainers.reward trainers.stages workers.frozen launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.judge "
+    "eval": "evaluation.runs trainers.reward trainers.sources trainers.stages workers.frozen launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.function rewards.judge "
     "observability.recorder observability.trackers data.rows data.prompts data.feedback rollout.fleet distributed.placement",
-    "reward_test": "evaluation.reward_test rewards.rule",
+    "reward_test": "evaluation.reward_test rewards.rule rewards.function",
     "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "
     "observability.recorder observability.trackers data.prompts data.rows data.first_look rollout.fleet distributed.placement trainers.stages workers.frozen",
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
@@ -107,7 +107,7 @@ READERS = {
 # What a section is called in those modules besides its own name.
 ALSO_CALLED = {
     "eval": {"evaluation"},
-    "reward": {"flags"},
+    "reward": {"flags", "rule"},
     "logger": {"config"},
     "model": {"model_config", "flags"},
     "kto": {"flags"},
