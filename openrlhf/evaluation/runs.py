@@ -210,8 +210,7 @@ class Evaluation:
             closing(agents) if agents else nullcontext(),
         ):
             generator = RolloutGenerator(engines, model.tokenizer, rule, agents=agents, fallback=config.reward.fallback)
-            at_once, timeout_s = config.rollout.batch_size, config.train.step_timeout
-            return evaluate(model.prompts, generator, loop, spec, step=0, at_once=at_once, timeout_s=timeout_s)
+            return evaluate(model.prompts, generator, loop, spec, step=0, timeout_s=config.train.step_timeout)
 
     def rewarded(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
         """The answers with the rewards of the reward models added. The reward models run only meanwhile."""

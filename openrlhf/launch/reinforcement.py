@@ -18,13 +18,14 @@ from openrlhf.launch.identity import rl_identity
 from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder
-from openrlhf.launch.run import Run, make_remote_teacher
+from openrlhf.launch.run import Run
 from openrlhf.models.proof import UNPROVEN
 from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.trainers.ppo import SOURCE
+from openrlhf.trainers.remote_teacher import RemoteTeacher
 
 PREVIEWED = 4  # rows whose labels are scored before the run
 
@@ -51,8 +52,8 @@ def train(config: PPOConfig, processes: Processes) -> None:
         check_agents(config, data.tokenizer)
         first = [] if config.train.agent_func_path else range(min(PREVIEWED, len(data.train)))
         check_reward(config.reward, [data.train[place] for place in first], data.tokenizer)
-    if teacher := make_remote_teacher(config):
-        teacher.check(data.tokenizer, max_len=config.data.max_len)
+    if config.remote_teacher:
+        RemoteTeacher(config.remote_teacher).check(data.tokenizer, max_len=config.data.max_len)
     start = RunState(
         step=0,
         run_dir=checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir),

@@ -28,7 +28,6 @@ from openrlhf.trainers.async_source import AsyncSource
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.ppo import Evaluate, PPOTrainer
 from openrlhf.trainers.publisher import WeightPublisher
-from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import SyncSource, evaluate
 from openrlhf.trainers.stages import EarlyStages, RewardModels, Stage
@@ -111,10 +110,11 @@ class Run:
         models = RewardModels(groups["reward"], config.reward) if "reward" in groups else None
         generator = self._make_generator()
         stages = make_stages(config, groups)
-        source = self._make_source(generator, models, stages)
+        scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)
+        source = self._make_source(generator, scored, stages)
         self.ends.callback(source.close)
         unscored = source.keep is None and not config.train.async_enable
-        maker = ExperienceMaker(config, stages, models if unscored else None, make_remote_teacher(config))
+        maker = ExperienceMaker(config, stages, models if unscored else None)
         if config.rollout.only:
             return RolloutOnly(source, maker, self.recorder)
         publisher = WeightPublisher(
@@ -132,7 +132,7 @@ class Run:
             groups["actor"],
             groups.get("critic"),
             publisher,
-            evaluate=self._make_evaluation(generator, models),
+            evaluate=self._make_evaluation(generator, scored),
             pretraining=self.data.pretraining,
             checkpoints=self.checkpoints,
             tokenizer=self.data.tokenizer,
@@ -167,10 +167,9 @@ class Run:
         return DumpingGenerator(generator, folder, run=identity)
 
     def _make_source(
-        self, generator: Generator, models: RewardModels | None, stages: Sequence[Stage]
+        self, generator: Generator, scored: EarlyStages, stages: Sequence[Stage]
     ) -> SyncSource | AsyncSource:
         config = self.config
-        scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)
         common = self.data.train, generator, self.loop, settings.train_sampling(config), config
         if config.train.async_enable:
             # π_old is the policy of the update; and the policy scores no rows while it is updated.
@@ -189,22 +188,14 @@ class Run:
             )
         return source
 
-    def _make_evaluation(self, generator: Generator, models: RewardModels | None) -> Evaluate | None:
-        config, prompts = self.config, self.data.eval
+    def _make_evaluation(self, generator: Generator, scored: EarlyStages) -> Evaluate | None:
+        prompts, spec = self.data.eval, settings.eval_sampling(self.config)
         if prompts is None or self.replay:
             return None
 
         def evaluation(step: int) -> list[Trajectory]:
-            trajectories = evaluate(
-                prompts,
-                generator,
-                self.loop,
-                settings.eval_sampling(config),
-                step=step,
-                at_once=config.rollout.batch_size,
-                timeout_s=config.train.step_timeout,
-            )
-            return EarlyStages(models=models, timeout_s=config.train.step_timeout).annotated(trajectories)
+            timeout_s = self.config.train.step_timeout
+            return scored.annotated(evaluate(prompts, generator, self.loop, spec, step=step, timeout_s=timeout_s))
 
         return evaluation
 
@@ -223,8 +214,3 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[St
         values = Stage(writes="values", by=groups["critic"], method=CriticWorker.values, reads=Experience.texts)
         stages.append(values)
     return stages
-
-
-def make_remote_teacher(config: PPOConfig) -> RemoteTeacher | None:
-    """The teacher behind a server, if --algo.distill.teacher names one."""
-    return RemoteTeacher(config.remote_teacher) if config.remote_teacher else None

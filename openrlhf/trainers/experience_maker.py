@@ -49,15 +49,16 @@ class ExperienceMaker:
 
     `stages` are the columns that the update needs. `reward_models` are None if there are none, or if the scores are
     there already because dynamic filtering needed them. `kl`: the coefficient of the KL term, fixed or following a target.
+    `teacher`: the one behind a server, if --algo.distill.teacher names one.
     """
 
     config: RLFlags
     stages: Sequence[Stage] = ()
     reward_models: RewardModels | None = None
-    remote_teacher: RemoteTeacher | None = None
 
     def __post_init__(self) -> None:
-        kl = self.config.algo.kl
+        kl, teacher = self.config.algo.kl, self.config.remote_teacher
+        self.teacher = RemoteTeacher(teacher) if teacher else None
         self.kl = KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> Annotated:
@@ -71,8 +72,8 @@ class ExperienceMaker:
         def clock(name: str) -> None:
             timing[f"timing/{name}"] = Last(time.perf_counter() - start)
 
-        if self.remote_teacher:
-            trajectories = self.remote_teacher.annotated(trajectories)
+        if self.teacher:
+            trajectories = self.teacher.annotated(trajectories)
             clock("teacher_logprobs")
         kept = [trajectories[i] for i in trainable(trajectories, needs_groups=needs_groups)]
         experience = Experience.from_trajectories(kept)

@@ -192,10 +192,9 @@ def evaluate(
     spec: SamplingSpec,
     *,
     step: int,
-    at_once: int,
     timeout_s: float,
 ) -> list[Trajectory]:
-    """Episodes of every evaluation prompt for the weights after `step`, at most `at_once` prompts at a time."""
-    every_prompt = (prompts[row] for row in range(len(prompts)))
-    stream = generator.stream(every_prompt, Request(spec=spec, step=step), groups=len(prompts), at_once=at_once)
+    """Episodes of every evaluation prompt for the weights after `step`, as many prompts at a time as training has in a step."""
+    every_prompt, request = (prompts[row] for row in range(len(prompts))), Request(spec=spec, step=step)
+    stream = generator.stream(every_prompt, request, groups=len(prompts), at_once=spec.rollout.batch_size)
     return in_prompt_order(loop.iterate(stream, timeout_s))

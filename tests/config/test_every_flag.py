@@ -90,7 +90,7 @@ READERS = {
     "trainers.ppo trainers.experience_maker rewards.rule observability.recorder observability.trackers data.rows data.prompts data.first_look "
     "trainers.sources trainers.async_source trainers.stages models.adapters workers.base workers.policy workers.critic workers.frozen checkpoints.manager rollout.fleet distributed.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
-    "eval": "evaluation.runs trainers.reward trainers.stages workers.frozen launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.judge "
+    "eval": "evaluation.runs trainers.reward trainers.sources trainers.stages workers.frozen launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.judge "
     "observability.recorder observability.trackers data.rows data.prompts data.feedback rollout.fleet distributed.placement",
     "reward_test": "evaluation.reward_test rewards.rule",
     "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "

@@ -25,7 +25,9 @@ from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.trainers.sources import evaluate
 from tests.tiny import character_tokenizer, save_tiny_model
 
-SPEC = SamplingSpec(purpose="eval", rollout=RolloutConfig(temperature=0.0, max_new_tokens=4), max_len=8, seed=0)
+SPEC = SamplingSpec(
+    purpose="eval", rollout=RolloutConfig(temperature=0.0, max_new_tokens=4, batch_size=3), max_len=8, seed=0
+)
 
 
 class Length(Reward):
@@ -51,7 +53,7 @@ def test_written_answers_meet_their_prompts_and_are_rewarded_like_sampled_ones()
     engines = WrittenAnswers(answers)
     generator = RolloutGenerator(engines, tokenizer, Length())
     with closing(BackgroundLoop()) as loop:
-        episodes = evaluate(prompts, generator, loop, SPEC, step=0, at_once=3, timeout_s=60)
+        episodes = evaluate(prompts, generator, loop, SPEC, step=0, timeout_s=60)
     assert [episode.response_text for episode in episodes] == ["b", "cc", "bbb", "x"]
     assert [episode.reward for episode in episodes] == [1.0, 2.0, 3.0, None]
     assert [episode.failed for episode in episodes] == [False, False, False, True]

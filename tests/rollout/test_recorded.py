@@ -27,7 +27,7 @@ from tests.streams import rollout
 from tests.trainers.episodes import episode
 
 SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(n_samples_per_prompt=2, max_new_tokens=4), max_len=8, seed=0)
-EVALUATION = SamplingSpec(**{**vars(SPEC), "purpose": "eval"})
+EVALUATION = replace(SPEC, purpose="eval", rollout=replace(SPEC.rollout, batch_size=2))
 LOOP = BackgroundLoop()
 
 
@@ -148,7 +148,7 @@ def test_evaluations_have_files_of_their_own(tmp_path: Path) -> None:
     files.begin(after=-1)
     generator = DumpingGenerator(Dice(0), files, run={})
     first = rollout(generator, [Prompt(index=0, text="a", tokens=[1])], SPEC, step=7)
-    found = evaluate(Prompts(5), generator, LOOP, EVALUATION, step=6, at_once=2, timeout_s=60)  # pyright: ignore
+    found = evaluate(Prompts(5), generator, LOOP, EVALUATION, step=6, timeout_s=60)  # pyright: ignore
     assert repr(files.read("eval", 6)) == repr(found).replace("b'not JSON'", repr("b'not JSON'"))
     assert files.read("step", 7) == first
 

@@ -224,7 +224,8 @@ def test_a_run_taken_up_draws_again_what_was_generated_ahead(source: Make, steps
 
 def test_evaluation_asks_for_every_prompt_once_a_few_at_a_time(loop: BackgroundLoop) -> None:
     generator, prompts = EchoGenerator(), Prompts(5)
-    trajectories = evaluate(prompts, generator, loop, SPEC, step=7, at_once=2, timeout_s=60)  # pyright: ignore[reportArgumentType]
+    spec = replace(SPEC, rollout=replace(SPEC.rollout, batch_size=2))
+    trajectories = evaluate(prompts, generator, loop, spec, step=7, timeout_s=60)  # pyright: ignore[reportArgumentType]
     assert [[p.index for p in call] for call in generator.calls] == [[0, 1, 2, 3, 4]]
     assert (generator.most, [request.step for request in generator.requests]) == ([2], [7])
     assert [t.score for t in trajectories] == [0.0, 1.0, 2.0, 3.0, 4.0]
