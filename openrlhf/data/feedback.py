@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch.utils.data
 from datasets import Dataset
@@ -42,10 +42,6 @@ class PairRow:
     margin: float = 0.0
     datasource: str = "default"
     reference: Sequence[float] = ()  # Σ log π_ref of the two answers, once it is known
-
-    def with_reference(self, sums: Sequence[float]) -> Self:
-        """The same pair, with what the reference says of it."""
-        return replace(self, reference=sums)
 
 
 class PreferenceDataset(TokenizedRows[PairRow]):

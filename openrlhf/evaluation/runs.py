@@ -18,7 +18,6 @@ from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import Table, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
-from openrlhf.data.rows import number_rows
 from openrlhf.data.shown import show_text
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.cluster import places_now, ray_cluster
@@ -160,7 +159,7 @@ def read_rows(config: EvaluationConfig) -> Table:
 
 def read_answers(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, column: str) -> list[list[int]]:
     """The answers in a column as tokens, each with its end. Raises DataError."""
-    rows = number_rows(read_rows(config))
+    rows = read_rows(config)
     check_columns(rows.column_names, {"--against.answer_key": column})
     texts = [text_of(row, column) for row in rows if isinstance(row, dict)]
     end = cast(int, tokenizer.eos_token_id)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Scored(torch.utils.data.Dataset[Any]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        return self.rows[index].with_reference(self.sums[index])
+        return replace(self.rows[index], reference=self.sums[index])
 
 
 def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
