@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -188,8 +187,6 @@ def test_settings_that_are_not_there_are_named(file: Path) -> None:
 def test_the_flags_of_every_example_are_accepted(
     example: Path, settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if "batch_inference" in example.read_text() and not importlib.util.find_spec("openrlhf.config.inference"):
-        pytest.skip("no batch_inference")
     monkeypatch.setattr(machine, "installed_gpus", lambda: 8 if settings == "cluster" else 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(ROOT)

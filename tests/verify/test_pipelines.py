@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,18 +11,18 @@ import pytest
 
 from tests.e2e.commands import column
 from tests.ranks import ROOT
+from tests.verify.results import write_result
 
 PASS_AT_1 = "eval/eval_sort_pass1"
 REWARD = "eval/eval_sort_reward_mean"
-# A held-out number that is larger at the end of the second run than at the beginning of the first. PPO raises the reward model's
-# score, which is what it is given; these small reward models do not always raise pass@1 with it.
+# A held-out number that is larger at the end of the second run than at the beginning of the first.
 LIFTED = {
-    "instructgpt": ("ppo", "ppo", REWARD),
+    "instructgpt": ("ppo", "ppo", PASS_AT_1),
     "r1": ("grpo", "grpo", PASS_AT_1),
     "llama2": ("ppo", "ppo", REWARD),
     "raft": ("passed_0", "passed_2", PASS_AT_1),
     "iterative_dpo": ("passed_0", "passed_2", PASS_AT_1),
-    "compare": ("passed_start_1", "passed_grpo_1", PASS_AT_1),
+    "compare": ("passed_start_1", "passed_rs_1", PASS_AT_1),
 }
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(7200)]
 
@@ -44,9 +44,6 @@ def run(example: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("example", LIFTED)
 def test_an_example_learns_and_is_done(example: str, tmp_path: Path) -> None:
-    text = (ROOT / f"examples/pipelines/{example}.yaml").read_text()
-    if "batch_inference" in text and not importlib.util.find_spec("openrlhf.config.inference"):
-        pytest.skip("no batch_inference")
     run(example, tmp_path)
     before, after, number = LIFTED[example]
     assert column(tmp_path / after, number)[-1] > column(tmp_path / before, number)[0]
@@ -55,5 +52,30 @@ def test_an_example_learns_and_is_done(example: str, tmp_path: Path) -> None:
     report = (tmp_path / "report.html").read_text()
     assert all(f">{line.partition(':')[0]}</" in report for line in stages)
     if example == "compare":
-        groups = ("Start", "SFT", "DPO", "KTO", "Rejection sampling", "PPO", "GRPO")
-        assert all(f"<td>{group}</td><td>3</td>" in report for group in groups)
+        write_comparison(report)
+
+
+GROUPS = ["Start", "SFT", "DPO", "KTO", "Rejection sampling", "PPO", "GRPO"]
+NOTES = """
+What every method is given is in [compare.yaml](../../examples/pipelines/compare.yaml): the same start, the same preferences, and as many
+answers to train on. SFT learns the preferred answers, which are all right; DPO and KTO learn from both answers of the pairs; the others learn
+from their own samples, as a reward model that was trained on the same pairs scores them. So the table says which signal is worth most in
+this task, of which the preferred answers are the solution, and not which method is best.
+
+The answers of a pair differ in a digit. On such pairs DPO alone makes both answers less likely (pass@1 fell from 0.25 to 0.03 in a trial): it has
+`--model.nll_loss_coef 5` here. PPO and GRPO take 20 steps only, in which the reward model's score rises by 0.1 at most.
+"""
+
+
+def write_comparison(report: str) -> None:
+    """Write the table over seeds as a page of results."""
+    table = next(each for each in re.findall("<table>(.*?)</table>", report, re.DOTALL) if ">group<" in each)
+    rows = [
+        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL)
+        for row in re.findall("<tr>(.*?)</tr>", table, re.DOTALL)
+    ]
+    assert [row[:2] for row in rows[1:]] == [[group, "3"] for group in GROUPS]
+    title = "Preference methods side by side, on a toy task"
+    write_result(
+        "compare", title, "openrlhf pipeline examples/pipelines/compare.yaml", rows[0], rows[1:], NOTES.strip()
+    )
