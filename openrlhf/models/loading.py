@@ -109,7 +109,8 @@ def check_is_causal(spec: LoadSpec) -> None:
         if "SequenceClassification" in name:
             raise ModelError(f"{spec.path} is a reward model or critic ({name}). Name a language model.")
     loaded: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if loaded is not None and not isinstance(config, loaded.config_class):
+    own_code = spec.trust_remote_code and getattr(config, "auto_map", None)
+    if loaded is not None and not own_code and not isinstance(config, loaded.config_class):
         stored = ", ".join(config.architectures or [config.model_type])
         raise ModelError(
             f"{spec.path} is not a text-only model ({stored}). Transformers would load its language model alone, and an "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.e2e.commands import as_arguments, column, finish, launch, small_grpo, write_rows
 from tests.e2e.test_offline_family import flags_of, make_workspace
 from tests.tiny import EXPERTS, HEADS, SIZES, character_tokenizer, unbalance
+from tests.verify.own_code.configuration_baichuan import BaichuanConfig
+from tests.verify.own_code.modeling_baichuan import BaichuanForCausalLM
 from tests.verify.results import write_result
 
 pytestmark = pytest.mark.verify
@@ -30,7 +33,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
     "qwen3_moe": EXPERTS | {"head_dim": 32},
+    "baichuan": {"num_key_value_heads": HEADS["num_attention_heads"]},
 }
+OWN_CODE = "baichuan"  # its code lies in the model's folder, and runs with --model.trust_remote_code
 WAYS = ("SFT", "DPO", "SFT with LoRA", "GRPO", "GRPO, bf16")
 EXACT = 1e-4  # mean difference of log-probabilities of engine and trainer in float32, nats
 
@@ -39,11 +44,20 @@ def save(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
     """A random float32 model of an architecture, and its tokenizer."""
     torch.manual_seed(0)
     tokenizer = character_tokenizer()
-    config = AutoConfig.for_model(kind, **SIZES | HEADS | {"vocab_size": len(tokenizer)} | changes)
-    hf = AutoModelForCausalLM.from_config(config).float()
+    sizes = SIZES | HEADS | {"vocab_size": len(tokenizer)} | changes
+    if kind == OWN_CODE:
+        BaichuanConfig.register_for_auto_class()
+        BaichuanForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+        hf: Any = BaichuanForCausalLM(BaichuanConfig(**sizes))
+    else:
+        hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).float()
     unbalance(hf)
     hf.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if kind == OWN_CODE:  # vLLM asks the folder for the decoder alone
+        stored = json.loads((folder / "config.json").read_text())
+        stored["auto_map"]["AutoModel"] = "modeling_baichuan.BaichuanModel"
+        (folder / "config.json").write_text(json.dumps(stored))
     return folder
 
 
@@ -63,6 +77,8 @@ def outcome(way: str, model: Path, workspace: Path, folder: Path) -> str:
         for name in [name for name in flags if name.startswith("kd.")] if way != "DPO" else []:
             flags[name] = None
         flags |= {"ds.lora.rank": 4} if "LoRA" in way else {}
+    if model.name == OWN_CODE:
+        flags["model.trust_remote_code"] = True
     done = finish(launch(command, flags), timeout=400)
     if done.status == 2:
         return "refused: " + done.errors.partition("error: ")[2].strip().splitlines()[0].replace("|", "\\|")
@@ -93,6 +109,7 @@ def test_architectures_train_in_every_way_or_are_refused_with_the_reason(tmp_pat
             "python -m pytest -m verify tests/verify/test_architectures.py",
             ["model_type", *WAYS],
             table,
-            "Random models of 2 layers. GRPO: the largest mean difference, over the steps, between the log-probabilities of engine "
+            "Random models of 2 layers. `baichuan` is a local folder with code of its own, one weight for queries, keys and values, and runs with "
+            "`--model.trust_remote_code`. GRPO: the largest mean difference, over the steps, between the log-probabilities of engine "
             "and trainer for the sampled tokens, nats.",
         )
