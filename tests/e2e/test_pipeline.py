@@ -52,7 +52,7 @@ def test_a_terminated_pipeline_goes_on_within_its_stage_and_a_change_runs_what_i
         time.sleep(0.05)
     os.kill(pipeline.pid, signal.SIGTERM)
     ended = finish(pipeline, timeout=60)
-    assert ended.status == 143 and f"To go on: openrlhf pipeline {file}" in ended.errors
+    assert ended.status == 143 and "The same command goes on from here." in ended.errors
     assert not (folder / "dpo/model").exists()
     before = steps_logged(folder / "dpo")
 

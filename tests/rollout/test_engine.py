@@ -66,6 +66,10 @@ class FaultyEngine(RolloutEngine):
         """The samples whose tokens wait in the core for the last one."""
         return list(self.core()._held)
 
+    async def tokens_under_way(self) -> list[int]:
+        """How many tokens each sample has that is not done yet."""
+        return [request.num_output_tokens for request in self.core().scheduler.running]
+
     async def sabotage(self, fault: str) -> None:
         """Let every update go wrong in one way, until `repair`."""
         from openrlhf.distributed import weight_sync
@@ -396,11 +400,11 @@ class TestPublication:
         old = stand.model
         names = [name for name, _ in old.named_parameters()]
         params = [SamplingParams(max_tokens=400, seed=i, ignore_eos=True) for i in range(4)]
-        began = time.monotonic()
-        stand.call("generate", [5, 6, 7], params)
-        running = stand.engine.generate.remote([5, 6, 7], params)
-        time.sleep(0.35 * (time.monotonic() - began))
         stand.model = noisy_copy(old, names, 0.02)
+        running = stand.engine.generate.remote([5, 6, 7], params)
+        deadline = time.monotonic() + TIMEOUT_S
+        while min(counts := stand.call("tokens_under_way"), default=0) == 0 or len(counts) < 4:
+            assert time.monotonic() < deadline
         stand.publish()
         samples = [([5, 6, 7], g) for g in ray.get(running, timeout=TIMEOUT_S)]
         assert {g.weight_versions for _, g in samples} == {(stand.version - 1, stand.version)}
