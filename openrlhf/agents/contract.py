@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.config.rollout import RuleConfig
 from openrlhf.processes.loading import awaited, load_function, plain
-from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards
+from openrlhf.rewards.protocol import RewardRequest, RewardResult, numbers, read_rewards
 from openrlhf.rewards.rule import HTTPReward
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trajectory import Failure, TrajectoryBuilder
@@ -123,7 +123,9 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         try:
             begun = await awaited(agent.reset({"observation": prompt, "label": label}))
             if not isinstance(begun, Mapping) or not isinstance(begun.get("observation"), str):
-                raise ContractMistake(f"{_named(agent)}.reset returned {begun!r}, not a dict with the text observation")
+                raise ContractMistake(
+                    f"{type(agent).__name__}.reset returned {begun!r}, not a dict with the text observation"
+                )
             episode = _Episode(begun["observation"], sampling_params, max_length, hf_tokenizer, llm_engine)
             await self._take_turns(agent, episode, label, sampling_params)
         finally:
@@ -198,9 +200,9 @@ class _Episode(TrajectoryBuilder):
         feedback: str = answer.get("environment_feedback") or ""
         self.append_feedback(self._tokens(feedback))
         self.text += feedback
-        self.rewards.append(_number(answer["rewards"]))
+        self.rewards += numbers("rewards", plain(answer["rewards"]), 1)
         if answer.get("scores") is not None:
-            self.score = _number(answer["scores"])
+            [self.score] = numbers("scores", plain(answer["scores"]), 1)
         self.logs |= answer.get("extra_logs") or {}
 
     def result(self) -> dict[str, Any]:
@@ -266,7 +268,7 @@ class ContractMistake(ValueError):
 
 def _checked(agent: AgentInstanceBase, answer: Any) -> Mapping[str, Any]:
     """What `step` returned. Raises ContractMistake if something is missing or of the wrong type."""
-    step, wanted = f"{_named(agent)}.step", "a dict with rewards, environment_feedback and done"
+    step, wanted = f"{type(agent).__name__}.step", "a dict with rewards, environment_feedback and done"
     if not isinstance(answer, Mapping):
         raise ContractMistake(f"{step} returned {answer!r}; it must return {wanted}")
     if missing := [name for name in ("rewards", "done") if answer.get(name) is None]:
@@ -281,14 +283,10 @@ def _checked(agent: AgentInstanceBase, answer: Any) -> Mapping[str, Any]:
         raise ContractMistake(f"{step} returned environment_images; the policy reads text only")
     for name in (name for name in ("rewards", "scores") if answer.get(name) is not None):
         try:
-            _number(answer[name])
-        except (TypeError, ValueError, RuntimeError):
+            numbers(name, plain(answer[name]), 1)
+        except ValueError:
             raise ContractMistake(f"{step} returned {name} {answer[name]!r}, which is not one number") from None
     return answer
-
-
-def _named(agent: AgentInstanceBase) -> str:
-    return type(agent).__name__
 
 
 async def _new(kind: type[AgentInstanceBase], arguments: Mapping[str, Any]) -> AgentInstanceBase:
@@ -298,12 +296,3 @@ async def _new(kind: type[AgentInstanceBase], arguments: Mapping[str, Any]) -> A
     instance = kind.__new__(kind)
     await kind.__init__(instance, **arguments)
     return instance
-
-
-def _number(value: Any) -> float:
-    """A number, or a tensor or list with one."""
-    if isinstance(value, list | tuple):
-        [value] = value
-    if isinstance(value, str | bytes):
-        raise TypeError("text is no number")
-    return float(value.item() if hasattr(value, "item") else value)

@@ -7,9 +7,9 @@ from typing import Any
 
 from openrlhf import __version__
 from openrlhf.cli.common import fail, flags_or_exit, plain_ends, prepare_process, train_offline
-from openrlhf.config.commands import VERBS
+from openrlhf.config.commands import VERBS, Command
 from openrlhf.config.flags import did_you_mean, nearest
-from openrlhf.config.options import load_named_plugins
+from openrlhf.config.options import Reader
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,7 +35,7 @@ def run_plugin_task(verb: str, argv: Sequence[str]) -> None:
     """Train an offline task that a plug-in has registered."""
     prepare_process()  # plug-ins may import torch
     with plain_ends():
-        load_named_plugins(argv)
+        Reader(Command, "").read(argv)  # which loads them
     # Looked up, not imported: if no plug-in imported the module, there are no tasks.
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
     if verb not in tasks:

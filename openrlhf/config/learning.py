@@ -136,6 +136,11 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
 class RLLoraConfig(shared.LoraConfig):
     publish: str = option("merged", "What engines are sent.", choices=("merged", "adapter"), needs="rank")
 
+    @property
+    def served_rank(self) -> int:
+        """The rank of the adapter that engines are sent; 0 if they are sent whole weights."""
+        return self.rank if self.publish == "adapter" else 0
+
 class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
     enable_sleep: bool = option(
         False, "Move the training state to CPU memory between updates.", needs="!adam_offload")

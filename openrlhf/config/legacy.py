@@ -25,19 +25,11 @@ class Translation:
     violations: list[str] = field(default_factory=list[str])
 
 
-def aliases(flags: Mapping[str, Flag]) -> dict[str, list[str]]:
-    """The old names that a command understands, with the flags that take their values."""
+def aliases(flags: Mapping[str, Flag], more: Mapping[str, str] | None = None) -> dict[str, list[str]]:
+    """The old names that a command understands, and `more`, with the flags that take their values."""
     own = "rl_names" if "algo.advantage.estimator" in flags else "inference_names" if "csft.enable" in flags else ""
-    return _known(NAMES | TABLES.get(own, {}), flags)
-
-
-def hints(flags: Mapping[str, Flag]) -> dict[str, list[str]]:
-    """Names of older releases and of other frameworks, with the flags of a command that are meant."""
-    return _known(ELSEWHERE, flags) | aliases(flags)
-
-
-def _known(table: Mapping[str, str], flags: Mapping[str, Flag]) -> dict[str, list[str]]:
-    known = {name: [path for path in paths.split() if path in flags] for name, paths in table.items()}
+    names = {**NAMES, **TABLES.get(own, {}), **(more or {})}
+    known = {name: [path for path in paths.split() if path in flags] for name, paths in names.items()}
     return {name: paths for name, paths in known.items() if paths and name not in flags}
 
 
@@ -86,11 +78,6 @@ def takes_no_value(name: str, words: Sequence[str], path: str = "") -> str:
     """The sentence about a switch with words after it. `path`: the flag that takes a value."""
     instead = f"leave {' '.join(words)} out, or set --{path}" if path else f"leave {' '.join(words)} out"
     return f"{name} is a switch and takes no value, not even true or false: {instead}."
-
-
-def is_old_name(name: str) -> bool:
-    """Whether any command of an older release had this name."""
-    return name in NAMES | RL_NAMES
 
 
 def _translate_lengths(lengths: Mapping[str, str], result: Translation) -> dict[str, str]:

@@ -46,11 +46,6 @@ def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: s
     return config
 
 
-def load_named_plugins(argv: Sequence[str]) -> None:
-    """Load the plug-ins that a command line, of any command, or its file names. Raises ConfigError."""
-    Reader(Command, "").read(argv)
-
-
 class Reader:
     """Reads one command line and its file. `doubtful`: flags with a wrong value, or meant by a name that is wrong."""
 
@@ -112,7 +107,7 @@ class Reader:
     def _no_such(self, name: str) -> str:
         """`name` as typed: with -- on a command line, without it in a file."""
         bare, defaults = name.removeprefix("--"), self.root()
-        meant = legacy.hints(self.flags)
+        meant = legacy.aliases(self.flags, legacy.ELSEWHERE)  # also by those who come from another framework
         there = [flag for flag in self.flags.values() if not is_refused(flag.path, defaults)]
         names = [*(spelling[2:] for flag in there for spelling in flag.switches), *meant]
         close = (
@@ -165,7 +160,7 @@ def _groups(argv: Iterable[str]) -> list[Group]:
     groups: list[Group] = [("", [])]
     for word in argv:
         bare, equals, value = word.lstrip("-").partition("=")
-        if word.startswith("--") or (word.startswith("-") and legacy.is_old_name(bare)):
+        if word.startswith("--") or (word.startswith("-") and bare in legacy.NAMES | legacy.RL_NAMES):
             groups.append((bare, [value] if equals else []))
         else:
             groups[-1][1].append(word)

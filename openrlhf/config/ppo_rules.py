@@ -30,6 +30,8 @@ def algorithm_mistakes(config: RLFlags) -> Sentences:
         *combined(config, "refused", "reinforcement"),
         *((low >= high, f"--{path} is {low:g} {high:g}: the first must be below the second.")
           for path in ranges for low, high in [value_at(config, path) or (0.0, 1.0)]),
+        (config.ds.lora.served_rank > 512,
+         "--ds.lora.rank is above 512, the largest of engines' adapters: lower it, or use --ds.lora.publish merged."),
         (0 < len(missing) < len(axes), f"The correction also needs {' and '.join(missing)}."),
         (algo.advantage.is_correction_enable
          and any(value_at(config, path) != value for path, value in correction_preset(config).items()),

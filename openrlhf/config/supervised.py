@@ -217,10 +217,6 @@ class KDConfig(SFTConfig):
     kd: KDLossConfig = KDLossConfig()
     data: SFTDataConfig = SFTDataConfig(input_template="User: {}\nAssistant: ", output_key="output")
 
-    def mistakes(self) -> Sentences:
-        """What may be wrong with this resolved configuration."""
-        return [*super().mistakes(), *combined(self, "refused", "kd")]
-
 
 class PRMLossConfig(Section):
     """Labels of steps."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -112,6 +112,7 @@ class WeightManifest:
     version: int
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
+    adapter: dict[str, Any] | None = None  # PEFT's names of an adapter's settings, if the tensors are an adapter's
 
     def buckets(self) -> list[Bucket]:
         """The tensors in buckets, as trainer and engines cut them."""

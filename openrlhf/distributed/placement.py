@@ -92,22 +92,6 @@ class HostGroup:
         """The Ray resources that each process takes."""
         return {name: value for name, value in self.wants.items() if not isinstance(value, str) and value}
 
-    def smaller(self, machines: int, slots: int) -> Iterator["HostGroup"]:
-        """The same group in other shapes, with no more slots, for so many machines of at most `slots` slots."""
-        if self.nodes is None:
-            yield from (replace(self, per_node=number) for number in range(1, self.per_node))
-            return
-        for nodes in range(1, machines + 1):
-            for per_node in range(1, min(slots // self.devices, self.processes // nodes) + 1):
-                yield replace(self, nodes=nodes, per_node=per_node)
-
-    def typed(self) -> str:
-        """The flags that give the group its shape."""
-        if self.nodes is None:
-            return f"--vllm.num_engines {self.per_node}"
-        names = dict.fromkeys("ref" if role == "teacher" else role for role in self.roles)
-        return " ".join(f"--{role}.num_nodes {self.nodes} --{role}.num_gpus_per_node {self.per_node}" for role in names)
-
 
 def engine_group(vllm: VLLMConfig, name: str, *, shares: str | None = None, wants: Wants | None = None) -> HostGroup:
     """The engines of a model: a process each, with the devices of all its workers."""
@@ -150,7 +134,7 @@ class Placement:
         return places
 
     def check(self, machines: Sequence[Machine]) -> Places:
-        """The machine of every process. Raises PlacementError, with the arithmetic and the nearest plan that fits."""
+        """The machine of every process. Raises PlacementError, with the sum."""
         if (places := self.places(machines)) is not None:
             return places
         kind = "GPUs" if self.on_gpus else "CPU processes"
@@ -158,25 +142,13 @@ class Placement:
         cluster = " + ".join(f"{count} x {size}" for size, count in sorted(sizes.items(), reverse=True))
         needed = " + ".join(f"{_count(group)} for {_named(group)}" for group in self.groups if not group.shares)
         wants = [f"{_named(group)}: {dict(group.wants)}" for group in self.groups if group.wants]
-        nearest = self._nearest(machines)
         raise PlacementError(
             f"the run needs {self.slots} {kind} ({needed}; machines x {kind}), and the cluster has "
             f"{sum(machine.slots for machine in machines)} ({cluster or 'no machine'}). "
             + (f"It also asks for {'; '.join(wants)} (--placement.*.resources). " if wants else "")
-            + (f"The nearest that fits: {nearest}. " if nearest else "")
             + "Roles can share devices: --train.colocate_all, --train.colocate_actor_ref, --train.colocate_critic_reward. "
             "`ray start` adds machines."
         )
-
-    def _nearest(self, machines: Sequence[Machine]) -> str:
-        """The flags of a plan that fits, with as many slots as possible, in which one group has another shape."""
-        largest, best = max((machine.slots for machine in machines), default=0), (0, "")
-        for group in self.groups:
-            for other in group.smaller(len(machines), largest):
-                plan = replace(self, groups=tuple(other if each is group else each for each in self.groups))
-                if plan.slots > best[0] and plan.places(machines) is not None:
-                    best = plan.slots, other.typed()
-        return best[1]
 
     def describe(self, places: Places) -> str:
         """The plan in one line per group: roles, processes, and the devices of which machine."""

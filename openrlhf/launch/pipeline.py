@@ -23,6 +23,7 @@ from io import StringIO
 from os.path import exists, expanduser, isfile
 from pathlib import Path
 from pkgutil import resolve_name
+from shutil import which
 from typing import Any
 
 import yaml
@@ -40,7 +41,7 @@ from openrlhf.termination import in_order
 USED = re.compile(r"\$\{([\w-]+)\}")
 PLACES = {"run.dir": ".", "ckpt.output_dir": "", "output_path": "", "ckpt.path": "checkpoints"}  # "": the result
 DONE, GOES_ON = "done", "goes on"
-GRACE_S = 20.0  # for a stage that Ctrl-C has reached, too
+GRACE_S = 60.0  # for a stage to end that is asked to, and then is killed
 
 
 def run_pipeline(config: PipelineConfig) -> None:
@@ -48,7 +49,6 @@ def run_pipeline(config: PipelineConfig) -> None:
     with in_order():
         file, folder = Path(config.file), Path(config.run.dir).expanduser().absolute()
         pipeline = Pipeline(file=file, folder=folder, stages=read_stages(file, config.settings))
-        pipeline.check_all()
         pipeline.run(dry=config.dry_run)
 
 
@@ -92,9 +92,9 @@ class Stage:
 
 def read_stages(file: Path, settings: str) -> list[Stage]:
     """The stages of a file with the settings of this name (none: the first). Raises ConfigError."""
-    head, divided, body = file.read_text(encoding="utf-8").rpartition("\n---\n")
-    jinja, here = Environment(undefined=StrictUndefined), str(file.parent)
+    jinja, here = Environment(undefined=StrictUndefined), str(file.absolute().parent)
     try:
+        head, divided, body = file.read_text(encoding="utf-8").rpartition("\n---\n")
         choices = yaml.safe_load(jinja.from_string(head).render(here=here))["settings"] if divided else {}
         if settings and settings not in choices:
             raise ConfigError(f"--settings {settings}: {file} has {', '.join(choices) or 'no settings'}.")
@@ -103,10 +103,10 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
         return [
             Stage(name=str(name), **{key: entry[key] for key in entry if entry[key]}) for name, entry in found.items()
         ]
-    except (yaml.YAMLError, TemplateError, KeyError, TypeError, AttributeError) as error:
+    except (yaml.YAMLError, TemplateError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{file} is no pipeline: {error}. It has `settings`, a line ---, and `stages`; a stage has a name and of command, "
-            "flags, launcher, run and group what it needs (docs/pipelines.md)."
+            f"{file} is no pipeline: {error}. It has `settings`, a line ---, and `stages`. Each stage has a name, and either "
+            "`command` with `flags`, or `run` (docs/pipelines.md)."
         ) from error
 
 
@@ -121,7 +121,6 @@ class Pipeline:
 
     def check_all(self) -> None:
         """Raise ConfigError with all that is wrong with any stage. Writes the flags of the stages."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         broken = {stage.name: self.check(stage) for stage in self.stages}
         if any(broken.values()):
             raise ConfigError(
@@ -135,9 +134,18 @@ class Pipeline:
             return ["a name has letters, digits, _ and -, and is not `earlier`."]
         if bool(stage.command) == bool(stage.run):
             return ["give either command or run."]
+        if not isinstance(stage.flags, dict) or (stage.run and (stage.flags or stage.launcher)):
+            return ["flags are names and values of a command, and so is launcher: a program of `run` has neither."]
+        try:
+            program, *_ = [*shlex.split(stage.run), *shlex.split(stage.launcher), "true"]
+        except (ValueError, AttributeError) as error:
+            return [f"run {stage.run!r}, launcher {stage.launcher!r}: {error}."]
+        if not USED.search(program) and not which(program, path=search_path()):
+            return [f"there is no program {program}."]
         if unknown := [name for name in stage.uses if name not in before]:
             hint = did_you_mean(nearest(unknown[0], before))
-            return [f"${{{unknown[0]}}} is no stage before it; these are {', '.join(before) or 'none'}.{hint}"]
+            known = f"before it are {', '.join(before)}" if before else "it is the first"
+            return [f"${{{unknown[0]}}} is no stage before this one; {known}.{hint}"]
         if not stage.command:
             return []
         if stage.command not in STAGES:
@@ -176,19 +184,23 @@ class Pipeline:
         }
         places = {path: str(self.folder / stage.name / leaf) for path, leaf in own.items()}
         path = self.folder / f"{stage.name}.yaml"
-        content = yaml.safe_dump({**stage.flags, **places}, sort_keys=False, allow_unicode=True, width=1000)
-        write_atomically(path, self.filled(stage, content))
+        filled = json.loads(self.filled(stage, json.dumps({**stage.flags, **places}, default=str)))
+        write_atomically(path, yaml.safe_dump(filled, sort_keys=False, allow_unicode=True, width=1000))
         return path
 
     def inputs(self, stage: Stage) -> dict[str, Any]:
         """All that the result of a stage is made from. Not the launcher: the number of devices may change on the way."""
-        made: dict[str, Any] = {f"--{path}": value for path, value in stage.values.items()}
+        kept = {path: value for path, value in stage.values.items() if not path.startswith("logger.")}
+        made: dict[str, Any] = {f"--{path}": value for path, value in kept.items() if path != "ds.use_universal_ckpt"}
         made |= {"command": stage.command, "run": stage.run}
         made |= {place: content_of(Path(place)) for place in stage.reads}
-        return json.loads(json.dumps(made | {name: self.finished.get(name) for name in stage.uses}, default=str))
+        return json.loads(
+            json.dumps(made | {f"${{{name}}}": self.finished.get(name) for name in stage.uses}, default=str)
+        )
 
     def run(self, *, dry: bool = False) -> None:
-        """Run all stages that are not done. Raises SystemExit with the status of a stage that fails."""
+        """Check all stages, and run those that are not done. Raises SystemExit with the status of a stage that fails."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / ".lock", "w") as lock:  # a stage inherits it, and may outlive us
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,6 +208,7 @@ class Pipeline:
                 raise UserError(
                     f"--run.dir {self.folder} is in use by another pipeline, or by a stage that outlived one: end it first."
                 ) from None
+            self.check_all()
             try:
                 for stage in self.stages:
                     self.run_stage(stage, lock.fileno(), dry=dry)
@@ -222,6 +235,9 @@ class Pipeline:
         start, status = time.monotonic(), None
         try:
             status = execute(self.words(stage, goes_on=goes_on), lock)
+            if status == 0 and not self.result(stage.name).exists():
+                print(f"{self.file}: stage {stage.name} left no {self.result(stage.name)}.", file=sys.stderr)
+                status = 1
         finally:
             record["seconds"] += time.monotonic() - start
             record["finished"] = self.finished[stage.name] = time.time() if status == 0 else None
@@ -239,19 +255,23 @@ class Pipeline:
         if changed := [name for name in {**old, **inputs} if old.get(name) != inputs.get(name)]:
             return f"runs again; changed: {', '.join(changed)}"
         if not record["finished"]:
-            return GOES_ON
+            return GOES_ON if stage.command else "runs again; it did not finish"
         return DONE if self.result(stage.name).exists() else "runs again; its result is gone"
 
     def record(self, stage: Stage) -> dict[str, Any]:
         """What a stage's result was made from, how long that took, and when it was done."""
         path = self.folder / f"{stage.name}.json"
-        return json.loads(path.read_text()) if path.exists() else {"inputs": {}, "seconds": 0.0, "finished": None}
+        record = json.loads(path.read_text()) if path.exists() else {"inputs": {}, "seconds": 0.0, "finished": None}
+        answers = self.result(stage.name)
+        if record["inputs"] and answers.is_file():  # complete, also if we were killed before it was noted
+            record["finished"] = record["finished"] or answers.stat().st_mtime
+        return record
 
     def words(self, stage: Stage, *, goes_on: bool) -> list[str]:
         """The command line of a stage, which continues from its checkpoints if it has some."""
         if stage.run:
             return shlex.split(self.filled(stage, stage.run))
-        launcher = shlex.split(stage.launcher) or [sys.executable, "-m"]
+        launcher = shlex.split(self.filled(stage, stage.launcher)) or [sys.executable, "-m"]
         kept = goes_on and any((self.folder / stage.name).glob("checkpoints/*"))
         flags = ["--config", str(self.write_flags(stage)), *["--ckpt.load_enable"] * kept]
         return [*launcher, "openrlhf.cli.main", stage.command, *flags]
@@ -274,8 +294,7 @@ class Pipeline:
 
 def execute(words: Sequence[str], lock: int) -> int:
     """Run a program to its end, and return its status. If this process is asked to end, the program ends first."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    child = subprocess.Popen(words, env={**os.environ, "PATH": path}, pass_fds=[lock])
+    child = subprocess.Popen(words, env={**os.environ, "PATH": search_path()}, pass_fds=[lock])
     try:
         return child.wait()
     except BaseException as error:
@@ -283,8 +302,16 @@ def execute(words: Sequence[str], lock: int) -> int:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(GRACE_S)
         child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
+        child.kill()
         child.wait()
         raise
+
+
+def search_path() -> str:
+    """Where programs are looked up: first beside this Python."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def content_of(place: Path) -> str:

@@ -36,11 +36,10 @@ def load_prompts(config: PPOConfig) -> PromptData:
     """Tokenizer, training prompts, evaluation prompts and pretraining text. Raises DataError or ModelError."""
     data = config.data
     tokenizer = policy_tokenizer(config, config.actor.model_name_or_path, flag="--actor.model_name_or_path")
-    if config.local_teacher:
-        check_language_model(config, config.local_teacher)
     policy = f"--actor.model_name_or_path {config.actor.model_name_or_path}"
     check_reward_models(config, tokenizer, policy=policy)
     if config.local_teacher:
+        check_language_model(config, config.local_teacher)
         trusts, flag = config.model.trust_remote_code, "--algo.distill.teacher"
         require_vocabulary(tokenizer, config.local_teacher, flag=flag, owner=policy, trust_remote_code=trusts)
     prompts = partial(read_prompts, config, tokenizer, image_key=data.image_key)

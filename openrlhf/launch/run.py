@@ -32,6 +32,7 @@ from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import SyncSource, evaluate
 from openrlhf.trainers.stages import EarlyStages, RewardModels, Stage
 from openrlhf.trajectory import Trajectory
+from openrlhf.workers.base import RoleSettings
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
 from openrlhf.workers.policy import PolicyWorker
@@ -70,6 +71,7 @@ class Run:
             if self.fleet:
                 policy = self.config.actor.model_name_or_path
                 engine = settings.engine_settings(self.config, policy, self.kind, self.data.tokenizer)
+                engine = replace(engine, lora_rank=self.config.ds.lora.served_rank)
                 self.fleet.start(engine, log_dir=self.log_dir, timeout_s=self.config.train.setup_timeout)
                 if self.fleet.hosts:  # an engine takes its memory while the models are not there
                     self.fleet.wait()
@@ -88,12 +90,13 @@ class Run:
         for hosts in self.processes.hosts:
             connect_hosts(config, hosts, log_dir=self.log_dir)
         policy, critic = config.actor.model_name_or_path, config.critic.model_name_or_path or ""
+        teacher = config.local_teacher or ""
         policy_steps = settings.optimizer_steps(config, prompts, after=config.frozen_steps)
         critic_steps = settings.optimizer_steps(config, prompts)
         workers: dict[str, tuple[type, Any]] = {
             "actor": (PolicyWorker, settings.trained_settings(config, policy, policy_steps)),
-            "ref": (ReferenceWorker, settings.frozen_settings(config, policy)),
-            "teacher": (ReferenceWorker, settings.frozen_settings(config, config.local_teacher or "")),
+            "ref": (ReferenceWorker, RoleSettings(config=config, load=settings.load_spec(config, policy))),
+            "teacher": (ReferenceWorker, RoleSettings(config=config, load=settings.load_spec(config, teacher))),
             "critic": (CriticWorker, settings.trained_settings(config, critic, critic_steps)),
             "reward": (RewardWorker, settings.reward_settings(config)),
         }
@@ -148,12 +151,8 @@ class Run:
         if self.replay:
             return ReplayGenerator(self.replay)
         assert self.fleet
-        agents = make_agents(
-            config,
-            self.data.tokenizer,
-            needs_reward=not config.reward.models and not config.algo.distill.teacher,
-            log_dir=Path(self.log_dir),
-        )
+        rewarded = bool(config.reward.models or config.algo.distill.teacher)
+        agents = make_agents(config, self.data.tokenizer, needs_reward=not rewarded, log_dir=Path(self.log_dir))
         if agents:
             self.ends.callback(agents.close)
         generator = RolloutGenerator(

@@ -86,11 +86,6 @@ def trained_settings(config: PPOConfig, path: str, steps: int) -> RoleSettings:
     return RoleSettings(config=config, load=load, total_steps=steps)
 
 
-def frozen_settings(config: PPOConfig, path: str) -> RoleSettings:
-    """The settings of the workers of the reference or of the teacher."""
-    return RoleSettings(config=config, load=load_spec(config, path))
-
-
 def reward_settings(config: Sampling) -> RewardModelSettings:
     """The settings of the reward workers."""
     return RewardModelSettings(

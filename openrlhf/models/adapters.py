@@ -31,11 +31,9 @@ def with_adapters(
     settings = peft.LoraConfig(
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
         base_model_name_or_path=path,
-        r=lora.rank,
-        lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=_targets(model, lora.target_modules, path),
-        use_rslora=lora.rslora,
+        **scale_settings(lora),
         use_dora=lora.dora,
     )
     with torch.random.fork_rng(devices=[]):
@@ -45,6 +43,16 @@ def with_adapters(
         settings.modules_to_save = [head]
         model.get_submodule(head).requires_grad_(True)
     return model
+
+
+def scale_settings(lora: LoraConfig) -> dict[str, Any]:
+    """What W + s·BA is computed with, under PEFT's names."""
+    return {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
+
+
+def stored_name(name: str) -> str:
+    """The name of an adapter's tensor in PEFT's files."""
+    return PREFIX + name.replace(".default.", ".")
 
 
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list[str]:

@@ -11,7 +11,7 @@ import logging
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -26,23 +26,10 @@ WANDB_KEY_LENGTH = 40  # a shorter --logger.wandb.key means that this machine's 
 WANDB_SAMPLE_ROWS = 200  # bounded, because a W&B table is sent as a whole each time it grows
 
 
-class Tracker(Protocol):
-    """Receives the numbers of each step, and of some steps a sampled text with its reward."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Receive the numbers of a step."""
-
-    def log_samples(self, step: int, text: str, reward: float | None) -> None:
-        """Receive a sample of a step: prompt and response as text, and the reward."""
-
-    def close(self) -> None:
-        """Send what is waiting."""
-
-
 class Trackers:
-    """All trackers of a run. Calls never raise: a tracker that fails is dropped with a warning."""
+    """All trackers of a run; each has `log`, `log_samples` and `close`. Calls never raise: one that fails is dropped with a warning."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, trackers: Sequence[Any]) -> None:
         self._trackers = list(trackers)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -54,7 +41,7 @@ class Trackers:
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
+    def _each(self, call: Callable[[Any], None]) -> None:
         for tracker in list(self._trackers):
             try:
                 call(tracker)
@@ -142,13 +129,13 @@ def make_trackers(
             "--logger.wandb.key is set, but the package wandb is not installed. "
             "Install it (pip install wandb) or leave the flag out."
         )
-    starts: dict[str, Callable[[], Tracker]] = {}
+    starts: dict[str, Callable[[], Any]] = {}
     if config.tensorboard_dir:
         directory = Path(config.tensorboard_dir) / (wandb.run_name or run_dir.name)
         starts["TensorBoard"] = lambda: TensorBoardTracker(directory, resume_step=resume_step)
     if wandb.key:
         starts["W&B"] = lambda: WandbTracker(wandb, settings=settings, run_dir=run_dir)
-    started: list[Tracker] = []
+    started: list[Any] = []
     for name, start in starts.items():
         try:
             started.append(start())

@@ -26,7 +26,7 @@ from openrlhf.config.machine import quick_imports
 from openrlhf.distributed.buckets import PublicationError, WeightManifest, WorkerReceipt, verify_receipts
 from openrlhf.distributed.devices import note, redirect_output
 from openrlhf.distributed.weight_sync import WeightGroup
-from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_arguments
+from openrlhf.rollout.engine_settings import ADAPTER_ID, Device, EngineSettings, engine_arguments
 from openrlhf.rollout.engine_versions import SampledVersions, check_reload, refusals
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
@@ -141,9 +141,13 @@ class RolloutEngine:
 
     async def _sample(self, prompt_tokens: list[int], params: SamplingParams) -> Generation:
         from vllm.inputs.engine import tokens_input
+        from vllm.lora.request import LoRARequest
 
         request, asked = f"{self.index}-{next(self._requests)}", time.perf_counter()
-        stream = self._llm.generate(tokens_input(prompt_tokens), self._vllm_params(params), request)
+        adapter = LoRARequest("policy", ADAPTER_ID, "published") if self.settings.lora_rank else None
+        stream = self._llm.generate(
+            tokens_input(prompt_tokens), self._vllm_params(params), request, lora_request=adapter
+        )
         try:
             [answer] = [answer async for answer in stream]  # FINAL_ONLY: there is one
         finally:

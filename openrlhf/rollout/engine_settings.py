@@ -10,6 +10,8 @@ from openrlhf.rollout.engine_versions import runner_environment
 
 Device = Literal["cpu", "cuda"]
 TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+ADAPTER_ID = 1  # of the one adapter that an engine serves
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 CPU_KV_CACHE_BYTES = 2**30  # vLLM's own default is most of the machine's memory, filled with zeros
 
 
@@ -26,6 +28,7 @@ class EngineSettings:
     stop_strings: bool = False  # samples may carry stop strings: loads the tokenizer
     end_token_ids: tuple[int, ...] = ()  # the tokenizer's; generation_config.json's are known
     trust_remote_code: bool = False
+    lora_rank: int = 0  # of the adapter that is published; 0: whole weights are
 
 
 def engine_device() -> Device:
@@ -85,4 +88,6 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
             # be rewound, and the engine dies
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
+    if settings.lora_rank:
+        arguments |= {"enable_lora": True, "max_lora_rank": min(r for r in LORA_RANKS if r >= settings.lora_rank)}
     return arguments | dict(vllm.engine_args)

@@ -47,6 +47,12 @@ def heed_seeds_on_cpu() -> None:
         TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native
 
 
+def adapter_renames(model: Any) -> Any:
+    """How vLLM renames the layers of a model with the names of Transformers; None for those that it leaves."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+
+
 def expert_kernel(quant_method: Any) -> Any:
     """The packed weights of a CPU engine's experts; None if there are none. vLLM below 0.28 has another name for them."""
     return getattr(quant_method, "moe_kernel", None) or getattr(quant_method, "cpu_fused_moe", None)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -20,7 +22,8 @@ from vllm.platforms import current_platform
 
 from openrlhf.distributed.buckets import WeightManifest, WorkerReceipt, bucket_hash, bucket_nbytes, unpack
 from openrlhf.distributed.weight_sync import Channel, Membership
-from openrlhf.rollout.engine_versions import expert_kernel, heed_seeds_on_cpu
+from openrlhf.rollout.engine_settings import ADAPTER_ID
+from openrlhf.rollout.engine_versions import adapter_renames, expert_kernel, heed_seeds_on_cpu
 
 # vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux refuses them to a process that has not
 # asked for them, and vLLM does not ask. Unless oneDNN happened to ask before, the first sample ends the engine with
@@ -61,12 +64,11 @@ class WorkerExtension:
         handles = packed_handles(model)
         try:
             with set_current_vllm_config(self.vllm_config):
-                begin_reload(model)
-                model.load_weights(intake.tensors())
-                intake.finish()
-                unwritten = unwritten_layers(model)
-                finalize_layerwise_reload(model, self.vllm_config.model_config)
-                repack_linears(model)
+                if manifest.adapter:
+                    handles = {}  # packed copies are of the model's own weights, which stay
+                    unwritten = take_adapter(self.model_runner.lora_manager, manifest.adapter, intake)
+                else:
+                    unwritten = take_weights(model, self.vllm_config, intake)
         except BaseException:
             self.publication.leave()  # so that the sender does not wait for its deadline
             raise
@@ -116,6 +118,36 @@ class Intake:
             self.channel.receive(buffer)
             self.hashes.append(bucket_hash(buffer))
             yield from unpack(bucket, buffer.to(self.device))
+
+
+def take_weights(model: nn.Module, config: VllmConfig, intake: Intake) -> list[str]:
+    """Let the model's loader read what arrives. Returns the layers that it did not fill."""
+    begin_reload(model)
+    model.load_weights(intake.tensors())  # pyright: ignore[reportCallIssue]
+    intake.finish()
+    unwritten = unwritten_layers(model)
+    finalize_layerwise_reload(model, config.model_config)
+    repack_linears(model)
+    return unwritten
+
+
+def take_adapter(worker_manager: Any, settings: dict[str, Any], intake: Intake) -> list[str]:
+    """Serve the adapter that arrives, in place of the previous one. Returns its layers that the engine cannot adapt."""
+    tensors = dict(intake.tensors())
+    intake.finish()
+    manager = worker_manager._adapter_manager
+    adapter = LoRAModel.from_lora_tensors(
+        ADAPTER_ID,
+        tensors,
+        PEFTHelper.from_dict(settings | {"target_modules": []}),
+        device=str(manager.device),
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=adapter_renames(manager.model),
+    )
+    manager.remove_adapter(ADAPTER_ID)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(ADAPTER_ID)
+    return sorted(adapter.loras.keys() - manager.modules.keys())
 
 
 def begin_reload(model: nn.Module) -> None:

@@ -69,10 +69,6 @@ class SamplingSpec:
         """Tokens of the longest prompt that leaves room for a response."""
         return self.max_len - (self.rollout.max_new_tokens or 1)
 
-    def clip_prompt(self, tokens: list[int]) -> list[int]:
-        """The last tokens of a prompt, so many that there is room for a response."""
-        return tokens[-self.prompt_room :]
-
 
 def in_prompt_order(groups: Iterable[Group]) -> list[Trajectory]:
     """The samples of all groups, in the order of their prompts."""
@@ -188,7 +184,7 @@ class RolloutGenerator:
         return await request.annotated(await sampled(prompt, request.spec, self._generate))
 
     async def _sample(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group:
-        tokens = spec.clip_prompt(prompt.tokens)
+        tokens = prompt.tokens[-spec.prompt_room :]
         if len(tokens) < len(prompt.tokens):
             warn_once(
                 f"Prompts that leave no room for a response in --data.max_len keep their last {len(tokens)} tokens."

@@ -1,5 +1,6 @@
 """Knowledge distillation: a student learns the responses, and the teacher's distribution of each of their tokens."""
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar, cast
@@ -48,7 +49,9 @@ class DistillationTask(SFTTask):
     def server(self) -> RemoteTeacher:
         """The teacher's server."""
         flag, url = "--kd.teacher_model", self.kd.teacher_model
-        servers = HTTPServers([url.rstrip("/")], RuleConfig(), kind="server", flag=flag)
+        servers = HTTPServers(
+            [url.rstrip("/")], RuleConfig(), kind="server", flag=flag, key=os.environ.get("OPENAI_API_KEY")
+        )
         return RemoteTeacher(f"{flag} {url}", RemoteEngine(servers), best=self.kd.top_k or 0)
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
@@ -93,7 +96,7 @@ class DistillationTask(SFTTask):
         for start, places in zip(micro.offsets.tolist(), self.server.likeliest(rows), strict=False):
             for place, found in enumerate(places, start):
                 known = [(logprob, token) for logprob, token in found if token < self.shared]
-                said[place, : len(known)] = torch.tensor(known)
+                said[place, : len(known)] = torch.tensor(known).reshape(-1, 2)
         return said.to(micro.tokens.device)
 
     def loss(self, model: Any, micro: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:

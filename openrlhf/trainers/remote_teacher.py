@@ -1,6 +1,5 @@
 """A teacher behind a vLLM server, which returns log-probabilities of the tokens it is sent, and of the likeliest in their places."""
 
-import asyncio
 import logging
 import math
 from collections.abc import Sequence
@@ -39,15 +38,12 @@ class RemoteTeacher:
 
         async def of_row(tokens: list[int]) -> list[list[tuple[float, int]]]:
             return [
-                [(each["logprob"], int(token)) for token, each in entry.items() if each["rank"] <= self.best]
+                [(each["logprob"], int(token)) for token, each in entry.items() if each.get("rank", 0) <= self.best]
                 for entry in await self._entries(tokens)
             ]
 
-        async def of_all() -> list[list[list[tuple[float, int]]]]:
-            return await asyncio.gather(*map(of_row, rows))
-
         try:
-            return in_background(of_all()).result()
+            return [answer.result() for answer in [in_background(of_row(tokens)) for tokens in rows]]
         except ServerError as error:
             raise UserError(f"{self.flag}: {error}") from error
 
@@ -58,11 +54,7 @@ class RemoteTeacher:
 
     def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The episodes, with log π_teacher if they are trained on. An episode without an answer has failed."""
-
-        async def all_annotated() -> list[Trajectory]:
-            return await asyncio.gather(*map(self._annotated, trajectories))
-
-        return in_background(all_annotated()).result()
+        return [answer.result() for answer in [in_background(self._annotated(each)) for each in trajectories]]
 
     async def _annotated(self, trajectory: Trajectory) -> Trajectory:
         if trajectory.failed or trajectory.filtered:

@@ -1,7 +1,7 @@
 """The trained policy: log-probabilities, the policy update, and the publication of its weights."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,8 +21,8 @@ from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.engine import Metrics
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
-from openrlhf.distributed.whole import whole_tensors
-from openrlhf.models.adapters import adapters_off
+from openrlhf.distributed.whole import trained_tensors, whole_tensors
+from openrlhf.models.adapters import adapters_off, scale_settings, stored_name
 from openrlhf.models.loading import DTYPES, load_causal_lm, stored_tensors
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Max, Mean
@@ -63,6 +63,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         self.actor, self.algo, self.temperature = config.actor, config.algo, config.rollout.temperature
         self.clip, self.correction = clip_of(self.actor), correction_of(self.algo)
         self.max_response_tokens = config.rollout.max_new_tokens or config.data.max_len  # L of constant aggregation
+        self.served = load.lora if config.ds.lora.served_rank else None  # an adapter that engines are sent
         balancing = self.actor.aux_loss_coef > 0
 
         def load_model() -> PolicyModel:
@@ -176,7 +177,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return total > limit * tokens
 
     def weight_manifest(self, version: int | None = None) -> WeightManifest:
-        """The tensors of a publication of the current weights, under their names in the model's files.
+        """The tensors of a publication of the current weights or adapter, under their names in its files.
 
         Tied weights come once. Without a `version`, the weights keep theirs.
         """
@@ -184,10 +185,14 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         dtype = DTYPES[self.config.vllm.dtype]
         specs = (
             TensorSpec(name=stored, dtype=dtype, shape=tuple(tensor.shape))
-            for each in whole_tensors(self.engine.hf)
-            for stored, tensor in stored_tensors(self.engine.hf, each.name, torch.empty(each.shape, device="meta"))
+            for each in (trained_tensors if self.served else whole_tensors)(self.engine.hf)
+            for stored, tensor in self._stored(each.name, torch.empty(each.shape, device="meta"))
         )
-        return WeightManifest(version=self.version, specs=tuple(specs), bucket_bytes=self.bucket_bytes)
+        adapter = scale_settings(self.served) if self.served else None
+        return WeightManifest(version=self.version, specs=tuple(specs), bucket_bytes=self.bucket_bytes, adapter=adapter)
+
+    def _stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        return [(stored_name(name), tensor)] if self.served else stored_tensors(self.engine.hf, name, tensor)
 
     def weight_address(self) -> tuple[str, int]:
         """The address and port at which rank 0 will wait for the engines."""
@@ -201,10 +206,11 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
 
     def send_weights(self, manifest: WeightManifest) -> None:
         """Send the weights to the engines. Collective: every rank helps to gather the weights."""
-        buckets = self.engine.full_parameters(manifest.bucket_bytes)
+        parameters = self.engine.exported_parameters if self.served else self.engine.full_parameters
+        buckets = parameters(manifest.bucket_bytes)
         stream = (pair for bucket in buckets for pair in bucket)
         if self.sender.channel:
-            self.sender.send(manifest, (stored for pair in stream for stored in stored_tensors(self.engine.hf, *pair)))
+            self.sender.send(manifest, (stored for pair in stream for stored in self._stored(*pair)))
         for _ in stream:
             pass
 

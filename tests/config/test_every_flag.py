@@ -216,7 +216,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield config.ds.sleeps  # the training engine reads it
         yield training_config(config.ds, max_norm=config.actor.max_norm, ranks=2)
         yield settings.trained_settings(config, "m", 1)
-        yield settings.frozen_settings(config, "m")
+        yield config.local_teacher, config.ds.lora.served_rank  # what run.py hands on
         yield MicroBatchLimits.of_training(config.train, config.ds)
         yield plan_placement(config, kind)
         yield settings.transport(config, kind)

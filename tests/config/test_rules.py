@@ -148,6 +148,10 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--ds.lora.rank 8 --ds.lora.target_modules", "--ds.lora.target_modules names no layer: leave it out"),
     (SFT, "--ds.lora.rank 8 --ds.lora.dora --ds.zero_stage 3", "--ds.lora.dora reads whole weights, of which"),
     (SFT, "--ds.load_in_4bit", "--ds.load_in_4bit freezes the model's weights: train adapters beside them"),
+    (RL, "--ds.lora.rank 8 --ds.lora.publish adapter --ds.lora.dora", "cannot add an adapter of --ds.lora.dora"),
+    (RL, "--ds.lora.rank 8 --ds.lora.publish adapter --ds.load_in_4bit", "other weights than those that --ds.load_in_4bit"),
+    (RL, "--ds.lora.rank 8 --ds.lora.publish adapter --vllm.pipeline_parallel_size 2", "which layers they adapt: use merged"),
+    (RL, "--ds.lora.rank 513 --ds.lora.publish adapter", "--ds.lora.rank is above 512, the largest"),
     ("serve_rm", "--ds.load_in_4bit --ds.param_dtype fp16", "--ds.param_dtype fp16 does not go together with"),
     (SFT, "--eval.patience 3", "--eval.patience 3 waits for a better evaluation: give --eval.dataset"),
     (SFT, "--eval.patience 3 --eval.dataset e --ckpt.best_metric_key none", "--ckpt.best_metric_key, which is none"),
@@ -235,7 +239,7 @@ def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, monkeypa
 
 # The commands that read a table of combinations; one of them, where they have the same flags.
 READERS = {
-    "model": "serve_rm", "training": "train_sft", "sft": "train_sft", "kd": "train_kd", "reinforcement": "train_ppo_ray",
+    "model": "serve_rm", "training": "train_sft", "sft": "train_kd", "reinforcement": "train_ppo_ray",
     "rewards": "eval", "engines": "train_ppo_ray", "sampling": "eval", "evaluation": "eval", "batch_inference": "batch_inference",
     "serve_rm": "serve_rm",
 }  # fmt: skip

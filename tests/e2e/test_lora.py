@@ -1,4 +1,4 @@
-"""Runs with adapters as a user starts them: GRPO whose engines get merged weights, and a preference run that is killed."""
+"""Runs with adapters as a user starts them: GRPO whose engines get merged weights or the adapter, and a preference run that is killed."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ def check_numbers(folder: Path, *, gap: float) -> None:
     assert max(column(folder, "train/logprob_gap_mean")) < gap
 
 
-def test_engines_sample_from_the_merged_weights_and_the_reference_is_the_policy_without_adapters(
-    workspace: Path, tmp_path: Path
+@pytest.mark.parametrize("published", ["merged", "adapter"])
+def test_engines_sample_from_the_policy_and_the_reference_is_the_policy_without_adapters(
+    workspace: Path, tmp_path: Path, published: str
 ) -> None:
-    grpo(workspace, tmp_path, **{"ds.zero_stage": 0})
+    grpo(workspace, tmp_path, **{"ds.zero_stage": 0, "ds.lora.publish": published})
     check_numbers(tmp_path, gap=1e-5)
     assert "ref" not in {path.name.partition("-")[0] for path in (tmp_path / "logs").iterdir()}
     adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -74,9 +75,20 @@ def test_engines_sample_from_the_merged_weights_and_the_reference_is_the_policy_
         ({"ds.zero_stage": 3, "actor.num_gpus_per_node": 2}, 1e-5),
         ({"ds.lora.dora": True, "ds.zero_stage": 2, "train.async_enable": True, "train.max_restarts": 1}, 2.0),
         ({"ds.load_in_4bit": True, "ds.param_dtype": "bf16"}, 0.01),
+        ({"ds.lora.publish": "adapter", "ds.zero_stage": 3, "actor.num_gpus_per_node": 2, "vllm.num_engines": 2}, 1e-5),
+        ({"ds.lora.publish": "adapter", "ds.lora.rslora": True, "train.async_enable": True}, 2.0),
+        ({"ds.lora.publish": "adapter", "ds.param_dtype": "bf16", "vllm.dtype": "bf16"}, 0.02),
         ({"ds.param_dtype": "bf16", "algo.advantage.estimator": "gae", "train.colocate_all": True}, 0.01),
     ],
-    ids=["zero 3", "dora, asynchronous", "4 bits", "hybrid with a critic"],
+    ids=[
+        "zero 3",
+        "dora, asynchronous",
+        "4 bits",
+        "adapter, zero 3",
+        "adapter, asynchronous",
+        "adapter, bf16",
+        "hybrid with a critic",
+    ],
 )
 def test_engines_and_trainer_agree_in_other_layouts(
     workspace: Path, tmp_path: Path, changes: dict[str, Any], gap: float

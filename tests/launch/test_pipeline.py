@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from openrlhf.cli.main import main
 from openrlhf.config import machine
@@ -100,7 +102,7 @@ def test_a_stage_that_fails_ends_the_pipeline_with_its_status_and_is_run_again(
     assert "The same command goes on from here." in printed.err
     with pytest.raises(SystemExit):
         pipeline(file)
-    assert states(capfd) == {"rows": "done", "copy": "done", "other": "goes on"}
+    assert states(capfd) == {"rows": "done", "copy": "done", "other": "runs again"}
     file.write_text(text)
     pipeline(file)
     assert states(capfd)["other"] == "runs again"
@@ -127,6 +129,66 @@ def test_a_stage_that_failed_half_way_does_not_keep_later_ones_from_being_checke
         assert ended.value.code == 5, capfd.readouterr().err
 
 
+def test_a_stage_may_have_the_name_of_a_word_of_its_own_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "named.yaml"
+    file.write_text("stages:\n  run: {run: 'touch ${run}/there'}\n  copy: {run: 'cp ${run}/there ${copy}/there'}\n")
+    for state in ("runs", "done"):
+        pipeline(file)
+        assert said(capfd, "copy") == state
+
+
+def test_a_file_is_the_same_under_each_of_its_paths(
+    file: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(file.read_text().replace(f"cp {file.parent}", "cp {{ here }}"))
+    pipeline(file)
+    capfd.readouterr()
+    monkeypatch.chdir(file.parent)
+    main(["pipeline", file.name, "--run.dir", "run"])
+    assert states(capfd) == {"rows": "done", "copy": "done", "other": "done"}
+
+
+def test_a_stage_without_its_result_has_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text(f"stages:\n  rm: {{command: rm, launcher: 'true', flags: {{{MODEL}}}}}\n")
+    with pytest.raises(SystemExit) as ended:
+        pipeline(file)
+    assert ended.value.code == 1
+    assert f"stage rm left no {tmp_path / 'run/rm/model'}" in capfd.readouterr().err
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file, folder = tmp_path / "odd.yaml", tmp_path / "plain and: 'quoted' #"
+    second = f"{{command: rm, launcher: 'true', flags: {{{MODEL}, eval.dataset: '${{made}}/there'}}}}"
+    file.write_text(f"stages:\n  made: {{run: 'touch \"${{made}}/there\"'}}\n  rm: {second}\n")
+    with pytest.raises(SystemExit):
+        main(["pipeline", str(file), "--run.dir", str(folder)])
+    flags = yaml.safe_load((folder / "rm.yaml").read_text())
+    assert flags["eval.dataset"] == str(folder / "made/there")
+    assert "stage rm left no" in capfd.readouterr().err  # the launcher `true` does nothing
+
+
+def test_another_program_that_was_interrupted_starts_afresh(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    failing = file.parent / "half.py"
+    failing.write_text("import sys; open(sys.argv[1] + '/half', 'x'); sys.exit(3)")
+    file.write_text(file.read_text().replace("touch ${other}/there", f"python {failing} ${{other}}"))
+    for state in ("runs", "runs again"):
+        with pytest.raises(SystemExit) as ended:
+            pipeline(file)
+        assert (ended.value.code, states(capfd)["other"]) == (3, state)
+
+
+def test_the_flags_of_a_running_stage_are_not_written_again(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (file.parent / "run").mkdir()
+    file.write_text(f"stages:\n  rm: {{command: rm, flags: {{{MODEL}}}}}\n")
+    with open(file.parent / "run/.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit):
+            pipeline(file)
+    assert not (file.parent / "run/rm.yaml").exists()
+    assert "is in use" in capfd.readouterr().err
+
+
 def test_two_pipelines_do_not_share_a_folder(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     nested = f"python -m openrlhf.cli.main pipeline {file} --run.dir {file.parent / 'run'}"
     file.write_text(file.read_text().replace("touch ${other}/there", nested))
@@ -146,13 +208,20 @@ def test_two_pipelines_do_not_share_a_folder(file: Path, capfd: pytest.CaptureFi
         ("rm: {command: rm, flags: {%s, eval.dataset: ./nowhere.jsonl}}", "rm: --eval.dataset ./nowhere.jsonl does not exist"),
         ("rm: {command: rm, flags: {%s, run.dir: mine}}", "rm: --run.dir is given by the pipeline"),
         ("rm: {command: rmm, flags: {%s}}", "rm: there is no command rmm"),
-        ("rm: {command: rm, flags: {%s, ref.model_name_or_path: '${sft}'}}", "rm: ${sft} is no stage before it"),
+        ("rm: {command: rm, flags: {%s, ref.model_name_or_path: '${sft}'}}", "rm: ${sft} is no stage before this one; before it are first"),
         ("rm: {run: ls, command: rm}", "rm: give either command or run"),
         ("a.b: {run: ls}", "a.b: a name has letters"),
         ("earlier: {run: ls}", "earlier: a name has letters"),
         ("rm: {comand: rm}", "comand"),
         ("rm: {run: '{{ nowhere }}'}", "'nowhere' is undefined"),
         ("rm: [", "is no pipeline"),
+        ("a: {run: ls, flags: {seed: 1}}", "a: flags are names and values of a command"),
+        ("a: {run: ls, launcher: torchrun}", "a: flags are names and values of a command"),
+        ("a: {command: rm, flags: [seed]}", "a: flags are names and values of a command"),
+        ("a: {run: nosuchprogram x}", "a: there is no program nosuchprogram"),
+        ("a: {command: rm, launcher: nosuchrun, flags: {%s}}", "a: there is no program nosuchrun"),
+        ("a: {run: 'echo \"'}", "No closing quotation"),
+        ("a: {run: [echo, x]}", "a: run ['echo', 'x']"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_with_file_stage_and_flag_before_anything_runs(

@@ -28,6 +28,7 @@ from openrlhf.observability.metrics import values
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.update_plan import plan_update
 from openrlhf.trajectory import Prompt, StopReason, Trajectory
+from openrlhf.workers.base import RoleSettings
 from openrlhf.workers.frozen import ReferenceWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 
@@ -78,7 +79,7 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
     config = parse_config(PPOConfig, flags.split(), command="train_ppo_ray")
     ranks = strategy(setting.dtype, seed)
     policy = PolicyWorker(ranks, settings.trained_settings(config, str(model), setting.steps * OPTIMIZER_STEPS))
-    reference = ReferenceWorker(ranks, settings.frozen_settings(config, str(model)))
+    reference = ReferenceWorker(ranks, RoleSettings(config=config, load=settings.load_spec(config, str(model))))
     maker = ExperienceMaker(config)
     engine = Engine(policy.engine.hf, AutoTokenizer.from_pretrained(model), seed)
     rows, held_out = (read(task / name) for name in ("prompts.jsonl", "held_out.jsonl"))
