@@ -160,7 +160,7 @@ class DatasetConfig(DataConfig):
 
 class OfflineDataConfig(DatasetConfig):
     tokenizer_chat_template: str | None = option(
-        None, "Chat template, or a file with one, instead of the tokenizer's.", needs="apply_chat_template")
+        None, "Chat template, or a file with one, instead of the tokenizer's.", needs="apply_chat_template|layout=auto,arena")
 
 class AdamConfig(Section):
     """AdamW."""

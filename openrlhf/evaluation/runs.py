@@ -106,7 +106,7 @@ def run_win_rate(config: EvaluationConfig) -> None:
         other = read_candidate(config, "against")
     judge = Judge(config.judge, config.reward) if config.judge.url else None
     if judge:
-        asyncio.run(judge.servers.check())
+        asyncio.run(judge.engine.servers.check())
     if config.dry_run:
         return show_prompts(model.prompts)
     with started(config) as recorder:

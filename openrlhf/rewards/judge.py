@@ -1,7 +1,6 @@
 """A language model that says which of two answers is better, behind an OpenAI-compatible server."""
 
 import asyncio
-import os
 import re
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from jinja2 import Template
 from openrlhf.config.evaluation import JudgeConfig
 from openrlhf.config.rollout import RuleConfig
 from openrlhf.rewards.remote_engines import RemoteEngine
-from openrlhf.rewards.servers import HTTPServers
 from openrlhf.trajectory import Failure
 
 QUESTION = Template(Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8"))
@@ -29,10 +27,8 @@ class Judge:
         """The server's key is the environment variable OPENAI_API_KEY."""
         assert judge.url
         base = judge.url.rstrip("/").removesuffix("/chat/completions")
-        self.servers = HTTPServers(
-            [base], reward, kind="judge", flag="--judge.url", key=os.environ.get("OPENAI_API_KEY")
-        )
-        self.engine, self.max_tokens = RemoteEngine(self.servers, judge.model), judge.max_tokens
+        self.engine = RemoteEngine.at(base, reward, model=judge.model, kind="judge", flag="--judge.url")
+        self.max_tokens = judge.max_tokens
 
     async def compare(self, message: str, first: str, second: str) -> float:
         """1.0 if the first answer to a message is better, 0.0 if the second is, else 0.5. Raises ServerError or NoVerdict."""

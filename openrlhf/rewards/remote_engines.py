@@ -10,7 +10,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.rewards.servers import HTTPServers, ServerError
@@ -35,8 +35,13 @@ class RemoteEngine:
     """
 
     def __init__(self, servers: HTTPServers, model: str | None = None) -> None:
-        self._servers, self._model = servers, model
+        self.servers, self._model = servers, model
         self._first: str | None = None  # in the server's list, until the server refuses something
+
+    @classmethod
+    def at(cls, url: str, rule: RuleConfig, *, model: str | None = None, key: str | None = None, **names: str) -> Self:
+        """The server at this URL. `key`, or else OPENAI_API_KEY, goes along; `names` are those of `HTTPServers`."""
+        return cls(HTTPServers([url.rstrip("/")], rule, key=key or os.environ.get("OPENAI_API_KEY"), **names), model)
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
         """The text of the reply to a conversation."""
@@ -74,10 +79,10 @@ class RemoteEngine:
 
     async def _answer(self, body: Mapping[str, Any] | None, path: str) -> Any:
         try:
-            return await asyncio.wrap_future(in_background(self._servers.ask(body, path)))
+            return await asyncio.wrap_future(in_background(self.servers.ask(body, path)))
         except ValueError as error:
             self._first = None  # it may serve another by now
-            raise ServerError(f"{self._servers.kind} {error}") from error
+            raise ServerError(f"{self.servers.kind} {error}") from error
 
     def read(self, answered: Any, *path: str | int, kind: type[T]) -> T:
         """What is at a place in an answer. Raises ServerError if there is no such thing."""
@@ -89,7 +94,7 @@ class RemoteEngine:
             found = None
         if not isinstance(found, kind):
             place = ".".join(map(str, path))
-            servers = self._servers
+            servers = self.servers
             raise ServerError(
                 f"{servers.kind} {servers.servers[0].url} sent no {kind.__name__} at {place}: {str(answered)[:200]!r}"
             )
@@ -107,7 +112,6 @@ def remote_engine(
     if name not in offered["urls"]:
         known = ", ".join(offered["urls"]) or "none"
         raise LookupError(f"{FLAG} has no engine {name!r}; its engines: {known}")
-    key = key or os.environ.get("OPENAI_API_KEY")
     rule = RuleConfig(timeout=timeout or offered["timeout"], retries=offered["retries"])
     return _engine(offered["urls"][name], model, rule, key, os.getpid())
 
@@ -115,7 +119,7 @@ def remote_engine(
 @cache
 def _engine(url: str, model: str | None, rule: RuleConfig, key: str | None, process: int) -> RemoteEngine:
     """One for all who ask alike in a process: a fork does not have the threads of its parent."""
-    return RemoteEngine(HTTPServers([url.rstrip("/")], rule, kind="remote engine", flag=FLAG, key=key), model)
+    return RemoteEngine.at(url, rule, model=model, key=key, kind="remote engine", flag=FLAG)
 
 
 @cache

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 128  # requests under way at a time; more wait here, where no deadline runs
 LONGEST_PAUSE_S = 30.0
+LIMIT = "--reward.timeout"
 START_S = 30  # how long `check` waits for a server that is still starting
 RETRIED = {408, 425, 429, *range(500, 600)}  # statuses that another attempt may change
 
@@ -54,13 +55,15 @@ class HTTPServers:
 
     `timeout` (seconds) bounds one attempt, `retries` says how many may follow a failed one. An attempt goes to the server
     with the fewest requests under way; one that failed rests, longer each time, while another is there. `kind` is what
-    messages call a server, `flag` where its URL comes from, `key` what goes with every request.
+    messages call a server, `flag` where its URL comes from, `limit` where the timeout does, `key` what goes with every request.
     """
 
-    def __init__(self, urls: Sequence[str], rule: RuleConfig, *, kind: str, flag: str, key: str | None = None) -> None:
+    def __init__(
+        self, urls: Sequence[str], rule: RuleConfig, *, kind: str, flag: str, key: str | None = None, limit: str = LIMIT
+    ) -> None:
         self.servers = [_Server(url, kind) for url in urls]
         self.timeout, self.retries = rule.timeout, rule.retries
-        self.kind, self.flag = kind, flag
+        self.kind, self.flag, self.limit = kind, flag, limit
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client: httpx.AsyncClient | None = None  # of the loop that `ask` runs in
         self._turns = asyncio.Semaphore(IN_FLIGHT)
@@ -114,7 +117,7 @@ class HTTPServers:
                 method = "GET" if body is None else "POST"
                 response = await self._client.request(method, server.url + path, json=body)
         except TimeoutError as error:
-            late = f"no answer within {self.timeout:g} s (--reward.timeout)"
+            late = f"no answer within {self.timeout:g} s ({self.limit})"
             raise server.failed(late) from error
         except httpx.HTTPError as error:
             raise server.failed(_message(error)) from error

@@ -1,6 +1,5 @@
 """Knowledge distillation: a student learns the responses, and the teacher's distribution of each of their tokens."""
 
-import os
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar, cast
@@ -20,7 +19,6 @@ from openrlhf.models.loading import configuration
 from openrlhf.models.policy import LogitModel
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.rewards.remote_engines import RemoteEngine
-from openrlhf.rewards.servers import HTTPServers
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.sft import SFTTask
 from openrlhf.trainers.tasks import load_spec, offline_task
@@ -49,10 +47,8 @@ class DistillationTask(SFTTask):
     def server(self) -> RemoteTeacher:
         """The teacher's server."""
         flag, url = "--kd.teacher_model", self.kd.teacher_model
-        servers = HTTPServers(
-            [url.rstrip("/")], RuleConfig(), kind="server", flag=flag, key=os.environ.get("OPENAI_API_KEY")
-        )
-        return RemoteTeacher(f"{flag} {url}", RemoteEngine(servers), best=self.kd.top_k or 0)
+        engine = RemoteEngine.at(url, RuleConfig(), kind="server", flag=flag, limit="of a request")
+        return RemoteTeacher(f"{flag} {url}", engine, best=self.kd.top_k or 0)
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
         """As in SFT. Raises DataError if the teacher has another vocabulary, ConfigError if its server does not answer."""

@@ -107,7 +107,7 @@ def test_a_judge_that_is_not_there_is_named_before_anything_is_sampled(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_servers, "START_S", 1)
-    asyncio.run(Judge(JudgeConfig(url=server.url, model="letters"), RuleConfig()).servers.check())
+    asyncio.run(Judge(JudgeConfig(url=server.url, model="letters"), RuleConfig()).engine.servers.check())
     gone = Judge(JudgeConfig(url=f"http://127.0.0.1:{free_port()}/v1", model="m"), RuleConfig())
     with pytest.raises(ConfigError, match=r"--judge\.url: .* does not answer.*Start the judge"):
-        asyncio.run(gone.servers.check())
+        asyncio.run(gone.engine.servers.check())
