@@ -16,7 +16,7 @@ STAGES = {verb: about for verb, about in VERBS.items() if "result" in about}
 # fmt: off
 class PipelineRunConfig(Section):
     """Where everything goes."""
-    dir: str = derived("Folder of all stages; unset: ./runs/<name of the file>, and its settings if not the first.")
+    dir: str = derived("Folder of all stages; unset: ./runs/<name of the file>, with --settings behind it.")
 
 class PipelineConfig(Command):
     """Stages in a file, one after the other."""

@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
@@ -48,8 +49,7 @@ def run_pipeline(config: PipelineConfig) -> None:
     """Check all stages, and run those that are not done. Raises ConfigError, or SystemExit with the status of a stage."""
     with in_order():
         file, folder = Path(config.file), Path(config.run.dir).expanduser().absolute()
-        pipeline = Pipeline(file=file, folder=folder, stages=read_stages(file, config.settings))
-        pipeline.run(dry=config.dry_run)
+        Pipeline(file=file, folder=folder, stages=read_stages(file, config.settings)).run(dry=config.dry_run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +99,14 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
         if settings and settings not in choices:
             raise ConfigError(f"--settings {settings}: {file} has {', '.join(choices) or 'no settings'}.")
         values = choices.get(settings or next(iter(choices), ""), {})
-        found: dict[str, Any] = yaml.safe_load(jinja.from_string(body).render(values, here=here))["stages"]
+        body = jinja.from_string(body).render(values, here=here)
+        nodes = {key.value: value for key, value in yaml.compose(body).value}
+        names = Counter(key.value for key, _ in nodes["stages"].value)
+        if names.total() != len(names) or not names:  # YAML keeps the last of two
+            raise ConfigError(f"{file}: two stages have one name, or there is none: {', '.join(names.elements())}.")
         return [
-            Stage(name=str(name), **{key: entry[key] for key in entry if entry[key]}) for name, entry in found.items()
+            Stage(name=str(name), **{key: entry[key] for key in entry if entry[key]})
+            for name, entry in yaml.safe_load(body)["stages"].items()
         ]
     except (yaml.YAMLError, TemplateError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -144,8 +149,7 @@ class Pipeline:
             return [f"there is no program {program}."]
         if unknown := [name for name in stage.uses if name not in before]:
             hint = did_you_mean(nearest(unknown[0], before))
-            known = f"before it are {', '.join(before)}" if before else "it is the first"
-            return [f"${{{unknown[0]}}} is no stage before this one; {known}.{hint}"]
+            return [f"${{{unknown[0]}}} is no stage before this one ({', '.join(before) or 'the first'}).{hint}"]
         if not stage.command:
             return []
         if stage.command not in STAGES:
@@ -177,12 +181,12 @@ class Pipeline:
 
     def write_flags(self, stage: Stage) -> Path:
         """Write the flags of a stage, and where its results go, to a file that --config reads."""
-        own = {
-            path: leaf or STAGES[stage.command]["result"]
+        result = STAGES[stage.command]["result"]
+        places = {
+            path: str(self.folder / stage.name / (leaf or result))
             for path, leaf in PLACES.items()
             if path in flags_of(stage.root)
         }
-        places = {path: str(self.folder / stage.name / leaf) for path, leaf in own.items()}
         path = self.folder / f"{stage.name}.yaml"
         filled = json.loads(self.filled(stage, json.dumps({**stage.flags, **places}, default=str)))
         write_atomically(path, yaml.safe_dump(filled, sort_keys=False, allow_unicode=True, width=1000))
@@ -190,8 +194,8 @@ class Pipeline:
 
     def inputs(self, stage: Stage) -> dict[str, Any]:
         """All that the result of a stage is made from. Not the launcher: the number of devices may change on the way."""
-        kept = {path: value for path, value in stage.values.items() if not path.startswith("logger.")}
-        made: dict[str, Any] = {f"--{path}": value for path, value in kept.items() if path != "ds.use_universal_ckpt"}
+        of_run = ("logger.", "ds.use_universal_ckpt")
+        made = {f"--{path}": value for path, value in stage.values.items() if not path.startswith(of_run)}
         made |= {"command": stage.command, "run": stage.run}
         made |= {place: content_of(Path(place)) for place in stage.reads}
         return json.loads(

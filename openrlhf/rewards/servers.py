@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 128  # requests under way at a time; more wait here, where no deadline runs
 LONGEST_PAUSE_S = 30.0
-LIMIT = "--reward.timeout"
 START_S = 30  # how long `check` waits for a server that is still starting
 RETRIED = {408, 425, 429, *range(500, 600)}  # statuses that another attempt may change
 
@@ -59,11 +58,11 @@ class HTTPServers:
     """
 
     def __init__(
-        self, urls: Sequence[str], rule: RuleConfig, *, kind: str, flag: str, key: str | None = None, limit: str = LIMIT
+        self, urls: Sequence[str], rule: RuleConfig, *, kind: str, flag: str, key: str | None = None, limit: str = ""
     ) -> None:
         self.servers = [_Server(url, kind) for url in urls]
         self.timeout, self.retries = rule.timeout, rule.retries
-        self.kind, self.flag, self.limit = kind, flag, limit
+        self.kind, self.flag, self.limit = kind, flag, limit or "--reward.timeout"
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client: httpx.AsyncClient | None = None  # of the loop that `ask` runs in
         self._turns = asyncio.Semaphore(IN_FLIGHT)
