@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
 from transformers import AutoConfig, AutoTokenizer
 
 from openrlhf.config.combining import CombinerConfig
@@ -18,6 +17,8 @@ def combine(config: CombinerConfig) -> None:
     A reward model gets the name of its head and the statistics of its rewards from the adapter's folder. Raises
     UserError for an adapter of another model.
     """
+    import peft  # not while commands are imported: quick_imports
+
     folder = Path(config.lora_path).expanduser()
     spec = LoadSpec(path=config.model_path, ds=LoadingConfig(param_dtype="fp32", attn_implementation="eager"))
     stored = AutoConfig.from_pretrained(folder).to_dict() if (folder / "config.json").exists() else {}
@@ -27,8 +28,8 @@ def combine(config: CombinerConfig) -> None:
     else:
         base = load_causal_lm(spec)
     try:
-        adapted = PeftModel.from_pretrained(base, folder)
-        if other := load_peft_weights(str(folder)).keys() ^ get_peft_model_state_dict(adapted).keys():
+        adapted = peft.PeftModel.from_pretrained(base, folder)
+        if other := peft.load_peft_weights(str(folder)).keys() ^ peft.get_peft_model_state_dict(adapted).keys():
             raise ValueError(f"only one of them has {', '.join(sorted(other)[:3])} ({len(other)} in all)")
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"--lora_path {folder} is no adapter of --model_path {config.model_path}: {error}") from error

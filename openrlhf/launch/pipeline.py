@@ -100,13 +100,13 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
             raise ConfigError(f"--settings {settings}: {file} has {', '.join(choices) or 'no settings'}.")
         values = choices.get(settings or next(iter(choices), ""), {})
         body = jinja.from_string(body).render(values, here=here)
+        found: dict[str, Any] = yaml.safe_load(body)["stages"]
         nodes = {key.value: value for key, value in yaml.compose(body).value}
-        names = Counter(key.value for key, _ in nodes["stages"].value)
+        names = Counter(key.value for key, *_ in nodes["stages"].value)
         if names.total() != len(names) or not names:  # YAML keeps the last of two
             raise ConfigError(f"{file}: two stages have one name, or there is none: {', '.join(names.elements())}.")
         return [
-            Stage(name=str(name), **{key: entry[key] for key in entry if entry[key]})
-            for name, entry in yaml.safe_load(body)["stages"].items()
+            Stage(name=str(name), **{key: entry[key] for key in entry if entry[key]}) for name, entry in found.items()
         ]
     except (yaml.YAMLError, TemplateError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise ConfigError(

@@ -238,6 +238,15 @@ def test_mistakes_are_told_with_file_stage_and_flag_before_anything_runs(
     assert not (tmp_path / "run/first").exists()
 
 
+@pytest.mark.parametrize(
+    "text", ["", "one\ntwo\n", "- a\n- b\n", "stages: [a, b]\n", "stages: ls\n", "a: 1\n---\nstages: {}\n"]
+)
+def test_a_file_of_another_kind_is_no_pipeline(tmp_path: Path, text: str) -> None:
+    (tmp_path / "other").write_text(text)
+    with pytest.raises(ConfigError, match=r"is no pipeline|no setting|there is none"):
+        read_stages(tmp_path / "other", "")
+
+
 def test_all_mistakes_are_told_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text("stages:\n  one: {command: rm, flags: {data.dataset: d}}\n  two: {command: x}\n")

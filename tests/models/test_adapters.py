@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scalar import load_scalar
 from tests.config.commands import violations
 from tests.loading import load_spec
+from tests.ranks import ROOT
 from tests.tiny import character_tokenizer, save_tiny_model
 
 KINDS = ["qwen2-tied", "llama", "qwen3-moe"]
@@ -110,9 +113,9 @@ def test_an_export_is_loaded_by_peft_and_merged_by_the_combiner(dora: bool, tmp_
     hf = moved(load_causal_lm(spec(path, LoraConfig(rank=4, dora=dora))))
     adapter = export(hf, tmp_path / "adapter")
     assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)), logits(hf))
-    lora_combiner.main(
-        f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'merged'} --ds.param_dtype fp32".split()
-    )
+    flags = f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'merged'} --ds.param_dtype fp32"
+    command = [sys.executable, "-m", "openrlhf.cli.main", "lora_combiner", *flags.split()]
+    subprocess.run(command, check=True, cwd=ROOT)  # a process of its own: this one has imported PEFT
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), logits(hf), atol=2e-6, rtol=0)
     assert (tmp_path / "merged/tokenizer.json").exists()
