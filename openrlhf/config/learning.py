@@ -88,7 +88,7 @@ class PtxConfig(Section):
     """Pretraining text mixed into the updates."""
     dataset: str | None = option(None, "Files, folders, hub names, by comma.", holds="dataset")
     probs: str | None = option(None, "Probability of each dataset, by comma.", needs="dataset")
-    split: str = option("train", "Split of each dataset.", needs="dataset")
+    split: str = option("train", "Split of each dataset; a file has one.", needs="dataset")
     coef: float = option(0.05, "Weight of the loss of this text.", ge=0, needs="dataset")
 
 class AlgoConfig(Section):

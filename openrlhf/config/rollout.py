@@ -160,7 +160,7 @@ class PromptConfig(PromptColumns):
     """Prompts."""
     prompt_dataset: str = required("Prompts: files, folders, hub names, by comma.", holds="dataset")
     prompt_probs: str | None = option(None, "Probabilities, by comma; unset: one after the other.")
-    prompt_split: str = option("train", "Split of each dataset.")
+    prompt_split: str = option("train", "Split of each dataset; a file has one.")
 
 class RolePlacement(Section):
     """Ray resources of one role."""

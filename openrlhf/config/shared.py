@@ -84,7 +84,7 @@ class EvalConfig(Section):
     """Evaluation during training."""
     steps: int = option(-1, "Steps between two; -1: at each epoch's end (RL: never).", ge=-1, needs=EVALUATIONS)
     dataset: str | None = option(None, "Files, folders or hub names, by comma.", holds="dataset")
-    split: str = option("train", "Split of the dataset.", needs="dataset")
+    split: str = option("train", "Split of the dataset; a file has one.", needs="dataset")
     patience: int | None = option(
         None, "Stop after so many in a row without a new best (--ckpt.best_metric_key); the best weights are exported.", ge=1)
 
@@ -156,7 +156,7 @@ class DataConfig(FormatConfig):
 class DatasetConfig(DataConfig):
     dataset: str = required("Data: files, folders, hub names, by comma.", holds="dataset")
     dataset_probs: str | None = option(None, "Probabilities, by comma; unset: one after the other.")
-    dataset_split: str = option("train", "Split of each dataset.")
+    dataset_split: str = option("train", "Split of each dataset; a file has one.")
 
 class OfflineDataConfig(DatasetConfig):
     tokenizer_chat_template: str | None = option(

@@ -111,15 +111,15 @@ def _read(path: str, folder: str | None, text: Collection[str]) -> Dataset | Dat
     return load_dataset(path, data_dir=folder)
 
 
-def _read_file(path: str, file_format: str, options: dict[str, Any]) -> DatasetDict:
-    loaded = load_dataset(file_format, data_files=path, **options)
-    features = next(iter(loaded.values())).features
+def _read_file(path: str, file_format: str, options: dict[str, Any]) -> Dataset:
+    loaded = load_dataset(file_format, data_files=path, split="train", **options)  # the library's name for all rows
+    features = loaded.features
     dates = [
         name for name, type_ in features.items() if isinstance(type_, Value) and type_.dtype.startswith("timestamp")
     ]
     if file_format == "json" and dates:  # strings that look like dates: keep them strings
         as_written = Features(features | dict.fromkeys(dates, Json()))
-        loaded = load_dataset(file_format, data_files=path, features=as_written)
+        loaded = load_dataset(file_format, data_files=path, split="train", features=as_written)
     return loaded
 
 

@@ -70,6 +70,11 @@ def test_a_file_of_each_format_is_read(name: str, tmp_path: Path) -> None:
     assert [str(label) for label in rows["label"]] == ["1", "2", "3"]
 
 
+def test_the_rows_of_a_file_belong_to_every_split(write: Write, tmp_path: Path) -> None:
+    write("held_out.jsonl", json_lines(ROWS))
+    assert inputs(load(str(tmp_path / "held_out.jsonl"), split="test")) == ["a", "b", "c"]
+
+
 def test_a_folder_of_files_is_read_by_its_split_names(write: Write, tmp_path: Path) -> None:
     write("data/train.jsonl", json_lines(ROWS))
     write("data/test.jsonl", json_lines(ROWS[:1]))
