@@ -115,6 +115,18 @@ def test_no_document_of_a_packed_row_sees_another(hf: PreTrainedModel) -> None:
     assert not torch.equal(before, after)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_packed_attention_in_bfloat16_is_that_of_float64_rounded_once(window: int | None) -> None:
+    query, key, value = (torch.randn(1, heads, 16, 8).bfloat16() for heads in (4, 2, 2))
+    options = {"document_lengths": [5, 11], "sliding_window": window}
+    mixed, _ = packed_attention.packed_sdpa(torch.nn.Module(), query, key, value, None, **options)
+    exact, _ = packed_attention.packed_sdpa(
+        torch.nn.Module(), query.double(), key.double(), value.double(), None, **options
+    )
+    assert mixed.dtype == torch.bfloat16
+    torch.testing.assert_close(mixed.double(), exact, rtol=2**-8, atol=1e-6)  # half a unit in the last place
+
+
 def test_architectures_that_transform_their_logits_are_refused() -> None:
     config = tiny_config("llama")
     config.final_logit_softcapping = 30.0
