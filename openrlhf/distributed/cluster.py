@@ -25,6 +25,8 @@ from openrlhf.distributed.placement import CPU_PER_SLOT, NODE_ID, Machine, Place
 OBJECT_STORE_BYTES = 512 << 20
 OF_EVERY_NODE = ("CPU", "GPU", "memory", "object_store_memory", "node:")  # resources that say nothing of their kind
 LEAN = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[arg-type]
+# Spare workers cost seconds of a small machine; statistics that nobody reads cost a quarter of Ray's CPU time at rest.
+IDLE_WORK = ("enable_worker_prestart", "prestart_worker_first_driver", "enable_metrics_collection", "event_stats")
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -117,7 +119,7 @@ def _start_ray(plan: Placement) -> str:
     """Start a Ray that ends with the run. Returns its session folder."""
     # Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before the run has.
     services.ConsolePopen = partial(subprocess.Popen, process_group=0)  # type: ignore[assignment, misc]
-    # Autoscaler, reader of logs and spare workers have nothing to do here, and cost seconds of a small machine.
+    # The autoscaler and the reader of logs have nothing to do here.
     parameter.RayParams = LEAN  # type: ignore[assignment, misc]
     try:
         context = ray.init(
@@ -125,7 +127,7 @@ def _start_ray(plan: Placement) -> str:
             num_cpus=own_cores(),
             include_dashboard=False,
             object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
-            _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+            _system_config=dict.fromkeys(IDLE_WORK, False),
             **QUIET,
         )
     except Exception as error:  # Ray raises no narrower class
