@@ -1,5 +1,7 @@
 """Where the CPU seconds of a GRPO step go, by part and process. Needs py-spy, which comes with Ray, and its permissions.
 
+The shares are those of py-spy's looks. The CPU seconds of a step are those of the processes, while py-spy looks.
+
 python -m benchmarks.profile --size 25M --lengths equal --dtype fp32
 """
 
@@ -7,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 import psutil
 
@@ -20,6 +24,7 @@ from benchmarks import workload
 from benchmarks.processes import trained
 from benchmarks.run import MEASURED, WARM_UP, Grpo
 
+SPY = Path(sys.executable).parent / "py-spy"
 RATE = 100  # looks per second
 PARTS = (  # the first whose word is in a stack has the sample
     ("publication", "publication_receive"),
@@ -60,7 +65,7 @@ def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
         role = "controller" if process == run else ROLES.get(process.name()[:15])
         if role:
             records[role] = folder / f"{role}.txt"
-            command = ["py-spy", "record", "-p", process.pid, "-r", RATE, "-f", "raw", "-o", records[role], "-d", 3600]
+            command = [SPY, "record", "-p", process.pid, "-r", RATE, "-f", "raw", "-o", records[role], "-d", 3600]
             spies.append(
                 subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )
@@ -88,12 +93,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = Path(tempfile.mkdtemp(prefix="profile-"))
     workload.write(folder / "data", chosen.size)
     case, place = Grpo(lengths=chosen.lengths, dtype=chosen.dtype, size=chosen.size), folder / "run"
-    run = threading.Thread(target=case.ours, args=(folder / "data", place))
-    run.start()
-    while not (started := [p for p in psutil.Process().children() if "openrlhf.cli.train_ppo_ray" in p.cmdline()]):
-        time.sleep(0.05)
-    records = watch(place / "metrics.jsonl", started[0], folder)
-    run.join()
+    with ThreadPoolExecutor() as threads:
+        run = threads.submit(case.ours, folder / "data", place)
+        while not (started := [p for p in psutil.Process().children() if "openrlhf.cli.train_ppo_ray" in p.cmdline()]):
+            time.sleep(0.05)
+        records = watch(place / "metrics.jsonl", started[0], folder)
+        step = median(run.result().steps(WARM_UP + MEASURED)[-MEASURED:])
     seen = Counter[str]()
     for role, record in records.items():
         for stack, count in samples(record):
@@ -101,8 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             seen[part] += count
     total = sum(seen.values())
     for part, count in seen.most_common():
-        print(f"{part:28}{count / RATE / MEASURED:8.2f} s{100 * count / total:7.1f} %")
-    print(f"{'sum':28}{total / RATE / MEASURED:8.2f} s   per step; records: {folder}")
+        print(f"{part:28}{step * count / total:8.2f} s{100 * count / total:7.1f} %")
+    print(f"{'sum':28}{step:8.2f} s   per step; records: {folder}")
 
 
 if __name__ == "__main__":
