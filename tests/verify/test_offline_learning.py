@@ -1,7 +1,8 @@
-"""DPO, KTO, process reward models and distillation learn a toy set of their own, with three seeds each."""
+"""Every offline method learns a toy set of its own, with three seeds."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +16,75 @@ pytestmark = pytest.mark.verify
 
 SEEDS = (1, 2, 3)
 TRAINED, HELD_OUT = 512, 64
-# What an evaluation logs of the toy set, what it is called on the page, and where it has to end.
-MEASURED: dict[str, tuple[str, str, float]] = {
-    "dpo": ("eval/eval_loss", "held-out loss of a pair, 0.693 before the training", 0.2),
-    "kto": ("margin", "held-out reward of desirable − undesirable answers", 0.5),
-    "prm": ("eval/eval acc", "held-out steps judged rightly", 0.95),
-    "kd": ("eval/eval gpt_loss", "held-out loss of the responses, nats per token", 3.5),
-}
-EXTRA: dict[str, dict[str, Any]] = {"kd": {"kd.coef": 0.5}}
+PAIR_LOSS = "held-out loss of a pair"
 
 
-def curve(task: str, folder: Path) -> list[float]:
-    """The measured number after each evaluation."""
-    name = MEASURED[task][0]
-    if name != "margin":
-        return column(folder, name)
-    good, bad = (column(folder, f"eval/{kind}_reward") for kind in ("chosen", "reject"))
-    return [g - b for g, b in zip(good, bad, strict=True)]
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A method on a toy set, and what an evaluation measures of it."""
+
+    task: str  # the command
+    rows: str  # as tests/e2e/test_offline_family.py makes them
+    metric: str
+    what: str  # on the page
+    wanted: float  # where the metric has to end
+    falls: bool = False
+    flags: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def curve(self, folder: Path) -> list[float]:
+        """The measured number after each evaluation."""
+        if self.metric != "margin":
+            return column(folder, self.metric)
+        good, bad = (column(folder, f"eval/{kind}_reward") for kind in ("chosen", "reject"))
+        return [g - b for g, b in zip(good, bad, strict=True)]
+
+    def arguments(self, workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+        """The flags of a run. SFT learns from the rows of distillation, without its teacher."""
+        flags = flags_of(self.rows, workspace, folder, **changes, **self.flags)
+        return {name: value for name, value in flags.items() if self.task == "kd" or not name.startswith("kd.")}
+
+
+def preference(loss: str, metric: str, what: str, wanted: float, *, falls: bool = True, **flags: Any) -> Subject:
+    """A loss of `train_dpo`."""
+    named = {"model.loss_type": loss} | {name.replace("__", "."): value for name, value in flags.items()}
+    return Subject(task="dpo", rows="dpo", metric=metric, what=what, wanted=wanted, falls=falls, flags=named)
+
+
+SUBJECTS = {
+    "SFT": Subject(
+        task="sft", rows="kd", metric="eval/eval gpt_loss", what="held-out loss, nats per token", wanted=2.15, falls=True
+    ),
+    "reward model": Subject(task="rm", rows="dpo", metric="eval/eval_loss", what=PAIR_LOSS, wanted=0.2, falls=True),
+    "DPO": preference("dpo", "eval/eval_loss", f"{PAIR_LOSS}, 0.693 before the training", 0.2),
+    "cDPO, ε 0.1": preference("dpo", "eval/eval_loss", f"{PAIR_LOSS}, at least 0.325", 0.4, model__label_smoothing=0.1),
+    "robust, ε 0.1": preference("robust", "eval/eval_loss", PAIR_LOSS, 0.2, model__label_smoothing=0.1),
+    "IPO": preference("ipo", "eval/eval_loss", f"{PAIR_LOSS}, 25 before the training", 5.0),
+    "hinge": preference("hinge", "eval/eval_loss", f"{PAIR_LOSS}, 1 before the training", 0.1),
+    "SimPO": preference("simpo", "eval/eval_loss", PAIR_LOSS, 0.3, model__beta=2.0),
+    "ORPO": preference("orpo", "eval/eval_loss", PAIR_LOSS, 2.0),
+    "KTO": Subject(
+        task="kto", rows="kto", metric="margin", what="held-out reward of desirable − undesirable answers", wanted=0.5
+    ),
+    "process reward model": Subject(
+        task="prm", rows="prm", metric="eval/eval acc", what="held-out steps judged rightly", wanted=0.95
+    ),
+    "distillation": Subject(
+        task="kd", rows="kd", metric="eval/eval gpt_loss", what="held-out loss of the responses, nats per token",
+        wanted=3.5, falls=True, flags={"kd.coef": 0.5},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.timeout(1800)
-def test_every_task_learns_its_toy_set(tmp_path: Path) -> None:
+def test_every_method_learns_its_toy_set(tmp_path: Path) -> None:
     workspace, table = make_workspace(tmp_path), []
-    for task, (_, what, wanted) in MEASURED.items():
-        cells = []
+    for name, subject in SUBJECTS.items():
+        cells: list[str] = []
+        folder = tmp_path / f"method-{len(table)}"
+        folder.mkdir()
         for seed in SEEDS:
-            train = write_rows(tmp_path / f"{task}-{seed}.jsonl", rows_of(task, TRAINED, seed=10 + seed))
-            held_out = write_rows(tmp_path / f"{task}-{seed}-eval.jsonl", rows_of(task, HELD_OUT, seed=20 + seed))
+            train = write_rows(folder / f"{seed}.jsonl", rows_of(subject.rows, TRAINED, seed=10 + seed))
+            held_out = write_rows(folder / f"{seed}-eval.jsonl", rows_of(subject.rows, HELD_OUT, seed=20 + seed))
             changes = {
                 "data.dataset": train,
                 "eval.dataset": held_out,
@@ -49,20 +92,19 @@ def test_every_task_learns_its_toy_set(tmp_path: Path) -> None:
                 "train.seed": seed,
                 "train.max_epochs": 2,
                 "ds.packing_samples": True,
-                **EXTRA.get(task, {}),
             }
-            folder = tmp_path / f"run-{task}-{seed}"
-            run(f"train_{task}", flags_of(task, workspace, folder, **changes))
-            first, *_, last = curve(task, folder)
-            falls = task in ("dpo", "kd")
-            assert last < min(first, wanted) if falls else last > max(first, wanted), (task, seed, first, last)
+            place = folder / f"run-{seed}"
+            run(f"train_{subject.task}", subject.arguments(workspace, place, **changes))
+            first, *_, last = subject.curve(place)
+            learned = last <= min(first, subject.wanted) if subject.falls else last >= max(first, subject.wanted)
+            assert learned, (name, seed, first, last)
             cells.append(f"{first:.3f} → {last:.3f}")
-        table.append([f"`train_{task}`", what, *cells])
+        table.append([name, f"`train_{subject.task}`", subject.what, *cells])
     write_result(
         "offline_learning",
-        "Preferences, labels, steps, teachers: toy sets",
+        "The offline methods: toy sets",
         "python -m pytest -m verify tests/verify/test_offline_learning.py",
-        ["command", "measured", *(f"seed {seed}" for seed in SEEDS)],
+        ["method", "command", "measured", *(f"seed {seed}" for seed in SEEDS)],
         table,
         f"After 8 optimizer steps → after 64, of 16 rows each, a random model of 60,000 parameters. Each run has its own {TRAINED} training and "
         f"{HELD_OUT} held-out rows: tests/e2e/test_offline_family.py makes them.",
