@@ -83,7 +83,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
     iter: int | None = option(None, "Use the rows from iter x rollout.batch_size on, so many.", ge=0)
     post_processor: str = option(
         "none", "What is written of scored answers: all; the best of each input (rs); all, with the reward in the input "
-        "(csft); the best and the worst of each input as a pair (iter_dpo).", choices=("none", "rs", "csft", "iter_dpo", "null"))
+        "(csft); the best and the worst of each input as a pair (iter_dpo).", choices=("none", "rs", "csft", "iter_dpo"))
     reward_template: str = option("{input} <rm_score>: {reward} ", "Input with the reward in it.")
     data: InferenceDataConfig = InferenceDataConfig(max_samples=100_000_000)
     reward: RewardConfig = RewardConfig()
@@ -142,6 +142,11 @@ class ChatConfig(ModelCommand):
     csft: CsftConfig = CsftConfig()
     system: str | None = option(None, "System prompt.")
     preamble: str | None = option(None, "File whose text comes before the conversation.")
+
+    def derived_values(self) -> dict[str, Any]:
+        """What follows from the flags, by path: an answer takes half of a short conversation."""
+        given = "rollout.max_new_tokens" in self.given
+        return {} if given else {"rollout.max_new_tokens": min(1024, self.data.max_len // 2 or 1)}
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""

@@ -55,7 +55,6 @@ def pairs(rows: Rows, config: BatchInferenceConfig) -> Rows:
 
 POST_PROCESSORS: dict[str, Callable[[Rows, BatchInferenceConfig], Rows]] = {
     "none": unchanged,
-    "null": unchanged,
     "rs": best,
     "csft": conditioned,
     "iter_dpo": pairs,
