@@ -61,7 +61,8 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
         else:
             result.groups.append((name, words))
     typed = dict(result.groups)
-    if lengths or ("max_new_tokens" in renamed and "output_path" in flags and not typed.keys() & {"data.max_len", "config"}):
+    alone = "max_new_tokens" in renamed and "output_path" in flags and not typed.keys() & {"data.max_len", "config"}
+    if lengths or alone:
         renamed |= _translate_lengths(lengths, "".join(typed.get("rollout.max_new_tokens", [])), result)
     if renamed:
         result.notices.insert(0, _renames(renamed, flags))
@@ -90,7 +91,7 @@ def _translate_lengths(lengths: Mapping[str, str], answer: str, result: Translat
     if wrong:
         return {}
     prompt, response = (int(lengths.get(name, "1024")) for name in OLD_LENGTHS)
-    response = int(answer) if answer.isdigit() else response
+    response = int(answer) if answer.isdigit() else response  # else its flag says what is wrong
     total = prompt + response
     # First: today's names win.
     result.groups[:0] = [("data.max_len", [str(total)]), ("rollout.max_new_tokens", [str(response)])]
