@@ -109,8 +109,8 @@ def recognise(rows: Dataset, config: Any, *kinds: str) -> Any:
     read_here = [each for name in kinds or CHIEF if CHIEF[name] in vars(data) for each in LAYOUTS[name]]
     fitting = (each["flags"] for each in read_here if _fits(first, each["columns"]))
     found = next((flags for flags in fitting if named in ("auto", flags.get("layout"))), {})
-    declared = flags_of(config.__class__)
-    used = {flag for flag in vars(data) if not (flag.endswith("_key") and unmet(config, declared[f"data.{flag}"]))}
+    declared, own = flags_of(config.__class__), [flag for flag in found if flag in vars(data)]
+    used = {flag for flag in own if not (flag.endswith("_key") and unmet(config, declared[f"data.{flag}"]))}
     flags = {flag: value or None for flag, value in found.items() if flag in used}
     given = {flag for flag in flags if flag.endswith("_key") and f"data.{flag}" in config.given}
     changes = {flag: value for flag, value in flags.items() if value != getattr(data, flag)}
