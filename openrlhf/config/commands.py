@@ -48,6 +48,10 @@ class Command(Section):
         """What follows from the flags of this command, by path."""
         return {}
 
+    def unless_given(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Those of these values by path whose flags were not given."""
+        return {path: value for path, value in values.items() if path not in self.given}
+
     def common_values(self, command: str) -> dict[str, Any]:
         """What follows in several commands once a command's own values are derived, by path."""
         return {}

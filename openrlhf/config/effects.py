@@ -1,13 +1,15 @@
 """Whether a flag has an effect, from one declaration of what it belongs to.
 
 A declaration is a condition on the resolved configuration. `train.enable_ema`: that flag is set. `!rollout.only`: it is
-not. `optim=adam,muon`: it has one of these values. `a|b`: either holds. Names are looked up in the flag's own section
-first, then in the sections around it. A name that the command does not have asks for nothing.
+not. `optim=adam,muon`: it has one of these values. `vllm.max_engines<vllm.num_engines`: it is less than a number, or
+than the flag of that whole name. `given.ds.zero_stage`: the value that the user gave. `a|b`: either holds. Names are looked up in the flag's own section first, then in the
+sections around it. A name that the command does not have asks for nothing.
 
 Conditions also say which flags do not go together, or need a word of explanation: `combinations.toml`.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from openrlhf.config.flags import Flag, flags_of, toml_beside, value_at
@@ -70,14 +72,14 @@ def conditions_of(root: type[Any], flag: Flag) -> list[str]:
 
 def look_up(config: Any, path: str, term: str) -> tuple[str, Any] | None:
     """Path and value of what a term is about, seen from a flag; None where the command has nothing of that name."""
-    name = term.removeprefix("!").partition("=")[0]
+    name, less, bound = term.removeprefix("!").partition("=")[0].partition("<")
     while path:
         path = path.rpartition(".")[0]
         full = f"{path}.{name}" if path else name
-        try:
-            return full, value_at(config, full)
-        except AttributeError:
-            pass
+        with suppress(AttributeError):
+            value = config.given.get(name[6:]) if name.startswith("given.") else value_at(config, full)
+            most = int(bound) if bound.isdigit() else value_at(config, bound) if less else 0
+            return full, (value or 0) < (most or 0) if less else value
     return None
 
 

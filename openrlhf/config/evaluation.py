@@ -70,9 +70,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         return [
             *own,
             *self.engine_mistakes(),
-            *rules.reward_mistakes(self, needed=self.task == "pass_k"),
+            *rules.reward_mistakes(self),
             *rules.remote_engine_mistakes(self.rollout),
             (judge.url and not judge.url.startswith(("http://", "https://")), "<judge.url> is no http(s) URL."),
-            (judge.url and rules.is_number(self.reward.on_error),
-             "<reward.on_error> is no verdict of <judge.url>: use fail or drop."),
         ]

@@ -33,10 +33,7 @@ class EngineCommand(ModelCommand):
 
     def engine_mistakes(self) -> Sentences:
         """What may be wrong with engines and sampling."""
-        return [
-            *combined(self, "refused", "sampling"),
-            *ppo_rules.engine_mistakes(self),
-        ]
+        return [*combined(self, "refused", "sampling"), *ppo_rules.engine_mistakes(self)]
 
 
 class RepetitionConfig(Section):
@@ -62,14 +59,11 @@ class CsftConfig(Section):
 
 class InferenceDataConfig(shared.DatasetConfig):
     """Tokenizer and data."""
-    columns: ClassVar = ("input_key", "output_key")  # what is read of a row
+    columns: ClassVar = ("input_key",)  # what is read of a row with a prompt
+    label_key: ClassVar[str | None] = None
+    multiturn: ClassVar[bool] = False
     input_key: str = option("input", "Column with the prompt, text or chat.")
-    output_key: str | None = option("output", "Column with the answer to score.")
-
-    @property
-    def label_key(self) -> str | None:
-        """The column that is read besides the prompt."""
-        return self.output_key
+    output_key: str | None = option("output", "Column with the answer to score; unset: of a chat, its last turn.")
 
 class BatchInferenceConfig(EngineCommand, RecordedCommand):
     """Answers to the prompts of a dataset, or the scores of answers."""
@@ -83,7 +77,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
     iter: int | None = option(None, "Use the rows from iter x rollout.batch_size on, so many.", ge=0)
     post_processor: str = option(
         "none", "What is written of scored answers: all; the best of each input (rs); all, with the reward in the input "
-        "(csft); the best and the worst of each input as a pair (iter_dpo).", choices=("none", "rs", "csft", "iter_dpo", "null"))
+        "(csft); the best and the worst of each input as a pair (iter_dpo).", choices=("none", "rs", "csft", "iter_dpo"))
     reward_template: str = option("{input} <rm_score>: {reward} ", "Input with the reward in it.")
     data: InferenceDataConfig = InferenceDataConfig(max_samples=100_000_000)
     reward: RewardConfig = RewardConfig()
@@ -95,24 +89,20 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
 
     @property
     def samples_answers(self) -> bool:
-        """Whether the model answers prompts."""
-        return not self.scores
-
-    @property
-    def scores(self) -> bool:
-        """Whether answers are scored, not sampled."""
-        return self.task == "rm"
+        """Whether the model answers prompts; else reward models score answers."""
+        return self.task != "rm"
 
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path: all GPUs are used; the model is the one that scores."""
         gpus = machine.count_gpus()
-        default = {
+        own = self.unless_given({
             "vllm.num_engines": max(1, gpus // self.vllm.devices),
             "reward.num_gpus_per_node": min(8, gpus) or 1,
-            "reward.model_name_or_path": self.model.model_name_or_path if self.scores else None,
-        }
-        own = {path: value for path, value in default.items() if path not in self.given}
-        own |= {"csft.enable": False} if self.scores else {"data.output_key": None}
+            "reward.model_name_or_path": None if self.samples_answers else self.model.model_name_or_path,
+        })
+        own |= {} if self.samples_answers else {"csft.enable": False}
+        if self.data.apply_chat_template and not self.given.get("data.output_key"):
+            own["data.output_key"] = None
         return own | amend(self, own).engine_values(shared=True)
 
     def mistakes(self) -> Sentences:
@@ -123,7 +113,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
             *rules.probabilities_fit(self, "data.dataset", "data.dataset_probs"),
             (path and os.path.isdir(path), "<output_path> is a folder: name a file in it."),
             (not_in and self.post_processor == "csft", "<reward_template> needs both {input} and {reward}."),
-            *(rules.sum_mistakes(self.reward, len(self.reward.models)) if self.scores else self.engine_mistakes()),
+            *(self.engine_mistakes() if self.samples_answers else rules.sum_mistakes(self.reward, len(self.reward.models))),
             *combined(self, "refused", "batch_inference"),
         ]
 
@@ -143,6 +133,10 @@ class ChatConfig(ModelCommand):
     system: str | None = option(None, "System prompt.")
     preamble: str | None = option(None, "File whose text comes before the conversation.")
 
+    def derived_values(self) -> dict[str, Any]:
+        """What follows from the flags, by path: an answer takes half of a short conversation."""
+        return self.unless_given({"rollout.max_new_tokens": min(1024, self.data.max_len // 2 or 1)})
+
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
         template = self.data.input_template
@@ -150,5 +144,5 @@ class ChatConfig(ModelCommand):
             *super().mistakes(),
             (template is not None and "{}" not in template, "<data.input_template> has no {} for the message."),
             (self.preamble and not rules.is_file(self.preamble), "<preamble> is no file on this machine."),
-            *rules.room_for_prompts(self),
+            *combined(self, "refused", "engines"),
         ]

@@ -38,6 +38,8 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
     known, result = aliases(flags), Translation()
     renamed, lengths = dict[str, str](), dict[str, str]()
     for name, words in groups:
+        if (whole := " ".join([name, *words])) in SWITCHES:
+            name, words = whole, []
         path, _, value = SWITCHES.get(name, "").partition(" ")
         if name in known:
             if name == "vllm_is_truncated_threshold" and len(words) == 1:
@@ -58,8 +60,10 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
             lengths[name] = " ".join(words)
         else:
             result.groups.append((name, words))
-    if lengths:
-        renamed |= _translate_lengths(lengths, result)
+    typed = dict(result.groups)
+    alone = "max_new_tokens" in renamed and "output_path" in flags and not typed.keys() & {"data.max_len", "config"}
+    if lengths or alone:
+        renamed |= _translate_lengths(lengths, "".join(typed.get("rollout.max_new_tokens", [])), result)
     if renamed:
         result.notices.insert(0, _renames(renamed, flags))
     return result
@@ -80,15 +84,16 @@ def takes_no_value(name: str, words: Sequence[str], path: str = "") -> str:
     return f"{name} is a switch and takes no value, not even true or false: {instead}."
 
 
-def _translate_lengths(lengths: Mapping[str, str], result: Translation) -> dict[str, str]:
-    """Add the flags of two old lengths to the groups; returns what became of them."""
+def _translate_lengths(lengths: Mapping[str, str], answer: str, result: Translation) -> dict[str, str]:
+    """Add the flags of old lengths, and of an `answer` of so many new tokens, to the groups; returns what became of them."""
     wrong = {name: text for name, text in lengths.items() if not text.isdigit()}
     result.violations += [f"--{name} takes a whole number, not {text!r}." for name, text in wrong.items()]
     if wrong:
         return {}
     prompt, response = (int(lengths.get(name, "1024")) for name in OLD_LENGTHS)
+    response = int(answer) if answer.isdigit() else response  # else its flag says what is wrong
     total = prompt + response
     # First: today's names win.
     result.groups[:0] = [("data.max_len", [str(total)]), ("rollout.max_new_tokens", [str(response)])]
     today = f"--data.max_len {total} (prompt and response) and --rollout.max_new_tokens {response}"
-    return {" and --".join(OLD_LENGTHS): today}
+    return {" and --".join(lengths or ["max_new_tokens"]): today}

@@ -23,10 +23,9 @@ class LocalPPOConfig(PPOConfig):
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path: every model and the engines are on every GPU."""
         gpus = self.given.get("actor.num_gpus_per_node") or machine.count_gpus() or 1
-        default = {
+        own = self.unless_given({
             "actor.num_gpus_per_node": gpus,
             "vllm.num_engines": max(1, gpus // self.vllm.devices),
             "ds.enable_sleep": self.train.colocate_all and self.ds.zero_stage > 0,
-        }
-        own = {path: value for path, value in default.items() if path not in self.given}
+        })
         return own | PPOConfig.derived_values(amend(self, own))

@@ -87,30 +87,22 @@ class PPOConfig(RLFlags):
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        needed = not self.algo.distill.teacher and not self.rollout.replay_dir
         own = (row for rule in ppo_rules.RULES for row in rule(self))
-        return [*super().mistakes(), *rules.reward_mistakes(self, needed=needed), *own]
+        return [*super().mistakes(), *rules.reward_mistakes(self), *own]
 
     def _device_notices(self) -> Sentences:
         """Where processes run, what they share, and how samples become optimizer steps."""
-        train, rollout, given = self.train, self.rollout, self.given
+        train, rollout = self.train, self.rollout
         trains = not rollout.only
-        dynamic = train.dynamic_batch_enable
-        micro = f"{train.max_tokens_per_gpu} tokens" if dynamic else train.micro_batch_size
+        micro = f"{train.max_tokens_per_gpu} tokens" if train.dynamic_batch_enable else train.micro_batch_size
         steps = self.samples // max(1, train.batch_size) * train.max_epochs
         ahead = rollout.vllm_generate_batch_size > rollout.batch_size and not train.async_enable
         corrected = self.algo.advantage.is_correction_enable or self.algo.correction.level
         return [
             *rules.single_process_notices(self),
-            (dynamic and not given.get("ds.packing_samples"),
-             "--train.dynamic_batch_enable turns --ds.packing_samples on."),
-            (given.get("vllm.enable_prefix_caching") and self.vllm.disable_prefix_caching,
-             "--vllm.disable_prefix_caching wins over --vllm.enable_prefix_caching."),
             (trains and ahead, f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size} generates for more "
              "than one step: the later steps train on samples of older weights"
              + ("." if corrected else ". Without --algo.advantage.is_correction_enable the loss is not corrected for that.")),
-            (train.async_enable and train.max_staleness < train.async_queue_size,
-             "<train.max_staleness> lets fewer batches wait than <train.async_queue_size>."),
             (trains, f"Each iteration: {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
              f"{self.samples} samples, {steps} optimizer step(s) of {train.batch_size} on "
              f"{self.actor_ranks} rank(s), micro-batches of {micro}."),

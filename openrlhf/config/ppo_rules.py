@@ -30,8 +30,6 @@ def algorithm_mistakes(config: RLFlags) -> Sentences:
         *combined(config, "refused", "reinforcement"),
         *((low >= high, f"--{path} is {low:g} {high:g}: the first must be below the second.")
           for path in ranges for low, high in [value_at(config, path) or (0.0, 1.0)]),
-        (config.ds.lora.served_rank > 512,
-         "--ds.lora.rank is above 512, the largest of engines' adapters: lower it, or use --ds.lora.publish merged."),
         (0 < len(missing) < len(axes), f"The correction also needs {' and '.join(missing)}."),
         (algo.advantage.is_correction_enable
          and any(value_at(config, path) != value for path, value in correction_preset(config).items()),
@@ -42,19 +40,13 @@ def algorithm_mistakes(config: RLFlags) -> Sentences:
 
 def engine_mistakes(config: Any) -> Sentences:
     """Engines are there, a prompt has room in them, and their extra arguments leave log-probabilities alone."""
-    vllm, rollout, max_len = config.vllm, config.rollout, config.data.max_len
-    return [
-        *combined(config, "refused", "engines"),
-        *engine_args_mistakes(vllm, rollout, max_len),
-        (vllm.max_engines < vllm.num_engines, "<vllm.max_engines> is less than <vllm.num_engines>: raise it, or leave it out."),
-        *rules.room_for_prompts(config),
-    ]
+    extra = engine_args_mistakes(config.vllm, config.rollout, config.data.max_len)
+    return [*combined(config, "refused", "engines"), *extra]
 
 
 def rollout_mistakes(config: RLFlags) -> Sentences:
     """Engines can work, and a sample has log-probabilities, and is trained on."""
     rollout, data = config.rollout, config.data
-    drawn, batch = rollout.vllm_generate_batch_size, rollout.batch_size
     longest, overlong = rollout.max_new_tokens or data.max_len, config.reward.overlong_buffer_len
     return [
         *engine_mistakes(config),
@@ -64,10 +56,6 @@ def rollout_mistakes(config: RLFlags) -> Sentences:
         (overlong and overlong > longest,
          f"<reward.overlong_buffer_len> is more than the longest response, {longest} tokens "
          "(--rollout.max_new_tokens, else --data.max_len)."),
-        (drawn < batch and not config.train.async_enable, "<rollout.vllm_generate_batch_size> is less than <rollout.batch_size>: raise it, or leave it out."),
-        (drawn > batch and (rollout.dump_dir or rollout.replay_dir),
-         "<rollout.vllm_generate_batch_size> generates for several steps at once, and the files of --rollout.dump_dir and "
-         "--rollout.replay_dir are of one step each: leave it out."),
     ]
 
 
@@ -118,8 +106,6 @@ def device_mistakes(config: RLFlags) -> Sentences:
         (hybrid and per_node % devices,
          f"With --train.colocate_all an engine shares devices of one machine: its {devices} do not divide "
          "<actor.num_gpus_per_node>. Change --vllm.tensor_parallel_size."),
-        (config.given.get("vllm.enable_sleep") and train.async_enable,
-         "--vllm.enable_sleep frees devices between rollouts, but the engines of --train.async_enable never rest: leave it out."),
         (wrong, f"--placement.*.resources: {', '.join(wrong)}; an amount above 0 is a Ray resource, a text is a label."),
         (cluster and not machine.declared_machines(cluster), "<placement.cluster> is no cluster: write 2x8 for two machines of 8 GPUs."),
     ]

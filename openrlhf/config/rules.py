@@ -100,18 +100,13 @@ def has_rule(config: Any) -> bool:
     return bool(config.reward.remote_url or config.reward.verifier or config.train.agent_func_path)
 
 
-def reward_mistakes(config: Any, *, needed: bool) -> Sentences:
-    """Something scores the samples, if that is needed: models, URLs, one Python file that is there, an agent."""
+def reward_mistakes(config: Any) -> Sentences:
+    """What scores the samples: models, URLs, one Python file that is there, an agent."""
     reward, agent = config.reward, config.train.agent_func_path
     return [
-        (needed and not has_rule(config) and not reward.models,
-         "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
-         "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."),
         *rule_mistakes(config),
         (agent and not (agent.endswith(".py") and is_file(agent)),
          "<train.agent_func_path> is not a .py file on this machine."),
-        (agent and is_number(reward.on_error),
-         "<reward.on_error> cannot reward an episode that an agent did not finish: use fail or drop."),
         *sum_mistakes(reward, len(reward.models) + has_rule(config)),
     ]
 
@@ -145,13 +140,6 @@ def sum_mistakes(reward: RewardConfig, parts: int) -> Sentences:
         (reward.on_error not in ("fail", "drop") and not is_number(reward.on_error),
          f"--reward.on_error takes fail, drop or a number, not {reward.on_error!r}."),
     ]
-
-
-def room_for_prompts(config: Any) -> Sentences:
-    """An answer leaves room for a prompt."""
-    answer = config.rollout.max_new_tokens
-    return [(answer and answer >= config.data.max_len, "<rollout.max_new_tokens> leaves no room for a prompt in "
-             "<data.max_len>, which counts both. Raise data.max_len or lower it.")]
 
 
 def is_file(text: str | None) -> TypeGuard[str]:

@@ -38,8 +38,7 @@ class ServeConfig(ModelCommand):
 
     def derived_values(self) -> dict[str, Any]:
         """A forward pass has room for the longest text."""
-        given = "max_batch_tokens" in self.given
-        return {"max_batch_tokens": self.max_batch_tokens if given else max(self.max_batch_tokens, self.data.max_len)}
+        return self.unless_given({"max_batch_tokens": max(self.max_batch_tokens, self.data.max_len)})
 
     def notices(self) -> Sentences:
         """Who can reach the server."""
@@ -47,8 +46,4 @@ class ServeConfig(ModelCommand):
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        return [
-            *super().mistakes(),
-            (self.max_batch_tokens < self.data.max_len,
-             "<max_batch_tokens> has no room for a text of <data.max_len>: raise it, or leave it out."),
-        ]
+        return [*super().mistakes(), *combined(self, "refused", "serve_rm")]

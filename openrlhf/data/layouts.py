@@ -7,7 +7,8 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.flags import toml_beside
+from openrlhf.config.effects import unmet
+from openrlhf.config.flags import flags_of, toml_beside
 from openrlhf.data.errors import ROW, SOURCE, DataError, check_columns, kind, notice, row_error, text_of
 from openrlhf.data.templates import TOOLS, texts_in
 from openrlhf.data.tokenizer import require_chat_template
@@ -108,7 +109,9 @@ def recognise(rows: Dataset, config: Any, *kinds: str) -> Any:
     read_here = [each for name in kinds or CHIEF if CHIEF[name] in vars(data) for each in LAYOUTS[name]]
     fitting = (each["flags"] for each in read_here if _fits(first, each["columns"]))
     found = next((flags for flags in fitting if named in ("auto", flags.get("layout"))), {})
-    flags = {flag: value or None for flag, value in found.items() if flag in vars(data)}
+    declared, own = flags_of(config.__class__), [flag for flag in found if flag in vars(data)]
+    used = {flag for flag in own if not (flag.endswith("_key") and unmet(config, declared[f"data.{flag}"]))}
+    flags = {flag: value or None for flag, value in found.items() if flag in used}
     given = {flag for flag in flags if flag.endswith("_key") and f"data.{flag}" in config.given}
     changes = {flag: value for flag, value in flags.items() if value != getattr(data, flag)}
     if named in READERS and (not found or given & changes.keys()):

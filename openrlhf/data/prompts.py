@@ -1,6 +1,7 @@
 """Rows of reinforcement learning: a rendered prompt, and the data that the reward needs."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from datasets import Dataset
@@ -12,7 +13,8 @@ from openrlhf.config.learning import RLDataConfig
 from openrlhf.data.errors import ROW, notice, row_error, text_of
 from openrlhf.data.layouts import DATASOURCE
 from openrlhf.data.rows import Result, TokenizedRows, number_rows
-from openrlhf.data.templates import Encoded, Passage, fill_template, messages_of, render, tools_of
+from openrlhf.data.sft import SFTDataset
+from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of, render, tools_of
 from openrlhf.trajectory import Prompt
 
 PromptSection = RLDataConfig | EvaluatedDataConfig | InferenceDataConfig  # columns and templates of prompts
@@ -74,3 +76,29 @@ class PromptDataset(TokenizedRows[Prompt]):
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
         return [Passage(text=text, spans=[], response=0, rewritten=asked < len(messages))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered(Prompt):
+    """A prompt with the answer to score, which is the label. `tokens` are those of both."""
+
+    label: str = ""
+
+
+class AnsweredDataset(SFTDataset):
+    """The rows of a dataset as prompts and answers, which a reward model scores as one text.
+
+    As `SFTDataset`, which also says how the text ends, how it is cut, which rows are dropped, and what the answer of a
+    chat is. The answer of a chat is written as the template renders it.
+    """
+
+    row: ClassVar = Answered
+
+    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+        """Prompt, answer, and the tokens of both."""
+        [passage], [known], data = passages, encoded, self.data
+        prompt, answer = passage.text[: passage.response], passage.text[passage.response :]
+        if not data.apply_chat_template:  # not as it was ended
+            prompt, answer = fill_template(data.input_template, row[data.input_key]), row[data.output_key]
+        tokens = cut(known.tokens, data.max_len, self.tokenizer)
+        return {"text": prompt, "label": answer, "tokens": tokens, "cut": len(known.tokens) > data.max_len}

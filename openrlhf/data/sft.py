@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import row_error, text_of
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of
 
-TextSection = SFTDataConfig | KTODataConfig  # columns, templates and `max_len` of texts
+TextSection = SFTDataConfig | KTODataConfig | InferenceDataConfig  # columns, templates and `max_len` of texts
 NO_PROMPT, NO_RESPONSE = "with an empty prompt", "with an empty response"
 NO_ASSISTANT, TOO_SHORT = "without an assistant message", "of fewer than two tokens"
 NOT_LEARNED = "without a turn to learn"

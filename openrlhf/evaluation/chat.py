@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from openrlhf.config.inference import ChatConfig
 from openrlhf.data.first_look import recorded
+from openrlhf.data.shown import show_text
 from openrlhf.data.templates import Message, encode, fill_template, render
 from openrlhf.data.tokenizer import require_chat_template
 from openrlhf.launch import settings
@@ -27,7 +28,7 @@ def run_chat(config: ChatConfig) -> None:
     chat = Chat(config=config, tokenizer=tokenizer, template=template_of(config, tokenizer))
     print(f"{path}, with {f'the template {chat.template!r}' if chat.template else 'its chat template'}.", flush=True)
     if config.dry_run:
-        return print(f"First prompt: {chat.text('Hello')!r}")
+        return print(show_text("the prompt 'Hello'", chat.read("Hello"), tokenizer))
     spec = replace(settings.load_spec(config, path), spread=True)
     model = load_causal_lm(spec).eval()
     print("/reset begins anew, /exit ends, Ctrl-C stops an answer.", flush=True)
@@ -89,15 +90,19 @@ class Chat:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         return render(self.tokenizer, messages[:-1], add_generation_prompt=True) + suffix
 
+    def read(self, message: str) -> list[int]:
+        """The tokens that the model reads before it answers. Turns that leave no room for an answer are forgotten."""
+        room = self.config.data.max_len - (self.config.rollout.max_new_tokens or 1)
+        while len(tokens := encode(self.tokenizer, [self.text(message)])[0].tokens) > room and self.turns:
+            del self.turns[0]
+            print("[notice] The oldest turn no longer fits into --data.max_len and is forgotten.")
+        return tokens[-room:]
+
     @torch.no_grad()
     def answer(self, message: str, model: Any) -> None:
         """Print the answer to a message while it is sampled, and remember both. Ctrl-C ends the answer."""
         rollout, max_len = self.config.rollout, self.config.data.max_len
-        room = max_len - (rollout.max_new_tokens or 1)
-        while len(tokens := encode(self.tokenizer, [self.text(message)])[0].tokens) > room and self.turns:
-            del self.turns[0]
-            print("[notice] The oldest turn no longer fits into --data.max_len and is forgotten.")
-        read, printed = torch.tensor([tokens[-room:]], device=model.device), Printed(self.tokenizer)
+        read, printed = torch.tensor([self.read(message)], device=model.device), Printed(self.tokenizer)
         try:
             model.generate(
                 read,

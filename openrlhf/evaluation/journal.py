@@ -6,32 +6,36 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.checkpoints.manifest import differences
-from openrlhf.data.errors import DataError
-from openrlhf.observability.run_folder import json_line
+from openrlhf.data.errors import DataError, notice
+from openrlhf.files import write_atomically
+from openrlhf.observability.run_folder import json_line, set_aside
 
 
 class Journal:
     """Results by row number, in a file beside the final one.
 
     The first line is the identity of the command. Each other line has a row and its whole result, so a row is there once
-    or not at all. A last line that a kill has cut is dropped. Raises DataError if the final file is there already, or
-    if a command with another identity began the results.
+    or not at all. A last line that a kill has cut is dropped. At the end the identity stays beside the final file. A final
+    file of a command with another identity is moved aside. Raises DataError if one of this identity, or a file of
+    unknown origin, is there already, or if a command with another identity began the results.
     """
 
     def __init__(self, final: Path, identity: Mapping[str, Any]) -> None:
         self.final, self.path = final, final.with_name(f"{final.name}.part")
+        self.identity, self.record = json.loads(json_line(identity)), final.with_name(f"{final.name}.request")
         if final.exists() and not self.path.exists():
-            raise DataError(f"--output_path {final} is there already: delete it, or give another path.")
+            made = json.loads(self.record.read_text()) if self.record.exists() else {}
+            if not differences(made, self.identity):
+                raise DataError(f"--output_path {final} is there already: delete it, or give another path.")
+            aside = set_aside(final.parent, [final.name, self.record.name])
+            notice(f"--output_path {final} had the results of another request, which are now in {aside}.")
         final.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
         whole, newline, _ = self.path.read_bytes().rpartition(b"\n")
-        here = json_line(identity)
-        there, *lines = map(json.loads, whole.split(b"\n") if newline else [here])
-        if different := differences(there, json.loads(here)):
-            raise DataError(
-                f"{self.path} was begun with other settings. Go on with those, or delete it to begin anew, or give another "
-                "--output_path:" + "".join(f"\n  {difference}" for difference in different)
-            )
+        there, *lines = map(json.loads, whole.split(b"\n") if newline else [json_line(identity)])
+        if different := differences(there, self.identity):
+            advice = "Go on with those, or delete it to begin anew, or give another --output_path:"
+            raise DataError("\n  ".join([f"{self.path} was begun with other settings. {advice}", *different]))
         self.results: dict[int, list[Any]] = dict(lines)
         with self.path.open("ab") as file:
             file.truncate(len(whole + newline))
@@ -42,6 +46,11 @@ class Journal:
         """Write the result of a row."""
         self.results[row] = result
         self._write([row, result])
+
+    def finish(self) -> None:
+        """Keep the identity of the final file, which is written, and delete the results."""
+        write_atomically(self.record, json_line(self.identity))
+        self.path.unlink()
 
     def _write(self, content: Any) -> None:
         with self.path.open("ab") as file:

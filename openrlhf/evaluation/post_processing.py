@@ -19,11 +19,6 @@ def by_input(rows: Rows) -> list[Rows]:
     return list(groups.values())
 
 
-def unchanged(rows: Rows, config: BatchInferenceConfig) -> Rows:
-    """All rows as they are."""
-    return rows
-
-
 def best(rows: Rows, config: BatchInferenceConfig) -> Rows:
     """The row with the highest reward of each input, for rejection sampling. Of equal rewards, the first."""
     return [max(group, key=REWARD) for group in by_input(rows)]
@@ -54,8 +49,7 @@ def pairs(rows: Rows, config: BatchInferenceConfig) -> Rows:
 
 
 POST_PROCESSORS: dict[str, Callable[[Rows, BatchInferenceConfig], Rows]] = {
-    "none": unchanged,
-    "null": unchanged,
+    "none": lambda rows, _: rows,
     "rs": best,
     "csft": conditioned,
     "iter_dpo": pairs,

@@ -19,13 +19,12 @@ from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import Table, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.shown import show_text
-from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.cluster import places_now, ray_cluster
 from openrlhf.distributed.placement import HostGroup, Placement, engine_group
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.evaluation import comparing
 from openrlhf.evaluation.comparing import Columns, Comparison
-from openrlhf.launch import settings
+from openrlhf.launch import prompt_data, settings
 from openrlhf.launch.agents import check_agents, make_agents
 from openrlhf.launch.processes import connect_hosts, make_hosts
 from openrlhf.launch.prompt_data import check_reward_models, look_at_prompts, policy_tokenizer, read_prompts
@@ -78,11 +77,7 @@ def run_pass_k(config: EvaluationConfig) -> None:
 
 def run_rm_accuracy(config: EvaluationConfig) -> None:
     """Reward both texts of every pair, and report how often the chosen text has the larger reward."""
-    tokenizer = get_tokenizer(
-        config.reward.models[0], trust_remote_code=config.model.trust_remote_code, flag="--reward.model_name_or_path"
-    )
-    check_reward_models(config, tokenizer, policy=f"the first, {config.reward.models[0]}")
-    read = read_rows(config)
+    tokenizer, read = prompt_data.scorer_tokenizer(config), read_rows(config)
     rows = PreferenceDataset(read, tokenizer, recognise(read, config, "pairs"))
     if config.dry_run:
         chosen, rejected = (show_text(side, getattr(rows[0], side), tokenizer) for side in ("chosen", "rejected"))
@@ -138,9 +133,8 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
     tokenizer = policy_tokenizer(config, path, flag=flag)
     check_agents(config, tokenizer)
     check_reward_models(config, tokenizer, policy=f"{flag} {path}")
-    prompts = read_prompts(
-        config, tokenizer, config.eval.dataset, split=config.eval.split, max_samples=config.data.max_samples
-    )
+    source, split, most = config.eval.dataset, config.eval.split, config.data.max_samples
+    prompts = read_prompts(config, PromptDataset, tokenizer, source, split=split, max_samples=most)
     look_at_prompts(config, prompts, tokenizer, policy=path, flag=flag)
     return Candidate(path=path, tokenizer=tokenizer, prompts=prompts)
 

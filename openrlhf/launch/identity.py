@@ -58,7 +58,7 @@ def episode_identity(config: PPOConfig, prompts: PromptDataset, tokenizer: PreTr
 def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) -> Identity:
     """The identity of answers to prompts, or of the rewards of answers."""
     trusted = config.model.trust_remote_code
-    models = config.reward.models if config.scores else [str(config.model.model_name_or_path)]
+    models = [str(config.model.model_name_or_path)] if config.samples_answers else config.reward.models
     return {
         **_values(config, FLAGS["inference"]),
         "models": [of_model(path, trust_remote_code=trusted) for path in models],

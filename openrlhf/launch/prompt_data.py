@@ -1,8 +1,9 @@
 """The data that an RL run reads before a model is loaded: tokenizer, prompts, pretraining text."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -20,6 +21,8 @@ from openrlhf.launch import settings
 from openrlhf.models.loading import check_is_causal, check_positions, step_tokens
 from openrlhf.models.scalar import check_is_scalar
 from openrlhf.trainers.pretraining_mix import PretrainingMix
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,7 @@ def load_prompts(config: PPOConfig) -> PromptData:
         check_language_model(config, config.local_teacher)
         trusts, flag = config.model.trust_remote_code, "--algo.distill.teacher"
         require_vocabulary(tokenizer, config.local_teacher, flag=flag, owner=policy, trust_remote_code=trusts)
-    prompts = partial(read_prompts, config, tokenizer, image_key=data.image_key)
+    prompts = partial(read_prompts, config, partial(PromptDataset, image_key=data.image_key), tokenizer)
     train = prompts(data.prompt_dataset, split=data.prompt_split, probs=data.prompt_probs, max_samples=data.max_samples)
     look_at_prompts(config, train, tokenizer, policy=config.actor.model_name_or_path, flag="--actor.model_name_or_path")
     held_out = config.eval.dataset
@@ -61,6 +64,14 @@ def policy_tokenizer(config: ModelCommand, path: str, *, flag: str) -> PreTraine
     return tokenizer
 
 
+def scorer_tokenizer(config: settings.Sampling) -> PreTrainedTokenizerBase:
+    """The tokenizer of the first reward model, of a command without a policy. Raises DataError or ModelError."""
+    path, trusts = config.reward.models[0], config.model.trust_remote_code
+    tokenizer = get_tokenizer(path, trust_remote_code=trusts, flag="--reward.model_name_or_path")
+    check_reward_models(config, tokenizer, policy=f"the first, {path}")
+    return tokenizer
+
+
 def check_language_model(config: ModelCommand, path: str) -> None:
     """Raise ModelError unless the model is a language model with enough positions for --data.max_len."""
     spec = settings.load_spec(config, path)
@@ -69,14 +80,14 @@ def check_language_model(config: ModelCommand, path: str) -> None:
 
 
 def read_prompts(
-    config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, spec: str, *, image_key: str = "images", **part: Any
-) -> PromptDataset:
-    """The prompts of a dataset, with the columns and templates of --data.*. Raises DataError.
+    config: settings.Sampling, rows_of: Callable[..., T], tokenizer: PreTrainedTokenizerBase, spec: str, **part: Any
+) -> T:
+    """A dataset as `rows_of` makes it: prompts, with the columns and templates of --data.*. Raises DataError.
 
     `part`: split, max_samples and probs of `load_datasets`.
     """
     rows = load_datasets(spec, seed=config.train.seed, text=key_columns(config.data), **part)
-    return PromptDataset(rows, tokenizer, recognise(rows, config, "text"), image_key=image_key)
+    return rows_of(rows, tokenizer, recognise(rows, config, "text"))
 
 
 def look_at_prompts(

@@ -43,7 +43,7 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
         ),
         (BATCH, "--reward.process_model p", "--reward.process_model p judges answers while they are sampled"),
         (BATCH, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is no type of an engine's"),
-        (BATCH, "--post_processor best", "--post_processor takes one of none, rs, csft, iter_dpo, null, not 'best'"),
+        (BATCH, "--post_processor best", "--post_processor takes one of none, rs, csft, iter_dpo, not 'best'"),
         (CHAT, "--preamble gone.txt", "--preamble gone.txt is no file on this machine"),
         (CHAT, "--data.input_template=x", "--data.input_template x has no {} for the message"),
         (CHAT, "--model.model_name_or_path=", "--model.model_name_or_path must be given"),
@@ -70,6 +70,12 @@ def test_the_model_of_an_old_scoring_command_is_the_reward_model() -> None:
     assert config.reward.models == ["m"]
     assert parse(BATCH, "").reward.models == []
     assert parse(BATCH, "").data.label_key is None
+
+
+@pytest.mark.parametrize(("max_len", "answer"), [("4096", 1024), ("1024", 512), ("2", 1)])
+def test_an_answer_of_a_chat_takes_half_of_a_short_conversation(max_len: str, answer: int) -> None:
+    assert parse(CHAT, f"--max_len {max_len}").rollout.max_new_tokens == answer
+    assert parse(CHAT, f"--data.max_len {max_len} --rollout.max_new_tokens 1").rollout.max_new_tokens == 1
 
 
 def test_a_flag_of_the_other_task_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:

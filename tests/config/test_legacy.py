@@ -11,7 +11,7 @@ from openrlhf.config import legacy
 from openrlhf.config.flags import flags_of, value_at
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
-from tests.config.commands import ROOTS, WITH_OLD, ppo, read_flags, sft, violations
+from tests.config.commands import ROOTS, WITH_OLD, parse, ppo, read_flags, sft, violations
 
 # Old name and value -> path and value, per command: one row of each kind, and of each odd one.
 RENAMED = [
@@ -58,6 +58,10 @@ RENAMED = [
     ("batch_inference", "--greedy_sampling", {"rollout.temperature": 0.0}),
     ("batch_inference", "--max_num_seqs 8", {"vllm.engine_args": {"max_num_seqs": 8}}),
     ("batch_inference", "--tp_size 2", {"vllm.tensor_parallel_size": 2}),
+    ("batch_inference", "--post_processor ca", {"post_processor": "csft"}),
+    ("batch_inference", "--post_processor=dt", {"post_processor": "csft"}),
+    ("batch_inference", "--post_processor None", {"post_processor": "none"}),
+    ("batch_inference", "--post_processor null", {"post_processor": "none"}),
     ("batch_inference", "--normalize_reward", {"reward.normalize_enable": True}),
     ("batch_inference", "--rollout_batch_size 8", {"rollout.batch_size": 8}),
     ("interactive_chat", "--ta_prompt f", {"preamble": "f"}),
@@ -102,7 +106,7 @@ def test_a_launch_script_of_old_batch_inference_runs() -> None:
         "--rollout_batch_size 128 --output_path o.jsonl --apply_chat_template"
     )
     config = parse_config(ROOTS["batch_inference"], line.split(), command="batch_inference")
-    assert (config.rollout.max_new_tokens, config.data.max_len, config.best_of_n) == (256, 1536, 4)
+    assert (config.rollout.max_new_tokens, config.data.max_len, config.best_of_n) == (256, 768, 4)
     assert config.vllm.engine_args == {"max_num_seqs": 64}
 
 
@@ -118,6 +122,8 @@ def test_todays_names_are_passed_on_without_a_notice() -> None:
         ("--generate_max_len=28", 1052, 28),
         ("--prompt_max_len 100", 1124, 1024),
         ("--prompt_max_len 100 --generate_max_len 28 --max_len 500", 500, 28),
+        ("--prompt_max_len 100 --max_new_tokens 28", 128, 28),
+        ("--max_new_tokens 28", 2048, 28),
     ],
 )
 def test_the_two_old_lengths_become_total_and_response(line: str, max_len: int, max_new_tokens: int) -> None:
@@ -125,9 +131,38 @@ def test_the_two_old_lengths_become_total_and_response(line: str, max_len: int, 
     assert (config.data.max_len, config.rollout.max_new_tokens) == (max_len, max_new_tokens)
 
 
+@pytest.mark.parametrize(
+    ("line", "max_len", "max_new_tokens"),
+    [
+        ("--max_new_tokens 2048 --prompt_max_len 2048", 4096, 2048),
+        ("--max_new_tokens 2048 --prompt_max_len 1024", 3072, 2048),
+        ("--max_new_tokens 2048", 3072, 2048),
+        ("--max_new_tokens 8 --prompt_max_len 16", 24, 8),
+        ("--prompt_max_len 16 --rollout.max_new_tokens 8", 24, 8),
+        ("--prompt_max_len 16", 1040, 1024),
+        ("--max_new_tokens 8 --max_len 4096", 4096, 8),
+        ("--rollout.max_new_tokens 8", 2048, 8),
+    ],
+)
+def test_the_answer_of_old_batch_inference_comes_on_top_of_the_prompt(
+    line: str, max_len: int, max_new_tokens: int
+) -> None:
+    config = parse("batch_inference", line)
+    assert (config.data.max_len, config.rollout.max_new_tokens) == (max_len, max_new_tokens)
+
+
+def test_a_file_has_the_length_that_an_old_name_on_the_command_line_does_not(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("data:\n  max_len: 8192\n")
+    config = parse("batch_inference", f"--config {tmp_path}/c.yaml --max_new_tokens 8")
+    assert (config.data.max_len, config.rollout.max_new_tokens) == (8192, 8)
+
+
 def test_an_old_length_that_is_no_number_is_named() -> None:
     assert violations("train_ppo_ray", "--prompt_max_len long") == [
         "--prompt_max_len takes a whole number, not 'long'."
+    ]
+    assert violations("batch_inference", "--max_new_tokens long") == [
+        "--rollout.max_new_tokens takes a whole number, not 'long'."
     ]
 
 
@@ -141,6 +176,13 @@ def test_what_has_no_successor_is_refused_with_what_to_do(name: str) -> None:
     (sentence,) = violations("train_sft", f"--{name}")
     assert sentence.startswith(f"--{name} is gone. ")
     assert len(sentence) > len(f"--{name} is gone. ") + 20
+
+
+def test_old_switches_of_kto_and_distillation_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    parse("train_kto", "--unpaired_preference")
+    assert "--unpaired_preference has no effect any more: rows of KTO are a prompt, an" in capsys.readouterr().err
+    assert "KTO has one loss" in violations("train_kto", "--vanilla_loss")[0]
+    assert "by --kd.teacher_model" in violations("train_kd", "--teacher_peft_model p")[0]
 
 
 def test_a_removed_flag_takes_its_value_with_it() -> None:

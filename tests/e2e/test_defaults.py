@@ -118,6 +118,30 @@ def test_ppo_trains_with_a_reward_model(ppo: Path) -> None:
         assert row["train/return"] == pytest.approx(row["train/reward"] - 0.01 * row["train/kl"] * 8, abs=0.02)
 
 
+@pytest.mark.verify
+def test_train_ppo_runs_a_launch_script_of_the_release_without_ray(workspace: Path, reward_model: Path) -> None:
+    """Flags as its script had them, with an answer that ends earlier, and fewer prompts."""
+    folder = workspace / "old_ppo"
+    line = {
+        "pretrain": workspace / "model",
+        "reward_pretrain": reward_model / "model",
+        "save_path": folder / "model",
+        "ckpt_path": folder / "checkpoints",
+        **dict.fromkeys(("save_steps", "eval_steps"), -1),
+        **{"logging_steps": 1, "micro_train_batch_size": 2, "train_batch_size": 16, "micro_rollout_batch_size": 4},
+        **{"rollout_batch_size": 16, "max_epochs": 1, "prompt_max_len": 64, "generate_max_len": 8, "zero_stage": 2},
+        **{"actor_learning_rate": 5e-7, "critic_learning_rate": 9e-6, "init_kl_coef": 0.01},
+        **{"prompt_data": workspace / "rows.jsonl", "input_key": "input", "max_samples": 32},
+        **dict.fromkeys(("bf16", "normalize_reward", "adam_offload", "flash_attn", "gradient_checkpointing"), True),
+    }
+    done = run("train_ppo", line | {"run.dir": folder})
+    assert "flags have the names of older releases" in done.errors
+    all_plausible(folder)
+    assert [row["rollout/num_samples"] for row in numbers(folder) if "train/reward" in row] == [16, 16]
+    assert column(folder, "train/critic_lr") == default_schedule(9e-6, 2)
+    assert (folder / "model/config.json").is_file()
+
+
 # ---- methods
 
 

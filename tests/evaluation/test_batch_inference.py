@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
 
+from openrlhf.config.inference import InferenceDataConfig
+from openrlhf.config.options import parse_config
 from openrlhf.data.errors import DataError
+from openrlhf.data.prompts import AnsweredDataset
+from openrlhf.evaluation import batch_inference
 from openrlhf.evaluation.batch_inference import keep
 from openrlhf.evaluation.journal import Journal
 from openrlhf.evaluation.post_processing import POST_PROCESSORS
 from openrlhf.observability.display import Display
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
-from tests.config.commands import parse
+from tests.config.commands import ROOTS, parse
+from tests.tiny import HEADS, character_tokenizer, save_reward_model, save_tiny_model
 
 ROWS = [
     {"input": question, "output": f"{question}{number}", "reward": reward}
@@ -110,13 +119,41 @@ def test_results_of_other_settings_are_refused_with_both_values(tmp_path: Path) 
     assert results(path) == {}
 
 
-def test_a_finished_file_is_refused(tmp_path: Path) -> None:
+def test_a_finished_file_of_the_same_request_or_of_unknown_origin_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    first = Journal(path, {})
-    first.path.unlink()
-    path.write_text("{}\n")
-    with pytest.raises(DataError, match="is there already: delete it, or give another path"):
-        Journal(path, {})
+    finished(path, {"--best_of_n": 2})
+    for _ in range(2):
+        with pytest.raises(DataError, match="is there already: delete it, or give another path"):
+            Journal(path, {"--best_of_n": 2})
+        (tmp_path / "out.jsonl.request").unlink(missing_ok=True)
+    assert path.read_text() == "{'--best_of_n': 2}\n"
+
+
+def test_the_finished_file_of_another_request_is_moved_aside_with_a_notice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the iterations of published scripts, which all write to one path."""
+    path = tmp_path / "generate.jsonl"
+    for iteration in range(3):
+        finished(path, {"rows": iteration})
+    said = capsys.readouterr().err.splitlines()
+    kept = [tmp_path / "earlier" / name for name in ("1", "2")]
+    assert said == [
+        f"[notice] --output_path {path} had the results of another request, which are now in {folder}."
+        for folder in kept
+    ]
+    assert [(folder / path.name).read_text() for folder in kept] == ["{'rows': 0}\n", "{'rows': 1}\n"]
+    assert path.read_text() == "{'rows': 2}\n"
+
+
+def finished(path: Path, identity: dict[str, Any]) -> None:
+    """A command with this identity from its beginning to its end."""
+    journal = Journal(path, identity)
+    assert journal.results == {}
+    journal.add(0, ["x"])
+    path.write_text(f"{identity}\n")
+    journal.finish()
+    assert not journal.path.exists()
 
 
 # ---- failed answers
@@ -144,8 +181,126 @@ def test_a_row_with_a_failed_answer_is_reported_and_left_for_the_next_command(tm
     journal = Journal(tmp_path / "out.jsonl", {})
     recorder: Any = Shown()
     failed = keep(
-        [answers(0, "x", "y"), answers(2, "x", "y", error="no engine"), answers(1, "", "z")], journal, recorder, every=2
+        [answers(0, "x", "y"), answers(2, "x", "y", error="no engine"), answers(1, "", "z")], journal, recorder
     )
     assert [(t.prompt.index, t.error) for t in failed] == [(2, "no engine")]
     assert results(tmp_path / "out.jsonl", {}) == {0: ["x", "y"], 1: ["", "z"]}
     assert all(json.loads(line) is not None for line in journal.path.read_text().splitlines())
+
+
+@pytest.mark.parametrize(("seconds", "notes"), [(1.0, 0), (0.05, 3)])
+def test_through_a_pipe_a_note_says_the_speed_as_time_goes_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, notes: int
+) -> None:
+    """Three rows of two answers of one token each, every 0.1 s: 20 tokens a second."""
+    clock = [0.0]
+
+    def rows() -> Iterator[list[Trajectory]]:
+        for row in range(3):
+            clock[0] += 0.1
+            yield answers(row, "x", "y")
+
+    monkeypatch.setattr(batch_inference, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(batch_inference, "NOTE_EVERY_S", seconds)
+    recorder: Any = Shown()
+    keep(rows(), Journal(tmp_path / "out.jsonl", {}), recorder)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == notes
+    assert said[-1:] == ["3 rows have results, 20 tokens/s, 0 rows failed."] * bool(notes)
+
+
+# ---- what is read, and what a dry run shows
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '<eos>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model with a chat template, and a reward model of it."""
+    folder = tmp_path_factory.mktemp("models")
+    sizes: dict[str, Any] = {**HEADS, "max_position_embeddings": 4096}
+    save_tiny_model(folder / "model", chat_template=TEMPLATE, **sizes)
+    save_reward_model(folder / "reward", folder / "model")
+    return folder
+
+
+@pytest.fixture
+def dry_run(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """What a dry run prints and notes of rows with these flags."""
+
+    def run(rows: list[dict[str, Any]], line: str) -> tuple[str, str]:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        model = f"--reward.model_name_or_path {models}/reward" if "rm" in line.split() else f"--pretrain {models}/model"
+        places = f"--data.dataset {tmp_path}/rows.jsonl --output_path {tmp_path}/out.jsonl"
+        words = f"{model} {places} {line} --ds.param_dtype fp32 --dry_run".split()
+        config = parse_config(ROOTS["batch_inference"], words, command="batch_inference")
+        batch_inference.run_batch_inference(config)
+        return capsys.readouterr()
+
+    return run
+
+
+def test_a_dry_run_shows_template_and_tokens_of_prompts_as_they_are_cut(dry_run: Any) -> None:
+    rows = [{"question": "123456789", "response": "x"}] * 3
+    printed, noted = dry_run(rows, "--data.input_template q{}a --data.max_len 8 --rollout.max_new_tokens 4")
+    ids = " ".join(map(str, character_tokenizer()("789a")["input_ids"]))
+    assert "Template: --data.input_template 'q{}a'." in printed
+    assert f"--- row 2: 4 tokens, ids {ids}\n789a" in printed
+    assert "row 3" not in printed and "label" not in printed
+    assert "--data.input_key question, and are read so" in noted
+    assert "output_key" not in noted
+
+
+def test_a_dry_run_shows_the_suffix_of_conditional_fine_tuning(dry_run: Any) -> None:
+    printed, noted = dry_run([{"input": "1+1="}], "--input_key input --csft.enable --csft.prompt 5")
+    assert "\n1+1= 5 \n" in printed
+    assert "layout" not in noted
+
+
+def test_a_dry_run_of_scoring_shows_the_text_that_is_scored_and_its_last_token(dry_run: Any) -> None:
+    rows = [{"input": "1+1=", "output": "2"}, {"input": "1+1=", "output": ""}, {"input": "2+2=", "output": "4<eos>"}]
+    printed, noted = dry_run(rows, "--task rm --data.max_len 6")
+    assert "2 of 3 rows kept, dropped 1 with an empty response. 1 of the kept rows were cut to 6 tokens" in noted
+    assert "--- row 1: 6 tokens, 1 targets, ids" in printed
+    assert "\n1+1=2⟦<eos>⟧\n" in printed
+    assert "\n2+2=4⟦<eos>⟧\n" in printed
+
+
+CHAT: list[dict[str, str]] = [
+    {"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))
+]
+
+
+@pytest.mark.parametrize("flag", ["", "--data.output_key="])
+def test_the_answer_of_a_chat_without_a_column_of_answers_is_its_last_turn(dry_run: Any, flag: str) -> None:
+    """The command of the published script of conditional fine-tuning."""
+    rows = [{"chosen": [*CHAT, {"role": "assistant", "content": "4"}], "rejected": [*CHAT]}]
+    printed, noted = dry_run(rows, f"--eval_task rm --input_key chosen --apply_chat_template {flag}")
+    assert "Template: --data.apply_chat_template." in printed
+    assert "\nu:1<eos>\na:2<eos>\nu:3<eos>\na:4⟦<eos>⟧\n" in printed
+    assert "[notice] 1 of 1 rows kept." in noted
+
+
+def test_prompt_and_answer_are_written_as_the_chat_template_renders_them(models: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(models / "reward")
+    data = InferenceDataConfig(apply_chat_template=True, max_len=64)
+    rows = Dataset.from_list([{"input": CHAT, "output": "4"}, {"input": CHAT, "output": "5"}])
+    asked, answers = "u:1<eos>\na:2<eos>\nu:3<eos>\na:", ["4<eos>", "5<eos>"]
+    read = AnsweredDataset(rows, tokenizer, data)
+    assert [(row.text, row.label) for row in (read[0], read[1])] == [(asked, answer) for answer in answers]
+    whole = Dataset.from_list([{"input": [*CHAT, {"role": "assistant", "content": text}]} for text in "45"])
+    same = AnsweredDataset(whole, tokenizer, replace(data, output_key=None))
+    assert [same[row] for row in range(2)] == [read[row] for row in range(2)]
+    plain = Dataset.from_list([{"input": "1", "output": "2\n"}])
+    [row] = [AnsweredDataset(plain, tokenizer, InferenceDataConfig(input_template="q{}a"))[0]]
+    assert (row.text, row.label, tokenizer.decode(row.tokens)) == ("q1a", "2\n", "q1a2 <eos>")
+
+
+def test_a_text_without_a_column_of_answers_is_refused(dry_run: Any) -> None:
+    with pytest.raises(DataError, match=r"no column 'output', which --data\.output_key names"):
+        dry_run([{"input": "1"}], "--task rm")
+    with pytest.raises(DataError, match=r"no column '', which --data\.output_key names"):
+        dry_run([{"input": "1"}], "--task rm --data.output_key=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from openrlhf.config.inference import ChatConfig
+from openrlhf.config.options import parse_config
 from openrlhf.data.first_look import TextFormat, record
-from openrlhf.evaluation.chat import PLAIN, Chat, template_of
+from openrlhf.evaluation import chat as chat_module
+from openrlhf.evaluation.chat import PLAIN, Chat, run_chat, template_of
 from tests.config.commands import parse
-from tests.tiny import character_tokenizer
+from tests.tiny import character_tokenizer, save_tiny_model
 
 CHATML = (
     "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '/' }}{% endfor %}"
@@ -100,3 +104,41 @@ def test_the_format_is_that_of_the_flags_then_of_training_then_the_tokenizers() 
     assert template_of(parse("interactive_chat", ""), tokenizer) == "{}", "trained without a template"
     record(tokenizer, TextFormat(chat_template="1234"))
     assert template_of(parse("interactive_chat", ""), tokenizer) is None
+
+
+class Loaded:
+    """What the loading of a model gives."""
+
+    def __init__(self, model: Parrot) -> None:
+        self.model = model
+
+    def eval(self) -> Parrot:
+        return self.model
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, typed: str, line: str) -> Parrot:
+    """A chat with a parrot, to which these lines are typed."""
+    save_tiny_model(folder / "model")
+    parrot = Parrot("ok<eos>")
+    monkeypatch.setattr(chat_module, "load_causal_lm", lambda spec: Loaded(parrot))
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    words = f"--model.model_name_or_path {folder}/model --data.input_template q{{}}a --max_len 64 {line}"
+    run_chat(parse_config(ChatConfig, words.split(), command="interactive_chat"))
+    return parrot
+
+
+@pytest.mark.parametrize("reset", ["/reset", "clear"])
+def test_a_reset_forgets_what_was_said_but_not_the_system_prompt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reset: str
+) -> None:
+    parrot = run_with(monkeypatch, tmp_path, f"a\nb\n{reset}\nc\n/exit\nd\n", "--system sys")
+    assert parrot.asked == ["sys\nqaa", "sys\nqaaok\nqba", "sys\nqca"]
+
+
+def test_a_dry_run_of_a_chat_shows_the_tokens_of_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parrot = run_with(monkeypatch, tmp_path, "a\n", "--dry_run --rollout.max_new_tokens 61 --system hello")
+    ids = " ".join(map(str, character_tokenizer()("loa")["input_ids"]))
+    assert parrot.asked == []
+    assert capsys.readouterr().out.endswith(f"--- the prompt 'Hello': 3 tokens, ids {ids}\nloa\n")
