@@ -1,6 +1,7 @@
 """Layouts of public datasets: recognised by their columns, as the flags of --data.* that read them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.flags import toml_beside
 from openrlhf.data.errors import ROW, SOURCE, DataError, check_columns, kind, notice, row_error, text_of
-from openrlhf.data.templates import TOOLS, texts_in
+from openrlhf.data.templates import TOOLS, Message, texts_in
 from openrlhf.data.tokenizer import require_chat_template
 
 Row = Mapping[str, Any]
+LOOKED_AT = 8  # rows, the first ones
 DROPPED, TIE = "dropped", "that are ties"
 MARGIN, DATASOURCE = "margin", "datasource"
 EXTRA = (TOOLS, MARGIN, DATASOURCE)  # columns that are read if a dataset has them
@@ -49,6 +51,20 @@ def _webgpt(row: Row) -> Row:
     return {**row, "prompt": question["full_text"], **found}
 
 
+def _system(row: Row) -> list[Message]:
+    """The system text in a column of its own, as a message; none if the row has none."""
+    texts = [text_of(row, column) for column in ("system", "system_prompt") if row.get(column)]
+    return [{"role": "system", "content": text} for text in texts]
+
+
+def _chat(row: Row) -> Row:
+    """A conversation that goes on after a system text, unless the conversation begins with that text itself."""
+    column = "messages" if "messages" in row else "conversations"
+    turns, opening = row[column], _system(row)
+    said_there = not isinstance(turns, list) or texts_in(turns)[:1] == texts_in(opening)
+    return row if said_there else {**row, column: [*opening, *turns]}
+
+
 def _with_context(question: str) -> Callable[[Row], Row]:
     """A question that `input` goes on with, after a system text and a history of [question, answer]."""
 
@@ -56,8 +72,7 @@ def _with_context(question: str) -> Callable[[Row], Row]:
         prompt = "\n".join(
             text_of(row, column) for column in (question, "input") if column == question or row.get(column)
         )
-        systems = [text_of(row, column) for column in ("system", "system_prompt") if row.get(column)]
-        messages = [{"role": "system", "content": text} for text in systems]
+        messages = _system(row)
         for turn in row.get("history") or ():
             if not (isinstance(turn, list) and [kind(text) for text in turn] == ["a string"] * 2):
                 raise row_error(row, "history", f"has {turn!r}, which is no [question, answer].")
@@ -73,6 +88,7 @@ def _with_context(question: str) -> Callable[[Row], Row]:
 READERS: dict[str, Callable[[Row], Row]] = {
     "alpaca": _with_context("instruction"),
     "arena": _arena,
+    "chat": _chat,
     "orca": _with_context("question"),
     "webgpt": _webgpt,
 }
@@ -87,26 +103,39 @@ CHIEF = {"pairs": "chosen_key", "text": "input_key"}  # a section of flags witho
 
 
 def _fits(row: Row, columns: Mapping[str, str]) -> bool:
-    """Whether a row has these columns; a prompt that the chosen text repeats is none."""
-    fits = all(kind(row.get(column)) == expected for column, expected in columns.items())
-    if not fits or not {"prompt", "chosen"} <= columns.keys():
-        return fits
-    return "".join(texts_in(row["prompt"])[-1:]).strip() not in "\n".join(texts_in(row["chosen"]))
+    """Whether a row has these columns, with values of these kinds."""
+    return all(column in row and kind(row[column]) in expected for column, expected in columns.items())
+
+
+def _repeats(answer: Any, prompt: Any) -> bool:
+    """Whether a text begins with the prompt, or the last message of the prompt is among the messages before the answer."""
+    asked = "".join(texts_in(prompt)[-1:]).strip()
+    if isinstance(answer, list):
+        return asked in map(str.strip, texts_in(answer[:-1]))
+    return str(answer).lstrip().startswith(asked)
 
 
 def recognise(rows: Dataset, config: Any, *kinds: str) -> Any:
     """The section `data` of the configuration, with the flags of the layout that fits the first row, and a notice.
 
-    If the user names columns with flags, they stay, and the notice says what is missing. Raises DataError if the rows
-    do not have the layout that --data.layout names.
+    A prompt that both answers of all the first rows repeat is none. If the user names columns with flags, they stay,
+    and the notice says what is missing. Raises DataError if the rows do not have the layout that --data.layout names.
     """
-    data, named = config.data, config.data.layout
-    try:
-        first: Row = rows[0]
-    except UnicodeDecodeError:  # `map_rows` names the row
+    data, named, looked = config.data, config.data.layout, list[Row]()
+    with suppress(UnicodeDecodeError):  # `map_rows` names the row; those before it are kept
+        looked.extend(rows[number] for number in range(min(LOOKED_AT, len(rows))))
+    if not looked:
         return data
-    read_here = [each for name in kinds or CHIEF if CHIEF[name] in vars(data) for each in LAYOUTS[name]]
-    fitting = (each["flags"] for each in read_here if _fits(first, each["columns"]))
+    first, read_here = looked[0], [name for name in kinds or CHIEF if CHIEF[name] in vars(data)]
+    if "pairs" in read_here and {"prompt", "chosen", "rejected"} <= first.keys():
+        sides = [(row[side], row["prompt"]) for row in looked for side in ("chosen", "rejected")]
+        if all(_repeats(*side) for side in sides) and named != "columns" and not data.prompt_key:
+            first = {column: first[column] for column in first if column != "prompt"}
+            notice(
+                "The column 'prompt' is not read, because both texts of each of the first rows have the prompt already. "
+                "--data.prompt_key prompt puts it in front once more."
+            )
+    fitting = (each["flags"] for name in read_here for each in LAYOUTS[name] if _fits(first, each["columns"]))
     found = next((flags for flags in fitting if named in ("auto", flags.get("layout"))), {})
     flags = {flag: value or None for flag, value in found.items() if flag in vars(data)}
     given = {flag for flag in flags if flag.endswith("_key") and f"data.{flag}" in config.given}
