@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data import templates
-from openrlhf.data.errors import row_error, text_of
+from openrlhf.data.errors import DataError, row_error, text_of
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of
 
@@ -56,6 +56,8 @@ class SFTDataset(TokenizedRows[SFTRow]):
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: TextSection, *, pretrain: bool = False
     ) -> None:
         self.pretrain = pretrain
+        if data.multiturn and not data.apply_chat_template:
+            raise DataError("--data.multiturn needs --data.apply_chat_template: only a chat has turns.")
         if pretrain:
             data = replace(data, output_key=None, apply_chat_template=False)
         super().__init__(dataset, tokenizer, data)
