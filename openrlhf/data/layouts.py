@@ -39,22 +39,19 @@ def _webgpt(row: Row) -> Row:
     question = row["question"]
     if not isinstance(question, dict) or not isinstance(question.get("full_text"), str):
         raise row_error(row, "question", f"is {kind(question)}, not an object with full_text.")
-    scores = row["score_0"], row["score_1"]
-    for column, score in zip(("score_0", "score_1"), scores, strict=True):
-        if not isinstance(score, int | float):
-            raise row_error(row, column, f"is {kind(score)}, not a number.")
-    if scores[0] == scores[1]:
+    for column in ("score_0", "score_1"):
+        if not isinstance(row[column], int | float):
+            raise row_error(row, column, f"is {kind(row[column])}, not a number.")
+    if row["score_0"] == row["score_1"]:
         return {**row, DROPPED: TIE}
-    answers = [row["answer_0"], row["answer_1"]]
-    best = int(scores[1] > scores[0])
-    found = {"chosen": answers[best], "rejected": answers[1 - best]}
-    return {**row, "prompt": question["full_text"], **found}
+    best = int(row["score_1"] > row["score_0"])
+    asked, chosen, rejected = question["full_text"], row[f"answer_{best}"], row[f"answer_{1 - best}"]
+    return {**row, "prompt": asked, "chosen": chosen, "rejected": rejected}
 
 
 def _system(row: Row) -> list[Message]:
     """The system text in a column of its own, as a message; none if the row has none."""
-    texts = [text_of(row, column) for column in ("system", "system_prompt") if row.get(column)]
-    return [{"role": "system", "content": text} for text in texts]
+    return [{"role": "system", "content": text_of(row, name)} for name in ("system", "system_prompt") if row.get(name)]
 
 
 def _chat(row: Row) -> Row:
@@ -76,15 +73,14 @@ def _with_context(question: str) -> Callable[[Row], Row]:
         for turn in row.get("history") or ():
             if not (isinstance(turn, list) and [kind(text) for text in turn] == ["a string"] * 2):
                 raise row_error(row, "history", f"has {turn!r}, which is no [question, answer].")
-            messages += [
-                {"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=True)
-            ]
+            messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
         return {**row, question: [*messages, {"role": "user", "content": prompt}] if messages else prompt}
 
     return read
 
 
-# By the value of --data.layout: a row in, the row with the texts in the columns that the layout's flags name out.
+# By the value of --data.layout: a row in, the row with the texts in the columns that the layout's flags name out. Raise
+# DataError, naming the row.
 READERS: dict[str, Callable[[Row], Row]] = {
     "alpaca": _with_context("instruction"),
     "arena": _arena,
@@ -168,8 +164,3 @@ def columns_read(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any
     if data.layout in READERS:
         return there
     return [column for column in (*named.values(), *({*EXTRA} & {*there})) if column]
-
-
-def read(row: Row, layout: str) -> Row:
-    """The row with its texts where the flags of the layout expect them. Raises DataError, naming the row."""
-    return READERS[layout](row) if layout in READERS else row

@@ -81,23 +81,20 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
     def _conversation(self, row: Mapping[str, Any]) -> list[Passage] | str:
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
-        asked = len(messages)
+        asked, tools = len(messages), templates.tools_of(row)
         if self.data.output_key:
             messages += messages_of(row, self.data.output_key, role="assistant", flag="--data.output_key")
         try:
             learned = templates.learned_turns(messages, chosen=self.data.multiturn)
-        except ValueError as error:
-            raise row_error(row, self.data.input_key, f"{error}.") from error
-        if not learned:
-            return NOT_LEARNED if any(message["role"] == "assistant" for message in messages) else NO_ASSISTANT
-        messages = messages[: learned[-1] + 1]
-        if len(messages) < 2:
-            return NO_PROMPT
-        if not messages[-1]["content"] and not messages[-1].get("tool_calls"):
-            return NO_RESPONSE
-        first = next((turn for turn in learned if turn >= asked), -1)  # without an output column the last one
-        turns, tools = learned if self.data.multiturn else (), templates.tools_of(row)
-        try:
+            if not learned:
+                return NOT_LEARNED if any(message["role"] == "assistant" for message in messages) else NO_ASSISTANT
+            messages = messages[: learned[-1] + 1]
+            if len(messages) < 2:
+                return NO_PROMPT
+            if not messages[-1]["content"] and not messages[-1].get("tool_calls"):
+                return NO_RESPONSE
+            first = next((turn for turn in learned if turn >= asked), -1)  # without an output column the last one
+            turns = learned if self.data.multiturn else ()
             passage = templates.render_conversation(self.tokenizer, messages, first=first, turns=turns, tools=tools)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, Self
 
 import jinja2
@@ -95,8 +96,7 @@ def _to_message(message: Any, number: int) -> Message:
             raise ValueError(f"the content of message {number} has parts of type {held}; the policy reads text only")
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
-        needed = "must be a string or a list of texts"
-        raise ValueError(f"the content of message {number} {needed}, not {kind(content)}")
+        raise ValueError(f"the content of message {number} must be a string or a list of texts, not {kind(content)}")
     present["content"] = content
     if role not in ROLES:
         raise ValueError(f"the role of message {number} is {role!r}, not one of {', '.join(ROLES)}")
@@ -153,11 +153,8 @@ def learned_turns(messages: Sequence[Message], *, chosen: bool) -> list[int]:
         role, field = message["role"], next((name for name in LEARNED if name in message), None)
         wanted = message[field] if field else role == "assistant"
         if wanted not in ((0, 1) if role == "assistant" else (0,)) or (field and not chosen):
-            needed = (
-                "true or 1 is for turns of the assistant, false or 0 for all"
-                if chosen
-                else "only --data.multiturn reads it"
-            )
+            allowed = "true or 1 is for turns of the assistant, false or 0 for all"
+            needed = allowed if chosen else "only --data.multiturn reads it"
             raise ValueError(f"message {number}, of the {role}, has {field} {wanted!r}: {needed}")
         turns += [number] * bool(wanted)
     return turns
@@ -327,7 +324,7 @@ class Encoded:
         if self.offsets is None:
             return range(*map(self._tokens_before, span))
         # Compare ends, not starts: some offsets leave out the space before a word.
-        first, last = (bisect_right(self.offsets, border, key=_end) for border in span)
+        first, last = (bisect_right(self.offsets, border, key=itemgetter(1)) for border in span)
         while last < len(self.offsets) and self.offsets[last][0] < span[1]:
             last += 1
         return range(first, last)
@@ -335,10 +332,6 @@ class Encoded:
     def _tokens_before(self, border: int) -> int:
         before = self.tokenizer(self.text[:border], add_special_tokens=False)["input_ids"]
         return in_common(self.tokens, before)
-
-
-def _end(span: Span) -> int:
-    return span[1]
 
 
 def cut(tokens: Sequence[int], max_len: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
