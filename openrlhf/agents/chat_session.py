@@ -38,7 +38,7 @@ class ChatSession:
     def prompt_for(self, messages: Any, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """The tokens that the policy is to continue. Raises ChatMistake, ContextFull."""
         try:
-            asked = [_with_plain_text(message) for message in to_messages(messages)]
+            asked = to_messages(messages)
         except ValueError as error:
             raise ChatMistake(f"messages {error}") from error
         if self._reply is None:
@@ -158,16 +158,6 @@ def _as_call(call: Mapping[str, Any]) -> dict[str, Any]:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     function = {"name": call["name"], "arguments": text}
     return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}  # some templates want nine characters
-
-
-def _with_plain_text(message: Message) -> Message:
-    """The message with its content as text; clients may send the parts of a text. Raises ValueError for parts of another type."""
-    content = message["content"]
-    if isinstance(content, str):
-        return message
-    if other := {part.get("type") for part in content} - {"text"}:
-        raise ValueError(f"hold parts of type {', '.join(sorted(map(repr, other)))}; the policy reads text only")
-    return {**message, "content": "".join(part.get("text", "") for part in content)}
 
 
 def _same(echoed: Message, reply: Message) -> bool:

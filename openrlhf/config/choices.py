@@ -35,7 +35,7 @@ POLICY_LOSSES = {"ppo": LossTraits(), "gspo": LossTraits(aggregation="sequence")
 # By name, whether a preference loss reads a reference.
 PREFERENCE_LOSSES = {"dpo": True, "robust": True, "ipo": True, "hinge": True, "simpo": False, "orpo": False}
 # Of rows: from the columns; as the flags name them; or one whose texts are in several columns.
-LAYOUTS = ("auto", "columns", "alpaca", "arena", "orca", "webgpt")
+LAYOUTS = ("auto", "columns", "alpaca", "arena", "chat", "orca", "webgpt")
 # Presets of the correction of train/rollout mismatch: level and mode of `algo.correction`. TIS: Yao et al. 2025,
 # fengyao.notion.site/off-policy-rl (their own form is the band [0, 2]); IcePop: Ling team 2025,
 # ringtech.notion.site/icepop.

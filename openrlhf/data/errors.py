@@ -43,16 +43,11 @@ def row_error(row: Mapping[str, Any], column: str, problem: str) -> DataError:
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
     """The string in a column of a row. Raises DataError for any other value."""
-    value = row[column]
-    match value:
-        case str():
-            return value
-        case None:
-            hint = ": the value is empty, or that dataset lacks the column."
-        case list():
-            hint = ". For chat messages pass --data.apply_chat_template."
-        case _:
-            hint = "."
+    if isinstance(value := row[column], str):
+        return value
+    hint = ". For chat messages pass --data.apply_chat_template." if isinstance(value, list) else "."
+    if value is None:
+        hint = ": the value is empty, or that dataset lacks the column."
     raise row_error(row, column, f"is {kind(value)}, not a string{hint}")
 
 

@@ -144,13 +144,10 @@ class PreferenceDataset(TokenizedRows[PairRow]):
 
 
 def _margin(row: Mapping[str, Any]) -> float:
-    value = row.get(MARGIN)
-    if value is None:
+    if (value := row.get(MARGIN)) is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise row_error(row, MARGIN, f"is {kind(value)}, not a number.")
-    if not math.isfinite(value):
-        raise row_error(row, MARGIN, f"is {value}, which is no margin.")
+    if kind(value) != "a number" or not math.isfinite(value):
+        raise row_error(row, MARGIN, f"is {value!r}, not a finite number.")
     return float(value)
 
 
@@ -198,7 +195,8 @@ class BothAnswers(torch.utils.data.Dataset[LabelledRow]):
     """Pairs as labelled rows: the chosen answer is desirable, the rejected one is not."""
 
     def __init__(self, pairs: PreferenceDataset) -> None:
-        self.pairs, self.summary = pairs, f"{pairs.summary} Both answers of a pair are rows of their own."
+        self.pairs, self.contents = pairs, pairs.contents
+        self.summary = f"{pairs.summary} Both answers of a pair are rows of their own."
 
     def __len__(self) -> int:
         return 2 * len(self.pairs)

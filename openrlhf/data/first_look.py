@@ -15,10 +15,10 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.errors import DataError
+from openrlhf.data.layouts import LOOKED_AT
 from openrlhf.data.loading import Table
 from openrlhf.data.templates import render, texts_in
 
-LOOKED_AT = 8  # rows
 RECORD = "openrlhf_format"  # in tokenizer_config.json, which goes wherever the model goes
 ANSWER = "(the answer)"
 

@@ -1,6 +1,7 @@
 """Layouts of public datasets: recognised by their columns, as the flags of --data.* that read them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.effects import unmet
 from openrlhf.config.flags import flags_of, toml_beside
 from openrlhf.data.errors import ROW, SOURCE, DataError, check_columns, kind, notice, row_error, text_of
-from openrlhf.data.templates import TOOLS, texts_in
+from openrlhf.data.templates import TOOLS, Message, texts_in
 from openrlhf.data.tokenizer import require_chat_template
 
 Row = Mapping[str, Any]
+LOOKED_AT = 8  # rows, the first ones
 DROPPED, TIE = "dropped", "that are ties"
 MARGIN, DATASOURCE = "margin", "datasource"
 EXTRA = (TOOLS, MARGIN, DATASOURCE)  # columns that are read if a dataset has them
@@ -38,16 +40,27 @@ def _webgpt(row: Row) -> Row:
     question = row["question"]
     if not isinstance(question, dict) or not isinstance(question.get("full_text"), str):
         raise row_error(row, "question", f"is {kind(question)}, not an object with full_text.")
-    scores = row["score_0"], row["score_1"]
-    for column, score in zip(("score_0", "score_1"), scores, strict=True):
-        if not isinstance(score, int | float):
-            raise row_error(row, column, f"is {kind(score)}, not a number.")
-    if scores[0] == scores[1]:
+    for column in ("score_0", "score_1"):
+        if not isinstance(row[column], int | float):
+            raise row_error(row, column, f"is {kind(row[column])}, not a number.")
+    if row["score_0"] == row["score_1"]:
         return {**row, DROPPED: TIE}
-    answers = [row["answer_0"], row["answer_1"]]
-    best = int(scores[1] > scores[0])
-    found = {"chosen": answers[best], "rejected": answers[1 - best]}
-    return {**row, "prompt": question["full_text"], **found}
+    best = int(row["score_1"] > row["score_0"])
+    asked, chosen, rejected = question["full_text"], row[f"answer_{best}"], row[f"answer_{1 - best}"]
+    return {**row, "prompt": asked, "chosen": chosen, "rejected": rejected}
+
+
+def _system(row: Row) -> list[Message]:
+    """The system text in a column of its own, as a message; none if the row has none."""
+    return [{"role": "system", "content": text_of(row, name)} for name in ("system", "system_prompt") if row.get(name)]
+
+
+def _chat(row: Row) -> Row:
+    """A conversation that goes on after a system text, unless the conversation begins with that text itself."""
+    column = "messages" if "messages" in row else "conversations"
+    turns, opening = row[column], _system(row)
+    said_there = not isinstance(turns, list) or texts_in(turns)[:1] == texts_in(opening)
+    return row if said_there else {**row, column: [*opening, *turns]}
 
 
 def _with_context(question: str) -> Callable[[Row], Row]:
@@ -57,23 +70,22 @@ def _with_context(question: str) -> Callable[[Row], Row]:
         prompt = "\n".join(
             text_of(row, column) for column in (question, "input") if column == question or row.get(column)
         )
-        systems = [text_of(row, column) for column in ("system", "system_prompt") if row.get(column)]
-        messages = [{"role": "system", "content": text} for text in systems]
+        messages = _system(row)
         for turn in row.get("history") or ():
             if not (isinstance(turn, list) and [kind(text) for text in turn] == ["a string"] * 2):
                 raise row_error(row, "history", f"has {turn!r}, which is no [question, answer].")
-            messages += [
-                {"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=True)
-            ]
+            messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
         return {**row, question: [*messages, {"role": "user", "content": prompt}] if messages else prompt}
 
     return read
 
 
-# By the value of --data.layout: a row in, the row with the texts in the columns that the layout's flags name out.
+# By the value of --data.layout: a row in, the row with the texts in the columns that the layout's flags name out. Raise
+# DataError, naming the row.
 READERS: dict[str, Callable[[Row], Row]] = {
     "alpaca": _with_context("instruction"),
     "arena": _arena,
+    "chat": _chat,
     "orca": _with_context("question"),
     "webgpt": _webgpt,
 }
@@ -88,26 +100,39 @@ CHIEF = {"pairs": "chosen_key", "text": "input_key"}  # a section of flags witho
 
 
 def _fits(row: Row, columns: Mapping[str, str]) -> bool:
-    """Whether a row has these columns; a prompt that the chosen text repeats is none."""
-    fits = all(kind(row.get(column)) == expected for column, expected in columns.items())
-    if not fits or not {"prompt", "chosen"} <= columns.keys():
-        return fits
-    return "".join(texts_in(row["prompt"])[-1:]).strip() not in "\n".join(texts_in(row["chosen"]))
+    """Whether a row has these columns, with values of these kinds."""
+    return all(column in row and kind(row[column]) in expected for column, expected in columns.items())
+
+
+def _repeats(answer: Any, prompt: Any) -> bool:
+    """Whether a text begins with the prompt, or the last message of the prompt is among the messages before the answer."""
+    asked = "".join(texts_in(prompt)[-1:]).strip()
+    if isinstance(answer, list):
+        return asked in map(str.strip, texts_in(answer[:-1]))
+    return str(answer).lstrip().startswith(asked)
 
 
 def recognise(rows: Dataset, config: Any, *kinds: str) -> Any:
     """The section `data` of the configuration, with the flags of the layout that fits the first row, and a notice.
 
-    If the user names columns with flags, they stay, and the notice says what is missing. Raises DataError if the rows
-    do not have the layout that --data.layout names.
+    A prompt that both answers of all the first rows repeat is none. If the user names columns with flags, they stay,
+    and the notice says what is missing. Raises DataError if the rows do not have the layout that --data.layout names.
     """
-    data, named = config.data, config.data.layout
-    try:
-        first: Row = rows[0]
-    except UnicodeDecodeError:  # `map_rows` names the row
+    data, named, looked = config.data, config.data.layout, list[Row]()
+    with suppress(UnicodeDecodeError):  # `map_rows` names the row; those before it are kept
+        looked.extend(rows[number] for number in range(min(LOOKED_AT, len(rows))))
+    if not looked:
         return data
-    read_here = [each for name in kinds or CHIEF if CHIEF[name] in vars(data) for each in LAYOUTS[name]]
-    fitting = (each["flags"] for each in read_here if _fits(first, each["columns"]))
+    first, read_here = looked[0], [name for name in kinds or CHIEF if CHIEF[name] in vars(data)]
+    if "pairs" in read_here and {"prompt", "chosen", "rejected"} <= first.keys():
+        sides = [(row[side], row["prompt"]) for row in looked for side in ("chosen", "rejected")]
+        if all(_repeats(*side) for side in sides) and named != "columns" and not data.prompt_key:
+            first = {column: first[column] for column in first if column != "prompt"}
+            notice(
+                "The column 'prompt' is not read, because both texts of each of the first rows have the prompt already. "
+                "--data.prompt_key prompt puts it in front once more."
+            )
+    fitting = (each["flags"] for name in read_here for each in LAYOUTS[name] if _fits(first, each["columns"]))
     found = next((flags for flags in fitting if named in ("auto", flags.get("layout"))), {})
     declared, own = flags_of(config.__class__), [flag for flag in found if flag in vars(data)]
     used = {flag for flag in own if not (flag.endswith("_key") and unmet(config, declared[f"data.{flag}"]))}
@@ -142,8 +167,3 @@ def columns_read(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any
     if data.layout in READERS:
         return there
     return [column for column in (*named.values(), *({*EXTRA} & {*there})) if column]
-
-
-def read(row: Row, layout: str) -> Row:
-    """The row with its texts where the flags of the layout expect them. Raises DataError, naming the row."""
-    return READERS[layout](row) if layout in READERS else row

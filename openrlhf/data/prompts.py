@@ -1,6 +1,6 @@
 """Rows of reinforcement learning: a rendered prompt, and the data that the reward needs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.data.errors import ROW, notice, row_error, text_of
 from openrlhf.data.layouts import DATASOURCE
-from openrlhf.data.rows import Result, TokenizedRows, number_rows
+from openrlhf.data.rows import Result, TokenizedRows, contents_of, number_rows
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of, render, tools_of
 from openrlhf.trajectory import Prompt
@@ -45,13 +45,18 @@ class PromptDataset(TokenizedRows[Prompt]):
             notice(
                 f"{answered} prompts end with turns of the assistant, which are left out: the policy answers instead."
             )
-        wanted = (data.label_key, image_key, ROW)
-        self._extras = rows.select_columns([name for name in rows.column_names if name in wanted])
+        self._extras = rows.select_columns([*{*rows.column_names} & {data.label_key, image_key, ROW}])
 
     def __getitem__(self, index: int) -> Prompt:
         extras = self._extras[index]
         label = extras[self.data.label_key] if self.data.label_key else ""
         return Prompt(**{**self._fields[index], "index": index}, label=label, images=extras.get(self.image_key))
+
+    def contents(self) -> Iterator[bytes]:
+        """All prompts and labels as bytes, to be hashed."""
+        yield from super().contents()
+        if self.data.label_key:
+            yield from contents_of(self._extras.select_columns([self.data.label_key]))
 
     def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
         """Text, tokens and data source of a prompt, and whether turns of the assistant at its end were left out."""

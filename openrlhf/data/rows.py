@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.machine import usable_cores, world_size
 from openrlhf.data.errors import ROW, SOURCE, DataError
-from openrlhf.data.layouts import columns_read, read
+from openrlhf.data.layouts import READERS, columns_read
 from openrlhf.data.templates import Encoded, Passage, encode
 
 MANY_ROWS = 20_000  # more are mapped by several processes, and their results kept on disk
@@ -36,12 +36,6 @@ def number_rows(dataset: Dataset, source: str = "the dataset") -> Dataset:
     # The library types the fingerprint, which it computes itself, as required.
     dataset = dataset.add_column(SOURCE, [source] * rows)  # pyright: ignore[reportCallIssue]
     return dataset.add_column(ROW, list(range(1, rows + 1)))  # pyright: ignore[reportCallIssue]
-
-
-def as_rows(columns: Columns) -> list[dict[str, Any]]:
-    """A batch of columns as a list of rows."""
-    values = zip(*columns.values(), strict=True)
-    return [dict(zip(columns, row, strict=True)) for row in values]
 
 
 Result = dict[str, Any] | str  # the columns of a row, or the reason why the row is dropped
@@ -73,9 +67,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         reasons = list(mapped["dropped"])
         counts = Counter(reasons)
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if reason)
-        self.summary: str = f"{counts['']} of {len(reasons)} {what}s kept" + (
-            f", dropped {dropped}." if dropped else "."
-        )
+        self.summary: str = f"{counts['']} of {len(reasons)} {what}s kept{', dropped ' * bool(dropped)}{dropped}."
         if not counts[""]:
             flags = ", ".join(f"--data.{key}" for key in self.keys)
             raise DataError(f"No {what} is left to train on: {self.summary} Look at {flags} and --data.max_len.")
@@ -94,7 +86,8 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
 
     def _encoded(self, columns: Columns) -> Columns:
         """Batches of columns as the columns of `features`. The column `dropped` has the reason, or ""."""
-        rows = [read(row, self.data.layout) for row in as_rows(columns)]
+        values, read = zip(*columns.values(), strict=True), READERS.get(self.data.layout, dict)
+        rows = [read(dict(zip(columns, row, strict=True))) for row in values]
         texts = [self.passages(row) for row in rows]
         kept = [passage.text for of_row in texts if not isinstance(of_row, str) for passage in of_row]
         encoded = iter(encode(self.tokenizer, kept))
@@ -111,6 +104,22 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
 
     def __getitem__(self, index: int) -> Row:
         return self.row(**self._fields[index])
+
+    def contents(self) -> Iterator[bytes]:
+        """All rows as bytes, to be hashed."""
+        return contents_of(self._fields)
+
+
+def contents_of(dataset: Dataset) -> Iterator[bytes]:
+    """All values of a dataset as bytes, however the dataset is stored; a million rows of 250 tokens take 2 to 5 s to hash."""
+    batches: Any = dataset.with_format("arrow").iter(1000)
+    for column in (column for batch in batches for column in batch.columns):
+        values = column.combine_chunks()
+        while hasattr(values, "value_lengths"):  # a list
+            yield values.value_lengths().to_numpy(zero_copy_only=False).tobytes()
+            values = values.flatten()
+        array = values.to_numpy(zero_copy_only=False)
+        yield repr(values.to_pylist()).encode(errors="surrogatepass") if array.dtype == object else array.tobytes()
 
 
 def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:

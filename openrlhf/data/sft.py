@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data import templates
-from openrlhf.data.errors import row_error, text_of
+from openrlhf.data.errors import DataError, row_error, text_of
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of
 
@@ -57,6 +57,8 @@ class SFTDataset(TokenizedRows[SFTRow]):
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: TextSection, *, pretrain: bool = False
     ) -> None:
         self.pretrain = pretrain
+        if data.multiturn and not data.apply_chat_template:
+            raise DataError("--data.multiturn needs --data.apply_chat_template: only a chat has turns.")
         if pretrain:
             data = replace(data, output_key=None, apply_chat_template=False)
         super().__init__(dataset, tokenizer, data)
@@ -80,23 +82,20 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
     def _conversation(self, row: Mapping[str, Any]) -> list[Passage] | str:
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
-        asked = len(messages)
+        asked, tools = len(messages), templates.tools_of(row)
         if self.data.output_key:
             messages += messages_of(row, self.data.output_key, role="assistant", flag="--data.output_key")
         try:
             learned = templates.learned_turns(messages, chosen=self.data.multiturn)
-        except ValueError as error:
-            raise row_error(row, self.data.input_key, f"{error}.") from error
-        if not learned:
-            return NOT_LEARNED if any(message["role"] == "assistant" for message in messages) else NO_ASSISTANT
-        messages = messages[: learned[-1] + 1]
-        if len(messages) < 2:
-            return NO_PROMPT
-        if not messages[-1]["content"] and not messages[-1].get("tool_calls"):
-            return NO_RESPONSE
-        first = next((turn for turn in learned if turn >= asked), -1)  # without an output column the last one
-        turns, tools = learned if self.data.multiturn else (), templates.tools_of(row)
-        try:
+            if not learned:
+                return NOT_LEARNED if any(message["role"] == "assistant" for message in messages) else NO_ASSISTANT
+            messages = messages[: learned[-1] + 1]
+            if len(messages) < 2:
+                return NO_PROMPT
+            if not messages[-1]["content"] and not messages[-1].get("tool_calls"):
+                return NO_RESPONSE
+            first = next((turn for turn in learned if turn >= asked), -1)  # without an output column the last one
+            turns = learned if self.data.multiturn else ()
             passage = templates.render_conversation(self.tokenizer, messages, first=first, turns=turns, tools=tools)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error

@@ -1,6 +1,5 @@
 """Rows of process reward models: texts with a placeholder after each step, and a label of each step."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -76,7 +75,7 @@ class StepDataset(TokenizedRows[StepRow]):
     def _label(self, row: Mapping[str, Any], label: Any) -> float:
         column = self.data.label_key
         if self.soft:
-            if not isinstance(label, int | float) or not (math.isfinite(label) and 0 <= label <= 1):
+            if not isinstance(label, int | float) or not 0 <= label <= 1:
                 raise row_error(row, column, f"has the label {label!r}, which is no probability.")
             return float(label)
         tokens = self.tokenizer.encode(label, add_special_tokens=False) if isinstance(label, str) else []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, Self
 
 import jinja2
@@ -51,9 +52,9 @@ def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) ->
 def to_messages(value: Any, *, role: str = "user") -> list[Message]:
     """A value as chat messages. A string is one message of `role`, or a transcript of HH-RLHF; a list is checked.
 
-    Messages may have `from` and `value`, as in ShareGPT; a single message needs no list. Null fields are left out,
-    because Arrow adds them if other rows have a value there. Raises ValueError that names the malformed message and its
-    fault.
+    Messages may have `from` and `value`, as in ShareGPT; a single message needs no list; a content may be the parts of a
+    text. Null fields are left out, because Arrow adds them if other rows have a value there. Raises ValueError that
+    names the malformed message and its fault.
     """
     if isinstance(value, str):
         return _turns(value) or [{"role": role, "content": value}]
@@ -88,10 +89,15 @@ def _to_message(message: Any, number: int) -> Message:
     if "role" not in present or not ("content" in present or present.get("tool_calls")):
         has = ", ".join(map(repr, present)) or "nothing"
         raise ValueError(f"message {number} needs 'role' and 'content', but has {has}")
-    role, content = present["role"], present.setdefault("content", "")
-    if not isinstance(content, str) and not _are_objects(content):
-        needed = "must be a string or a list of objects"
-        raise ValueError(f"the content of message {number} {needed}, not {kind(content)}")
+    role, content = present["role"], present.get("content", "")
+    if _are_objects(content):
+        if other := {part.get("type") for part in content} - {"text"}:
+            held = ", ".join(sorted(map(repr, other)))
+            raise ValueError(f"the content of message {number} has parts of type {held}; the policy reads text only")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"the content of message {number} must be a string or a list of texts, not {kind(content)}")
+    present["content"] = content
     if role not in ROLES:
         raise ValueError(f"the role of message {number} is {role!r}, not one of {', '.join(ROLES)}")
     calls = present.get("tool_calls") or []
@@ -147,11 +153,8 @@ def learned_turns(messages: Sequence[Message], *, chosen: bool) -> list[int]:
         role, field = message["role"], next((name for name in LEARNED if name in message), None)
         wanted = message[field] if field else role == "assistant"
         if wanted not in ((0, 1) if role == "assistant" else (0,)) or (field and not chosen):
-            needed = (
-                "true or 1 is for turns of the assistant, false or 0 for all"
-                if chosen
-                else "only --data.multiturn reads it"
-            )
+            allowed = "true or 1 is for turns of the assistant, false or 0 for all"
+            needed = allowed if chosen else "only --data.multiturn reads it"
             raise ValueError(f"message {number}, of the {role}, has {field} {wanted!r}: {needed}")
         turns += [number] * bool(wanted)
     return turns
@@ -162,7 +165,7 @@ def texts_in(value: Any) -> list[str]:
     if isinstance(value, list):
         return [text for part in value if isinstance(part, dict) for text in texts_in(part)]
     if isinstance(value, dict):
-        return texts_in(value.get("content") or value.get("value"))
+        return texts_in(value.get("content") or value.get("value") or value.get("text"))
     return [value] if isinstance(value, str) else []
 
 
@@ -288,11 +291,8 @@ def _find_content(draw: Draw, messages: Sequence[Message], turn: int, text: str)
     past = [*messages[:turn], {**messages[turn], "content": STAND_IN}]
     before, _, after = draw([*past, *messages[turn + 1 :]])[0].partition(STAND_IN)
     end = len(text) - len(after)
-    shown = text[len(before) : end].strip()
-    content = messages[turn]["content"]
-    if not (text.startswith(before) and text.endswith(after)):
-        return None
-    if not isinstance(content, str) or shown != content.strip():
+    found = text.startswith(before) and text.endswith(after)
+    if not found or text[len(before) : end].strip() != messages[turn]["content"].strip():
         return None
     end_of_turn = draw(past)[0].partition(STAND_IN)[2]
     return len(before), end + in_common(end_of_turn, after)
@@ -324,7 +324,7 @@ class Encoded:
         if self.offsets is None:
             return range(*map(self._tokens_before, span))
         # Compare ends, not starts: some offsets leave out the space before a word.
-        first, last = (bisect_right(self.offsets, border, key=_end) for border in span)
+        first, last = (bisect_right(self.offsets, border, key=itemgetter(1)) for border in span)
         while last < len(self.offsets) and self.offsets[last][0] < span[1]:
             last += 1
         return range(first, last)
@@ -332,10 +332,6 @@ class Encoded:
     def _tokens_before(self, border: int) -> int:
         before = self.tokenizer(self.text[:border], add_special_tokens=False)["input_ids"]
         return in_common(self.tokens, before)
-
-
-def _end(span: Span) -> int:
-    return span[1]
 
 
 def cut(tokens: Sequence[int], max_len: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from openrlhf.data.errors import notice
 from openrlhf.distributed.engine import TrainEngine
 from openrlhf.files import write_atomically
-from openrlhf.launch.identity import offline_identity
+from openrlhf.launch.identity import FLAGS, texts_identity
 from openrlhf.trainers.tasks import Rows
 
 
@@ -34,17 +34,15 @@ class Scored(torch.utils.data.Dataset[Any]):
 def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
     """The rows with the scores in the file of an earlier run with these rows and this reference, or with new ones. Collective."""
     reference = task.config.ref.model_name_or_path or task.config.model.model_name_or_path
-    identity = offline_identity(task, rows, model=reference)
-    strategy = engine.strategy
-    named = {name: identity[name] for name in identity if name.startswith(("rows", "--model"))}
-    digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+    strategy, identity = engine.strategy, texts_identity(task, rows, FLAGS["reference"], reference)
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     path = Path(task.config.ckpt.path).expanduser() / f"reference-{digest}.json"
     sums = strategy.broadcast(json.loads(path.read_bytes()) if strategy.is_main and path.exists() else None)
     if sums is None:
         sums = reference_sums(task, rows, engine)
         if strategy.is_main:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(sums).encode())
+            write_atomically(path, json.dumps(sums))
     else:
         notice(f"The reference's log-probabilities are those in {path}.")
     return Scored(rows, sums)

@@ -58,7 +58,7 @@ def train(config: PPOConfig, processes: Processes) -> None:
         step=0,
         run_dir=checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir),
         engines=settings.engine_layouts(config),
-        identity=rl_identity(config, data.train, data.tokenizer),
+        identity=rl_identity(config, data.train),
     )
     if checkpoint:
         words = "estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role"

@@ -33,7 +33,7 @@ def replay_folder(config: PPOConfig, data: PromptData, *, done: int, consumed: i
             f"{flag} has steps up to {steps[-1]}, but not step {missing[0]}: copy "
             f"{folder.file('step', missing[0]).name} from the original folder."
         )
-    now = episode_identity(config, data.train, data.tokenizer)
+    now = episode_identity(config, data.train)
     for step in (step for step in steps if step > done):
         if different := differences(folder.header("step", step)["run"], now):
             raise DataError(

@@ -162,8 +162,7 @@ class Run:
             return generator
         folder = EpisodeFolder(config.rollout.dump_dir)
         folder.begin(after=self.checkpoint.state.step if self.checkpoint else -1)
-        identity = episode_identity(config, self.data.train, self.data.tokenizer)
-        return DumpingGenerator(generator, folder, run=identity)
+        return DumpingGenerator(generator, folder, run=episode_identity(config, self.data.train))
 
     def _make_source(
         self, generator: Generator, scored: EarlyStages, stages: Sequence[Stage]

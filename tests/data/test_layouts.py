@@ -56,6 +56,15 @@ PAIRS: list[tuple[dict[str, Any], str]] = [
         {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "no"}},
         f"{CHAT} --data.prompt_key conversations",
     ),
+    (
+        {
+            "conversations": SHAREGPT[:1],
+            "chosen": SHAREGPT[1],
+            "rejected": {"from": "gpt", "value": "no"},
+            "system": None,
+        },
+        f"--data.layout chat {CHAT} --data.prompt_key conversations",
+    ),
     ({"winner": "model_b", "conversation_a": [Q, B], "conversation_b": [Q, A]}, f"--data.layout arena {CHAT}"),
     (
         {"question": {"full_text": "q"}, "answer_0": "no", "answer_1": "ok", "score_0": -1.0, "score_1": 1.0},
@@ -88,7 +97,9 @@ def test_pairs_are_recognised_and_read(
 
 TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [Q, A]}, f"{CHAT} --data.input_key messages"),
+    ({"messages": [Q, A], "system": ""}, f"--data.layout chat {CHAT} --data.input_key messages"),
     ({"conversations": SHAREGPT}, f"{CHAT} --data.input_key conversations"),
+    ({"conversations": SHAREGPT, "system": None}, f"--data.layout chat {CHAT} --data.input_key conversations"),
     ({"prompt": [Q], "completion": [A]}, f"{CHAT} --data.input_key prompt --data.output_key completion"),
     ({"prompt": "q", "completion": "ok"}, "--data.input_key prompt --data.output_key completion"),
     ({"prompt": "q", "response": "ok"}, "--data.input_key prompt --data.output_key response"),
@@ -156,6 +167,80 @@ def test_input_system_and_history_of_alpaca_are_in_the_prompt(capsys: pytest.Cap
         text([{**row, "history": [["a"]]}])
 
 
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_a_system_text_in_its_own_column_is_the_first_turn(column: str, capsys: pytest.CaptureFixture[str]) -> None:
+    system = {"role": "system", "content": "s"}
+    rows = [
+        {column: turns, "system": text}
+        for turns, text in (([Q, A], None), ([Q, A], "s"), ([system, Q, A], "s"), ([system, Q, A], ""))
+    ]
+    data, said = recognised(rows[0], "sft", capsys)
+    assert said == f"--data.layout chat {CHAT} --data.input_key {column}"
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    read = SFTDataset(Dataset.from_list(rows), tokenizer, data)
+    texts = ["".join(tokenizer.convert_ids_to_tokens(row.tokens)) for row in read]  # pyright: ignore
+    turns = "<|user|>q<|end|>\n<|assistant|>ok<|end|>"
+    assert texts == [turns, *[f"<|system|>s<|end|>\n{turns}"] * 3]
+    given = config("sft", input_key=column, apply_chat_template=True)
+    assert recognise(Dataset.from_list(rows), given) is given.data
+    assert "have the layout of --data.layout chat, which is not added" in capsys.readouterr().err
+
+
+# ---- prompts in a column, that the answers may repeat
+
+GREETING = {"prompt": "hi", "chosen": "hi there, how are you?", "rejected": "go away."}
+PLAIN = {"prompt": "q", "chosen": "q ok", "rejected": "q no"}
+NOT_READ = "The column 'prompt' is not read"
+
+
+@pytest.mark.parametrize("task", ["rm", "dpo", "kto"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_prompt_that_is_part_of_an_answer_is_a_prompt(
+    first: int, task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In whichever row."""
+    rows = [{"prompt": "2+2", "chosen": "4", "rejected": "5"}, GREETING]
+    data = recognise(Dataset.from_list([rows[first], rows[1 - first]]), config(task))
+    assert data.prompt_key == "prompt" and NOT_READ not in capsys.readouterr().err
+    # Both answers begin with the prompt by accident.
+    alike = Dataset.from_list([{"prompt": "hi", "chosen": "hi!", "rejected": "him?"}, rows[0]])
+    assert recognise(alike, config(task)).prompt_key == "prompt"
+    capsys.readouterr()
+    spoken = {"prompt": "hi", "chosen": [{**A, "content": "hi there"}], "rejected": [{**A, "content": "go away"}]}
+    for prompt in ("hi", [{**Q, "content": "hi"}]):
+        data, said = recognised({**spoken, "prompt": prompt}, task, capsys)
+        assert said == f"{CHAT} --data.prompt_key prompt"
+        assert data.prompt_key == "prompt"
+
+
+@pytest.mark.parametrize("task", ["rm", "dpo", "kto"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        PLAIN,
+        {"prompt": "q\n", "chosen": "q\nok", "rejected": "q\nno"},
+        {"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]},
+        {"prompt": [Q], "chosen": [Q, A], "rejected": [Q, B]},
+        {"prompt": [Q, A, Q], "chosen": [Q, A, Q, A], "rejected": [Q, A, Q, B]},
+    ],
+)
+def test_a_prompt_that_the_answers_repeat_is_ignored_with_a_notice(
+    row: dict[str, Any], task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = recognise(Dataset.from_list([row] * 3), config(task))
+    said = capsys.readouterr().err
+    assert data.prompt_key is None and NOT_READ in said
+    assert data.apply_chat_template == isinstance(row["chosen"], list)
+    for given in ({"prompt_key": "prompt"}, {"layout": "columns"}):
+        assert recognise(Dataset.from_list([row]), config(task, **given)).prompt_key == given.get("prompt_key")
+        assert NOT_READ not in capsys.readouterr().err
+
+
+def test_the_prompt_column_of_pairs_is_the_prompt_of_reinforcement_learning(capsys: pytest.CaptureFixture[str]) -> None:
+    data = recognise(Dataset.from_list([PLAIN]), amend(config("sft"), {"data": RLDataConfig()}), "text")
+    assert data.input_key == "prompt" and NOT_READ not in capsys.readouterr().err
+
+
 def test_ties_of_comparisons_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     winners = ["tie", "model_b", "tie (bothbad)"]
     rows = [{"winner": winner, "conversation_a": [Q, B], "conversation_b": [Q, A]} for winner in winners]
@@ -165,7 +250,7 @@ def test_ties_of_comparisons_are_left_out_and_counted(capsys: pytest.CaptureFixt
     assert pairs.summary == "1 of 3 pairs kept, dropped 2 that are ties."
     with pytest.raises(DataError, match="row 1, column 'winner': is 'A', not model_a"):
         PreferenceDataset(Dataset.from_list([{**rows[0], "winner": "A"}]), tokenizer, data)
-    row = PAIRS[7][0]
+    row = next(row for row, _ in PAIRS if "score_0" in row)
     data, _ = recognised(row, "rm", capsys)
     with pytest.raises(DataError, match="row 2, column 'score_1': is null, not a number"):
         PreferenceDataset(Dataset.from_list([row, {**row, "score_1": None}]), tokenizer, data)

@@ -193,6 +193,11 @@ def test_multiturn_learns_every_answer_and_its_end() -> None:
     ]
 
 
+def test_multiturn_of_plain_text_is_refused() -> None:
+    with pytest.raises(DataError, match=r"--data\.multiturn needs --data\.apply_chat_template: only a chat has turns"):
+        dataset([{"input": "a", "output": "ok"}], output_key="output", multiturn=True)
+
+
 def test_without_multiturn_only_the_last_answer_is_learned() -> None:
     for template in (PLAIN_CHAT, MARKED_CHAT):
         row = dataset([{"input": TWO_TURNS}], build_tokenizer(template, eos="<|end|>"), apply_chat_template=True)[0]

@@ -59,6 +59,11 @@ def test_fields_that_are_null_are_left_out() -> None:
     assert to_messages([{"role": "user", "content": "a", "tool_calls": None}]) == [user("a")]
 
 
+def test_the_parts_of_a_text_are_its_text() -> None:
+    parts = [{"type": "text", "text": "2+", "image": None}, {"type": "text", "text": "3"}]  # Arrow adds the null
+    assert to_messages([{"role": "user", "content": parts}]) == [user("2+3")]
+
+
 def test_a_message_that_calls_a_tool_needs_no_content() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
     assert to_messages([call])[0]["content"] == ""
@@ -81,13 +86,20 @@ def test_a_message_that_calls_a_tool_needs_no_content() -> None:
         ([{"from": "function_call", "value": "f(x)"}], "the function_call of message 0 is no JSON: 'f.x.'"),
         (
             [{"role": "user", "content": 3}],
-            "the content of message 0 must be a string or a list of objects, not a number",
+            "the content of message 0 must be a string or a list of texts, not a number",
         ),
         ([{"role": "user", "content": None}], "needs 'role' and 'content'"),
         ([{"role": 1, "content": "a"}], "the role of message 0 is 1, not one of system"),
         (
             [{"role": "user", "content": ["a"]}],
-            "the content of message 0 must be a string or a list of objects, not a list",
+            "the content of message 0 must be a string or a list of texts, not a list",
+        ),
+        (
+            [
+                user("a"),
+                {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "image", "image": "b.png"}]},
+            ],
+            "the content of message 1 has parts of type 'image'; the policy reads text only",
         ),
     ],
 )

@@ -71,6 +71,11 @@ def test_sft_shows_every_turn_and_which_are_learned(dry_run: Show) -> None:
     ) in printed
 
 
+def test_every_turn_of_a_recognised_chat_may_be_learned(dry_run: Show) -> None:
+    printed = dry_run("sft", [{"messages": [*CHAT, *CHAT]}], "--data.multiturn")
+    assert printed.count("⟦ok<|end|>") == 2
+
+
 def test_distillation_shows_what_sft_shows(dry_run: Show, model: Path) -> None:
     printed = dry_run("kd", [{"input": "a", "output": "ok"}], f"--kd.teacher_model {model}")
     assert "Template: --data.input_template 'User: {}\\nAssistant: '." in printed

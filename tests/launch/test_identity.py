@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 
 from openrlhf.checkpoints.manifest import differences
+from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import RMConfig, SFTConfig
+from openrlhf.config.supervised import KTOConfig, RMConfig, SFTConfig
 from openrlhf.data.prompts import PromptDataset
-from openrlhf.launch.identity import Identity, of_model, of_rows, offline_identity, rl_identity
+from openrlhf.data.rows import contents_of
+from openrlhf.data.sft import SFTRow
+from openrlhf.launch.identity import Identity, inference_identity, of_model, offline_identity, rl_identity
+from openrlhf.trainers.kto import KTOTask
 from openrlhf.trainers.reward import RewardTask
 from openrlhf.trainers.sft import SFTTask
+from openrlhf.trajectory import Prompt
 from tests.tiny import character_tokenizer, save_tiny_model
 
+LINE = "--model.model_name_or_path {0} --data.dataset {0} --output_path out.jsonl"
 ROWS = [{"input": f"{n}+1=", "output": f"{n + 1}", "chosen": "yes", "rejected": "no"} for n in range(100)]
 
 
@@ -29,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def offline(model: str, command: str = "sft", rows: Any = ROWS, line: str = "") -> Identity:
-    root, kind = {"sft": (SFTConfig, SFTTask), "rm": (RMConfig, RewardTask)}[command]
+    root, kind = {"sft": (SFTConfig, SFTTask), "rm": (RMConfig, RewardTask), "kto": (KTOConfig, KTOTask)}[command]
     needed = f"--model.model_name_or_path {model} --data.dataset {model}"
     output = "--data.output_key output" if command == "sft" else ""
     task: Any = kind(parse_config(root, f"{needed} {output} {line}".split(), command=command))
@@ -41,7 +48,7 @@ def rl(model: str, rows: Any = ROWS, line: str = "--algo.advantage.estimator rei
     config = parse_config(PPOConfig, f"{needed} --data.label_key output {line}".split(), command="ppo")
     tokenizer = character_tokenizer()
     prompts = PromptDataset(Dataset.from_list(list(rows)), tokenizer, RLDataConfig(label_key="output"))
-    return rl_identity(config, prompts, tokenizer)
+    return rl_identity(config, prompts)
 
 
 def names(then: Identity, now: Identity) -> list[str]:
@@ -55,9 +62,9 @@ def test_a_run_is_the_same_as_itself(model: str) -> None:
 def test_another_task_another_row_and_another_loss_are_named(model: str) -> None:
     assert names(offline(model), offline(model, "rm"))[0] == "task"
     changed = [*ROWS[:-1], ROWS[-1] | {"output": "x"}]
-    assert names(offline(model), offline(model, rows=changed)) == ["rows of --data.dataset, tokenized"]
+    assert names(offline(model), offline(model, rows=changed)) == ["all rows of --data.dataset, tokenized"]
     templated = offline(model, line="--data.input_template {}!")
-    assert names(offline(model), templated) == ["rows of --data.dataset, tokenized"]
+    assert names(offline(model), templated) == ["all rows of --data.dataset, tokenized"]
     assert names(offline(model, "rm"), offline(model, "rm", line="--model.loss_type logexp")) == ["--model.loss_type"]
 
 
@@ -75,9 +82,56 @@ def test_a_model_is_the_same_in_another_folder(model: str, tmp_path: Path) -> No
     assert of_model(model) == of_model(str(tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 1000])
-def test_the_first_and_the_last_row_are_always_compared_and_no_row_twice(count: int) -> None:
-    seen: list[int] = []
-    of_rows(count, seen.append)
-    assert (seen[0], seen[-1]) == (0, count - 1)
-    assert len(seen) == len(set(seen)) == min(count, 64)
+# ---- every row counts
+
+
+def asked(rows: Any) -> list[Prompt]:
+    return [Prompt(index=n, text=row["input"], tokens=[], label=row["output"]) for n, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("place", [0, 1, 17, 98, 99])
+def test_a_change_of_any_row_is_named(place: int, model: str) -> None:
+    changed = [*ROWS[:place], ROWS[place] | {"output": "x", "chosen": "x"}, *ROWS[place + 1 :]]
+    rows = ["all rows of --data.dataset, tokenized"]
+    assert names(offline(model), offline(model, rows=changed)) == rows
+    for command, line in (("rm", ""), ("kto", "--data.layout columns")):
+        assert names(offline(model, command, line=line), offline(model, command, changed, line)) == rows
+    assert len(names(rl(model), rl(model, changed))) == 1
+    config: Any = parse_config(BatchInferenceConfig, LINE.format(model).split(), command="batch_inference")
+    there, here = (inference_identity(config, asked(rows)) for rows in (ROWS, changed))
+    assert names(there, here) == ["rows of --data.dataset, rendered"]
+
+
+def test_the_rows_of_a_plug_in_are_compared_as_it_collates_them(model: str) -> None:
+    task: Any = SFTTask(parse_config(SFTConfig, LINE.format(model).split()[:4], command="sft"))
+    rows = [SFTRow(tokens=[5, n], loss_mask=[False, True]) for n in range(100)]
+    there = offline_identity(task, Listed(rows))
+    assert names(there, offline_identity(task, Listed(list(rows)))) == []
+    changed = [*rows[:17], replace(rows[17], tokens=[5, 200]), *rows[18:]]
+    assert names(there, offline_identity(task, Listed(changed))) == ["all rows of --data.dataset, tokenized"]
+
+
+class Listed(list[Any]):
+    """Rows of a task that keeps them in a list."""
+
+    summary = "rows"
+
+
+def test_the_bytes_of_rows_do_not_depend_on_how_they_are_stored() -> None:
+    rows = [{"t": [n] * (n % 7), "m": [bool(n % 2), True] * (n % 5), "s": "é" * (n % 3)} for n in range(3000)]
+    plain = Dataset.from_list(rows)
+    parts = concatenate_datasets([plain.select(range(1234)), plain.select(range(1234, 3000))])
+    chosen = plain.select(range(2999, -1, -1)).select(range(2999, -1, -1))
+    saved = b"".join(contents_of(plain))
+    assert b"".join(contents_of(parts)) == b"".join(contents_of(chosen)) == saved
+    for changed in ({"m": [True]}, {"s": "e"}, {"t": []}, {"t": None}):
+        assert b"".join(contents_of(Dataset.from_list([*rows[:2000], rows[2000] | changed, *rows[2001:]]))) != saved
+
+
+@pytest.mark.parametrize("label", [["a", "b"], {"a": list(range(2000))}, 0.5, None])
+def test_labels_of_any_kind_are_compared(label: Any) -> None:
+    said = [b"".join(contents_of(Dataset.from_list([{"label": value}] * 3))) for value in (label, label, "other")]
+    assert said[0] == said[1] != said[2]
+    if isinstance(label, dict):  # to the last of its numbers
+        other = {"a": [*range(1000), -1, *range(1001, 2000)]}
+        assert b"".join(contents_of(Dataset.from_list([{"label": other}] * 3))) != said[0]

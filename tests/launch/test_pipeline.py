@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from datasets import Dataset
 
 from openrlhf.cli.main import main
 from openrlhf.config import machine
-from openrlhf.config.flags import ConfigError
+from openrlhf.config.flags import ConfigError, amend, flags_of
 from openrlhf.config.pipeline import STAGES
+from openrlhf.data.feedback import PreferenceDataset
+from openrlhf.data.layouts import recognise
 from openrlhf.launch.pipeline import read_stages
 from openrlhf.launch.pipeline_report import Result, interval, write_pipeline_report
 from tests.config.commands import ROOTS
+from tests.data.small import PLAIN_CHAT, build_tokenizer
 from tests.ranks import ROOT
 
 MODEL = "model.model_name_or_path: m, data.dataset: d"
@@ -272,6 +276,56 @@ def test_the_flags_of_every_example_are_accepted(
     main(["pipeline", str(example), "--settings", settings, "--run.dir", str(tmp_path), "--dry_run"])
     stages = read_stages(example, settings)
     assert capfd.readouterr().out.splitlines() == [f"{stage.name}: runs" for stage in stages]
+
+
+@pytest.mark.parametrize("settings", ["laptop", "cluster"])
+def test_every_method_of_the_comparison_trains_on_as_many_answers(settings: str) -> None:
+    stages = {stage.name: stage for stage in read_stages(ROOT / "examples/pipelines/compare.yaml", settings)}
+
+    def value(name: str, path: str) -> int:
+        return stages[name].values.get(path, flags_of(stages[name].root)[path].default)
+
+    def answers(name: str) -> int:
+        rows = value("answers_1" if name == "rs_1" else name, "data.max_samples")  # the best answer to each prompt
+        if stages[name].command == "ppo":
+            return rows * value(name, "rollout.n_samples_per_prompt") * value(name, "train.num_episodes")
+        return rows * value(name, "train.max_epochs") * (2 if stages[name].command in ("dpo", "kto") else 1)
+
+    counts = {name: answers(f"{name}_1") for name in ("sft", "dpo", "kto", "rs", "ppo", "grpo")}
+    assert len(set(counts.values())) == 1, counts
+
+
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ok"}]
+HH = "\n\nHuman: q\n\nAssistant: {}"
+PAIRS_OF_THE_HUB = {  # a row of each public dataset of pairs, as its card describes it
+    "OpenRLHF/preference_dataset_mixture2_and_safe_pku": {
+        "chosen": TURNS,
+        "rejected": [TURNS[0], {**TURNS[1], "content": "no"}],
+    },
+    "HuggingFaceH4/ultrafeedback_binarized": {
+        "prompt": "q",
+        "chosen": TURNS,
+        "rejected": [TURNS[0], {**TURNS[1], "content": "no"}],
+        "messages": TURNS,
+    },
+    "Anthropic/hh-rlhf@harmless-base": {"chosen": HH.format("ok"), "rejected": HH.format("no")},
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_public_pairs_of_every_example_can_be_read_with_its_flags(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "installed_gpus", lambda: 8)
+    tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
+    for stage in read_stages(example, "cluster"):
+        name = str(stage.values.get("data.dataset", "$"))
+        if stage.command in ("rm", "dpo", "kto") and not name.startswith("$"):
+            rows = Dataset.from_list([PAIRS_OF_THE_HUB[name]])
+            config = amend(stage.root(), stage.values | {"given": stage.values})
+            pair = PreferenceDataset(rows, tokenizer, recognise(rows, config, "pairs"), needs_prompt=True)[0]
+            texts = ("".join(tokenizer.convert_ids_to_tokens(tokens)) for tokens in (pair.chosen, pair.rejected))
+            assert list(texts) == [f"<|user|>q<|end|>\n<|assistant|>{said}<|end|>" for said in ("ok", "no")], name
 
 
 def test_a_stage_may_be_every_command_that_ends_with_a_result() -> None:
