@@ -1,7 +1,8 @@
-"""The estimator of docs/extending.md, taken from there as it stands."""
+"""The estimator and the preference loss of docs/extending.md, taken from there as they stand."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,19 +11,24 @@ import pytest
 import torch
 
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS, shape_rewards
+from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES, Judged, Strength
 from openrlhf.config import choices
-from tests.config.commands import ppo, violations
+from tests.config.commands import parse, ppo, violations
 from tests.sources import ROOT
+
+
+def example(about: str, file: Path) -> Path:
+    """The code of the page with this word, as a file."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if about in block]
+    file.write_text(code)
+    return file
 
 
 @pytest.fixture
 def plugin(tmp_path: Path) -> Iterator[Path]:
-    """The file; its name is gone from flags and registry afterwards."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
-    (code,) = [block for block in blocks if "advantage_estimator" in block]
-    file = tmp_path / "median.py"
-    file.write_text(code)
-    yield file
+    """The estimator's file; its name is gone from flags and registry afterwards."""
+    yield example("advantage_estimator", tmp_path / "median.py")
     choices.ESTIMATORS.pop("median", None)
     ADVANTAGE_ESTIMATORS._choices.pop("median", None)
 
@@ -41,3 +47,17 @@ def test_its_baseline_is_the_median_of_the_prompts_rewards(plugin: Path) -> None
     groups = torch.tensor([7, 7, 7, 8, 8, 8])
     shaped = shape_rewards(rewards, groups, ADVANTAGE_ESTIMATORS["median"])
     assert shaped.tolist() == [-1.0, 3.0, 0.0, 9.0, 0.0, 0.0]
+
+
+def test_a_preference_loss_is_a_choice_of_its_flag_and_its_formula(tmp_path: Path) -> None:
+    file = example("preference_loss", tmp_path / "exponential.py")
+    try:
+        config = parse("train_dpo", f"--plugin {file} --model.loss_type exponential --ref.offload")
+        assert config.needs_reference and config.model.loss_type == "exponential"
+        ours, theirs = torch.tensor([[-1.0, -4.0], [-5.0, -2.0]]), torch.tensor([[-2.0, -3.0], [-5.0, -3.0]])
+        judged = Judged(policy=ours, reference=theirs, tokens=torch.ones(2, 2))
+        losses = PREFERENCE_LOSSES["exponential"].function(judged, Strength(beta=0.5))
+        assert losses.tolist() == pytest.approx([math.exp(-1.0), math.exp(0.5)])
+    finally:
+        choices.PREFERENCE_LOSSES.pop("exponential", None)
+        PREFERENCE_LOSSES._choices.pop("exponential", None)

@@ -7,15 +7,15 @@ from transformers import AutoConfig, AutoTokenizer
 from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoadingConfig
-from openrlhf.models.loading import DTYPES, LoadSpec, load_causal_lm
+from openrlhf.models.loading import DTYPES, STEP_TOKENS, LoadSpec, load_causal_lm
 from openrlhf.models.scalar import load_scalar
 
 
 def combine(config: CombinerConfig) -> None:
     """Write the merged model and its tokenizer: merged in float32, in CPU memory, and rounded once.
 
-    A reward model gets the name of its head and the statistics of its rewards from the adapter's folder. Raises
-    UserError for an adapter of another model.
+    The adapter's folder has what a reward model needs besides weights: the name of its head and the statistics of its
+    rewards, or the tokens of a process reward model. Raises UserError for an adapter of another model.
     """
     import peft  # not while commands are imported: quick_imports
 
@@ -24,9 +24,9 @@ def combine(config: CombinerConfig) -> None:
     stored = AutoConfig.from_pretrained(folder).to_dict() if (folder / "config.json").exists() else {}
     if config.is_rm:
         base = load_scalar(spec, head_prefix=stored.get("value_head_prefix", "score")).hf
-        base.config.update({name: stored[name] for name in ("mean", "std") if name in stored})
     else:
         base = load_causal_lm(spec)
+    base.config.update({name: stored[name] for name in ("mean", "std", STEP_TOKENS) if name in stored})
     try:
         adapted = peft.PeftModel.from_pretrained(base, folder)
         if other := peft.load_peft_weights(str(folder)).keys() ^ peft.get_peft_model_state_dict(adapted).keys():

@@ -120,8 +120,6 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
         "Versions a sample may lag; unset: train.async_queue_size.", ge=1, needs="async_enable")
     partial_rollout_enable: bool = option(
         False, "Publish while samples are under way; they go on under the new weights.", needs="async_enable")
-    enable_ema: bool = option(False, "Average the policy's weights; the average is exported.")
-    ema_beta: float = option(0.992, "Decay of the average.", ge=0, lt=1, needs="enable_ema")
     max_restarts: int = option(0, "Restarts of the run after a worker's death.", ge=0)
     publish_timeout: float = option(600.0, "Seconds to bring weights to the engines.", gt=0)
 

@@ -79,6 +79,8 @@ class TrainConfig(SeedConfig):
     micro_batch_size: int = option(8, "Samples per forward pass and rank.", ge=1)
     max_epochs: int = option(1, "Epochs over the data (RL: over each rollout batch).", ge=1)
     max_nonfinite: int = option(3, "Steps in a row with a non-finite loss that end the run.", ge=1)
+    enable_ema: bool = option(False, "Average the weights over the steps (RL: the policy's); the average is exported.")
+    ema_beta: float = option(0.992, "Decay of the average.", ge=0, lt=1, needs="enable_ema")
 
 class EvalConfig(Section):
     """Evaluation during training."""
@@ -105,7 +107,7 @@ class LoadingConfig(Section):
     experts_implementation: str | None = option(
         None, "Kernel of mixture-of-experts layers; unset: Transformers' own.", choices=EXPERTS)
     packing_samples: bool = option(False, "Concatenate samples instead of padding them.")
-    load_in_4bit: bool = option(False, "QLoRA: hold the frozen weights in 4 bits (NF4).")
+    load_in_4bit: bool = option(False, "QLoRA: hold the frozen weights in 4 bits (NF4), a teacher's and a separate reference's too; reward models of RL stay whole.")
 
 class DeepSpeedConfig(LoadingConfig):
     """DeepSpeed: precision, memory, parallelism."""

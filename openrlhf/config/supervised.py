@@ -15,7 +15,7 @@ from openrlhf.config.flags import Section, option, required
 class SupervisedConfig(shared.OptimizerConfig, Root):
     """What the offline commands share."""
     model: shared.ModelConfig = shared.ModelConfig()
-    ds: shared.DeepSpeedConfig = shared.DeepSpeedConfig()
+    ds: shared.DeepSpeedConfig = shared.LMDeepSpeedConfig()
     data: shared.OfflineDataConfig = shared.OfflineDataConfig()
 
     def derived_values(self) -> dict[str, Any]:
@@ -73,7 +73,6 @@ class SFTConfig(SupervisedConfig):
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_sft"))
     train: shared.TrainConfig = shared.TrainConfig(max_epochs=2)
     model: SFTModelConfig = SFTModelConfig()
-    ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
     data: SFTDataConfig = SFTDataConfig(input_template="User: {}\nAssistant: ")
 
     def derived_values(self) -> dict[str, Any]:
@@ -148,7 +147,6 @@ class DPOConfig(ReferencedConfig):
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     model: DPOModelConfig = DPOModelConfig()
     ref: DPOReferenceConfig = DPOReferenceConfig()
-    ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
     data: PreferenceDataConfig = PreferenceDataConfig(max_len=512)
 
     @property
@@ -190,7 +188,6 @@ class KTOConfig(ReferencedConfig):
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-5)
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     kto: KTOLossConfig = KTOLossConfig()
-    ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
     data: KTODataConfig = KTODataConfig(input_template="User: {}\nAssistant: ")
 
 
@@ -240,7 +237,6 @@ class PRMConfig(SupervisedConfig):
     train: shared.TrainConfig = shared.TrainConfig(micro_batch_size=1)
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     prm: PRMLossConfig = PRMLossConfig()
-    ds: shared.LMDeepSpeedConfig = shared.LMDeepSpeedConfig()
     data: PRMDataConfig = PRMDataConfig(layout="columns")
 
 

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from openrlhf.distributed.engine import TrainEngine
+from openrlhf.distributed.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -19,31 +19,32 @@ class WeightAverage:
     With ZeRO 3 each rank averages its shards. Otherwise all ranks have the same weights, and rank 0 averages them.
     """
 
-    def __init__(self, engine: TrainEngine, beta: float) -> None:
-        self.beta, self.strategy = beta, engine.strategy
-        averages = engine.sharded or engine.strategy.is_main
-        self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad and averages}
-        self.averages: dict[str, Tensor] = {}
-        self.restart()
-
-    def restart(self) -> None:
-        """Restart the average from the current weights."""
-        self.averages = {name: held.float().cpu().clone() for name, held in self._held()}
+    def __init__(self, module: nn.Module, strategy: Strategy, beta: float) -> None:
+        self.beta, self.strategy = beta, strategy
+        self.sharded = strategy.config.zero_stage == 3
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.averages = self._copied(torch.float32)
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of each weight. ZeRO 3 leaves an empty parameter with the shard as an attribute."""
         for name, parameter in self.parameters.items():
             yield name, getattr(parameter, "ds_tensor", parameter).data
 
+    def _copied(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Copies of the weights that this rank averages."""
+        averages = self.sharded or self.strategy.is_main
+        return {name: held.to("cpu", dtype, copy=True) for name, held in self._held() if averages}
+
     def update(self) -> None:
         """Add the current weights to the average, once per applied optimizer step."""
         for name, held in self._held():
-            self.averages[name].lerp_(held.float().cpu(), 1 - self.beta)
+            if name in self.averages:
+                self.averages[name].lerp_(held.float().cpu(), 1 - self.beta)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it, the model has the average as its weights."""
-        kept = {name: held.to("cpu", copy=True) for name, held in self._held()}
+        """Within it, the model has the average as its weights, on every rank. Collective."""
+        kept = self._copied()
         self._set(self.averages)
         try:
             yield
@@ -52,7 +53,10 @@ class WeightAverage:
 
     def _set(self, weights: dict[str, Tensor]) -> None:
         for name, held in self._held():
-            held.copy_(weights[name])
+            if name in weights:
+                held.copy_(weights[name])
+            if not self.sharded:
+                torch.distributed.broadcast(held, src=0)
 
     def save(self, directory: str, tag: str) -> None:
         """Write the average beside the engine's files."""
@@ -66,9 +70,9 @@ class WeightAverage:
             self.averages = torch.load(file)
         elif self.averages:
             logger.warning(
-                "%s has no average of the weights: the average starts at the weights of this checkpoint.", file.parent
+                "%s has no average of the weights: it starts at the weights of this checkpoint.", file.parent
             )
-            self.restart()
+            self.averages = self._copied(torch.float32)
 
     def _file(self, directory: str, tag: str) -> Path:
         return Path(directory) / tag / f"average_{self.strategy.rank}.pt"

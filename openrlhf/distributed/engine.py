@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.distributed import devices, ds_config
+from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.buckets import cut_into_buckets
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.distributed.quiet_deepspeed import OffloadStateTypeEnum, deepspeed
@@ -82,6 +83,7 @@ class TrainEngine:
         engine.module.register_state_dict_post_hook(_drop_frozen)
         self.sharded = strategy.config.zero_stage == 3  # each rank has a part of every weight
         self._wrapped = ds_config.training_stage(strategy.config, strategy.layout.world_size) > 0
+        self.average: WeightAverage | None = None  # of the weights; exported in their place
         self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped steps: all so far; since the last applied step
         # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
         engine.enable_backward_allreduce = self._wrapped
@@ -121,6 +123,19 @@ class TrainEngine:
             yield
         finally:
             self.module.train()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it, the model has the average of its weights, if there is one: the weights to export. Collective."""
+        with self.average.in_place() if self.average else nullcontext():
+            self._forget_gathered()
+            yield
+        self._forget_gathered()
+
+    def _forget_gathered(self) -> None:
+        """Free the whole weights that ZeRO 3 keeps between uses, of which some may be in flight."""
+        if self.sharded:
+            self.engine.optimizer.empty_partition_cache()
 
     @property
     def hf(self) -> PreTrainedModel:
@@ -189,6 +204,8 @@ class TrainEngine:
             self.engine.step() if norm.isfinite() else self.engine.zero_grad()
         grad_norm = math.inf if norm is None else float(norm)
         applied = math.isfinite(grad_norm)
+        if applied and self.average:
+            self.average.update()
         self.nonfinite_steps += not applied
         self.nonfinite_in_a_row = 0 if applied else self.nonfinite_in_a_row + 1
         if self.nonfinite_in_a_row >= max_nonfinite:
@@ -240,13 +257,15 @@ class TrainEngine:
         return float(self.engine.get_lr()[0])
 
     def save(self, directory: str, tag: str) -> None:
-        """Write trained weights, optimizer, schedule, random state and skipped steps to `directory/tag`. Collective."""
+        """Write trained weights, their average, optimizer, schedule, random state and skipped steps to `directory/tag`. Collective."""
         skipped = {"nonfinite_steps": self.nonfinite_steps, "nonfinite_in_a_row": self.nonfinite_in_a_row}
         with self.awake():
             self.engine.save_checkpoint(
                 directory, tag=tag, client_state=skipped, save_latest=False, exclude_frozen_parameters=self.partial
             )
         torch.save(random_state(), Path(directory) / tag / f"random_state_{self.strategy.rank}.pt")
+        if self.average:
+            self.average.save(directory, tag)
         self.strategy.barrier()
 
     def load(self, directory: str, tag: str) -> None:
@@ -274,6 +293,8 @@ class TrainEngine:
         noise = checkpoint / f"random_state_{self.strategy.rank}.pt"
         if noise.exists():  # not for a rank that did not exist
             restore_random_state(torch.load(noise, weights_only=False))
+        if self.average:
+            self.average.load(directory, tag)
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """The parameters of the plain model in buckets, by their names in the Transformers model; adapters are merged.
@@ -288,8 +309,7 @@ class TrainEngine:
         return self._gathered((trained_tensors if self.partial else whole_tensors)(self.hf), bucket_bytes)
 
     def _gathered(self, tensors: Iterable[Whole], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        if self.sharded:  # a forward that no backward followed leaves prefetched parameters in flight
-            self.engine.optimizer.empty_partition_cache()
+        self._forget_gathered()
         for bucket in cut_into_buckets(tensors, lambda each: each.nbytes, bucket_bytes):
             parameters = [part for each in bucket for part in each.parts]
             with deepspeed.zero.GatheredParameters(parameters, enabled=self.sharded):

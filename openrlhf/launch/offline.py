@@ -20,6 +20,7 @@ from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.shown import SHOWN, show_batch, show_template
 from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.launch.identity import offline_identity
@@ -75,7 +76,6 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     trainer = SupervisedTrainer(
         task,
         engine,
-        strategy,
         tokenizer=tokenizer,
         train_rows=train_rows,
         eval_rows=eval_rows,
@@ -117,6 +117,8 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
     engine = TrainEngine(strategy, task.load_model, task.config, total_steps=total_steps)
     if task.config.ds.lora.rank and not engine.partial:
         raise ModelError(f"--ds.lora.rank: load_model of the task {task.name} must take the settings of `trained_spec`")
+    if task.config.train.enable_ema:
+        engine.average = WeightAverage(engine.module, strategy, task.config.train.ema_beta)
     models = task.frozen_models().items()
     task.frozen = {name: FrozenModel(strategy, load, offload=task.offloads) for name, load in models}
     prove_layout(engine.module)

@@ -150,10 +150,10 @@ def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def check_reward_models(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, *, policy: str) -> None:
-    """Raise ModelError if one is no reward model, and DataError if one has another vocabulary than the policy."""
+    """Raise ModelError if one is no reward model or lacks what a flag needs, and DataError for another vocabulary than the policy's."""
     trusts = config.model.trust_remote_code
     for path in config.reward.scalars:
-        check_is_scalar(settings.load_spec(config, path))
+        check_is_scalar(settings.load_spec(config, path), normalize=config.reward.normalize_enable)
         require_vocabulary(tokenizer, path, flag="--reward.model_name_or_path", owner=policy, trust_remote_code=trusts)
     if path := config.reward.process_model:
         step_tokens(settings.load_spec(config, path))

@@ -86,11 +86,17 @@ def trained_settings(config: PPOConfig, path: str, steps: int) -> RoleSettings:
     return RoleSettings(config=config, load=load, total_steps=steps)
 
 
+def judge_spec(config: Sampling, path: str) -> LoadSpec:
+    """The settings for loading a reward model. In RL --ds.load_in_4bit is for the models that are trained."""
+    spec = load_spec(config, path)
+    return replace(spec, ds=replace(spec.ds, load_in_4bit=False)) if isinstance(config, PPOConfig) else spec
+
+
 def reward_settings(config: Sampling) -> RewardModelSettings:
     """The settings of the reward workers."""
     return RewardModelSettings(
-        models=tuple(load_spec(config, path) for path in config.reward.scalars),
-        process_model=load_spec(config, config.reward.process_model) if config.reward.process_model else None,
+        models=tuple(judge_spec(config, path) for path in config.reward.scalars),
+        process_model=judge_spec(config, config.reward.process_model) if config.reward.process_model else None,
         limits=MicroBatchLimits.of_forwards(config.rollout, config.ds),
         head_prefix=config.ds.value_head_prefix,
         reward=config.reward,

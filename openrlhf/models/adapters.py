@@ -1,6 +1,5 @@
 """LoRA: low-rank updates of linear layers, trained beside frozen weights.  Hu et al. 2021, arXiv:2106.09685"""
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,6 @@ def with_adapters(
     The adapters depend on `seed` alone, so that they are equal on every rank. Raises UserError for target modules that
     the model does not have.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a kernel that is not used here
     import peft  # only with --ds.lora.rank: it takes a second
 
     settings = peft.LoraConfig(

@@ -1,7 +1,7 @@
 """A causal language model as a function from tokens to the log-probabilities of the tokens."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from openrlhf.models.backbone import HeadedModel, Outputs
 from openrlhf.models.head import OutputHead, preceding
-from openrlhf.models.loading import reject_transformed_logits
+from openrlhf.models.loading import LoadSpec, load_causal_lm, reject_transformed_logits
 
 
 class TokenScores(NamedTuple):
@@ -33,6 +33,11 @@ class PolicyModel(HeadedModel):
     def __init__(self, hf: PreTrainedModel, *, packing: bool, balancing: bool = False) -> None:
         reject_transformed_logits(hf.config)
         super().__init__(hf, OutputHead(hf.get_output_embeddings()), packing=packing, balancing=balancing)
+
+    @classmethod
+    def load(cls, spec: LoadSpec, *, balancing: bool = False) -> Self:
+        """The model of `spec`. Raises ModelError as `load_causal_lm`."""
+        return cls(load_causal_lm(spec), packing=spec.ds.packing_samples, balancing=balancing)
 
     def forward(
         self,

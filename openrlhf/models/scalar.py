@@ -100,11 +100,6 @@ def load_scalar(
             ignore_mismatched_sizes=True,  # the report has them, and `_check_weights` refuses them
             **loading.pretrained_options(spec),
         )
-    if normalize and require_head and "std" not in config.to_dict():
-        raise ModelError(
-            f"{spec.path} stores no mean and standard deviation of its rewards, which --reward.normalize_enable needs. "
-            "Use a reward model of train_rm, which stores them, or leave out --reward.normalize_enable"
-        )
     name = config.value_head_prefix
     head = hf._modules.get(name)
     if not isinstance(head, nn.Linear) or head.bias is not None:
@@ -118,12 +113,20 @@ def load_scalar(
     return ScalarModel(hf, packing=spec.ds.packing_samples, normalize=normalize, balancing=balancing)
 
 
-def check_is_scalar(spec: LoadSpec) -> None:
-    """Raise ModelError if the stored configuration is a language model's. Reads no weights."""
+def check_is_scalar(spec: LoadSpec, *, normalize: bool = False) -> None:
+    """Raise ModelError if the stored configuration is a language model's, or lacks what `normalize` needs.
+
+    Reads no weights.
+    """
     config, declared = _configuration(spec, NATIVE_HEAD)
     if not declared and any(name.endswith("ForCausalLM") for name in config.architectures or []):
         raise ModelError(
             f"{spec.path} is a language model ({config.architectures[0]}). Name a reward model, such as one of train_rm."
+        )
+    if normalize and "std" not in config.to_dict():
+        raise ModelError(
+            f"{spec.path} stores no mean and standard deviation of its rewards, which --reward.normalize_enable needs. "
+            "Use a reward model of train_rm, which stores them, or leave out --reward.normalize_enable."
         )
 
 

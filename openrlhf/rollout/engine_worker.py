@@ -15,7 +15,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
@@ -160,6 +160,9 @@ def begin_reload(model: nn.Module) -> None:
         info.load_numel = 0
         if (method := packed_experts(layer)) is not None:
             method.moe_kernel = None  # vLLM packs experts only while it builds their kernel
+        if isinstance(layer, ParallelLMHead) and layer.bias is not None:
+            # vLLM's loader of Transformers models makes a new bias for each update, which nothing would count
+            layer._register_bias = lambda: None
     initialize_layerwise_reload(model)
 
 

@@ -85,14 +85,8 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         ratio = micro.answer_sums(scores.logprobs) - micro.reference
         desirable, answers = micro.desirable, micro.num_samples
         kl = totals["kl"] / totals["answers"]
-        losses = kto(
-            ratio,
-            desirable,
-            kl,
-            beta=flags.beta,
-            desirable_weight=flags.desirable_weight,
-            undesirable_weight=flags.undesirable_weight,
-        )
+        wanted, unwanted = flags.desirable_weight, flags.undesirable_weight
+        losses = kto(ratio, desirable, kl, beta=flags.beta, desirable_weight=wanted, undesirable_weight=unwanted)
         rewards, good = flags.beta * ratio.detach(), float(desirable.sum())
         loss = Mean(float(losses.detach().sum()), answers)
         metrics: dict[str, Metric] = {

@@ -29,7 +29,6 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     task: OfflineTask[Any, Row, Micro]
     engine: TrainEngine
-    strategy: Strategy
     _: KW_ONLY
     tokenizer: PreTrainedTokenizerBase
     train_rows: Rows
@@ -39,7 +38,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
     start: RunState  # of this run before its first step
 
     def __post_init__(self) -> None:
-        config = self.task.config
+        config, self.strategy = self.task.config, self.engine.strategy
         self.train, self.ckpt, patience = config.train, config.ckpt, config.eval.patience
         # Without a name, a metric is followed only if the patience waits for it.
         followed = self.ckpt.best_metric_key or ("" if patience else "none")
@@ -58,8 +57,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
             for window in self.windows():
                 self.learn_from(window)
         returned = self.return_to_best()
-        if self.eval_rows is not None and (returned or self.step == self.resumed_at):
-            self.measure()  # no checkpoint has the numbers that `evaluated` stores in the model
+        if self.eval_rows is not None and (returned or self.engine.average or self.step == self.resumed_at):
+            with self.engine.averaged():
+                self.measure()  # the numbers that `evaluated` stores in the model are those of the exported weights
         self.export(self.ckpt.output_dir)
 
     def learn_from(self, window: list[Micro]) -> None:
@@ -118,8 +118,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         if self.recorder:
             logged = {name: m for name, m in merged.items() if name.startswith("train/")}
             self.recorder.step(self.step, values(logged))
-        last = self.step == self.total_steps
-        if self.eval_rows is not None and (self.step % self.eval_steps == 0 or last):
+        if self.eval_rows is not None and (self.step % self.eval_steps == 0 or self.step == self.total_steps):
             self.evaluate()
         if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or terminated):
             self.save()
@@ -141,8 +140,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
         As in training, a first pass over all rows comes before the losses.
         """
-        model = self.engine.module.eval()
-        with torch.no_grad():
+        with self.engine.evaluating(), torch.no_grad():
             seen = [
                 (self.task.before(self.engine, self.task.collate(rows).to(self.strategy.device)), counts)
                 for rows, counts in self._evaluation_batches()
@@ -151,10 +149,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
             every = [part for rank in self.strategy.gather(every) for part in rank]
             totals = {name: math.fsum(part[name] for part in every) for name in (every[0] if every else ())}
             parts = [metrics for (micro, _), counts in seen for _, metrics in [self._loss(micro, totals)] if counts]
-        model.train()
         merged = merge_all(part for rank in self.strategy.gather(parts) for part in rank)
         numbers = values(self.task.evaluation_names(merged))
-        self.task.evaluated(model, numbers)
+        self.task.evaluated(self.engine.module, numbers)
         return numbers
 
     def _evaluation_batches(self) -> Iterator[tuple[list[Any], bool]]:
@@ -216,11 +213,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
         return checkpoint is not None
 
     def export(self, path: str) -> None:
-        """Write the model in the format of Transformers, or its adapters in PEFT's. Collective over the ranks."""
-        export_hf(
-            self.engine.exported_parameters(1 << 30), self.engine.hf, self.tokenizer, path, writes=self.strategy.is_main
-        )
-        self.strategy.barrier()
+        """Write the model in Transformers' format, or its adapters in PEFT's; with --train.enable_ema the average. Collective."""
+        with self.engine.averaged():
+            buckets = self.engine.exported_parameters(1 << 30)
+            export_hf(buckets, self.engine.hf, self.tokenizer, path, writes=self.strategy.is_main)
+            self.strategy.barrier()
 
 
 def layout_of(strategy: Strategy) -> EngineLayout:

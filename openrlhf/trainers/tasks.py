@@ -14,7 +14,7 @@ from openrlhf.config.supervised import SFTConfig, SupervisedConfig
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.distributed.strategy import FrozenModel, Strategy
-from openrlhf.models.loading import LoadSpec, check_is_causal, configuration, load_causal_lm
+from openrlhf.models.loading import LoadSpec, check_is_causal, configuration
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Metric
 from openrlhf.workers.base import MicroBatchLimits, balancing_term
@@ -148,15 +148,12 @@ class LanguageTask(OfflineTask[Config, Row, Micro]):
 
     def load_model(self) -> PolicyModel:
         """A causal language model."""
-        return self._language_model(trained_spec(self.config), balancing=self.config.model.aux_loss_coef > 0)
+        return self.model_class.load(trained_spec(self.config), balancing=self.config.model.aux_loss_coef > 0)
 
     def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
         """The models of `frozen_paths`."""
         specs = {name: load_spec(self.config, path) for name, path in self.frozen_paths().items()}
-        return {name: partial(self._language_model, spec) for name, spec in specs.items()}
-
-    def _language_model(self, spec: LoadSpec, *, balancing: bool = False) -> PolicyModel:
-        return self.model_class(load_causal_lm(spec), packing=spec.ds.packing_samples, balancing=balancing)
+        return {name: partial(self.model_class.load, spec) for name, spec in specs.items()}
 
 
 OFFLINE_TASKS: Registry[type[OfflineTask[Any, Any, Any]]] = Registry("offline task")

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -16,7 +15,6 @@ from openrlhf.config.learning import RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RolloutConfig
 from openrlhf.config.shared import LoadingConfig, OptimizerConfig
 from openrlhf.data.batching import batches_of_rows, batches_of_tokens
-from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.engine import Metrics, StepResult, TrainEngine
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
@@ -120,7 +118,6 @@ class TrainedWorker(ABC, Generic[Job]):
     """A model with an optimizer. Roles define counts and loss; `name` is the role's name in the logs."""
 
     name: ClassVar[str]
-    average: WeightAverage | None = None  # of the weights; exported in their place
 
     def __init__(
         self,
@@ -180,31 +177,24 @@ class TrainedWorker(ABC, Generic[Job]):
         return False
 
     def _optimizer_step(self, job: Job, number: int) -> StepResult:
-        result = self.engine.optimize(
+        return self.engine.optimize(
             self.window(job, number),
             counts=self.counts,
             loss=lambda micro, totals: self.loss(micro.to(self.strategy.device), totals, job),
             max_nonfinite=self.config.train.max_nonfinite,
         )
-        if self.average and result.applied:
-            self.average.update()
-        return result
 
     def save_checkpoint(self, directory: str, tag: str) -> None:
         """Write weights, their average, optimizer, schedule and random state. Collective."""
         self.engine.save(directory, tag)
-        if self.average:
-            self.average.save(directory, tag)
 
     def load_checkpoint(self, directory: str, tag: str) -> None:
         """Read what `save_checkpoint` wrote. Collective."""
         self.engine.load(directory, tag)
-        if self.average:
-            self.average.load(directory, tag)
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         """Write the model, or its adapters, or the average of what is trained if there is one. Collective."""
-        with self.average.in_place() if self.average else nullcontext():
+        with self.engine.averaged():
             buckets = self.engine.exported_parameters(self.bucket_bytes)
             export_hf(buckets, self.engine.hf, tokenizer, path, writes=self.strategy.is_main)
             self.strategy.barrier()

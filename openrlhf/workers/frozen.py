@@ -9,7 +9,7 @@ from torch import Tensor
 from openrlhf.batches import Ragged, TokenRows
 from openrlhf.config.rollout import RewardConfig
 from openrlhf.distributed.strategy import FrozenModel, Strategy
-from openrlhf.models.loading import LoadSpec, load_causal_lm
+from openrlhf.models.loading import LoadSpec
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.proof import prove_layout
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
@@ -24,11 +24,7 @@ class ReferenceWorker:
         config, load = settings.config, settings.load
         self.strategy, self.temperature = strategy, config.rollout.temperature
         self.limits = MicroBatchLimits.of_forwards(config.rollout, config.ds)
-        self.model = FrozenModel(
-            strategy,
-            lambda: PolicyModel(load_causal_lm(load), packing=load.ds.packing_samples),
-            offload=config.ref.offload,
-        )
+        self.model = FrozenModel(strategy, partial(PolicyModel.load, load), offload=config.ref.offload)
         prove_layout(self.model.on_device())
         self.model.rest()
 

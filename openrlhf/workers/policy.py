@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -23,7 +24,7 @@ from openrlhf.distributed.strategy import Strategy
 from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
 from openrlhf.distributed.whole import trained_tensors, whole_tensors
 from openrlhf.models.adapters import adapters_off, scale_settings, stored_name
-from openrlhf.models.loading import DTYPES, load_causal_lm, stored_tensors
+from openrlhf.models.loading import DTYPES, stored_tensors
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Max, Mean
 from openrlhf.workers.base import RoleSettings, TrainedWorker, Update, balancing_term, column_of
@@ -64,14 +65,10 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         self.clip, self.correction = clip_of(self.actor), correction_of(self.algo)
         self.max_response_tokens = config.rollout.max_new_tokens or config.data.max_len  # L of constant aggregation
         self.served = load.lora if config.ds.lora.served_rank else None  # an adapter that engines are sent
-        balancing = self.actor.aux_loss_coef > 0
-
-        def load_model() -> PolicyModel:
-            return PolicyModel(load_causal_lm(load), packing=load.ds.packing_samples, balancing=balancing)
-
+        load_model = partial(PolicyModel.load, load, balancing=self.actor.aux_loss_coef > 0)
         super().__init__(strategy, settings, self.actor, load_model)
         if config.train.enable_ema:
-            self.average = WeightAverage(self.engine, config.train.ema_beta)
+            self.engine.average = WeightAverage(self.engine.module, strategy, config.train.ema_beta)
         self.sender, self.version = WeightSender(), 0
 
     def update(self, job: PolicyUpdate) -> Metrics:

@@ -1,7 +1,7 @@
 """A process reward model as a reward: what it says after each step of an answer."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from openrlhf.batches import TokenRows
 from openrlhf.data.steps import one_token
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.distributed.strategy import FrozenModel, Strategy
-from openrlhf.models.loading import LoadSpec, load_causal_lm, step_tokens
+from openrlhf.models.loading import LoadSpec, step_tokens
 from openrlhf.models.policy import LogitModel
 
 
@@ -24,9 +24,7 @@ class StepScorer:
         placeholder, judgements = step_tokens(load)
         self.cutter = StepCutter(tokenizer, separator, one_token(tokenizer, placeholder, "placeholder_token"))
         self.judgements = torch.tensor([one_token(tokenizer, text, "reward_tokens") for text in judgements])
-        self.model = FrozenModel(
-            strategy, lambda: LogitModel(load_causal_lm(load), packing=load.ds.packing_samples), offload=offload
-        )
+        self.model = FrozenModel(strategy, partial(LogitModel.load, load), offload=offload)
 
     def rewards(self, answers: TokenRows) -> Float[Tensor, " N"]:
         """P(right) ÷ number of steps at the last token of each step, else 0: an answer's sum is the mean of its steps.

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.algorithms.supervised_losses import log_sigmoid, token_nll
+from openrlhf.algorithms.supervised_losses import log_sigmoid, soft_cross_entropy, token_nll
 from tests.reference import supervised, tokens
 
 rewards = st.floats(-50, 50)
@@ -39,6 +39,23 @@ def test_token_losses_are_those_of_the_softmax_and_have_the_gradient_of_their_fi
     rows = zip(logits.tolist(), targets.tolist(), mask.tolist(), strict=True)
     assert loss(logits).tolist() == pytest.approx([-tokens.token_logprob(row, y) if m else 0.0 for row, y, m in rows])
     assert torch.autograd.gradcheck(loss, (logits,))
+
+
+@pytest.mark.parametrize("best", [None, 2])
+def test_the_distillation_loss_has_the_gradient_of_its_finite_differences(best: int | None) -> None:
+    """And it is the sum over the teacher's tokens, written out; the teacher's probabilities of its best tokens sum to 1."""
+    draw = torch.Generator().manual_seed(0)
+    logits, teacher = torch.randn(2, 4, 6, dtype=torch.float64, generator=draw)
+    kept = teacher.topk(best or 6)
+    arguments = (teacher,) if best is None else (kept.values, kept.indices)
+    losses = soft_cross_entropy(logits, *arguments).tolist()
+    for row, (values, chosen) in enumerate(zip(kept.values.tolist(), kept.indices.tolist(), strict=True)):
+        total = sum(math.exp(value) for value in values)
+        shares = [math.exp(value) / total for value in values]
+        logprobs = [tokens.token_logprob(logits[row].tolist(), token) for token in chosen]
+        expected = -sum(share * logprob for share, logprob in zip(shares, logprobs, strict=True))
+        assert losses[row] == pytest.approx(expected)
+    assert torch.autograd.gradcheck(lambda x: soft_cross_entropy(x, *arguments), (logits.requires_grad_(),))
 
 
 def test_the_pairwise_loss_by_hand() -> None:

@@ -129,6 +129,8 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--ds.param_offload nvme --ds.zero_stage 3", "--ds.param_offload nvme is not available yet: use cpu"),
     (RL, "--ds.use_universal_ckpt --ckpt.load_enable --ds.zero_stage 3 --train.enable_ema",
      "--ds.use_universal_ckpt cannot convert the average of --train.enable_ema"),
+    (SFT, "--ds.use_universal_ckpt --ckpt.load_enable --ds.zero_stage 3 --train.enable_ema",
+     "--ds.use_universal_ckpt cannot convert the average of --train.enable_ema"),
     (RL, "--ds.enable_sleep --ds.zero_stage 0", "--ds.enable_sleep needs --ds.zero_stage 1, 2 or 3"),
     (RL, "--reward.verifier math --reward.remote_url http://host,r.py",
      "--reward.remote_url http://host,r.py together with --reward.verifier math is not available yet: leave out one"),

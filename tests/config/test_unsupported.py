@@ -64,6 +64,7 @@ SUPPORTED = [
     ],
     ("train_sft", "--ds.lora.rank 8 --ds.lora.target_modules q_proj v_proj --ds.zero_stage 3"),
     ("serve_rm", "--ds.load_in_4bit"),
+    ("train_kto", "--train.enable_ema --train.ema_beta 0.99"),
     ("train_ppo_ray", "--actor.aux_loss_coef 0.01 --train.enable_ema --train.ema_beta 0.99"),
     ("train_sft", "--lr_scheduler linear --max_norm 0 --adam.weight_decay 0.1 --ds.param_dtype fp32"),
     ("train_ppo_ray", "--train.colocate_actor_ref --vllm.num_engines 3 --ds.zero_stage 0"),

@@ -99,16 +99,18 @@ OWN: dict[str, dict[str, Any]] = {
     "kto": {"data.output_key": "output", "data.input_template": TEMPLATE, "kto.beta": 0.3, "adam.lr": 3e-3},
     "prm": {"prm.placeholder_token": STEP, "prm.reward_tokens": [RIGHT, WRONG], "adam.lr": 1e-2},
     "kd": {"data.input_template": TEMPLATE, "kd.coef": 0.9, "adam.lr": 1e-2},
+    "rm": {"data.prompt_key": "prompt", "data.input_template": TEMPLATE, "adam.lr": 3e-3},
 }
 
 
 def flags_of(task: str, workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     teacher = {"kd.teacher_model": workspace / "teacher"} if task == "kd" else {}
+    rows = "dpo" if task == "rm" else task
     return {
         "model.model_name_or_path": workspace / "model",
-        "data.dataset": workspace / f"{task}.jsonl",
+        "data.dataset": workspace / f"{rows}.jsonl",
         "data.max_len": 32,
-        "eval.dataset": workspace / f"{task}-eval.jsonl",
+        "eval.dataset": workspace / f"{rows}-eval.jsonl",
         "eval.split": "train",
         "train.batch_size": BATCH,
         "train.micro_batch_size": 8,
@@ -189,9 +191,16 @@ def test_a_killed_and_resumed_run_of_dpo_logs_what_an_unbroken_one_logs(workspac
         assert row == pytest.approx(expected, abs=1e-6)
 
 
-def test_kto_learns_from_labels(workspace: Path) -> None:
+@pytest.fixture(scope="module")
+def labelled(workspace: Path) -> Path:
+    """A run of KTO that nothing disturbed."""
     folder = workspace / "run-kto"
-    run("train_kto", flags_of("kto", workspace, folder))
+    run("train_kto", flags_of("kto", workspace, folder, **{"ckpt.save_steps": 4}))
+    return folder
+
+
+def test_kto_learns_from_labels(workspace: Path, labelled: Path) -> None:
+    folder = labelled
     assert column(folder, "train/kto_loss")[0] == pytest.approx(0.5, abs=1e-6)
     policy, reference = Plain(folder / "model"), Plain(workspace / "model")
     rows = rows_of("kto", EVAL_ROWS, seed=2)
@@ -207,6 +216,39 @@ def test_kto_learns_from_labels(workspace: Path) -> None:
         losses.append(answer_loss(ratio, row["label"], sum(apart) / EVAL_ROWS, 0.3, (1.0, 1.0)))
     assert last(folder, "eval/eval_loss") == pytest.approx(sum(losses) / EVAL_ROWS, abs=2e-6)
     assert last(folder, "eval/chosen_reward") > last(folder, "eval/reject_reward")
+
+
+def check_resumed(task: str, workspace: Path, whole: Path, **changes: Any) -> None:
+    """A run that is killed and resumed logs the numbers of the unbroken run in `whole`, and exports its bytes."""
+    folder = workspace / f"killed-{task}"
+    flags = flags_of(task, workspace, folder, **{"ckpt.save_steps": 4, **changes})
+    kill_when(launch(f"train_{task}", flags), lambda: steps_logged(folder) >= 6)
+    done = run(f"train_{task}", {**flags, "ckpt.load_enable": True, "run.dir": None})
+    assert "gemm_4bit" not in done.printed + done.errors  # a warning of bitsandbytes about a kernel
+    assert numbers(folder) == numbers(whole)
+    for file in whole.glob("model/*.safetensors"):
+        assert (folder / "model" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_killed_and_resumed_run_of_kto_is_the_unbroken_one(workspace: Path, labelled: Path) -> None:
+    check_resumed("kto", workspace, labelled)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [
+        ("prm", {"ds.packing_samples": True, "train.enable_ema": True, "train.ema_beta": 0.7}),
+        ("kd", {"ds.lora.rank": 4, "ds.lora.dropout": 0.1}),
+        ("rm", {"ds.zero_stage": 3, "train.enable_ema": True, "train.ema_beta": 0.7, "eval.steps": 3}),
+    ],
+)
+def test_a_killed_and_resumed_run_of_the_others_is_the_unbroken_one(
+    workspace: Path, task: str, changes: dict[str, Any]
+) -> None:
+    folder = workspace / f"whole-{task}"
+    run(f"train_{task}", flags_of(task, workspace, folder, **{"ckpt.save_steps": 4, **changes}))
+    check_resumed(task, workspace, folder, **changes)
 
 
 @pytest.fixture(scope="module")

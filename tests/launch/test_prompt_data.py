@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch.prompt_data import load_prompts
+from openrlhf.models.loading import ModelError
 from tests.e2e.commands import as_arguments
-from tests.tiny import save_tiny_model
+from tests.tiny import save_reward_model, save_tiny_model
 
 
 def test_the_limit_of_training_prompts_does_not_cut_the_evaluation_set(tmp_path: Path) -> None:
@@ -27,3 +30,17 @@ def test_the_limit_of_training_prompts_does_not_cut_the_evaluation_set(tmp_path:
     read = load_prompts(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
     assert read.eval is not None
     assert (len(read.train), len(read.eval)) == (4, 9)
+
+
+def test_a_reward_model_without_mean_and_deviation_is_refused_before_the_start(tmp_path: Path) -> None:
+    policy = save_tiny_model(tmp_path / "model")
+    flags = {
+        "actor.model_name_or_path": policy,
+        "data.prompt_dataset": "owner/prompts",
+        "reward.model_name_or_path": save_reward_model(tmp_path / "rm", Path(policy)),
+        "reward.normalize_enable": True,
+        "data.max_len": 32,
+        "ckpt.path": str(tmp_path / "ckpt"),
+    }
+    with pytest.raises(ModelError, match=r"rm stores no mean and standard deviation.*--reward\.normalize_enable"):
+        load_prompts(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))

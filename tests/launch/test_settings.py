@@ -11,9 +11,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from transformers import LlavaConfig
 
+from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.launch.settings import needs_old_logprobs, optimizer_steps, reward_settings
+from openrlhf.launch.settings import needs_old_logprobs, optimizer_steps, reward_settings, trained_settings
 from openrlhf.trainers.update_plan import plan_update
 from openrlhf.workers.base import MicroBatchLimits
 from tests.e2e.commands import as_arguments
@@ -59,6 +60,28 @@ def test_only_padded_rows_are_sorted_by_length(folder: Path, packed: bool) -> No
     config = config_of(folder, **{"ds.packing_samples": packed or None})
     training = MicroBatchLimits.of_training(config.train, config.ds)
     assert {reward_settings(config).limits.packed, training.packed} == {packed}
+
+
+def test_reward_models_are_not_held_in_4_bits_because_the_policy_is(folder: Path) -> None:
+    scored = {"reward.verifier": None, "data.label_key": None, "reward.process_model": folder / "plain"}
+    four_bits = {"ds.load_in_4bit": True, "ds.lora.rank": 4}
+    config = config_of(folder, **{**scored, **four_bits, "reward.model_name_or_path": folder / "dropout"})
+    judges = reward_settings(config)
+    assert judges.process_model
+    assert [spec.ds.load_in_4bit for spec in (*judges.models, judges.process_model)] == [False, False]
+    assert trained_settings(config, str(folder / "plain"), 1).load.ds.load_in_4bit
+
+
+def test_a_command_that_only_scores_may_hold_its_reward_model_in_4_bits(folder: Path) -> None:
+    flags = {
+        "task": "rm",
+        "model.model_name_or_path": folder / "plain",
+        "data.dataset": "owner/answers",
+        "output_path": folder / "scored.jsonl",
+        "ds.load_in_4bit": True,
+    }
+    config = parse_config(BatchInferenceConfig, as_arguments(flags), command="batch_inference")
+    assert [spec.ds.load_in_4bit for spec in reward_settings(config).models] == [True]
 
 
 def test_a_strictly_on_policy_update_needs_no_old_logprobs(folder: Path) -> None:

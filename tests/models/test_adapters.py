@@ -21,7 +21,7 @@ from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoraConfig
 from openrlhf.distributed.whole import trained_tensors, whole_tensors
 from openrlhf.models.adapters import adapters_off
-from openrlhf.models.loading import LoadSpec, load_causal_lm
+from openrlhf.models.loading import STEP_TOKENS, LoadSpec, load_causal_lm, step_tokens
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scalar import load_scalar
 from tests.config.commands import violations
@@ -115,7 +115,8 @@ def test_an_export_is_loaded_by_peft_and_merged_by_the_combiner(dora: bool, tmp_
     assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)), logits(hf))
     flags = f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'merged'} --ds.param_dtype fp32"
     command = [sys.executable, "-m", "openrlhf.cli.main", "lora_combiner", *flags.split()]
-    subprocess.run(command, check=True, cwd=ROOT)  # a process of its own: this one has imported PEFT
+    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)  # this one has imported PEFT
+    assert "gemm_4bit" not in done.stdout + done.stderr  # a warning of bitsandbytes about a kernel
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), logits(hf), atol=2e-6, rtol=0)
     assert (tmp_path / "merged/tokenizer.json").exists()
@@ -142,6 +143,15 @@ def test_the_head_of_a_reward_model_is_trained_whole_and_stored_with_the_adapter
     if prefix == "score":
         plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "m")
         torch.testing.assert_close(logits(plain), logits(hf), atol=2e-6, rtol=0)
+
+
+def test_a_merged_process_reward_model_names_its_tokens(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "base")
+    hf = load_causal_lm(spec(path))
+    hf.config.update({STEP_TOKENS: {"placeholder_token": "?", "reward_tokens": ["+", "-"]}})
+    adapter = export(hf, tmp_path / "adapter")
+    lora_combiner.main(f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'm'}".split())
+    assert step_tokens(load_spec(tmp_path / "m")) == ("?", ["+", "-"])
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"hidden_size": 64}], ids=str)

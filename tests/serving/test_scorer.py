@@ -125,7 +125,7 @@ def test_nothing_is_added_to_a_text() -> None:
 
 
 def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is no reward model or critic"):
+    with pytest.raises(ModelError, match="is a language model"):
         scores(Path(save_tiny_model(tmp_path)))
 
 

@@ -32,6 +32,7 @@ REWARD_TOKENS = (11, 12)
 ADAPTERS = {
     "": LoraConfig(),
     "lora": LoraConfig(rank=4, alpha=8, rslora=True),
+    "qlora": LoraConfig(rank=4, alpha=8),
     "dora": LoraConfig(rank=4, alpha=8, dora=True, target_modules=("q_proj", "down_proj")),
 }
 FLAGS: dict[str, Any] = {
@@ -151,7 +152,8 @@ def main() -> None:
         packing = kind == "packed"
         ds = DeepSpeedConfig(
             zero_stage=int(stage[-1]),
-            param_dtype="fp32",
+            param_dtype="bf16" if "qlora" in adapter else "fp32",
+            load_in_4bit="qlora" in adapter,
             packing_samples=packing,
             attn_implementation="sdpa",
             lora=ADAPTERS["".join(adapter)],

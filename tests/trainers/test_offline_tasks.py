@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES
 from openrlhf.config.supervised import DPOConfig
 from openrlhf.models.adapters import with_adapters
+from openrlhf.models.scalar import load_scalar
+from tests.loading import load_spec
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
 from tests.trainers.offline_job import ADAPTERS, FLAGS, REWARD_TOKENS, ROWS, STEPS, answers, pairs, responses, solutions
@@ -22,7 +24,7 @@ LAYOUTS = [
     *(f"{name}-{layout}" for name in ("dpo", "kto", "kd", "prm_hard") for layout in [*PLAIN, *SPLIT]),
     *(
         f"{name}-{layout}"
-        for name in ("ipo", "simpo", "orpo", "kd_top", "prm_soft", "prm_vocabulary")
+        for name in ("rm", "hinge", "robust", "ipo", "simpo", "orpo", "kd_top", "prm_soft", "prm_vocabulary")
         for layout in PLAIN
     ),
 ]
@@ -55,6 +57,8 @@ def pair_loss(name: str, hf: Any, reference: Any, step: int) -> torch.Tensor:
         losses.append(
             {
                 "dpo": -0.9 * torch.log(torch.sigmoid(0.1 * h)) - 0.1 * torch.log(torch.sigmoid(-0.1 * h)),
+                "robust": (-0.9 * torch.log(torch.sigmoid(0.1 * h)) + 0.1 * torch.log(torch.sigmoid(-0.1 * h))) / 0.8,
+                "hinge": torch.relu(1 - 0.1 * h),
                 "ipo": (h - 5) ** 2,
                 "simpo": -torch.log(torch.sigmoid(0.1 * (means[0] - means[1]) - 0.5)),
                 "orpo": -means[0] - 0.1 * torch.log(torch.sigmoid(odds[0] - odds[1])),
@@ -109,6 +113,14 @@ def prm_loss(hf: Any, step: int, kind: str) -> torch.Tensor:
     return torch.stack(terms).mean()
 
 
+def rm_loss(hf: Any, step: int) -> torch.Tensor:
+    losses = []
+    for row in pairs(step):
+        chosen, rejected = (hf(torch.tensor([tokens])).logits[0, 0] for tokens in (row.chosen, row.rejected))
+        losses.append(torch.log(1 + torch.exp(rejected - chosen)))
+    return torch.stack(losses).mean()
+
+
 def loss_of(name: str, hf: Any, other: Any, step: int) -> torch.Tensor:
     kind, _, choice = name.partition("_")
     match kind:
@@ -118,6 +130,8 @@ def loss_of(name: str, hf: Any, other: Any, step: int) -> torch.Tensor:
             return kd_loss(hf, other, step, 5 if choice == "top" else None)
         case "prm":
             return prm_loss(hf, step, choice)
+        case "rm":
+            return rm_loss(hf, step)
         case _:
             return pair_loss(name, hf, other, step)
 
@@ -128,6 +142,8 @@ def expected(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(layout.split("-")[0] for layout in LAYOUTS):
         hf, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in models)
+        if name == "rm":  # the head depends on the seed alone
+            hf = load_scalar(load_spec(models[0]), seed=DPOConfig().train.seed).hf.double()
         optimizer = torch.optim.AdamW(
             hf.parameters(), lr=FLAGS["adam.lr"], betas=(0.9, 0.95), eps=FLAGS["adam.eps"], weight_decay=0
         )
@@ -234,6 +250,25 @@ def test_the_update_of_adapters_does_not_depend_on_the_split(
         for parameter, weight in result["weights"].items():
             right = wanted["weights"].get(parameter, wanted["base"][parameter])
             torch.testing.assert_close(weight.double(), right, atol=1e-5, rtol=0, msg=f"{layout} {parameter}")
+
+
+@pytest.mark.verify
+def test_adapters_beside_weights_of_4_bits_are_trained_alike_on_any_number_of_ranks(
+    models: tuple[str, str], tmp_path: Path
+) -> None:
+    layouts = [
+        f"{name}-{layout}-qlora" for name in ("sft", "dpo", "rm") for layout in ("zero2-micro3-packed", SPLIT[-1])
+    ]
+    found: list[dict[str, Any]] = []
+    for ranks in (1, 2):
+        out = tmp_path / f"{ranks}.pt"
+        run_ranks(ranks, "tests.trainers.offline_job", *models, str(out), *layouts)
+        found.append(torch.load(out))
+    for layout in layouts:
+        alone, split = (results[layout] for results in found)
+        assert split["norms"] == pytest.approx(alone["norms"], rel=0.03), layout
+        for parameter, weight in split["weights"].items():
+            torch.testing.assert_close(weight, alone["weights"][parameter], atol=2e-3, rtol=2**-7, msg=parameter)
 
 
 def test_every_loss_is_in_the_flags() -> None:

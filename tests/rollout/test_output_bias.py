@@ -1,0 +1,55 @@
+"""An output layer with a bias, as Phi has one, gets all its values in an update, and the receipt sees it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from openrlhf.rollout.engine_settings import engine_environment
+from tests.ranks import ROOT
+
+# As vLLM's loader of Transformers models (`CausalMixin`) does, `load` makes a bias before it fills the bias.
+UPDATED = """
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, record_metadata_for_reloading
+from openrlhf.rollout.engine_worker import begin_reload, unwritten_layers
+
+ROWS, WIDTH = 51, 8  # vLLM pads the vocabulary to 64
+
+
+def load(head, **values):
+    for name, value in values.items():
+        if name == "bias":
+            head._register_bias()
+        parameter = getattr(head, name)
+        parameter.weight_loader(parameter, torch.full((ROWS, WIDTH) if name == "weight" else (ROWS,), value))
+
+
+with set_current_vllm_config(VllmConfig()):
+    head = ParallelLMHead(ROWS, WIDTH, params_dtype=torch.float32, disable_tp=True)
+    model = torch.nn.ModuleDict({"lm_head": head})
+    record_metadata_for_reloading(model)
+    load(head, weight=1.0, bias=2.0)
+    served = head.weight, head.bias  # what compiled code goes on reading
+    for values in ({"weight": 3.0, "bias": 4.0}, {"bias": 6.0, "weight": 5.0}, {"weight": 7.0}):
+        begin_reload(model)
+        load(head, **values)
+        print(unwritten_layers(model))
+        finalize_layerwise_reload(model, None)
+        assert served[0] is head.weight and served[1] is head.bias
+        print(*sorted(float(each) for tensor in served for each in tensor[:ROWS].unique()))
+"""
+
+
+def test_a_bias_is_counted_and_one_that_did_not_come_is_missed() -> None:
+    environment = os.environ | engine_environment("cpu") | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", UPDATED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        *("[]", "3.0 4.0"),
+        *("[]", "5.0 6.0"),
+        *("['lm_head (408 of 459 elements written)']", "6.0 7.0"),
+    ]

@@ -1,0 +1,115 @@
+"""One rank of the test of averaged weights: three optimizer steps of an offline task, one of them skipped; also from a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.checkpoints.manifest import RunState
+from openrlhf.config.flags import amend
+from openrlhf.config.shared import DeepSpeedConfig
+from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.distributed.strategy import Strategy
+from openrlhf.launch.offline import load_models
+from openrlhf.observability.metrics import Metric
+from openrlhf.trainers.supervised import SupervisedTrainer
+from tests.checkpoints.kept import checkpoints_in
+from tests.trainers.offline_job import ADAPTERS, ROWS, rows_of, task_of
+
+BETA, STEPS, SKIPPED = 0.75, 4, 3  # the gradient of step SKIPPED is NaN
+
+
+class Drawn:
+    """The rows of all steps."""
+
+    summary = "drawn"
+
+    def __init__(self, name: str) -> None:
+        self.rows = [row for step in range(STEPS) for row in rows_of(name, step)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class Watched(SupervisedTrainer[Any, Any]):
+    """Keeps the weights after each step, and lets one step go wrong."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.path = [self.weights()]
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is trained, as it is now."""
+        return {name: tensor.clone() for bucket in self.engine.exported_parameters(1 << 14) for name, tensor in bucket}
+
+    def learn_from(self, window: list[Any]) -> None:
+        super().learn_from(window)
+        self.path.append(self.weights())
+
+    def _loss(self, micro: Any, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+        loss, metrics = super()._loss(micro, totals)
+        return loss * torch.nan if loss.requires_grad and self.step == SKIPPED - 1 else loss, metrics
+
+
+def trainer(case: str, model: str, folder: str, export: str) -> Watched:
+    """A new trainer of a case like `rm-zero3` or `sft-zero2-lora`."""
+    name, stage, *adapter = case.split("-")
+    ds = DeepSpeedConfig(
+        zero_stage=int(stage[-1]),
+        param_dtype="fp32",
+        packing_samples=True,
+        attn_implementation="sdpa",
+        lora=ADAPTERS["".join(adapter)],
+    )
+    flags = {
+        "train.enable_ema": True,
+        "train.ema_beta": BETA,
+        "train.max_epochs": 1,
+        "train.batch_size": ROWS,
+        "train.micro_batch_size": 3,
+        "ckpt.save_steps": 2,
+        "ckpt.output_dir": export,
+    }
+    task = task_of(name, model, model, ds)
+    task.config = amend(task.config, flags)
+    strategy = Strategy(ds, seed=0)
+    return Watched(
+        task,
+        load_models(task, strategy, STEPS),
+        tokenizer=get_tokenizer(model),
+        train_rows=Drawn(name),
+        eval_rows=Drawn(name),
+        checkpoints=checkpoints_in(folder),
+        recorder=None,
+        start=RunState(step=0, run_dir=folder),
+    )
+
+
+def main() -> None:
+    """Arguments: model folder, output folder, then cases."""
+    model, out, *cases = sys.argv[1:]
+    for case in cases:
+        folder = f"{out}/{case}"
+        whole = trainer(case, model, f"{folder}/checkpoints", f"{folder}/whole")
+        whole.fit()
+        assert all(torch.equal(tensor, whole.path[-1][name]) for name, tensor in whole.weights().items())
+        resumed = trainer(case, model, f"{folder}/checkpoints", f"{folder}/resumed")
+        checkpoint = resumed.checkpoints.find(2, best=False)
+        assert checkpoint
+        resumed.resume(checkpoint)
+        resumed.fit()
+        if whole.strategy.is_main:
+            torch.save(whole.path, Path(folder) / "path.pt")
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()
