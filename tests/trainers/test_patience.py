@@ -40,10 +40,13 @@ class Weights:
     size, logs = 1, ()
     module = nn.Linear(1, 1)
     nonfinite_steps = 0
+    average = None
+    evaluating = averaged = staticmethod(nullcontext)
 
     def __init__(self) -> None:
         self.made_by = 0
         self.exported: int | None = None
+        self.strategy = Alone(0, 1, 2)
 
     def optimize(self, *_: Any, **__: Any) -> StepResult:
         self.made_by += 1
@@ -113,7 +116,6 @@ class Supervised(SupervisedTrainer[int, Any]):
         super().__init__(
             task,
             self.weights,  # pyright: ignore[reportArgumentType]
-            Alone(0, 1, 2),  # pyright: ignore[reportArgumentType]
             tokenizer=character_tokenizer(),
             train_rows=Numbers(STEPS),
             eval_rows=Numbers(1),
