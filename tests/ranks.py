@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 150) ->
         port = probe.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-m", "tests.ranks", module, *arguments],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -44,3 +45,17 @@ def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 150) ->
     for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
         if process.returncode:
             raise AssertionError(f"rank {rank} of {module} ended with {process.returncode}:\n{output}")
+
+
+def main() -> None:
+    """One of the processes. It leaves its group: a process whose group has threads at the end may abort."""
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    import torch.distributed as dist  # not in the process of the tests
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
