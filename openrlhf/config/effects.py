@@ -2,8 +2,9 @@
 
 A declaration is a condition on the resolved configuration. `train.enable_ema`: that flag is set. `!rollout.only`: it is
 not. `optim=adam,muon`: it has one of these values. `vllm.max_engines<vllm.num_engines`: it is less than a number, or
-than the flag of that whole name. `given.ds.zero_stage`: the value that the user gave. `a|b`: either holds. Names are looked up in the flag's own section first, then in the
-sections around it. A name that the command does not have asks for nothing.
+than the flag of that whole name. `given.ds.zero_stage`: the value that the user gave. `a|b`: either holds. Names are
+looked up in the flag's own section first, then in the sections around it. A name that the command does not have asks
+for nothing.
 
 Conditions also say which flags do not go together, or need a word of explanation: `combinations.toml`.
 """
@@ -17,6 +18,7 @@ from openrlhf.config.flags import Flag, flags_of, toml_beside, value_at
 Given = Mapping[str, Any]  # the values that the user gave, by path
 Sentences = list[tuple[object, str]]  # whether a sentence holds; <train.seed> in it becomes --train.seed 42
 MOST_NAMES = 8  # in one notice
+GIVEN = "given."  # before the name of a flag: what the user gave
 # Conditions, and the flags and sections that have them; `-train.seed` takes one out.
 Effects = Mapping[str, Sequence[str]]
 EFFECTS = toml_beside(__file__)  # of several commands
@@ -73,13 +75,17 @@ def conditions_of(root: type[Any], flag: Flag) -> list[str]:
 def look_up(config: Any, path: str, term: str) -> tuple[str, Any] | None:
     """Path and value of what a term is about, seen from a flag; None where the command has nothing of that name."""
     name, less, bound = term.removeprefix("!").partition("=")[0].partition("<")
+    if name.startswith(GIVEN):
+        return name, config.given.get(name.removeprefix(GIVEN))
     while path:
         path = path.rpartition(".")[0]
         full = f"{path}.{name}" if path else name
         with suppress(AttributeError):
-            value = config.given.get(name[6:]) if name.startswith("given.") else value_at(config, full)
-            most = int(bound) if bound.isdigit() else value_at(config, bound) if less else 0
-            return full, (value or 0) < (most or 0) if less else value
+            value = value_at(config, full)
+            if not less:
+                return full, value
+            most = int(bound) if bound.isdigit() else value_at(config, bound)
+            return full, (value or 0) < (most or 0)
     return None
 
 
