@@ -52,5 +52,5 @@ def put_on_record(rows: list[Row]) -> None:
         "make verify",
         ["test", "outcome", "seconds", "code"],
         [["`" + row["test"].replace("|", "\\|") + "`", row["outcome"], row["seconds"], row["code"]] for row in known],
-        "The last outcome of every test that `make test` leaves out, and the commit that it ran on.",
+        "The last outcome of each test that `make test` leaves out, and the commit that it ran on. A test that is not here has not been run yet, or has a page of its own.",
     )
