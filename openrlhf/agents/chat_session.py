@@ -40,7 +40,7 @@ class ChatSession:
         try:
             asked = to_messages(messages)
         except ValueError as error:
-            raise ChatMistake(f"messages {error}") from error
+            raise ChatMistake(f"messages: {error}") from error
         if self._reply is None:
             prompt = self._encode(self._render(asked, tools))
         else:

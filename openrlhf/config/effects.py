@@ -84,8 +84,8 @@ def look_up(config: Any, path: str, term: str) -> tuple[str, Any] | None:
             value = value_at(config, full)
             if not less:
                 return full, value
-            most = int(bound) if bound.isdigit() else value_at(config, bound)
-            return full, (value or 0) < (most or 0)
+            limit = int(bound) if bound.isdigit() else value_at(config, bound)
+            return full, (value or 0) < (limit or 0)
     return None
 
 

@@ -30,11 +30,11 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
     clip = None if "actor.eps_clip" in config.given else loss.clip
     critic = config.critic.model_name_or_path or next(iter(reward.scalars), actor.model_name_or_path)
     advantage, preset = config.algo.advantage, ppo_rules.correction_preset(config)
-    unless_given = {
+    own = {
         "actor.eps_clip_low_high": clip or (actor.eps_clip, actor.eps_clip),
         "algo.loss.aggregation": loss.aggregation,
     } | (preset if advantage.is_correction_enable else {})
-    return {path: value for path, value in unless_given.items() if path not in config.given} | {
+    return config.unless_given(own) | {
         "critic.model_name_or_path": critic if config.estimator.needs_critic else None,
         "reward.remote_url": None if train.agent_func_path else reward.remote_url,
         "algo.advantage.gamma": 1.0 if config.estimator.needs_groups else gamma,

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.effects import unmet
 from openrlhf.config.flags import flags_of, toml_beside
 from openrlhf.data.errors import ROW, SOURCE, DataError, check_columns, kind, notice, row_error, text_of
-from openrlhf.data.templates import TOOLS, Message, texts_in
+from openrlhf.data.templates import TOOLS, Message, in_common, texts_in
 from openrlhf.data.tokenizer import require_chat_template
 
 Row = Mapping[str, Any]
@@ -57,10 +57,10 @@ def _system(row: Row) -> list[Message]:
 
 def _chat(row: Row) -> Row:
     """A conversation that goes on after a system text, unless the conversation begins with that text itself."""
-    column = "messages" if "messages" in row else "conversations"
+    column = "messages" if isinstance(row.get("messages"), list) else "conversations"
     turns, opening = row[column], _system(row)
-    said_there = not isinstance(turns, list) or texts_in(turns)[:1] == texts_in(opening)
-    return row if said_there else {**row, column: [*opening, *turns]}
+    begins, system = ([text.strip() for text in texts_in(said)[:1]] for said in (turns, opening))
+    return row if begins == system or not isinstance(turns, list) else {**row, column: [*opening, *turns]}
 
 
 def _with_context(question: str) -> Callable[[Row], Row]:
@@ -104,12 +104,13 @@ def _fits(row: Row, columns: Mapping[str, str]) -> bool:
     return all(column in row and kind(row[column]) in expected for column, expected in columns.items())
 
 
-def _repeats(answer: Any, prompt: Any) -> bool:
-    """Whether a text begins with the prompt, or the last message of the prompt is among the messages before the answer."""
-    asked = "".join(texts_in(prompt)[-1:]).strip()
-    if isinstance(answer, list):
-        return asked in map(str.strip, texts_in(answer[:-1]))
-    return str(answer).lstrip().startswith(asked)
+def _repeats_prompt(row: Row) -> bool:
+    """Whether the last message of the prompt is in the beginning that both texts share, or before both answers of chats."""
+    asked, sides = "".join(texts_in(row["prompt"])[-1:]).strip(), [row["chosen"], row["rejected"]]
+    if all(isinstance(side, list) for side in sides):
+        return all(not asked or any(asked in text for text in texts_in(side[:-1])) for side in sides)
+    chosen, rejected = map(str, sides)
+    return asked in chosen[: in_common(chosen, rejected)]
 
 
 def recognise(rows: Dataset, config: Any, *kinds: str) -> Any:
@@ -124,14 +125,13 @@ def recognise(rows: Dataset, config: Any, *kinds: str) -> Any:
     if not looked:
         return data
     first, read_here = looked[0], [name for name in kinds or CHIEF if CHIEF[name] in vars(data)]
-    if "pairs" in read_here and {"prompt", "chosen", "rejected"} <= first.keys():
-        sides = [(row[side], row["prompt"]) for row in looked for side in ("chosen", "rejected")]
-        if all(_repeats(*side) for side in sides) and named != "columns" and not data.prompt_key:
-            first = {column: first[column] for column in first if column != "prompt"}
-            notice(
-                "The column 'prompt' is not read, because both texts of each of the first rows have the prompt already. "
-                "--data.prompt_key prompt puts it in front once more."
-            )
+    pairs = "pairs" in read_here and {"prompt", "chosen", "rejected"} <= first.keys()
+    if pairs and named != "columns" and not data.prompt_key and all(map(_repeats_prompt, looked)):
+        first = {column: first[column] for column in first if column != "prompt"}
+        notice(
+            "The column 'prompt' is not read, because both texts of each of the first rows have the prompt already. "
+            "--data.prompt_key prompt puts it in front once more."
+        )
     fitting = (each["flags"] for name in read_here for each in LAYOUTS[name] if _fits(first, each["columns"]))
     found = next((flags for flags in fitting if named in ("auto", flags.get("layout"))), {})
     declared, own = flags_of(config.__class__), [flag for flag in found if flag in vars(data)]

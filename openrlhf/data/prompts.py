@@ -100,8 +100,10 @@ class AnsweredDataset(SFTDataset):
     row: ClassVar = Answered
 
     def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
-        """Prompt, answer, and the tokens of both."""
+        """Prompt, answer, and the tokens of both, or the reason why the row is dropped."""
         [passage], [known], data = passages, encoded, self.data
+        if known.tokens_of((passage.response, len(passage.text))).start >= data.max_len - 1:
+            return f"whose prompt leaves no token of the answer (--data.max_len {data.max_len})"
         prompt, answer = passage.text[: passage.response], passage.text[passage.response :]
         if not data.apply_chat_template:  # not as it was ended
             prompt, answer = fill_template(data.input_template, row[data.input_key]), row[data.output_key]

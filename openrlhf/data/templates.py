@@ -91,7 +91,7 @@ def _to_message(message: Any, number: int) -> Message:
         raise ValueError(f"message {number} needs 'role' and 'content', but has {has}")
     role, content = present["role"], present.get("content", "")
     if _are_objects(content):
-        if other := {part.get("type") for part in content} - {"text"}:
+        if other := {part.get("type", "text") for part in content} - {"text"}:
             held = ", ".join(sorted(map(repr, other)))
             raise ValueError(f"the content of message {number} has parts of type {held}; the policy reads text only")
         content = "".join(str(part.get("text", "")) for part in content)

@@ -24,7 +24,7 @@ class Journal:
         self.final, self.path = final, final.with_name(f"{final.name}.part")
         self.identity, self.record = json.loads(json_line(identity)), final.with_name(f"{final.name}.request")
         if final.exists() and not self.path.exists():
-            made = json.loads(self.record.read_text()) if self.record.exists() else {}
+            made = json.loads(self.record.read_bytes()) if self.record.exists() else {}
             if not differences(made, self.identity):
                 raise DataError(f"--output_path {final} is there already: delete it, or give another path.")
             aside = set_aside(final.parent, [final.name, self.record.name])

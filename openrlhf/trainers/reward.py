@@ -27,6 +27,7 @@ class RewardTask(PairTask[RMConfig, Pairs]):
 
     root: ClassVar = RMConfig
     padding_side: ClassVar = "left"
+    stores_numbers: ClassVar = True
     objective: ClassVar = ("model.loss_type", "model.margin_loss_enable", "model.aux_loss_coef")
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:

@@ -57,7 +57,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
             for window in self.windows():
                 self.learn_from(window)
         returned = self.return_to_best()
-        if self.eval_rows is not None and (returned or self.engine.average or self.step == self.resumed_at):
+        stale = returned or self.engine.average or self.step == self.resumed_at
+        if self.eval_rows is not None and self.task.stores_numbers and stale:
             with self.engine.averaged():
                 self.measure()  # the numbers that `evaluated` stores in the model are those of the exported weights
         self.export(self.ckpt.output_dir)

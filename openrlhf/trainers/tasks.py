@@ -44,6 +44,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     padding_side: ClassVar[str] = "right"
     together: ClassVar[int] = 1  # neighbouring rows of a batch that stay in one micro-batch
     objective: ClassVar[tuple[str, ...]] = ("model.aux_loss_coef",)  # flags; a resumed run needs the same values
+    stores_numbers: ClassVar[bool] = False  # whether `evaluated` stores numbers in the model
     sample_names: ClassVar[tuple[str, ...]] = ("text",)  # the samples of a row in a batch; "": --dry_run leaves it out
 
     def __init__(self, config: Config) -> None:

@@ -35,6 +35,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--train.batch_size 12 --train.micro_batch_size 8",
      "--train.batch_size 12 gives each of 1 rank(s) (the launcher started 1) 12 samples, which do not divide by "
      "--train.micro_batch_size 8"),
+    (SFT, "--data.multiturn --data.layout columns", "--data.multiturn needs --data.apply_chat_template"),
     (SFT, "--data.tokenizer_chat_template gone.jinja", "--data.tokenizer_chat_template gone.jinja is neither a template"),
     (SFT, "--data.output_key= --data.layout columns", "name it with --data.output_key"),
     ("train_kd", "--kd.teacher_model http://host:8000/v1", "--kd.teacher_model http://host:8000/v1 is a server, which says"),

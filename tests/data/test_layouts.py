@@ -172,7 +172,7 @@ def test_a_system_text_in_its_own_column_is_the_first_turn(column: str, capsys: 
     system = {"role": "system", "content": "s"}
     rows = [
         {column: turns, "system": text}
-        for turns, text in (([Q, A], None), ([Q, A], "s"), ([system, Q, A], "s"), ([system, Q, A], ""))
+        for turns, text in (([Q, A], None), ([Q, A], "s"), ([system, Q, A], "s\n"), ([system, Q, A], ""))
     ]
     data, said = recognised(rows[0], "sft", capsys)
     assert said == f"--data.layout chat {CHAT} --data.input_key {column}"
@@ -219,6 +219,8 @@ def test_a_prompt_that_is_part_of_an_answer_is_a_prompt(
     [
         PLAIN,
         {"prompt": "q\n", "chosen": "q\nok", "rejected": "q\nno"},
+        {"prompt": "q?", "chosen": "Question: q? Answer: ok", "rejected": "Question: q? Answer: no"},
+        {"prompt": "", "chosen": [Q, A], "rejected": [Q, B]},
         {"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]},
         {"prompt": [Q], "chosen": [Q, A], "rejected": [Q, B]},
         {"prompt": [Q, A, Q], "chosen": [Q, A, Q, A], "rejected": [Q, A, Q, B]},

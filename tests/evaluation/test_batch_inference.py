@@ -262,8 +262,12 @@ def test_a_dry_run_shows_the_suffix_of_conditional_fine_tuning(dry_run: Any) -> 
 
 def test_a_dry_run_of_scoring_shows_the_text_that_is_scored_and_its_last_token(dry_run: Any) -> None:
     rows = [{"input": "1+1=", "output": "2"}, {"input": "1+1=", "output": ""}, {"input": "2+2=", "output": "4<eos>"}]
+    rows.append({"input": "1+1+1", "output": "3"})
     printed, noted = dry_run(rows, "--task rm --data.max_len 6")
-    assert "2 of 3 rows kept, dropped 1 with an empty response. 1 of the kept rows were cut to 6 tokens" in noted
+    lost = "1 whose prompt leaves no token of the answer (--data.max_len 6)"
+    assert (
+        f"2 of 4 rows kept, dropped {lost}, 1 with an empty response. 1 of the kept rows were cut to 6 tokens" in noted
+    )
     assert "--- row 1: 6 tokens, 1 targets, ids" in printed
     assert "\n1+1=2⟦<eos>⟧\n" in printed
     assert "\n2+2=4⟦<eos>⟧\n" in printed
