@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 BLOCK = 2**16  # bytes
@@ -26,11 +27,11 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(path: Path, *parts: str | bytes) -> None:
-    """Replace `path` by a file with these contents, one after the other. A kill leaves the old file or the new one."""
+def write_atomically(path: Path, contents: str | bytes | Iterable[str]) -> None:
+    """Replace `path` by a file with these contents, or parts of them. A kill leaves the old file or the new one."""
     new = path.with_name(f"{path.name}.new")
     with open(new, "wb") as file:
-        for part in parts:
+        for part in [contents] if isinstance(contents, str | bytes) else contents:
             file.write(part.encode(errors="replace") if isinstance(part, str) else part)
         file.flush()
         os.fsync(file.fileno())

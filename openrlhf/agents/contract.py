@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.config.rollout import RuleConfig
-from openrlhf.processes.loading import awaited, load_function, plain
+from openrlhf.processes.loading import awaited, load_function, parameters_of, plain
+from openrlhf.rewards.function import Arguments
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, numbers, read_rewards
 from openrlhf.rewards.rule import HTTPReward
 from openrlhf.rollout.sampling import SamplingParams
@@ -249,8 +250,9 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
     async def _reward(self, request: RewardRequest) -> RewardResult:
         """What the file's `reward_func` says, called in a thread of this process, or one of the servers. Raises ContractMistake."""
         if file := self._rule.function_path:
-            function = load_function(f"{Path(file).resolve()}:reward_func")
-            returned = await asyncio.to_thread(function, [request.query], [request.prompt], [request.label])
+            source = f"{Path(file).resolve()}:reward_func"
+            args, named = Arguments.for_parameters(parameters_of(source)).of([request])
+            returned = await asyncio.to_thread(load_function(source), *args, **named)
             return read_rewards(plain(await awaited(returned)), 1)[0]
         [result] = await self._servers.score([request])
         if result.error is not None:

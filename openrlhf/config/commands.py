@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import field
@@ -103,13 +104,11 @@ class RecordedCommand(ModelCommand):
     run: shared.RunConfig = shared.RunConfig()
 
     def common_values(self, command: str) -> dict[str, Any]:
-        """Names of the run, and a template that has a place for the prompt."""
+        """The folder of the run, and a template that has a place for the prompt."""
         template = self.data.input_template or ""
-        name = f"{command.removeprefix('train_').removesuffix('_ray')}_{time.strftime('%m%dT%H:%M')}"
         return {
             **super().common_values(command),
-            "run.dir": self.run.dir or f"./runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}",
-            "logger.wandb.run_name": self.logger.wandb.run_name or name,
+            "run.dir": self.run.dir or f"./runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
             "data.input_template": template if "{}" in template else None,
         }
 

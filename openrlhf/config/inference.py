@@ -93,9 +93,10 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         return self.task != "rm"
 
     def derived_values(self) -> dict[str, Any]:
-        """What follows from the flags, by path: all GPUs are used; the model is the one that scores."""
+        """What follows from the flags, by path: all GPUs are used; the model is the one that scores; an answer has half the room."""
         gpus = machine.count_gpus()
         own = self.unless_given({
+            "rollout.max_new_tokens": min(1024, self.data.max_len // 2 or 1),
             "vllm.num_engines": max(1, gpus // self.vllm.devices),
             "reward.num_gpus_per_node": min(8, gpus) or 1,
             "reward.model_name_or_path": None if self.samples_answers else self.model.model_name_or_path,

@@ -179,5 +179,5 @@ class PlacementConfig(Section):
 
     def wants(self, roles: Sequence[str]) -> dict[str, Any]:
         """What a process needs that hosts all these roles. A declared cluster has everything."""
-        named = [getattr(self, role).resources for role in roles if hasattr(self, role) and not self.cluster]
-        return {name: value for resources in named for name, value in resources.items()}
+        sections = [getattr(self, {"teacher": "ref"}.get(role, role)) for role in roles if not self.cluster]
+        return {name: value for section in sections for name, value in section.resources.items()}

@@ -47,8 +47,8 @@ class WandbConfig(Section):
     org: str | None = option(None, "Entity: user or team.", needs="key")
     group: str | None = option(None, "Group of runs.", needs="key")
     project: str = option("openrlhf", "Project.", needs="key")
-    run_name: str = derived(
-        "Name of the run and its TensorBoard folder; unset: stage, time.", needs="key|logger.tensorboard_dir")
+    run_name: str | None = option(
+        None, "Name of the run and its TensorBoard folder; unset: that of the run folder.", needs="key|logger.tensorboard_dir")
 
 class LoggerConfig(Section):
     """Where numbers go besides the run folder."""

@@ -70,7 +70,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         self.summary: str = f"{counts['']} of {len(reasons)} {what}s kept{', dropped ' * bool(dropped)}{dropped}."
         if not counts[""]:
             flags = ", ".join(f"--data.{key}" for key in self.keys)
-            raise DataError(f"No {what} is left to train on: {self.summary} Look at {flags} and --data.max_len.")
+            raise DataError(f"No {what} is left: {self.summary} Look at {flags} and --data.max_len.")
         self.rows = mapped.select([number for number, reason in enumerate(reasons) if not reason])
         if cut := sum(self.rows["cut"]):
             self.summary += f" {cut} of the kept {what}s were cut to {data.max_len} tokens (--data.max_len)."

@@ -56,7 +56,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
         if journal.results:
             write_results(config, prompts, journal, recorder)
     if failed:
-        first = f"The first, row {failed[0].prompt.index + 1}: {failed[0].error}"
+        first = f"The first, number {failed[0].prompt.index + 1} of the {len(prompts)}: {failed[0].error}"
         raise UserError(f"{len(failed)} rows failed: the same command tries them again. {first}")
     journal.finish()
 
@@ -155,5 +155,5 @@ def write_results(
         lines = [{"input": prompt.text, "output": output} for prompt, outputs in results for output in outputs]
     if not lines:
         raise DataError(f"There is no pair to write to {journal.final}: sample several answers with --best_of_n.")
-    write_atomically(journal.final, *map(json_line, lines))
+    write_atomically(journal.final, map(json_line, lines))
     note(f"{len(lines)} lines are in {journal.final}. Inputs are whole prompts: train with --data.input_template {{}}.")

@@ -107,7 +107,7 @@ class Chat:
             model.generate(
                 read,
                 attention_mask=torch.ones_like(read),
-                max_length=min(max_len, read.shape[1] + (rollout.max_new_tokens or max_len)),
+                max_new_tokens=min(rollout.max_new_tokens or max_len, max_len - read.shape[1]),
                 do_sample=True,
                 temperature=rollout.temperature or 1.0,
                 top_k=max(0, rollout.top_k) if rollout.temperature else 1,  # the most likely token

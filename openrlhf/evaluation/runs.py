@@ -196,9 +196,9 @@ class Evaluation:
             return evaluate(model.prompts, generator, loop, spec, step=0, timeout_s=config.train.step_timeout)
 
     def rewarded(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
-        """The answers with the rewards of the reward models added. The reward models run only meanwhile."""
+        """The answers with the sums of their rewards. Reward models run only meanwhile."""
         if not self.config.reward.models:
-            return list(answers)
+            return EarlyStages(models=RewardModels(None, self.config.reward), timeout_s=0).annotated(answers)
         with reward_models(self.config, logs=self.logs) as models:
             return models.annotated(answers)
 
@@ -248,10 +248,10 @@ def reward_models(config: settings.Sampling, *, logs: Path) -> Iterator[EarlySta
     [group] = plan.groups
     with closing(make_hosts(group, places_now(plan)[group.name], on_gpus=plan.on_gpus)) as hosts:
         connect_hosts(config, hosts, log_dir=str(logs))
-        models = RewardModels(WorkerGroup(hosts, "reward"), config.reward)
-        created = models.workers.create(RewardWorker, settings.reward_settings(config))
+        workers = WorkerGroup(hosts, "reward")
+        created = workers.create(RewardWorker, settings.reward_settings(config))
         gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
-        yield EarlyStages(models=models, timeout_s=config.train.step_timeout)
+        yield EarlyStages(models=RewardModels(workers, config.reward), timeout_s=config.train.step_timeout)
 
 
 def alone(group: HostGroup) -> Placement:

@@ -28,7 +28,10 @@ Identity = dict[str, Any]
 def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows) -> Identity:
     """The identity of an offline run."""
     flags = ("train.batch_size", "train.seed", *FLAGS["adapter"], *task.objective)
-    return {"task": task.name, **texts_identity(task, rows, flags, task.config.model.model_name_or_path)}
+    trusted = task.config.model.trust_remote_code
+    frozen = {name: of_model(path, trust_remote_code=trusted) for name, path in task.frozen_paths().items() if path}
+    own = texts_identity(task, rows, flags, task.config.model.model_name_or_path)
+    return {"task": task.name, **own, **frozen}
 
 
 def texts_identity(task: OfflineTask[Any, Any, Any], rows: Rows, flags: Sequence[str], model: str) -> Identity:
@@ -47,7 +50,8 @@ def rl_identity(config: PPOConfig, prompts: PromptDataset) -> Identity:
     """The identity of an RL run."""
     model = of_model(config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code)
     of_prompts = episode_identity(config, prompts, FLAGS["run"] + FLAGS["adapter"])
-    return of_prompts | {"--actor.model_name_or_path": model}
+    teacher = {"--algo.distill.teacher": of_model(path)} if (path := config.local_teacher) else {}
+    return of_prompts | {"--actor.model_name_or_path": model} | teacher
 
 
 def episode_identity(config: PPOConfig, prompts: PromptDataset, flags: Sequence[str] = FLAGS["episodes"]) -> Identity:

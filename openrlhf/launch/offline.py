@@ -56,7 +56,8 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     if eval_rows is None and (eval_rows := task.measured_rows(train_rows)):
         plan += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
     if not strategy:
-        print(plan, show_template(tokenizer), *first_texts(task, train_rows, tokenizer), UNPROVEN, sep="\n")
+        if os.environ.get("RANK", "0") == "0":
+            print(plan, show_template(tokenizer), *first_texts(task, train_rows, tokenizer), UNPROVEN, sep="\n")
         return
     run_dir, identity = os.path.abspath(config.run.dir), offline_identity(task, train_rows)
     start = RunState(step=0, run_dir=run_dir, engines={"": layout_of(strategy)}, identity=identity)
@@ -64,26 +65,26 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     checkpoint = to_continue(config, checkpoints, strategy, start) if config.ckpt.load_enable else None
     if checkpoint:
         start = replace(start, run_dir=checkpoint.state.run_dir)
-    engine = load_models(task, strategy, total_steps)
-    if task.precomputes:
-        train_rows = with_reference(task, train_rows, engine)
-        eval_rows = with_reference(task, eval_rows, engine) if eval_rows else None
-        task.frozen = {}
     resume_step = checkpoint and checkpoint.state.step
     recorder = Recorder(config, start.run_dir, resume_step=resume_step) if strategy.is_main else None
-    if recorder:
-        recorder.display.note(f"{plan} Processes: {strategy.dp_size}.")
-    trainer = SupervisedTrainer(
-        task,
-        engine,
-        tokenizer=tokenizer,
-        train_rows=train_rows,
-        eval_rows=eval_rows,
-        checkpoints=checkpoints,
-        recorder=recorder,
-        start=start,
-    )
     with closing(recorder) if recorder else nullcontext():
+        if recorder:
+            recorder.display.note(f"{plan} Processes: {strategy.dp_size}.")
+        engine = load_models(task, strategy, total_steps)
+        if task.precomputes:
+            train_rows = with_reference(task, train_rows, engine)
+            eval_rows = with_reference(task, eval_rows, engine) if eval_rows else None
+            task.frozen = {}
+        trainer = SupervisedTrainer(
+            task,
+            engine,
+            tokenizer=tokenizer,
+            train_rows=train_rows,
+            eval_rows=eval_rows,
+            checkpoints=checkpoints,
+            recorder=recorder,
+            start=start,
+        )
         if checkpoint:
             trainer.resume(checkpoint)
         trainer.fit()

@@ -142,9 +142,8 @@ def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase)
     """The rows of --algo.ptx.dataset; every token of them is a target. Raises DataError."""
     ptx, data = config.algo.ptx, config.data
     assert ptx.dataset
-    rows = load_datasets(
-        ptx.dataset, split=ptx.split, probs=ptx.probs, max_samples=data.max_samples, seed=config.train.seed
-    )
+    most, seed, text = data.max_samples, config.train.seed, [data.input_key]
+    rows = load_datasets(ptx.dataset, split=ptx.split, probs=ptx.probs, max_samples=most, seed=seed, text=text)
     text = SFTDataset(rows, tokenizer, SFTDataConfig(max_len=data.max_len, input_key=data.input_key), pretrain=True)
     return PretrainingMix(text, batch_size=config.train.batch_size, seed=config.train.seed)
 

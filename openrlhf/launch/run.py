@@ -110,7 +110,7 @@ class Run:
 
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
         config = self.config
-        models = RewardModels(groups["reward"], config.reward) if "reward" in groups else None
+        models = RewardModels(groups.get("reward"), config.reward)
         generator = self._make_generator()
         stages = make_stages(config, groups)
         scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)

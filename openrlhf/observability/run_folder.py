@@ -43,7 +43,7 @@ class RunFolder:
         if resume_step is not None:
             for file in (self.path / METRICS, self.path / SAMPLES):
                 kept = (json_line(row) for row in read_lines(file) if row["step"] <= resume_step)
-                write_atomically(file, *kept)
+                write_atomically(file, kept)
         self._metrics, self._samples = (
             (self.path / name).open("a", encoding="utf-8", errors="replace", newline="\n", buffering=1)
             for name in (METRICS, SAMPLES)

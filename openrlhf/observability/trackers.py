@@ -84,7 +84,7 @@ class WandbTracker:
             entity=wandb.org,
             project=wandb.project,
             group=wandb.group,
-            name=wandb.run_name or None,
+            name=wandb.run_name or run_dir.name,
             config=dict(settings),
             dir=str(run_dir),
             id=id_file.read_text() if id_file.exists() else None,

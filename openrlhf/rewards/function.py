@@ -17,7 +17,7 @@ RESPONSES = {"completion", "completions", "response", "responses", "output", "ou
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Arguments:
+class Arguments:
     """Which of `ARGUMENTS` a function takes, and whether it is called with them by name."""
 
     names: tuple[str, ...]
@@ -68,7 +68,7 @@ class FunctionReward(Reward):
         assert rule.function_path
         self.source = f"{Path(rule.function_path).resolve()}:{function}"
         self.pool, self.timeout, self.batch = pool, rule.timeout, rule.batch
-        self._arguments: _Arguments | None = None
+        self._arguments: Arguments | None = None
 
     async def check(self) -> None:
         """Load the file in a process. Raises ConfigError, with the traceback if that fails."""
@@ -87,9 +87,9 @@ class FunctionReward(Reward):
             warn_once(f"{self.source} returns rewards alone; a dict with rewards, scores and extra_logs can say more.")
         return returned
 
-    async def _learn_arguments(self) -> _Arguments:
+    async def _learn_arguments(self) -> Arguments:
         if self._arguments is None:
-            self._arguments = _Arguments.for_parameters(await self.pool.check(self.source))
+            self._arguments = Arguments.for_parameters(await self.pool.check(self.source))
             if notice := self._arguments.notice:
                 warn_once(f"{self.source} {notice}.")
         return self._arguments

@@ -83,7 +83,9 @@ class DistillationTask(SFTTask):
             return torch.stack([chosen.values, chosen.indices.to(logits.dtype)], -1)
 
         with torch.no_grad():
-            return self.frozen[TEACHER](micro.tokens, micro.offsets, at, best).values
+            said = self.frozen[TEACHER](micro.tokens, micro.offsets, at, best).values
+        self.frozen[TEACHER].rest()  # the student computes now
+        return said
 
     def asked(self, micro: TokenRows) -> Tensor:
         """What the server says of the token after each token (N, k, 2): log-probabilities and tokens; −∞ where it says nothing."""

@@ -47,8 +47,8 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
 class ExperienceMaker:
     """Annotates a batch with the columns of the workers, and assigns credit to its tokens.
 
-    `stages` are the columns that the update needs. `reward_models` are None if there are none, or if the scores are
-    there already because dynamic filtering needed them. `kl`: the coefficient of the KL term, fixed or following a target.
+    `stages` are the columns that the update needs. `reward_models` is None if the sums of the rewards are there already,
+    because dynamic filtering needed them. `kl`: the coefficient of the KL term, fixed or following a target.
     `teacher`: the one behind a server, if --algo.distill.teacher names one.
     """
 
@@ -82,9 +82,10 @@ class ExperienceMaker:
         pending_rewards = self.reward_models.launch(experience) if self.reward_models else None
         missing = [stage for stage in self.stages if getattr(experience, stage.writes) is None]
         columns = {stage.writes: stage.launch(experience) for stage in missing}
-        if pending_rewards:
+        if self.reward_models and pending_rewards:
             kept = pending_rewards.added_to(kept, timeout_s)
-            clock("reward_models")
+            if self.reward_models.workers:
+                clock("reward_models")
             place = {(t.prompt.index, t.sample_index): t for t in kept}
             trajectories = [place.get((t.prompt.index, t.sample_index), t) for t in trajectories]
             rewards = torch.tensor([t.reward or 0.0 for t in kept])

@@ -135,6 +135,7 @@ class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, Pai
         losses = PREFERENCE_LOSSES[flags.loss_type].function(judged, strength)
         nll, pairs = -judged.means[:, 0], len(losses)
         summed = (losses + flags.nll_loss_coef * nll).sum()
-        rewards = flags.beta * (ours - theirs).detach()
+        gained = ours - theirs if self.config.needs_reference else judged.means.flatten()
+        rewards = flags.beta * gained.detach()
         metrics = pair_metrics(losses, rewards) | {"train/nll_loss": Mean(float(nll.detach().sum()), pairs)}
         return self.share(summed, scores.aux_loss, pairs, totals["pairs"], metrics)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import Steps, offsets_of
 from openrlhf.config.supervised import PRMConfig
+from openrlhf.data.errors import DataError
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.data.steps import StepDataset, StepRow
@@ -31,11 +32,15 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
     model_class: ClassVar = LogitModel
     objective: ClassVar = ("prm.placeholder_token", "prm.reward_tokens", "model.aux_loss_coef")
     reward_tokens: Sequence[int] = ()
-    soft = False
+    soft: bool | None = None
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> StepDataset:
-        """Texts with labelled steps."""
+        """Texts with labelled steps. Raises DataError unless the labels of all datasets are tokens, or all are numbers."""
         rows = StepDataset(dataset, tokenizer, self.config)
+        if self.soft not in (None, rows.soft):
+            raise DataError(
+                "Of --data.dataset and --eval.dataset, one has numbers as labels and the other one has tokens."
+            )
         self.reward_tokens, self.soft = rows.reward_tokens, rows.soft
         return rows
 

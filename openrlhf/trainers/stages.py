@@ -54,17 +54,17 @@ class Stage:
 
 
 class RewardModels:
-    """The reward workers. Their rewards are added to the reward function's with the weights of the flags."""
+    """The reward workers, if there are any. Their rewards are added to the reward function's with the weights of the flags."""
 
-    def __init__(self, workers: WorkerGroup, reward: RewardConfig) -> None:
+    def __init__(self, workers: WorkerGroup | None, reward: RewardConfig) -> None:
         self.workers, self.reward = workers, reward
 
     def launch(self, experience: Experience) -> "PendingRewards":
         """The rewards of every model for every row, on their way."""
         whole = steps = None
-        if self.reward.scalars:
+        if self.workers and self.reward.scalars:
             whole = Pending(experience.texts(), self.workers, RewardWorker.rewards, per_sample=True)
-        if self.reward.process_model:
+        if self.workers and self.reward.process_model:
             steps = Pending(experience.targets(), self.workers, RewardWorker.step_rewards)
         return PendingRewards(whole=whole, steps=steps, weights=self.reward.weights or ())
 
@@ -92,7 +92,7 @@ class PendingRewards:
 class EarlyStages:
     """Rewards of models and columns that need no samples of other prompts."""
 
-    models: RewardModels | None
+    models: RewardModels
     stages: Sequence[Stage] = ()
     timeout_s: float
 
@@ -103,14 +103,12 @@ class EarlyStages:
     def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The episodes; finished ones have the sum of all their rewards, and the columns. Workers compute side by side."""
         finished = [t for t in trajectories if not t.failed]
-        if not finished or not (self.models or self.stages):
+        if not finished:
             return list(trajectories)
         experience = Experience.from_trajectories(finished)
-        rewards = self.models.launch(experience) if self.models else None
+        rewards = self.models.launch(experience)
         pending = {stage.writes: stage.launch(experience) for stage in self.stages}
-        done = finished
-        if rewards:
-            done = rewards.added_to(finished, self.timeout_s)
+        done = rewards.added_to(finished, self.timeout_s)
         for name, column in pending.items():
             rows = column.collect(self.timeout_s).split(experience.lengths.tolist())
             done = [replace(t, columns={**t.columns, name: row.tolist()}) for t, row in zip(done, rows, strict=True)]

@@ -63,6 +63,10 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def load_model(self) -> nn.Module:
         """The model to train. Its submodule `hf` is exported."""
 
+    def frozen_paths(self) -> dict[str, str | None]:
+        """The frozen language models, by their names in `self.frozen`; None is the trained model as it begins."""
+        return {}
+
     def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
         """Functions that load the models needed besides the trained model, by their names in `self.frozen`."""
         return {}
@@ -137,10 +141,6 @@ class LanguageTask(OfflineTask[Config, Row, Micro]):
     """A task that trains a language model, perhaps beside frozen ones."""
 
     model_class: ClassVar[type[PolicyModel]] = PolicyModel
-
-    def frozen_paths(self) -> dict[str, str | None]:
-        """The frozen language models, by their names in `self.frozen`; None is the trained model as it begins."""
-        return {}
 
     def check_model(self) -> None:
         """Raise ModelError unless the stored configurations are of language models that can be trained here."""

@@ -68,7 +68,7 @@ class StepCutter:
                 step, last = "", None
         if last is not None:
             found.append(last)
-        return found or [max(place for place, action in enumerate(sampled) if action)]
+        return found or [max((place for place, action in enumerate(sampled) if action), default=len(tokens) - 1)]
 
     def marked(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[bool]]:
         """The text up to its last step, a placeholder after each step, and where the placeholders are."""

@@ -52,6 +52,16 @@ def test_a_file_is_called_with_prompt_and_response(tmp_path: Path) -> None:
     assert (episode["reward"], episode["scores"], episode["extra_logs"]) == (5.0, 0.5, {})
 
 
+@pytest.mark.parametrize(
+    "parameters", ["prompts, queries, labels", "queries, prompts", "queries, *, labels, **rest", "a, b, c"]
+)
+def test_a_function_gets_its_arguments_as_the_reward_flag_gives_them(parameters: str, tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    query = parameters.split(", ")[0] if parameters.startswith("a") else "queries"
+    file.write_text(f"def reward_func({parameters}):\n    return [len({query}[0])]\n")
+    assert played(str(file))["reward"] == 5.0
+
+
 def test_servers_are_asked_and_their_errors_are_the_episodes() -> None:
     with reward_server() as server:
         assert played(f"{server.url}/scores, {server.url}/scores")["scores"] == 0.25

@@ -72,10 +72,11 @@ def test_the_model_of_an_old_scoring_command_is_the_reward_model() -> None:
     assert parse(BATCH, "").data.label_key is None
 
 
+@pytest.mark.parametrize("command", [CHAT, BATCH])
 @pytest.mark.parametrize(("max_len", "answer"), [("4096", 1024), ("1024", 512), ("2", 1)])
-def test_an_answer_of_a_chat_takes_half_of_a_short_conversation(max_len: str, answer: int) -> None:
-    assert parse(CHAT, f"--max_len {max_len}").rollout.max_new_tokens == answer
-    assert parse(CHAT, f"--data.max_len {max_len} --rollout.max_new_tokens 1").rollout.max_new_tokens == 1
+def test_an_answer_takes_half_of_a_short_length(command: str, max_len: str, answer: int) -> None:
+    assert parse(command, f"--max_len {max_len}").rollout.max_new_tokens == answer
+    assert parse(command, f"--data.max_len {max_len} --rollout.max_new_tokens 1").rollout.max_new_tokens == 1
 
 
 def test_a_flag_of_the_other_task_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:

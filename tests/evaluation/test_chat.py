@@ -35,9 +35,9 @@ class Parrot:
         self.asked: list[str] = []
         self.budgets: list[int] = []
 
-    def generate(self, tokens: Tensor, *, max_length: int, streamer: Any, **_: Any) -> None:
+    def generate(self, tokens: Tensor, *, max_new_tokens: int, streamer: Any, **_: Any) -> None:
         self.asked.append(str(character_tokenizer().decode(tokens[0])))
-        self.budgets.append(max_length - tokens.shape[1])
+        self.budgets.append(max_new_tokens)
         streamer.put(tokens)
         for number, token in enumerate(self.tokens):
             if number == self.interrupts:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from openrlhf.batches import TokenRows
 from openrlhf.cli.common import train_offline
 from openrlhf.config.options import parse_config
+from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.data.shown import LONGEST, show_batch, show_text
+from openrlhf.launch import offline
 from tests.config.commands import ROOTS
 from tests.data.small import PLAIN_CHAT, build_tokenizer
 from tests.tiny import tiny_config
@@ -69,6 +73,26 @@ def test_sft_shows_every_turn_and_which_are_learned(dry_run: Show) -> None:
         "<|user|>a<|end|>\n<|assistant|>⟦ok<|end|>\n⟧<|user|>a<|end|>\n<|assistant|>no<|end|>\n"
         "<|user|>a<|end|>\n<|assistant|>⟦ok<|end|>⟧\n"
     ) in printed
+
+
+def test_only_the_first_process_of_a_launcher_shows_them(dry_run: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert dry_run("sft", [{"input": "a", "output": "ok"}]) == ""
+
+
+def test_a_tracker_that_is_not_installed_is_named_before_a_model_is_loaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = SimpleNamespace(is_main=True, dp_size=1, config=DeepSpeedConfig())
+    monkeypatch.setattr(offline, "Strategy", lambda *_, **__: strategy)
+    monkeypatch.setattr(offline, "load_models", pytest.fail)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "ok"}\n')
+    line = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --train.batch_size 1"
+    words = f"{line} --run.dir {tmp_path}/run --logger.wandb.key mine".split()
+    with pytest.raises(SystemExit):
+        train_offline(parse_config(ROOTS["train_sft"], words, command="train_sft"), "sft")
+    assert "the package wandb is not installed" in capsys.readouterr().err
 
 
 def test_every_turn_of_a_recognised_chat_may_be_learned(dry_run: Show) -> None:

@@ -15,11 +15,12 @@ from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import KTOConfig, RMConfig, SFTConfig
+from openrlhf.config.supervised import KDConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.rows import contents_of
 from openrlhf.data.sft import SFTRow
 from openrlhf.launch.identity import Identity, inference_identity, of_model, offline_identity, rl_identity
+from openrlhf.trainers.distill import DistillationTask
 from openrlhf.trainers.kto import KTOTask
 from openrlhf.trainers.reward import RewardTask
 from openrlhf.trainers.sft import SFTTask
@@ -35,10 +36,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+KINDS: dict[str, Any] = {
+    "sft": (SFTConfig, SFTTask),
+    "rm": (RMConfig, RewardTask),
+    "kto": (KTOConfig, KTOTask),
+    "kd": (KDConfig, DistillationTask),
+}
+
+
 def offline(model: str, command: str = "sft", rows: Any = ROWS, line: str = "") -> Identity:
-    root, kind = {"sft": (SFTConfig, SFTTask), "rm": (RMConfig, RewardTask), "kto": (KTOConfig, KTOTask)}[command]
+    root, kind = KINDS[command]
     needed = f"--model.model_name_or_path {model} --data.dataset {model}"
-    output = "--data.output_key output" if command == "sft" else ""
+    output = "--data.output_key output" if command in ("sft", "kd") else ""
     task: Any = kind(parse_config(root, f"{needed} {output} {line}".split(), command=command))
     return offline_identity(task, task.rows(Dataset.from_list(list(rows)), character_tokenizer()))
 
@@ -75,6 +84,15 @@ def test_another_estimator_label_and_policy_are_named(model: str, tmp_path: Path
     assert "prompts" in names(rl(model), rl(model, [*ROWS[:-1], ROWS[-1] | {"output": "x"}]))[0]
     other = save_tiny_model(tmp_path / "other", seed=1)
     assert names(rl(model), rl(other)) == ["--actor.model_name_or_path"]
+
+
+def test_another_reference_and_another_teacher_are_named(model: str, tmp_path: Path) -> None:
+    other = save_tiny_model(tmp_path, seed=1)
+    for command, flag, name in (("kto", "ref.model_name_or_path", "reference"), ("kd", "kd.teacher_model", "teacher")):
+        runs = [offline(model, command, line=f"--{flag} {path}") for path in (model, other)]
+        assert names(*runs) == [name]
+    teachers = "--algo.advantage.estimator reinforce --algo.distill.teacher "
+    assert names(rl(model, line=teachers + model), rl(model, line=teachers + other)) == ["--algo.distill.teacher"]
 
 
 def test_a_model_is_the_same_in_another_folder(model: str, tmp_path: Path) -> None:

@@ -46,6 +46,13 @@ def planned(line: str, cluster: str) -> str:
     return plan.describe(plan.check(expected_machines(plan.on_gpus, cluster)))
 
 
+def test_a_teacher_asks_for_the_resources_of_the_reference() -> None:
+    teacher = "--algo.distill.teacher org/t --algo.kl.init_coef 0 --algo.advantage.estimator reinforce"
+    line = f"--pretrain org/sft --prompt_data org/prompts {teacher} --ref_num_gpus_per_node 1".split()
+    config = parse_config(PPOConfig, [*line, "--placement.ref.resources", '{"big": 1}'], command="train_ppo_ray")
+    assert {group.name: group.wants for group in plan_placement(config, "cuda").groups}["teacher"] == {"big": 1}
+
+
 def test_a_hybrid_script_has_everything_on_one_node() -> None:
     assert planned(HYBRID, "1x8") == (
         "actor, ref, critic, reward: 8 process(es): 8 on node 0\n"

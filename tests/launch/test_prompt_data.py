@@ -9,10 +9,10 @@ import pytest
 
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.launch.prompt_data import load_prompts
+from openrlhf.launch.prompt_data import load_pretraining_text, load_prompts
 from openrlhf.models.loading import ModelError
 from tests.e2e.commands import as_arguments
-from tests.tiny import save_reward_model, save_tiny_model
+from tests.tiny import character_tokenizer, save_reward_model, save_tiny_model
 
 
 def test_the_limit_of_training_prompts_does_not_cut_the_evaluation_set(tmp_path: Path) -> None:
@@ -30,6 +30,20 @@ def test_the_limit_of_training_prompts_does_not_cut_the_evaluation_set(tmp_path:
     read = load_prompts(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
     assert read.eval is not None
     assert (len(read.train), len(read.eval)) == (4, 9)
+
+
+def test_pretraining_text_of_digits_in_a_table_stays_text(tmp_path: Path) -> None:
+    (tmp_path / "text.csv").write_text("input\n0123\n45\n")
+    flags = {
+        "actor.model_name_or_path": save_tiny_model(tmp_path / "model"),
+        "data.prompt_dataset": "owner/prompts",
+        "reward.remote_url": "http://localhost:1/get_reward",
+        "algo.ptx.dataset": str(tmp_path / "text.csv"),
+    }
+    tokenizer = character_tokenizer()
+    config = parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray")
+    rows = load_pretraining_text(config, tokenizer).rows
+    assert [tokenizer.decode(rows[n].tokens, skip_special_tokens=True) for n in (0, 1)] == ["0123", "45"]
 
 
 def test_a_reward_model_without_mean_and_deviation_is_refused_before_the_start(tmp_path: Path) -> None:

@@ -139,6 +139,13 @@ def test_tensorboard_shows_numbers_and_samples_under_the_run_name(tmp_path):
     trackers.close()
 
 
+def test_without_a_name_the_curve_is_that_of_the_run_folder(tmp_path):
+    trackers = start(LoggerConfig(tensorboard_dir=str(tmp_path / "board")), tmp_path / "runs/sft-1")
+    trackers.log(1, {"train/kl": 0.5})
+    trackers.close()
+    assert [e.value for e in read_events(tmp_path / "board/sft-1").Scalars("train/kl")] == [0.5]
+
+
 def test_a_resumed_run_hides_what_tensorboard_had_after_its_step(tmp_path):
     config = LoggerConfig(tensorboard_dir=str(tmp_path), wandb=WandbConfig(run_name="r"))
     first = start(config, tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -295,6 +295,7 @@ class Judge(RewardModels):
 
 SENT: list[set[str]] = []
 NOBODY: Any = None
+SOMEBODY: Any = object()
 
 
 def annotated(
@@ -304,7 +305,7 @@ def annotated(
         Lengths(writes="old_logprobs", by=NOBODY, method=NOBODY),
         Lengths(writes="values", by=NOBODY, method=NOBODY, reads=Experience.texts),
     ]
-    judge = None if broken is None else Judge(NOBODY, RewardConfig(weights=(0.5, 2.0, 1.0)))
+    judge = None if broken is None else Judge(SOMEBODY, RewardConfig(weights=(0.5, 2.0, 1.0)))
     if judge and broken:
         judge.broken = broken
     return maker_of(stages, judge, estimator="group_norm" if needs_groups else "reinforce").annotate(trajectories)
@@ -323,13 +324,14 @@ def test_a_stage_is_sent_the_columns_that_it_reads_and_nothing_else() -> None:
 def test_stages_of_one_prompt_leave_failed_episodes_and_their_places_alone() -> None:
     group = [episode(0, 0, score=1.0), failed(0, 1), episode(0, 2, score=0.0, actions=0)]
     lengths = Lengths(writes="values", by=NOBODY, method=NOBODY, reads=Experience.texts)
-    early = EarlyStages(models=Judge(NOBODY, RewardConfig(weights=(0.5, 2.0, 1.0))), stages=[lengths], timeout_s=1.0)
+    early = EarlyStages(models=Judge(SOMEBODY, RewardConfig(weights=(0.5, 2.0, 1.0))), stages=[lengths], timeout_s=1.0)
     first, untouched, last = asyncio.run(early.of_group(group))
     assert untouched is group[1]
     assert (first.reward, last.reward) == (0.5 + 0.0 + 1.0, 0.5 + 2.0)
     assert first.columns["values"] == [float(len(first.tokens))] * len(first.tokens)
     assert last.columns["values"] == [float(len(last.tokens))] * len(last.tokens)
-    assert EarlyStages(models=None, timeout_s=1.0).annotated(group) == group
+    rule = EarlyStages(models=RewardModels(None, RewardConfig()), timeout_s=1.0)
+    assert [t.reward for t in rule.annotated(group)] == [1.0, None, 0.0]
 
 
 def test_an_update_is_sent_the_columns_that_its_role_reads() -> None:
@@ -348,6 +350,14 @@ def test_rewards_of_models_are_added_while_the_other_columns_are_computed() -> N
     assert batch.experience.turn_rewards is not None
     assert batch.experience.turn_rewards.tolist() == [0, 0, 0, 6.0]
     assert "timing/reward_models" in batch.timing
+
+
+def test_a_rule_alone_has_its_weight_and_episodes_that_nothing_rewards_have_zero() -> None:
+    came = [episode(0, 0, score=4.0), replace(episode(0, 1, score=6.0), reward=None, score=None), failed(0, 2)]
+    batch = maker_of(reward_models=RewardModels(None, RewardConfig(weights=(0.25,)))).annotate(came)
+    assert batch.experience.rewards.tolist() == [1.0, 0.0]
+    assert [t.score for t in batch.kept] == [4.0, 0.0]
+    assert not batch.timing
 
 
 def test_a_sample_without_a_finite_reward_fails_and_its_row_goes_with_its_columns() -> None:

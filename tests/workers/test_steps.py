@@ -36,6 +36,10 @@ def test_the_last_tokens_of_steps(answer: str, steps: list[str]) -> None:
     assert ends == expected
 
 
+def test_an_episode_without_sampled_tokens_ends_with_its_last_token() -> None:
+    assert StepCutter(TOKENIZER, "\n", MARK).ends(TOKENIZER("xa").input_ids, [False, False]) == [1]
+
+
 def test_a_placeholder_follows_each_step() -> None:
     cutter = StepCutter(TOKENIZER, "\n", MARK)
     tokens = TOKENIZER("xa\nb?c").input_ids

@@ -1,0 +1,75 @@
+"""Single decisions of the offline tasks, with models that say what they are told to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES
+from openrlhf.config.options import parse_config
+from openrlhf.config.supervised import DPOConfig, KDConfig, PRMConfig
+from openrlhf.data.errors import DataError
+from openrlhf.trainers.distill import TEACHER, DistillationTask
+from openrlhf.trainers.preference import PreferenceTask, answers_of
+from openrlhf.trainers.process_reward import ProcessRewardTask
+from tests.tiny import character_tokenizer, save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Teacher:
+    """Says nothing, and counts how often it makes room."""
+
+    def __init__(self) -> None:
+        self.rested = 0
+
+    def __call__(self, *_: Any) -> Any:
+        return SimpleNamespace(values=torch.zeros(1))
+
+    def rest(self) -> None:
+        self.rested += 1
+
+
+def test_a_teacher_makes_room_before_the_student_computes(model: str) -> None:
+    line = f"--model.model_name_or_path {model} --kd.teacher_model {model} --data.dataset d --kd.teacher_offload"
+    task = DistillationTask(parse_config(KDConfig, line.split(), command="kd"))
+    teacher = Teacher()
+    task.frozen = {TEACHER: teacher}  # pyright: ignore[reportAttributeAccessIssue]
+    task.computed(answers_of([[1, 2]], [1]), torch.tensor([True, False]))
+    assert teacher.rested == 1
+
+
+def test_labels_of_steps_are_tokens_in_all_datasets_or_numbers_in_all(model: str) -> None:
+    line = f"--model.model_name_or_path {model} --data.dataset d --prm.placeholder_token ? --prm.reward_tokens + -"
+    hard, soft = ([{"input": "a?b?", "label": labels}] for labels in (["+", "-"], [0.9, 0.1]))
+    for first, second in ((hard, soft), (soft, hard)):
+        task = ProcessRewardTask(parse_config(PRMConfig, line.split(), command="prm"))
+        rows = task.rows(Dataset.from_list(first), character_tokenizer())
+        assert len(rows) == len(task.rows(Dataset.from_list(first), character_tokenizer())) == 1
+        with pytest.raises(DataError, match="one has numbers as labels and the other one has tokens"):
+            task.rows(Dataset.from_list(second), character_tokenizer())
+
+
+@pytest.mark.parametrize("loss", sorted(PREFERENCE_LOSSES))
+def test_the_rewards_of_a_pair_are_those_that_the_loss_compares(loss: str) -> None:
+    """The chosen answer is likelier per token, and longer."""
+    line = f"--model.model_name_or_path m --data.dataset d --model.loss_type {loss} --model.beta 0.5"
+    task = PreferenceTask(parse_config(DPOConfig, line.split(), command="dpo"))
+    logprobs = torch.tensor([0, -1, -1, -1, 0, -2.0])
+
+    def policy(*_: Any) -> Any:
+        return SimpleNamespace(logprobs=logprobs, aux_loss=None)
+
+    micro = answers_of([[1, 2, 3, 4], [1, 2]], [1, 1], reference=torch.zeros(2))
+    _, metrics = task.loss(policy, micro, {"pairs": 1.0})
+    compares_means = not PREFERENCE_LOSSES[loss].needs_reference
+    assert metrics["train/chosen_reward"].value == (-0.5 if compares_means else -1.5)
+    assert metrics["train/reject_reward"].value == -1.0
+    assert metrics["train/acc"].value == float(compares_means)
