@@ -41,7 +41,7 @@ class AgentEpisodes:
         needs_reward: bool = True,
         log_dir: Path | None = None,
     ) -> None:
-        self.file = os.path.abspath(os.path.expanduser(file))
+        self.file = os.path.abspath(file)
         self.tokenizer, self.rollout, self.needs_reward = tokenizer, rollout, needs_reward
         self.pool = ProcessPool(
             reward.workers, at_once=EPISODES, memory_gib=reward.memory_gib, grace=GRACE_S, log_dir=log_dir, name="agent"

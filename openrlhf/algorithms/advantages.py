@@ -72,16 +72,14 @@ def _discounted_sums(x: PerToken, decay: float) -> PerToken:
     return sums
 
 
-def discounted_returns(token_rewards: PerToken, mask: TokenMask, *, gamma: float) -> PerToken:
-    """Ĝ_t = r_t + γ Ĝ_{t+1} over action tokens, zero elsewhere: GAE with λ = 1 and no critic."""
-    return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma=gamma, lam=1.0)[0]
-
-
 def monte_carlo(
     token_rewards: PerToken, values: PerToken, mask: TokenMask, *, gamma: float, lam: float
 ) -> tuple[PerToken, PerToken]:
-    """Â = Ĝ, the credit of every estimator without a critic; `values` and `lam` are not used."""
-    returns = discounted_returns(token_rewards, mask, gamma=gamma)
+    """Â_t = Ĝ_t = r_t + γ Ĝ_{t+1} over action tokens, zero elsewhere: GAE with λ = 1 and no critic.
+
+    The credit of every estimator without a critic; `values` and `lam` are not used.
+    """
+    returns, _ = gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma=gamma, lam=1.0)
     return returns, returns
 
 

@@ -1,4 +1,4 @@
-"""`lora_combiner`: the plain model that an adapter and its base are."""
+"""`lora_combiner`: merges a LoRA adapter into its base model."""
 
 from pathlib import Path
 
@@ -19,13 +19,11 @@ def combine(config: CombinerConfig) -> None:
     """
     import peft  # not while commands are imported: quick_imports
 
-    folder = Path(config.lora_path).expanduser()
+    folder = Path(config.lora_path)
     spec = LoadSpec(path=config.model_path, ds=LoadingConfig(param_dtype="fp32", attn_implementation="eager"))
     stored = AutoConfig.from_pretrained(folder).to_dict() if (folder / "config.json").exists() else {}
-    if config.is_rm:
-        base = load_scalar(spec, head_prefix=stored.get("value_head_prefix", "score")).hf
-    else:
-        base = load_causal_lm(spec)
+    prefix = stored.get("value_head_prefix", "score")
+    base = load_scalar(spec, head_prefix=prefix).hf if config.is_rm else load_causal_lm(spec)
     base.config.update({name: stored[name] for name in ("mean", "std", STEP_TOKENS) if name in stored})
     try:
         adapted = peft.PeftModel.from_pretrained(base, folder)

@@ -31,7 +31,7 @@ def export_hf(
             state |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket}
     if not writes:
         return
-    final = Path(path).expanduser().absolute()
+    final = Path(path).absolute()
     aside = final.with_name(f"{final.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

@@ -137,18 +137,17 @@ STACKS = {
 def check_folders(config: Command) -> None:
     """End with status 2 if a folder that the run writes to at its end, perhaps weeks later, cannot be written."""
     relative: list[str] = []
-    values = {flag.path: value for flag, value in flags_in(config)}
-    for path in WRITTEN:
-        if not values.get(path):
+    for flag, value in flags_in(config):
+        if flag.path not in WRITTEN or not value:
             continue
-        named, folder = f"--{path} {values[path]}", Path(values[path]).expanduser()
-        folder = folder.parent if path == "output_path" else folder  # that is a file
-        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+        named, folder = flag.typed(value), Path(value)
+        folder = folder.parent if flag.path == "output_path" else folder  # that is a file
+        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.exists(place))
         try:
             with TemporaryFile(dir=there):
                 pass
         except OSError as error:
-            fail(f"{named} cannot be written to: {there}: {error.strerror}.")
+            fail(f"{named} cannot be written to: {there}: {error.strerror}. Choose another folder.")
         if not folder.is_absolute():
             relative.append(named)
     if relative and "working_dir_files" in Path.cwd().parts:  # where Ray keeps the working directories of jobs

@@ -23,7 +23,7 @@ class Command(Section):
     effects: ClassVar[Effects] = {}  # conditions of this command, and the flags and sections that have them
 
     given: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
-    plugin: tuple[str, ...] = option((), "Your file with registrations.", metavar="FILE.py")
+    plugin: tuple[str, ...] = option((), "Your file with registrations.", metavar="FILE.py", holds="place")
 
     @property
     def uses_gpus(self) -> bool:

@@ -7,6 +7,7 @@ default and help are written once; parser, help, files and error messages come f
 import difflib
 import json
 import operator
+import os.path
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """A mistake of the user in the flags: all `violations`, a line of the message each."""
+    """Mistakes of the user in the flags. The message has a line for each of the `violations`."""
 
     def __init__(self, violations: str | Sequence[str]) -> None:
         self.violations = [violations] if isinstance(violations, str) else list(violations)
@@ -61,7 +62,7 @@ class Flag:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    holds: Literal["model", "dataset"] | None = None  # a folder, a file or a hub name
+    holds: Literal["model", "dataset", "place"] | None = None  # paths or hub names, by comma; a path of this machine
     needs: tuple[str, ...] = ()  # conditions under which it has an effect: `effects`
     required: bool = False  # None until it is given; `check()` asks for it
     saved: bool = True  # False: left out of configuration files
@@ -171,40 +172,40 @@ def mentions(text: str, paths: Iterable[str]) -> bool:
 def convert(flag: Flag, raw: Any) -> Any:
     """The value of a flag from what the command line (texts) or a file (YAML values) has for it.
 
-    Raises ValueError with a sentence that names the flag.
+    A leading ~ of a path is the home folder. Raises ConfigError with a sentence that names the flag.
     """
     if raw is None and flag.optional:
         return None
     if flag.shape == "switch":
         if isinstance(raw, bool):
             return raw
-        raise ValueError(f"{flag.name} is a switch: true or false, not {raw!r}.")
+        raise ConfigError(f"{flag.name} is a switch: true or false, not {raw!r}.")
     if flag.shape == "json":
         return _json_object(flag, raw)
     if flag.shape == "one":
         return _scalar(flag, raw)
     items = cast("list[Any]", raw) if isinstance(raw, list) else [raw]
     if flag.shape == "pair" and len(items) != 2:
-        raise ValueError(f"{flag.name} takes two numbers, not {len(items)}: {items!r}.")
+        raise ConfigError(f"{flag.name} takes two numbers, not {len(items)}: {items!r}.")
     return tuple(_scalar(flag, item) for item in items)
 
 
 def _scalar(flag: Flag, raw: Any) -> Any:
-    wrong = ValueError(f"{flag.name} takes {KINDS[flag.kind]}, not {raw!r}.")
-    if isinstance(raw, bool):  # YAML reads on and off as truth values
-        raw = {True: "on", False: "off"}[raw] if "on" in (flag.choices or ()) else None
-    if not isinstance(raw, (str, int, float)):
-        raise wrong
+    truths = {True: "on", False: "off"} if "on" in (flag.choices or ()) else {}  # as YAML reads on and off
+    value = truths.get(raw) if isinstance(raw, bool) else raw
     try:
-        value = flag.kind(raw)
+        value = flag.kind(value) if isinstance(value, (str, int, float)) else None
     except (ValueError, OverflowError):
-        raise wrong from None
-    if flag.kind is int and isinstance(raw, float) and raw != value:
-        raise wrong
+        value = None
+    if value is None or (flag.kind is int and isinstance(raw, float) and raw != value):
+        raise ConfigError(f"{flag.name} takes {KINDS[flag.kind]}, not {raw!r}.")
     if flag.choices is not None and value not in flag.choices:
         meant = {"grpo": ["group_norm"]}.get(value) or nearest(value, flag.choices)
         known, hint = ", ".join(flag.choices), did_you_mean(meant)
-        raise ValueError(f"{flag.name} takes one of {known}, not {value!r}.{hint}")
+        raise ConfigError(f"{flag.name} takes one of {known}, not {value!r}.{hint}")
+    if flag.holds:
+        paths = [value] if flag.holds == "place" else re.split(r"(,\s*)", value)
+        return "".join(map(os.path.expanduser, paths))
     return value
 
 
@@ -212,10 +213,18 @@ def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
     try:
         value = json.loads(raw) if isinstance(raw, str) else raw
     except json.JSONDecodeError as error:
-        raise ValueError(f"{flag.name} takes a JSON object, and {raw!r} is none: {error}.") from None
+        raise ConfigError(f"{flag.name} takes a JSON object, and {raw!r} is none: {error}.") from None
     if not isinstance(value, dict):
-        raise ValueError(f'{flag.name} takes a JSON object, such as {{"name": 1}}, not {raw!r}.')
+        raise ConfigError(f'{flag.name} takes a JSON object, such as {{"name": 1}}, not {raw!r}.')
     return cast("dict[str, Any]", value)
+
+
+def text_of(flag: str, file: str) -> str:
+    """The text of a file that a flag names. Raises ConfigError if it cannot be read, or is not UTF-8."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {file} cannot be read as a text file in UTF-8: {error}") from error
 
 
 def toml_beside(module: str, name: str = "") -> dict[str, Any]:

@@ -72,7 +72,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
     task: str = option(
         "generate", "Answer prompts (generate_vllm is the same), or score answers with reward models.",
         choices=("generate", "generate_vllm", "rm"))
-    output_path: str = required("File for the results, a JSON object per line. A killed command continues in it.")
+    output_path: str = required("File for the results, a JSON object per line. A killed command continues in it.", holds="place")
     best_of_n: int = option(1, "Answers to each prompt.", ge=1)
     iter: int | None = option(None, "Use the rows from iter x rollout.batch_size on, so many.", ge=0)
     post_processor: str = option(
@@ -108,12 +108,12 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        not_in, path = not all(word in self.reward_template for word in ("{input}", "{reward}")), os.path.expanduser(self.output_path or "")
+        incomplete = not all(word in self.reward_template for word in ("{input}", "{reward}"))
         return [
             *super().mistakes(),
             *rules.probabilities_fit(self, "data.dataset", "data.dataset_probs"),
-            (path and os.path.isdir(path), "<output_path> is a folder: name a file in it."),
-            (not_in and self.post_processor == "csft", "<reward_template> needs both {input} and {reward}."),
+            (os.path.isdir(self.output_path or ""), "<output_path> is a folder: name a file in it."),
+            (incomplete and self.post_processor == "csft", "<reward_template> needs both {input} and {reward}."),
             *(self.engine_mistakes() if self.samples_answers else rules.sum_mistakes(self.reward, len(self.reward.models))),
             *combined(self, "refused", "batch_inference"),
         ]
@@ -132,7 +132,7 @@ class ChatConfig(ModelCommand):
     rollout: ChatSamplingConfig = ChatSamplingConfig(temperature=0.2, top_p=0.9, repetition_penalty=1.2, max_new_tokens=1024)
     csft: CsftConfig = CsftConfig()
     system: str | None = option(None, "System prompt.")
-    preamble: str | None = option(None, "File whose text comes before the conversation.")
+    preamble: str | None = option(None, "File whose text comes before the conversation.", holds="place")
 
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path: an answer takes half of a short conversation."""

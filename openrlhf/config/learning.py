@@ -48,8 +48,9 @@ class AdvantageConfig(Section):
     no_std_norm: bool = option(
         False, "Centre a batch's advantages, do not divide by deviation.", needs="estimator.whitened")
     is_correction_enable: bool = option(False, "Correct the loss for engine-trainer differences.")
-    is_correction_type: str = option("tis", "Which weight.", choices=choices.CORRECTIONS, needs="is_correction_enable")
-    is_correction_threshold: tuple[float, float] = option((0.5, 5.0), "Its two bounds.", ge=0)
+    is_correction_type: str = option("tis", "Preset of the correction.", choices=choices.CORRECTIONS, needs="is_correction_enable")
+    is_correction_threshold: tuple[float, float] = option(
+        (0.5, 5.0), "Lower and upper bound of the ratio pi_old / pi_rollout.", ge=0)
 
 class CorrectionConfig(Section):
     """Correction of engine-trainer differences, by its axes."""
@@ -101,7 +102,7 @@ class AlgoConfig(Section):
     ptx: PtxConfig = PtxConfig()
     dynamic_filtering_enable: bool = option(False, "Replace prompts outside the range of scores.")
     dynamic_filtering_range: tuple[float, float] = option(
-        (0.0, 1.0), "Mean scores, ends excluded.", needs="dynamic_filtering_enable")
+        (0.0, 1.0), "A prompt is kept if its mean score lies between these two.", needs="dynamic_filtering_enable")
 
 class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
     """Batches, epochs, seed, placement, pipeline."""
@@ -153,7 +154,7 @@ class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
 
 class RLDataConfig(PromptConfig, shared.DataConfig):
     """Tokenizer and prompts."""
-    image_key: str = option("images", "Column with images.", needs="max_images_per_prompt")
+    image_key: str = option("images", "Column with images.", needs="train.agent_func_path")
     max_images_per_prompt: int = option(0, "Images of a prompt; 0: text only.", ge=0)
 
 class RLEvalConfig(shared.EvalConfig):

@@ -23,17 +23,16 @@ MOST_HINTS = 4
 R = TypeVar("R", bound=Command)
 
 
-def parse_config(root: type[R], argv: Sequence[str] | None = None, *, command: str) -> R:
-    """The resolved and checked configuration of a command line (None: this process's).
+def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
+    """The resolved and checked configuration of a command line.
 
     Prints notices to stderr, in rank 0 only. `--help` prints and exits. Raises ConfigError.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
-    for place, word in enumerate(words):
+    for place, word in enumerate(argv):
         if word in ("-h", "--help"):
-            print(help_text(root, command, topic="".join(words[place + 1 : place + 2])))
+            print(help_text(root, command, topic="".join(argv[place + 1 : place + 2])))
             raise SystemExit(0)
-    reader = Reader(root, command).read(words)
+    reader = Reader(root, command).read(argv)
     config, notices = amend(root(), {**reader.given, "given": reader.given}).resolve(command=command)
     # What follows from a mistake would only mislead.
     broken = [text for text in config.check() if not mentions(text, reader.doubtful)]
@@ -64,22 +63,22 @@ class Reader:
         typed, file = dict[str, Any](), ""
         for name, words in old.groups:
             if name == "config":
-                file = " ".join(words)
+                file = os.path.expanduser(" ".join(words))
             elif not name:
                 self.problems.append(f"{' '.join(words)} follows no flag that takes it.")
             else:
                 self._take(name, words, typed)
         written = self.read_yaml(file) if file else {}
-        raw = written | typed
-        load_plugins(convert(self.flags["plugin"], raw.get("plugin") or []))
-        for path, value in raw.items():
-            if value is None and self.flags[path].default is None:
-                continue  # null in a file for a flag that has no default
+        for path, value in {"plugin": None, **written, **typed}.items():
+            flag = self.flags[path]
             try:
-                self.given[path] = convert(self.flags[path], value)
-            except ValueError as error:
+                if value is not None or flag.default not in (None, ()):  # else null in a file: not given
+                    self.given[path] = convert(flag, value)
+            except ConfigError as error:
                 self.problems.append(f"{file}: {error}" if path not in typed else str(error))
                 self.doubtful.add(path)
+            if path == "plugin":  # the first: values of other flags may be names that it registers
+                load_plugins(self.given.get(path, ()))
         self._keep_apart(Path(file), written.keys() - typed.keys())
         return self
 
@@ -118,17 +117,20 @@ class Reader:
         return f"{self.command} has no flag {name}.{did_you_mean([name.removesuffix(bare) + path for path in paths])}"
 
     def _keep_apart(self, file: Path, written: set[str]) -> None:
-        """A file that an earlier run wrote names the folders of that run, which are not used again unnoticed."""
+        """A file written by an earlier run names that run's folders.
+
+        Drop `run.dir`, and warn before the model there is replaced.
+        """
         if file.name == "config_resolved.yaml":
             self.problems.append(f"--config {file} also has derived values: give config.yaml beside it.")
         run, model = (self.given.get(path) if path in written else None for path in ("run.dir", "ckpt.output_dir"))
-        if run and Path(run).expanduser().resolve() == file.resolve().parent:
+        if run and Path(run).resolve() == file.resolve().parent:
             del self.given["run.dir"]
             self.notices.append(
                 f"--run.dir {run} belongs to the run that wrote {file}: this run has a folder of its own."
             )
-        folder = Path(model or "").expanduser()
-        if model and not self.given.get("ckpt.load_enable") and folder.is_dir() and any(folder.iterdir()):
+        # os.walk finds nothing in a folder that may not be read: `check_folders` says so.
+        if model and not self.given.get("ckpt.load_enable") and any(dirs or files for _, dirs, files in os.walk(model)):
             self.notices.append(
                 f"--ckpt.output_dir {model} comes from {file} and holds files: this run replaces the model there. "
                 "To keep it, give another --ckpt.output_dir."

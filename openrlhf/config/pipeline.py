@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,13 +17,13 @@ STAGES = {verb: about for verb, about in VERBS.items() if "result" in about}
 # fmt: off
 class PipelineRunConfig(Section):
     """Where everything goes."""
-    dir: str = derived("Folder of all stages; unset: ./runs/<name of the file>, with --settings behind it.")
+    dir: str = derived("Folder of all stages; unset: ./runs/<name of the file>, with --settings behind it.", holds="place")
 
 class PipelineConfig(Command):
     """Stages in a file, one after the other."""
     effects: ClassVar[Effects] = {"!always": ["plugin"]}
 
-    file: str = required("YAML file with the stages; may also be the first word.", metavar="FILE.yaml")
+    file: str = required("YAML file with the stages; may also be the first word.", metavar="FILE.yaml", holds="place")
     settings: str = option("", "Which settings of the file; unset: its first.")
     dry_run: bool = option(False, "Check everything, say what would run, stop.", saved=False)
     run: PipelineRunConfig = PipelineRunConfig()
@@ -34,4 +35,4 @@ class PipelineConfig(Command):
 
     def mistakes(self) -> Sentences:
         """The file is there."""
-        return [*super().mistakes(), (self.file and not Path(self.file).is_file(), "<file> is no file on this machine.")]
+        return [*super().mistakes(), (self.file and not os.path.isfile(self.file), "<file> is no file on this machine.")]

@@ -23,7 +23,7 @@ def load_plugins(paths: Sequence[str]) -> None:
     """
     _load_installed()
     for path in paths:
-        file = Path(path).expanduser().resolve()
+        file = Path(path).resolve()
         name = f"openrlhf_plugin_{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"
         if name not in sys.modules:
             _load_file(file, name, path)

@@ -1,6 +1,6 @@
 """What may be wrong with a configuration of RL; `rules` says what a row of sentences is."""
 
-from pathlib import Path
+import os
 from typing import Any
 
 from openrlhf.config import choices, machine, rules
@@ -51,7 +51,7 @@ def rollout_mistakes(config: RLFlags) -> Sentences:
     return [
         *engine_mistakes(config),
         *rules.remote_engine_mistakes(rollout),
-        (rollout.replay_dir and not Path(rollout.replay_dir).expanduser().is_dir(),
+        (rollout.replay_dir and not os.path.isdir(rollout.replay_dir),
          "<rollout.replay_dir> is no folder on this machine: write one with --rollout.dump_dir."),
         (overlong and overlong > longest,
          f"<reward.overlong_buffer_len> is more than the longest response, {longest} tokens "

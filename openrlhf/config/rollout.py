@@ -79,14 +79,14 @@ class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     max_turns: int | None = option(None, "Turns of an episode with an agent.", ge=1, needs=AGENT)
     step_timeout: float = option(600.0, "Seconds for one step of an agent.", gt=0, needs=AGENT)
     episode_timeout: float = option(3600.0, "Seconds for a whole episode.", gt=0, needs=AGENT)
-    dump_dir: str | None = option(None, "Write every episode into this folder, a file per step.")
-    replay_dir: str | None = option(None, "Train from episodes written there, without engines.")
+    dump_dir: str | None = option(None, "Write every episode into this folder, a file per step.", holds="place")
+    replay_dir: str | None = option(None, "Train from the episodes in this folder, without engines.", holds="place")
     only: bool = option(False, "Generate and reward, and do not train.")
 
 class RuleConfig(Section):
     """Rewards by function, server or verifier."""
     remote_url: str | None = option(
-        None, "HTTP servers, by comma, or a .py file with reward_func.", needs="!train.agent_func_path")
+        None, "HTTP servers, by comma, or a .py file with reward_func.", holds="place", needs="!train.agent_func_path")
     verifier: str | None = option(
         None, "Built-in check of a response. The label is for math an answer, for code tests as JSON, for format "
         "a regular expression (none: <think> once, then an answer), for length words, 200 or 100-200.",
@@ -119,7 +119,7 @@ class RewardConfig(RuleConfig):
     process_model: str | None = option(None, "Process reward model: rewards the ends of steps.", holds="model")
     step_separator: str = option("\n", "Text that ends a step of an answer.", needs="process_model")
     weights: tuple[float, ...] | None = option(
-        None, "Of the models, the process model, then the rule, in the sum; unset: 1 each.")
+        None, "Weights of the rewards in their sum: each model, the process model, the rule; unset: 1 each.")
     on_error: str = option(
         "fail", "An episode whose reward failed: fail counts it towards reward.max_error_rate, "
         "drop leaves it out, a number becomes its reward.", metavar="fail|drop|NUMBER")

@@ -5,7 +5,7 @@ is typed: --train.seed 42.
 """
 
 import math
-from pathlib import Path
+import os
 from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
@@ -68,14 +68,14 @@ def sources_exist(config: Any) -> Sentences:
     """Models and datasets that can only be local are there; dataset scripts are refused."""
     rows: Sentences = []
     for flag, value in flags_in(config):
-        for item in items(value) if flag.holds else []:
+        for item in items(value) if flag.holds in ("model", "dataset") else []:
             path = item.partition("@")[0] if flag.holds == "dataset" else item
             script = flag.holds == "dataset" and path.endswith(".py")
-            gone = looks_local(path) and not Path(path).expanduser().exists()
+            gone = (looks_local(path) or os.path.exists(path)) and not os.access(path, os.R_OK)
             rows += [
-                (flag.holds == "model" and (Path(path).expanduser() / "adapter_config.json").is_file(),
+                (flag.holds == "model" and os.path.isfile(f"{path}/adapter_config.json"),
                  f"{flag.name} {path} is an adapter: merge it with its base first: openrlhf lora_combiner."),
-                (gone and not script, f"{flag.name} {path} does not exist on this machine."),
+                (gone and not script, f"{flag.name} {path} does not exist on this machine, or this user may not read it."),
                 (script, f"{flag.name} {path} is a Python script, which the datasets library no "
                  "longer runs. Convert the data to parquet or jsonl and give that."),
             ]
@@ -144,7 +144,7 @@ def sum_mistakes(reward: RewardConfig, parts: int) -> Sentences:
 
 def is_file(text: str | None) -> TypeGuard[str]:
     """Whether a text, which may be long, is the path of a file here."""
-    return text is not None and 0 < len(text) < 1000 and Path(text).expanduser().is_file()
+    return text is not None and os.path.isfile(text)
 
 
 def looks_local(path: str) -> bool:

@@ -18,8 +18,8 @@ MUON = "optim=muon"
 
 class CheckpointConfig(Section):
     """Checkpoints and the exported model."""
-    output_dir: str = option("./ckpt", "Folder of the final model and tokenizer.")
-    path: str = option("./ckpt/checkpoints", "Folder of the checkpoints of the run.")
+    output_dir: str = option("./ckpt", "Folder of the final model and tokenizer.", holds="place")
+    path: str = option("./ckpt/checkpoints", "Folder of the checkpoints of the run.", holds="place")
     save_steps: int = option(-1, "Steps between checkpoints; -1: none.", ge=-1)
     save_hf: bool = option(False, "Export a Transformers model with every checkpoint.", needs=CHECKPOINTS)
     disable_ds: bool = option(False, "Write no engine state: the run cannot be resumed.", needs=CHECKPOINTS)
@@ -54,11 +54,11 @@ class LoggerConfig(Section):
     """Where numbers go besides the run folder."""
     logging_steps: int = option(1, "Steps between two entries.", ge=1)
     wandb: WandbConfig = WandbConfig()
-    tensorboard_dir: str | None = option(None, "Folder for TensorBoard's event files.")
+    tensorboard_dir: str | None = option(None, "Folder for TensorBoard's event files.", holds="place")
 
 class RunConfig(Section):
     """The run folder and the terminal."""
-    dir: str = derived("Run folder; unset: ./runs/<command>-<time>.")
+    dir: str = derived("Run folder; unset: ./runs/<command>-<time>.", holds="place")
     quiet: bool = option(False, "Plain lines on the terminal.")
     json: bool = option(False, "One JSON object per step on the terminal.")
 
@@ -69,7 +69,7 @@ class SeedConfig(Section):
 
 class ProcessConfig(SeedConfig):
     """Seed, agents, timeouts."""
-    agent_func_path: str | None = option(None, "A .py file with class AgentExecutor.")
+    agent_func_path: str | None = option(None, "A .py file with class AgentExecutor.", holds="place")
     setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
     step_timeout: float = option(3600.0, "Seconds for one step (evaluation: for rollout.batch_size prompts).", gt=0)
 
@@ -84,7 +84,7 @@ class TrainConfig(SeedConfig):
 
 class EvalConfig(Section):
     """Evaluation during training."""
-    steps: int = option(-1, "Steps between two; -1: at each epoch's end (RL: never).", ge=-1, needs=EVALUATIONS)
+    steps: int = option(-1, "Steps between two evaluations; -1: at each epoch's end (RL: never).", ge=-1, needs=EVALUATIONS)
     dataset: str | None = option(None, "Files, folders or hub names, by comma.", holds="dataset")
     split: str = option("train", "Split of the dataset; a file has one.", needs="dataset")
     patience: int | None = option(
@@ -115,10 +115,10 @@ class DeepSpeedConfig(LoadingConfig):
     zpg: int = option(1, "Ranks of a secondary partition (ZeRO++ hpZ, stage 3).", ge=1)
     adam_offload: bool = option(False, "Keep the optimizer's state in CPU memory, and step there.")
     param_offload: str = option("none", "Where parameters wait (ZeRO 3).", choices=("none", "cpu", "nvme"))
-    nvme_path: str | None = option(None, "Folder on NVMe for offloaded state.")
+    nvme_path: str | None = option(None, "Folder on NVMe for offloaded state.", holds="place")
     use_universal_ckpt: bool = option(
         False, "Continue with another number of processes, or ZeRO 1 after 2 or 2 after 1.", needs="ckpt.load_enable")
-    grad_accum_dtype: str | None = option(None, "Of gradient sums; unset: fp32.", choices=DTYPES)
+    grad_accum_dtype: str | None = option(None, "Data type in which gradients are summed; unset: fp32.", choices=DTYPES)
     overlap_comm: bool = option(False, "Reduce gradients while the backward pass runs.", needs="zero_stage=2,3")
     deepcompile: bool = option(False, "DeepSpeed's DeepCompile.")
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
@@ -162,7 +162,8 @@ class DatasetConfig(DataConfig):
 
 class OfflineDataConfig(DatasetConfig):
     tokenizer_chat_template: str | None = option(
-        None, "Chat template, or a file with one, instead of the tokenizer's.", needs="apply_chat_template|layout=auto,arena")
+        None, "Chat template, or a file with one, instead of the tokenizer's.", holds="place",
+        needs="apply_chat_template|layout=auto,arena")
 
 class AdamConfig(Section):
     """AdamW."""
@@ -188,7 +189,7 @@ class OptimizerConfig(Section):
         0.03, "Fraction of the steps that warm up.", ge=0, le=1, needs="!lr_scheduler=constant")
     min_lr_ratio: float = option(
         0.1, "Floor (fraction of the peak) of schedules with one.", ge=0, le=1,
-        needs="lr_scheduler=cosine_with_min_lr,cosine_warmup_with_min_lr")
+        needs="lr_scheduler=cosine_with_min_lr,cosine_warmup_with_min_lr,warmup_stable_decay")
     max_norm: float = option(1.0, "Clip the gradient to this norm; 0: no clipping.", ge=0)
 
 class GroupConfig(Section):
@@ -205,7 +206,7 @@ class TrainedModelConfig(Section):
     model_name_or_path: str = required("Folder or hub name, with its tokenizer.", holds="model")
     gradient_checkpointing_enable: bool = option(False, "Recompute activations to save memory (RL: critic too).")
     gradient_checkpointing_reentrant: bool = option(
-        False, "Use the re-entrant implementation of this.", needs="gradient_checkpointing_enable")
+        False, "Use the re-entrant implementation of gradient checkpointing.", needs="gradient_checkpointing_enable")
     aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of experts (RL: critic too).", ge=0)
 
 class ModelConfig(ModelSourceConfig, TrainedModelConfig):

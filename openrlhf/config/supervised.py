@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 from openrlhf.config import choices, machine, rules, shared
 from openrlhf.config.commands import Root
 from openrlhf.config.effects import EFFECTS, Effects, Sentences, combined
-from openrlhf.config.flags import Section, option, required
+from openrlhf.config.flags import Section, option, required, text_of
 
 
 # fmt: off
@@ -26,7 +25,7 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
         return {
             "train.micro_batch_size": micro if fits else of_rank,
             "data.tokenizer_chat_template":
-                Path(template).expanduser().read_text(encoding="utf-8") if rules.is_file(template) else template,
+                text_of("--data.tokenizer_chat_template", template) if rules.is_file(template) else template,
         }
 
     def notices(self) -> Sentences:
@@ -156,8 +155,7 @@ class DPOConfig(ReferencedConfig):
 
     def derived_values(self) -> dict[str, Any]:
         """The loss that --model.ipo_enable means."""
-        ipo = {"model.loss_type": "ipo"} if self.model.ipo_enable else {}
-        return super().derived_values() | ipo
+        return super().derived_values() | ({"model.loss_type": "ipo"} if self.model.ipo_enable else {})
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""

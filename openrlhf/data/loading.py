@@ -78,7 +78,6 @@ def _with_short_strings(part: Dataset) -> Dataset:
 
 def _load_one(item: str, split: str, max_samples: int, text: Collection[str]) -> Dataset:
     path, _, folder = (item, "", "") if os.path.exists(item) else item.partition("@")
-    path = os.path.expanduser(path)
     try:
         loaded = _read(path, folder or None, text)
     except DataError:

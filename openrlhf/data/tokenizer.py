@@ -21,15 +21,14 @@ def get_tokenizer(
     there is no tokenizer, if it needs code of the model's repository that is not trusted, or if it has no end-of-text
     token.
     """
-    folder = os.path.expanduser(path)
-    owner = os.path.dirname(folder)
-    if os.path.isdir(owner) and not os.path.isdir(folder):
+    owner = os.path.dirname(path)
+    if os.path.isdir(owner) and os.access(owner, os.R_OK) and not os.path.isdir(path):
         there = ", ".join(sorted(entry.name for entry in os.scandir(owner) if entry.is_dir())) or "no folder"
         notice(
             f"{flag}: there is no folder {path!r} ({owner!r} has {there:.200}), so the hub is asked for the tokenizer."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, LookupError, AttributeError, ImportError) as error:
         raise DataError(_explain(path, error, flag)) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made of a config.json alone
@@ -70,10 +69,9 @@ def _explain(path: str, error: Exception, flag: str) -> str:
             f"The tokenizer of {path!r} needs code in the model's own repository, which runs only if "
             "you allow it: read the code, then pass --model.trust_remote_code."
         )
-    folder = os.path.expanduser(path)
     what = "no folder here, so a hub name"
-    if os.path.isdir(folder):
-        what = f"a folder with {', '.join(sorted(os.listdir(folder))[:10]) or 'nothing in it'}"
+    if os.path.isdir(path):
+        what = f"a folder with {', '.join(sorted(os.listdir(path))[:10]) or 'nothing in it'}"
     return f"No tokenizer could be loaded from {flag} {path!r} ({what}): {error}"
 
 

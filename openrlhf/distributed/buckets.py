@@ -128,8 +128,7 @@ class WorkerReceipt:
     sent_hashes: tuple[int, ...]  # from the sender's message after the last bucket
     loads: dict[str, int]  # tensor name → number of times the model's loader got the tensor
     unwritten: tuple[str, ...]  # layers of the engine without all new values, with counts
-    packed: int  # layers that compute with a packed copy of their weights (on a CPU)
-    stale: tuple[str, ...]  # packed layers whose packed copy is old
+    stale: tuple[str, ...]  # layers that compute with a packed copy of their weights (on a CPU), which is old
 
 
 def verify_receipts(manifest: WeightManifest, engine: int, workers: Sequence[WorkerReceipt]) -> None:

@@ -43,12 +43,12 @@ class Strategy:
         enable_full_determinism(seed) if full_determinism else set_seed(seed)
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
-        """Sums over the data slices, or `max` or `min` over all ranks, of a few numbers.
+        """Sums over the data slices, or `max` over all ranks, of a few numbers.
 
         Ranks of one slice must have the same numbers.
         """
         block = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(block, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op])
+        dist.all_reduce(block, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
         return (block / (self.layout.sp * self.layout.tp) if op == "sum" else block).tolist()
 
     def gather(self, value: Any) -> list[Any]:

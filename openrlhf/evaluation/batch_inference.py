@@ -45,7 +45,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     prompts = read_rows(config, tokenizer)
     if config.dry_run:
         return show_rows(config, tokenizer, prompts)
-    journal = Journal(Path(config.output_path).expanduser(), inference_identity(config, prompts))
+    journal = Journal(Path(config.output_path), inference_identity(config, prompts))
     with started(config) as recorder:
         missing = [prompt for prompt in prompts if prompt.index not in journal.results]
         recorder.display.note(f"{len(prompts)} rows, {len(missing)} to do. Results so far: {journal.path}")

@@ -3,12 +3,12 @@
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from openrlhf.config.flags import text_of
 from openrlhf.config.inference import ChatConfig
 from openrlhf.data.first_look import recorded
 from openrlhf.data.shown import show_text
@@ -75,7 +75,7 @@ class Chat:
 
     def __post_init__(self) -> None:
         file = self.config.preamble
-        preamble = Path(file).expanduser().read_text(encoding="utf-8").strip() if file else ""
+        preamble = text_of("--preamble", file).strip() if file else ""
         self.before = "\n".join(filter(None, (self.config.system, preamble)))
         self.ends = [*end_ids(self.config.model.model_name_or_path), self.tokenizer.eos_token_id]
 

@@ -88,7 +88,7 @@ def of_model(path: str, *, trust_remote_code: bool = False) -> str:
     """The architecture of a model and a hash of its weights; for a model on the hub, its name instead of the hash."""
     stored = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
     architecture = {name: stored[name] for name in stored.keys() - {"transformers_version", "_name_or_path"}}
-    folder = Path(path).expanduser()
+    folder = Path(path)
     files = sorted(file for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
     weights = _hash([fingerprint(file) for file in files]) if folder.is_dir() else path
     return f"{stored.get('model_type')} {_hash(architecture)}, weights {weights}"

@@ -31,7 +31,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined, TemplateError
 
 from openrlhf.config import machine
-from openrlhf.config.flags import ConfigError, UserError, did_you_mean, flags_of, items, nearest
+from openrlhf.config.flags import ConfigError, UserError, did_you_mean, flags_of, items, nearest, text_of
 from openrlhf.config.options import leaves, parse_config
 from openrlhf.config.pipeline import STAGES, PipelineConfig
 from openrlhf.files import BLOCK, SAMPLES, fingerprint, write_atomically
@@ -48,7 +48,7 @@ GRACE_S = 60.0  # for a stage to end that is asked to, and then is killed
 def run_pipeline(config: PipelineConfig) -> None:
     """Check all stages, and run those that are not done. Raises ConfigError, or SystemExit with the status of a stage."""
     with in_order():
-        file, folder = Path(config.file), Path(config.run.dir).expanduser().absolute()
+        file, folder = Path(config.file), Path(config.run.dir).absolute()
         Pipeline(file=file, folder=folder, stages=read_stages(file, config.settings)).run(dry=config.dry_run)
 
 
@@ -84,7 +84,7 @@ class Stage:
         """The files, and folders of models and data, that it names."""
         found = [word for word in shlex.split(self.run) if isfile(word)]
         for path, value in self.values.items():
-            there = exists if flags_of(self.root)[path].holds else isfile
+            there = exists if flags_of(self.root)[path].holds in ("model", "dataset") else isfile
             texts = items(",".join(map(str, value)) if isinstance(value, list) else str(value))
             found += [place for text in texts if there(place := expanduser(text.partition("@")[0]))]
         return found
@@ -94,7 +94,7 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
     """The stages of a file with the settings of this name (none: the first). Raises ConfigError."""
     jinja, here = Environment(undefined=StrictUndefined), str(file.absolute().parent)
     try:
-        head, divided, body = file.read_text(encoding="utf-8").rpartition("\n---\n")
+        head, divided, body = text_of("--file", str(file)).rpartition("\n---\n")
         choices = yaml.safe_load(jinja.from_string(head).render(here=here))["settings"] if divided else {}
         if settings and settings not in choices:
             raise ConfigError(f"--settings {settings}: {file} has {', '.join(choices) or 'no settings'}.")
@@ -108,7 +108,7 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
         return [
             Stage(name=str(name), **{key: entry[key] for key in entry if entry[key]}) for name, entry in found.items()
         ]
-    except (yaml.YAMLError, TemplateError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, TemplateError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file} is no pipeline: {error}. It has `settings`, a line ---, and `stages`. Each stage has a name, and either "
             "`command` with `flags`, or `run` (docs/pipelines.md)."

@@ -36,7 +36,7 @@ def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
     reference = task.config.ref.model_name_or_path or task.config.model.model_name_or_path
     strategy, identity = engine.strategy, texts_identity(task, rows, FLAGS["reference"], reference)
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-    path = Path(task.config.ckpt.path).expanduser() / f"reference-{digest}.json"
+    path = Path(task.config.ckpt.path) / f"reference-{digest}.json"
     sums = strategy.broadcast(json.loads(path.read_bytes()) if strategy.is_main and path.exists() else None)
     if sums is None:
         sums = reference_sums(task, rows, engine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from os.path import abspath
 from typing import TYPE_CHECKING
 
 from openrlhf.config.machine import openmp_threads
@@ -56,5 +56,5 @@ def connect_hosts(config: Sampling, hosts: HostHandles, *, log_dir: str) -> None
         {"engine": config.ds, "seed": config.train.seed, "full_determinism": config.train.full_determinism_enable},
         log_dir=log_dir,
         timeout_s=config.train.setup_timeout,
-        plugins=[str(Path(path).expanduser().absolute()) for path in config.plugin],
+        plugins=[abspath(path) for path in config.plugin],
     )

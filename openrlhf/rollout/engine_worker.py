@@ -79,7 +79,6 @@ class WorkerExtension:
             sent_hashes=intake.sent_hashes,
             loads=dict(intake.loads),
             unwritten=tuple(unwritten),
-            packed=len(renewed),
             stale=tuple(name for name, handle in renewed.items() if handles.get(name) is handle),
         )
         return pickle.dumps(receipt)

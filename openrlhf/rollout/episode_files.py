@@ -36,7 +36,7 @@ class EpisodeFolder:
     """The files of a run, each written completely or not at all. Reading raises DataError with file and line."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().absolute()
+        self.path = Path(path).absolute()
 
     def file(self, kind: Kind, step: int) -> Path:
         """The file of the episodes of a step or of an evaluation."""

@@ -88,7 +88,7 @@ class PPOTrainer:
         if self.source.exhausted and self.step < self.source.total_steps:
             self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.")
         self.return_to_best()
-        self.export_final(Path(self.ckpt.output_dir).expanduser().absolute())
+        self.export_final(Path(self.ckpt.output_dir).absolute())
 
     def learn_from(self, batch: Annotated) -> None:
         """The second half of a step: credit, update, publication."""

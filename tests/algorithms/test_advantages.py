@@ -11,9 +11,9 @@ from torch import Tensor
 
 from openrlhf.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
-    discounted_returns,
     gae,
     group_statistics,
+    monte_carlo,
     normalize_advantages,
     shape_rewards,
 )
@@ -218,9 +218,9 @@ def test_gae_agrees_with_the_reference_for_any_rows_and_masks(
 def test_gae_with_lambda_one_is_return_minus_value(gamma: float) -> None:
     rewards, values, mask = random_block()
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
-    monte_carlo = discounted_returns(rewards, mask, gamma=gamma)
-    assert torch.allclose(advantages, (monte_carlo - values).masked_fill(~mask, 0))
-    assert torch.allclose(returns, monte_carlo)
+    sums, _ = monte_carlo(rewards, values, mask, gamma=gamma, lam=1.0)
+    assert torch.allclose(advantages, (sums - values).masked_fill(~mask, 0))
+    assert torch.allclose(returns, sums)
 
 
 def test_gae_with_lambda_zero_is_the_one_step_residual() -> None:
@@ -231,8 +231,9 @@ def test_gae_with_lambda_zero_is_the_one_step_residual() -> None:
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
 def test_discounted_returns_agree_with_the_reference(gamma: float) -> None:
-    rewards, _, mask = random_block()
-    returns = discounted_returns(rewards, mask, gamma=gamma)
+    rewards, values, mask = random_block()
+    advantages, returns = monte_carlo(rewards, values, mask, gamma=gamma, lam=0.5)
+    assert torch.equal(advantages, returns)
     for row in range(len(mask)):
         expected = credit.discounted_returns(rewards[row].tolist(), mask[row].tolist(), gamma)
         assert returns[row].tolist() == pytest.approx(expected)
@@ -241,7 +242,8 @@ def test_discounted_returns_agree_with_the_reference(gamma: float) -> None:
 def test_an_undiscounted_outcome_reaches_every_action_unchanged() -> None:
     mask = torch.tensor([[False, True, True, False, True]])
     rewards = token_rewards(torch.tensor([0.7]), None, mask, 0.0)
-    assert torch.equal(discounted_returns(rewards, mask, gamma=1.0), mask * torch.tensor(0.7))
+    returns, _ = monte_carlo(rewards, torch.zeros_like(rewards), mask, gamma=1.0, lam=1.0)
+    assert torch.equal(returns, mask * torch.tensor(0.7))
 
 
 def test_padding_and_company_do_not_change_a_row() -> None:

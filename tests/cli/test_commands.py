@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -96,6 +100,34 @@ def test_a_mistake_is_printed_once_per_machine(
             assert ended.value.code == 2
             assert capsys.readouterr().err.count("error:") == 1
     assert waits == [common.OTHERS_WAIT_S] * 2
+
+
+def test_a_folder_that_cannot_be_looked_into_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locked, stat = tmp_path / "locked", os.stat
+    locked.mkdir()
+
+    def denied(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{locked}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    def made(dir: Path) -> Any:
+        if dir == locked:
+            raise PermissionError(13, "Permission denied", str(dir))
+        return nullcontext()
+
+    monkeypatch.setattr(os, "stat", denied)
+    monkeypatch.setattr(common, "TemporaryFile", made)
+    line = f"--ckpt.output_dir {locked}/x --model.model_name_or_path x --data.dataset y --data.output_key z"
+    with pytest.raises(SystemExit) as ended:
+        main.main(["sft", *line.split()])
+    assert ended.value.code == 2
+    said = (
+        f"error: --ckpt.output_dir {locked}/x cannot be written to: {locked}: Permission denied. Choose another folder."
+    )
+    assert said in capsys.readouterr().err
 
 
 def test_the_console_command_lists_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.local_ppo import LocalPPOConfig
 from openrlhf.config.options import ConfigError, Reader, parse_config
+from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.config.serving import ServeConfig
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 
@@ -27,6 +30,11 @@ ROOTS: dict[str, type[Any]] = TRAINING | {
     "eval": EvaluationConfig,
     "batch_inference": BatchInferenceConfig,
     "interactive_chat": ChatConfig,
+}
+COMMANDS: dict[str, type[Any]] = ROOTS | {
+    "reward_test": RewardTestConfig,
+    "lora_combiner": CombinerConfig,
+    "pipeline": PipelineConfig,
 }
 WITH_OLD: dict[str, type[Any]] = ROOTS | {"train_ppo": LocalPPOConfig}  # has the flags of train_ppo_ray
 SMALLEST: dict[str, str] = {

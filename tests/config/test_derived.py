@@ -12,7 +12,9 @@ import pytest
 from openrlhf.config.flags import amend, value_at
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.shared import SCHEDULERS
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.unsupported import is_refused
 from tests.config.commands import ROOTS, SMALLEST, parse, ppo, sft, violations
 
 Explicit = frozenset[str]
@@ -333,6 +335,32 @@ def test_a_cut_distribution_is_said_to_differ_from_the_trainers(cut: str, capsys
     assert "the engine's log-probabilities are of the cut distribution, the trainer's" in capsys.readouterr().err
     ppo("")
     assert "cut distribution" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["--algo.kl.init_coef 0 --train.colocate_actor_ref", "--ds.lora.rank 8 --ref.offload"])
+def test_flags_of_a_reference_that_is_not_loaded_are_told_what_loads_it(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ppo(line)
+    said = (
+        "no effect without a reference (--algo.kl.init_coef above 0, no --ds.lora.rank) or --algo.distill.teacher PATH."
+    )
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_the_floor_of_the_learning_rate_has_an_effect_in_schedules_with_one(
+    schedule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sft(f"--lr_scheduler {schedule} --min_lr_ratio 0.5")
+    floored = "min_lr" in schedule or schedule == "warmup_stable_decay"
+    assert ("--min_lr_ratio: no effect" in capsys.readouterr().err) != floored
+
+
+def test_images_reach_an_agent_and_nobody_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert is_refused("data.max_images_per_prompt", ppo()) and not is_refused("data.image_key", ppo())
+    ppo("--data.image_key photos")
+    assert "--data.image_key: no effect without --train.agent_func_path." in capsys.readouterr().err
 
 
 def test_an_evaluation_that_never_runs_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:

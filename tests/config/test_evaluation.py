@@ -69,6 +69,14 @@ def test_flags_without_effect_are_named(capsys: pytest.CaptureFixture[str]) -> N
     assert "--judge.model: no effect without --task win_rate." in said
 
 
+def test_flags_of_reward_models_have_no_effect_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    line, idle = "--ds.zero_stage 3 --train.full_determinism_enable", "--ds.zero_stage, --train.full_determinism_enable"
+    evaluation(f"{MODEL} {RULE} {line}")
+    assert f"{idle}: no effect without --reward.model_name_or_path." in capsys.readouterr().err
+    evaluation(f"{MODEL} --reward.model_name_or_path r {line}")
+    assert "no effect" not in capsys.readouterr().err
+
+
 def test_engines_and_reward_models_get_what_follows_for_them() -> None:
     config = evaluation(f"{MODEL} {RULE} --ds.param_dtype fp32")
     assert (config.vllm.dtype, config.vllm.enable_prefix_caching) == ("fp32", True)

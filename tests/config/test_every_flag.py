@@ -19,13 +19,10 @@ import torch
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config import machine
-from openrlhf.config.combining import CombinerConfig
-from openrlhf.config.effects import conditions_of, terms_of
+from openrlhf.config.effects import WORDS, conditions_of, terms_of
 from openrlhf.config.flags import Flag, Section, amend, flags_of, mentions
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, EngineCommand
-from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.config.unsupported import is_refused, refusals
@@ -41,14 +38,9 @@ from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trajectory import Prompt
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import clip_of, correction_of
-from tests.config.commands import ROOTS, SMALLEST, read_flags
+from tests.config.commands import COMMANDS, SMALLEST, read_flags
 from tests.sources import ROOT, package
 
-COMMANDS: dict[str, type[Any]] = ROOTS | {
-    "reward_test": RewardTestConfig,
-    "lora_combiner": CombinerConfig,
-    "pipeline": PipelineConfig,
-}
 LINES = SMALLEST | {
     "reward_test": "--data.prompt_dataset d --data.label_key l --reward.verifier math",
     "lora_combiner": "--model_path m --lora_path a --output_path o",
@@ -289,6 +281,14 @@ def is_read(command: str, path: str) -> bool:
         for module in READERS[command].split()
         for name in {last} | ALSO_CALLED.get(last, set())
     )
+
+
+@pytest.mark.parametrize(("command", "path"), EVERY_FLAG)
+def test_a_condition_of_a_flag_has_a_name_in_the_notice_that_it_is_not_met(command: str, path: str) -> None:
+    root = COMMANDS[command]
+    conditions = conditions_of(root, flags_of(root)[path])
+    named = [{found for _, (found, _) in terms_of(root(), path, condition)} for condition in conditions]
+    assert [terms for terms in named if terms and not terms & (flags_of(root).keys() | WORDS.keys())] == []
 
 
 @cache

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import value_at
+from openrlhf.config.flags import Flag, flags_of, value_at
 from openrlhf.config.options import ConfigError, dump_yaml, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
-from tests.config.commands import ROOTS, ppo, sft
+from tests.config.commands import COMMANDS, ROOTS, ppo, read_flags, sft
 
 CASES = [
     ("train_sft", ""),
@@ -170,6 +171,8 @@ def test_yaml_spellings_of_values_are_understood(tmp_path: Path) -> None:
         ("ds: {packing_samples: 1}", "--ds.packing_samples is a switch: true or false, not 1"),
         ("adam: {betas: [1, 2, 3]}", "--adam.betas takes two numbers, not 3"),
         ("train.seed: 1\ntrain: {seed: 2}", "run.yaml: train.seed is there twice"),
+        ("plugin: true", "run.yaml: --plugin takes a text, not True"),
+        ("plugin:\n-", "run.yaml: --plugin takes a text, not None"),
         ("- 1", "run.yaml holds a list, not names and values"),
         ("a: [", "run.yaml cannot be read"),
     ],
@@ -219,3 +222,57 @@ def test_values_of_a_file_count_as_given(tmp_path: Path) -> None:
     config = load("train_ppo_ray", file, "--actor.num_gpus_per_node", "2")
     assert config.ref.num_gpus_per_node == 1  # as the file says, not as the policy's group
     assert type(config) is PPOConfig and type(sft()) is SFTConfig
+
+
+# ---- paths
+
+
+def path_flags(*kinds: str) -> list[tuple[str, str]]:
+    flags = [(command, flag) for command, root in COMMANDS.items() for flag in flags_of(root).values()]
+    return [(command, flag.path) for command, flag in flags if flag.holds in kinds]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("command", "path"), path_flags("model", "dataset", "place"))
+def test_a_leading_tilde_is_the_home_folder_in_a_file_and_behind_an_equals_sign(
+    command: str, path: str, home: Path
+) -> None:
+    """Shells replace it only where it begins a word."""
+    place, file = home / "x.py", home / "run.yaml"
+    place.write_text("")
+    file.write_text(f"{path}: ~/x.py")
+    for word in (f"--{path}=~/x.py", "--config=~/run.yaml"):
+        given, _ = read_flags(COMMANDS[command], [word], command=command)
+        assert given[path] in (str(place), (str(place),))
+
+
+@pytest.mark.parametrize(("command", "path"), path_flags("model", "dataset"))
+def test_each_part_of_a_comma_list_may_begin_with_a_tilde(command: str, path: str, home: Path) -> None:
+    words = [f"--{path}", "~/a.jsonl@x, ~nobody-here/b,c~/~,https://~/d"]
+    given, _ = read_flags(COMMANDS[command], words, command=command)
+    assert given[path] == f"{home}/a.jsonl@x, ~nobody-here/b,c~/~,https://~/d"
+
+
+def test_a_comma_is_a_part_of_the_name_of_a_single_place(home: Path) -> None:
+    assert sft("--run.dir=~/a,~/b").run.dir == f"{home}/a,~/b"
+
+
+def test_what_is_written_down_of_a_run_is_the_path_that_the_tilde_stood_for(home: Path) -> None:
+    config = sft("--ckpt.path=~/c")
+    assert CheckpointManager(config.ckpt).root == home / "c"
+    assert yaml.safe_load(dump_yaml(config, given_only=True))["ckpt"]["path"] == f"{home}/c"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_flag_whose_help_speaks_of_files_or_folders_says_what_it_holds(command: str) -> None:
+    def names_a_path(flag: Flag) -> bool:
+        words = flag.help.lower().replace(",", " ").replace(".", " ").split()
+        return flag.kind is str and bool({"file", "files", "folder", "folders", "py"} & set(words))
+
+    flags = [flag for flag in flags_of(COMMANDS[command]).values() if not flag.path.endswith("split")]  # part of a file
+    assert [flag.path for flag in flags if names_a_path(flag) and not flag.holds] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from openrlhf.config import machine
 from openrlhf.config.commands import ModelCommand, Root
 from openrlhf.config.effects import COMBINATIONS, look_up
 from openrlhf.config.flags import amend, bound_violations, spelled_out
-from openrlhf.config.options import ConfigError
+from openrlhf.config.options import ConfigError, parse_config
+from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.config.rules import sources_exist
@@ -28,7 +30,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--data.dataset a,gone.jsonl", "--data.dataset gone.jsonl does not exist"),
     (SFT, "--model.model_name_or_path /gone/m", "--model.model_name_or_path /gone/m"),
     (RL, "--data.prompt_dataset old.py@dir", "--data.prompt_dataset old.py is a Python script"),
-    (RL, "--eval.dataset ~/gone/a/b", "--eval.dataset ~/gone/a/b does not exist"),
+    (RL, "--eval.dataset ~/gone/a/b", f"--eval.dataset {Path.home()}/gone/a/b does not exist"),
     (SFT, "--ds.param_dtype fp32 --ds.attn_implementation flash_attention_2",
      "--ds.param_dtype fp32 needs --ds.attn_implementation sdpa"),
     (SFT, "--ds.attn_implementation fast", "--ds.attn_implementation fast is unknown: use flash_attention_2"),
@@ -318,6 +320,49 @@ def test_models_and_datasets_that_exist_pass(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     line = f"--model.model_name_or_path {tmp_path} --data.dataset {tmp_path}/rows.jsonl"
     assert sft(line).data.dataset == f"{tmp_path}/rows.jsonl"
+
+
+@pytest.fixture
+def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that this user may not look into, even if the user is root."""
+    folder, stat, access = tmp_path / "locked", os.stat, os.access
+    folder.mkdir()
+
+    def denied(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{folder}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", denied)
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(str(folder)) and access(path, mode))
+    return folder
+
+
+def test_what_may_not_be_read_is_named(locked: Path) -> None:
+    assert violations(SFT, f"--model.model_name_or_path {locked}/m --data.dataset {locked}") == [
+        f"--model.model_name_or_path {locked}/m does not exist on this machine, or this user may not read it.",
+        f"--data.dataset {locked} does not exist on this machine, or this user may not read it.",
+    ]
+    (sentence,) = violations(RL, f"--rollout.replay_dir {locked}/episodes")
+    assert "is no folder on this machine" in sentence
+    (sentence,) = violations(RL, f"--reward.remote_url {locked}/r.py")
+    assert f"--reward.remote_url {locked}/r.py does not exist" in sentence
+    with pytest.raises(ConfigError, match="is no file on this machine"):
+        parse_config(PipelineConfig, ["--file", f"{locked}/p.yaml"], command="pipeline")
+
+
+def test_a_folder_of_a_file_of_flags_may_be_one_that_cannot_be_read(locked: Path, tmp_path: Path) -> None:
+    """`check_folders` then says that it cannot be written."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"ckpt.output_dir: {locked}/model")
+    assert sft(f"--config {file}").ckpt.output_dir == f"{locked}/model"
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(b"\x0a\x8a")
+    (sentence,) = violations(SFT, f"--data.tokenizer_chat_template {file}")
+    assert sentence.startswith(f"--data.tokenizer_chat_template {file} cannot be read as a text file in UTF-8: ")
 
 
 def test_the_batch_is_checked_against_the_processes_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

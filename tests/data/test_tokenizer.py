@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,18 @@ def test_what_is_beside_a_missing_folder_is_said_before_the_hub_is_asked(
         "[notice] --actor.model_name_or_path: there is no folder 'runs/modle' ('runs' has model), so the hub is asked"
     )
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_listed_is_no_reason_for_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(DataError, match=f"--model.model_name_or_path '{tmp_path}/m'"):
+        get_tokenizer(f"{tmp_path}/m")
 
 
 def test_a_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ MANIFEST = WeightManifest(
     version=3, specs=tuple(TensorSpec(name=n, dtype=torch.float32, shape=(4,)) for n in ("a", "b")), bucket_bytes=16
 )
 GOOD = WorkerReceipt(
-    rank=1, bucket_hashes=(11, -12), sent_hashes=(11, -12), loads={"a": 1, "b": 1}, unwritten=(), packed=9, stale=()
+    rank=1, bucket_hashes=(11, -12), sent_hashes=(11, -12), loads={"a": 1, "b": 1}, unwritten=(), stale=()
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from openrlhf.config.flags import ConfigError
 from openrlhf.config.inference import ChatConfig
 from openrlhf.config.options import parse_config
 from openrlhf.data.first_look import TextFormat, record
@@ -61,6 +62,12 @@ def test_turns_follow_each_other_in_the_template_behind_system_and_preamble(
     talk.answer("y", parrot)
     assert parrot.asked == ["sys\npre\nqxa 5 ", "sys\npre\nqxaok\nqya 5 "]
     assert capsys.readouterr().out == "ok\nok\n"
+
+
+def test_a_preamble_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.bin").write_bytes(b"\x8a")
+    with pytest.raises(ConfigError, match=f"--preamble {tmp_path}/p.bin cannot be read as a text file in UTF-8"):
+        chat(f"--preamble {tmp_path}/p.bin")
 
 
 def test_a_chat_template_gets_messages() -> None:

@@ -388,8 +388,7 @@ class TestPublication:
     def test_a_change_of_one_tensor_reaches_the_engine(self, stands, kind, name, scale):
         stand = stands[kind]
         old, stand.model = stand.model, noisy_copy(stand.model, [name], scale)
-        [receipt] = stand.publish()
-        assert receipt.packed > 8
+        stand.publish()
         assert_serves(stand, stand.model, stand.version)
         assert differences(old, stand.sample()).max() > 1e-2
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from openrlhf.config.engine_args import FLAGS, REASONS
-from openrlhf.config.flags import flags_in
+from openrlhf.config.flags import flags_of
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import VLLMConfig
 from openrlhf.launch.start import run_ppo
 from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments
-from tests.config.commands import ppo
+from tests.config.commands import WITH_OLD, ppo, violations
 
 # Made from the machine and not from a flag: a user may know better.
 LEFT_TO_THE_USER = {
@@ -37,9 +39,22 @@ def test_what_the_user_gives_wins() -> None:
     assert (arguments["block_size"], arguments["max_num_seqs"]) == (64, 3)
 
 
-def test_a_flag_that_is_named_instead_is_one_of_ours() -> None:
-    ours = {flag.path for flag, _ in flags_in(ppo())}
-    assert {text.split(" ")[0].rstrip(",") for text in FLAGS.values()} <= ours
+ENGINE_COMMANDS = [command for command, root in WITH_OLD.items() if "vllm.engine_args" in flags_of(root)]
+
+
+@pytest.mark.parametrize("command", ENGINE_COMMANDS)
+def test_a_flag_that_is_named_instead_is_one_of_the_commands(command: str) -> None:
+    ours = flags_of(WITH_OLD[command]).keys()
+    for text in FLAGS.values():
+        assert ours & set(re.findall(r"[a-z]+(?:\.[a-z_]+)+", text)), text
+    assert set(re.findall(r"--([a-z._]+)", " ".join(REASONS.values()))) <= ours
+
+
+def test_an_evaluation_is_told_its_own_flag_of_the_model() -> None:
+    (sentence,) = violations("eval", '--vllm.engine_args {"tokenizer":"x"}')
+    assert (
+        "tokenizer (use --actor.model_name_or_path; in eval and batch_inference --model.model_name_or_path)" in sentence
+    )
 
 
 def test_a_dry_run_ends_with_what_vllm_does_not_know() -> None:
