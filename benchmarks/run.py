@@ -110,7 +110,7 @@ class Offline:
     unit: ClassVar[str] = "tokens per CPU s"
 
     def ours(self, data: Path, folder: Path) -> Course:
-        columns = {"data.input_key": "input", "data.output_key": "output"}
+        columns = {"data.input_key": "input", "data.output_key": "output", "data.input_template": "{}"}
         pairs = {"data.prompt_key": "input", "data.chosen_key": "chosen", "data.rejected_key": "rejected"}
         flags = {
             "model.model_name_or_path": data / "3M-tail",
