@@ -156,7 +156,7 @@ class PPOTrainer:
                 )
                 for plan, text in zip(plans, texts, strict=True)
             ]
-            with self.weights.one:  # no engine is being sent the weights
+            with self.weights.sending:  # no engine is being sent the weights
                 launched += self.policy.launch(PolicyWorker.update, jobs)
         return merge_all(self._gather(launched, "update the models"))
 
