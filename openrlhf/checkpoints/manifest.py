@@ -57,6 +57,7 @@ class RunState:
     best_metric_value: float | None = None  # of the run so far: in every checkpoint, not only in the best
     best_step: int | None = None  # that had it
     evaluations_since_best: int = 0
+    evaluated_at: int = -1  # the step of the last evaluation
     run_dir: str = ""
     engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part → layout
     identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that continues has to have in common

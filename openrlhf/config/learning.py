@@ -191,6 +191,13 @@ class RLFlags(Root):
         samples = prompts * self.rollout.n_samples_per_prompt
         return self.train.max_epochs * math.ceil(samples / self.train.batch_size)
 
+    def step_sizes(self, prompts: int) -> list[int]:
+        """Prompts of each step of the run, if no prompt is filtered. Asynchronous steps may reach into the next epoch."""
+        size, epochs = self.rollout.batch_size, self.train.num_episodes
+        if self.train.async_enable:
+            prompts, epochs = prompts * epochs, 1
+        return [min(size, prompts - first) for first in range(0, prompts, size)] * epochs
+
     @property
     def frozen_steps(self) -> int:
         """Steps that train the critic alone; 0 if the estimator has no critic or the flag is unset (−1)."""

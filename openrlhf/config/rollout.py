@@ -20,7 +20,7 @@ class VLLMConfig(Section):
     num_engines: int = option(1, "Engines; at least one.", ge=1)
     max_engines: int = derived("Engines may join up to this number; unset: vllm.num_engines.", ge=1, needs="!hybrid")
     max_restarts: int = option(3, "Restarts of an engine before the run gives up.", ge=0)
-    hang_timeout: float = option(300.0, "Seconds without an answer after which an engine is restarted.", ge=1)
+    hang_timeout: float = option(600.0, "Seconds without an answer after which an engine is restarted.", ge=1)
     tensor_parallel_size: int = option(1, "GPUs that share each layer of an engine.", ge=1)
     pipeline_parallel_size: int = option(1, "Groups of layers of an engine.", ge=1)
     dtype: str = option("auto", "Type; auto: ds.param_dtype.", choices=("auto", "fp32", "bf16"))

@@ -1,9 +1,7 @@
 """Which rank has which part of the data, of a sequence and of a weight. Pure: no process group, no device."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-Axis = Literal["dp", "sp", "tp"]
+from typing import NamedTuple
 
 
 class Place(NamedTuple):
@@ -37,18 +35,10 @@ class RankLayout:
         """The position of a rank on each axis."""
         return Place(dp=rank // (self.sp * self.tp), sp=rank // self.tp % self.sp, tp=rank % self.tp)
 
-    def peers(self, rank: int, *axes: Axis) -> list[int]:
-        """The ranks that differ from `rank` on `axes` only, including `rank`, in order.
-
-        `sp` and `tp`: the ranks with the same data. `sp`: the ranks with parts of the same sequences. `tp`: the ranks
-        with parts of the same weights. `dp` and `sp`: the ranks whose gradients are summed.
-        """
-        own = self.place(rank)._replace(**dict.fromkeys(axes, 0))
-        return [peer for peer in range(self.world_size) if self.place(peer)._replace(**dict.fromkeys(axes, 0)) == own]
-
     def slice_ranks(self) -> list[list[int]]:
         """The ranks that work on each data slice. Results are taken from the first rank of a slice."""
-        return [self.peers(first, "sp", "tp") for first in range(0, self.world_size, self.sp * self.tp)]
+        size = self.sp * self.tp
+        return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
 
     def noise_seed(self, seed: int, rank: int) -> int:
         """The seed of a rank's random numbers (dropout): one per data slice and part of a sequence."""

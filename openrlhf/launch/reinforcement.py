@@ -76,7 +76,7 @@ def train(config: PPOConfig, processes: Processes) -> None:
 def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
     """Print the host groups, the number of steps and the first prompts, for --dry_run."""
     print(plan.describe(plan.check(expected_machines(plan.on_gpus, config.placement.cluster))))
-    steps = -(-len(data.train) // config.rollout.batch_size) * config.train.num_episodes
+    steps = len(config.step_sizes(len(data.train)))
     most = "at most " if config.algo.dynamic_filtering_enable else ""
     print(f"{len(data.train)} prompts, {most}{steps} steps of {config.rollout.batch_size} prompts")
     show_prompts(data.train, ResumableSampler(len(data.train), seed=config.train.seed, drop_last=False))

@@ -63,11 +63,7 @@ def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
 
     The number is exact if no episode fails or is filtered.
     """
-    size, epochs = config.rollout.batch_size, config.train.num_episodes
-    if config.train.async_enable:  # the batches of an epoch may end in the next one
-        prompts, epochs = prompts * epochs, 1
-    epoch = [size] * (prompts // size) + [prompts % size] * (prompts % size > 0)
-    return sum(config.updates_of(drawn) for drawn in (epoch * epochs)[after:])
+    return sum(config.updates_of(drawn) for drawn in config.step_sizes(prompts)[after:])
 
 
 def load_spec(config: ModelCommand, path: str) -> LoadSpec:

@@ -115,7 +115,7 @@ class Fleet:
 
     def metrics(self) -> dict[str, Metric]:
         """Use of the engines since the last call."""
-        return {"timing/engines_idle": self._router.idle()}
+        return {"timing/engines_idle": self._router.idle(list(self._members))}
 
     async def rest(self) -> None:
         """Free the memory that others use on the same devices, until the next sample or publication."""
@@ -182,22 +182,14 @@ class Fleet:
         self.say(
             f"Engine {member.index} was lost ({reason}). Restart {member.restarts} of {most}; its log: {member.log}"
         )
-        threading.Thread(target=self._restart, args=(member,), name=f"restart-{member.index}", daemon=True).start()
+        threading.Thread(target=self._bring_up, args=(member,), name=f"restart-{member.index}", daemon=True).start()
 
-    def _restart(self, member: Member) -> None:
-        """Start an engine again, on its machine if that is there, otherwise on another."""
-        ray.kill(member.actor)
-        there = {machine.id for machine in machines(self.on_gpus, free=True)}
-        if not self.hosts and member.slots.machine.id not in there:
-            member.slots.release()
-            if (slots := self._room()) is None:
-                del self._members[member.index]
-                if not self._members:
-                    self._failure = RolloutError("the machine of the last engine is gone. Start the run again.")
-                self.say(f"The machine of engine {member.index} is gone: {len(self._members)} engine(s) are left.")
-                return
-            member.slots = slots
-        self._bring_up(member)
+    def _leave(self, member: Member) -> None:
+        """Go on without an engine, for which there is no machine any more."""
+        del self._members[member.index]
+        if not self._members:
+            self._failure = RolloutError("the machine of the last engine is gone. Start the run again.")
+        self.say(f"The machine of engine {member.index} is gone: {len(self._members)} engine(s) are left.")
 
     def _join(self, slots: Slots) -> None:
         """Start one more engine."""
@@ -213,9 +205,17 @@ class Fleet:
         return Slots(group, places[group.name], on_gpus=self.on_gpus) if places else None
 
     def _bring_up(self, member: Member) -> None:
-        """Give a member a process with model and weights. Then it serves."""
+        """Give a member a process with model and weights, on its machine if that is there. Then it serves."""
         began = time.monotonic()
         try:
+            if member.actor:
+                ray.kill(member.actor)
+            there = {machine.id for machine in machines(self.on_gpus, free=True)}
+            if not self.hosts and member.slots.machine.id not in there:
+                member.slots.release()
+                if (slots := self._room()) is None:
+                    return self._leave(member)
+                member.slots = slots
             self._begun(member).slots.wait(self.timeout_s)
             gather([self._started(member)], timeout_s=self.timeout_s, doing="start the engine")
             self._router.add(member.index)

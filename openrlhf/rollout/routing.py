@@ -1,7 +1,7 @@
 """The choice of an engine: the engine that has the prefix in its cache, unless it is far busier than another."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
 from openrlhf.observability.metrics import Mean
@@ -22,7 +22,7 @@ class Router:
     def __init__(self, engines: Iterable[int]) -> None:
         self._asked = time.monotonic()  # when `idle` was last asked
         self.in_flight: dict[int, int] = {}
-        self._idle: dict[int, float] = {}  # seconds since then, up to the last change
+        self._idle = defaultdict[int, float](float)  # seconds since then, up to the last change
         self._changed: dict[int, float] = {}
         for engine in engines:
             self.add(engine)
@@ -32,7 +32,6 @@ class Router:
     def add(self, engine: int) -> None:
         """An engine that is new, or has nothing in its cache any more."""
         self.in_flight.setdefault(engine, 0)
-        self._idle.setdefault(engine, 0.0)
         self._changed.setdefault(engine, time.monotonic())
 
     def pick(self, key: Hashable, samples: int = 1, *, among: Sequence[int] = ()) -> int:
@@ -64,11 +63,11 @@ class Router:
         self._idle[engine] += (now - self._changed[engine]) * (not self.in_flight[engine])
         self._changed[engine] = now
 
-    def idle(self) -> Mean:
-        """The share of the engines' time without a sample, since the last call."""
+    def idle(self, engines: Iterable[int]) -> Mean:
+        """The share of these engines' time without a sample, since the last call. Others have left, or not been added."""
         now = time.monotonic()
         for engine in list(self.in_flight):  # engines may join meanwhile
             self._note(engine, now)
-        idle, self._idle = sum(self._idle.values()), dict.fromkeys(self._idle, 0.0)
+        idle, self._idle = [self._idle[each] for each in self._idle.keys() & engines], defaultdict(float)
         asked, self._asked = self._asked, now
-        return Mean(idle, len(self._idle) * (now - asked))
+        return Mean(sum(idle), len(idle) * (now - asked))

@@ -1,12 +1,11 @@
 """Asynchronous training: samples are generated while the loop trains on earlier ones."""
 
 import asyncio
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from openrlhf.observability.metrics import Last, Max, Mean, Metric
@@ -24,16 +23,23 @@ class Started(Held):
 
     prompt: Prompt
     group: Group = field(default_factory=list[Trajectory])
-    skipped: int = 0  # versions that no weights had, since it started
+    failed: int = 0  # samples of the group
+    unpublished: int = 0  # steps since its start that published nothing
+
+    def finish(self, group: Group) -> None:
+        """Note the samples, without what training does not need of them."""
+        self.group = [episode.packed() for episode in group]
+        self.failed = sum(episode.failed for episode in group)
+        self.finished, self.filtered = True, group[0].filtered
 
 
 @dataclass(eq=False, repr=False)
 class AsyncSource(Source):
     """Keeps as many prompts in generation as `Capacity` allows, and gives the loop finished ones.
 
-    Everything but `__iter__` and `publishing` happens in the event loop. Prompts start in their order; an epoch follows
-    the other without a break. With --train.partial_rollout_enable, samples under way go on under new weights. Otherwise
-    a publication waits for them, and every sample has one version. `consumed`: prompts drawn.
+    Private methods run in the event loop, public ones in the controller's thread. Prompts start in their order; an epoch
+    follows the other without a break. With --train.partial_rollout_enable, samples under way go on under new weights.
+    Otherwise a publication waits for them, and every sample has one version. `consumed`: prompts drawn.
     """
 
     def __post_init__(self) -> None:
@@ -42,7 +48,6 @@ class AsyncSource(Source):
             batch=self.spec.rollout.batch_size, queue=self.train.async_queue_size, staleness=self.train.max_staleness
         )
         self.total_prompts = len(self.prompts) * self.train.num_episodes
-        self.total_steps = math.ceil(self.total_prompts / self.rule.batch)
         self.version = 0  # of the engines' weights
         self.held: list[Started] = []
         self._left = self._prompts()
@@ -64,31 +69,32 @@ class AsyncSource(Source):
                 yield prompt
 
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
-        """Continue after `step`, when `consumed` prompts had been drawn. `folder`: where `save` wrote.
+        """Continue after `step`, when about `consumed` prompts had been drawn. `folder`: where `save` wrote.
 
-        Samples that had not finished are drawn again, with the present weights.
+        `save` knows how many exactly. Samples that had not finished are drawn again, with the present weights.
         """
-        self.step, self.version, self.consumed = step, step, consumed
         files = EpisodeFolder(folder)
+        run = files.header("step", step)["run"]
+        self.step, self.version, self.consumed = step, step, run.get("consumed", consumed)
         groups: dict[int, Group] = defaultdict(list)
         for episode in files.read("step", step):
             groups[episode.prompt.index].append(episode)
-        for index, version in files.header("step", step)["run"]["held"]:
+        for index, version in run["held"]:
             prompt = self.prompt(index)
-            group = [replace(t, prompt=prompt).packed() for t in groups[index]]  # the label as it is in the data
-            begun = Started(version=version if group else step, prompt=prompt, group=group)
-            begun.finished, begun.filtered = bool(group), bool(group) and group[0].filtered
+            begun = Started(version=version if groups[index] else step, prompt=prompt)
+            if groups[index]:
+                begun.finish([replace(t, prompt=prompt) for t in groups[index]])  # the label as it is in the data
             self.held.append(begun)
 
     def save(self, folder: Path) -> None:
         """Write the prompts that have started and not been trained on, with the samples that are finished."""
-        held = self.loop.run(self._snapshot(), self.train.step_timeout)
+        held, consumed = self.loop.run(self._snapshot(), self.train.step_timeout)
         episodes = [t for each in held for t in each.group]
         drawn = [(each.prompt.index, each.version) for each in held]
-        EpisodeFolder(folder).write("step", self.step, episodes, run={"held": drawn})
+        EpisodeFolder(folder).write("step", self.step, episodes, run={"held": drawn, "consumed": consumed})
 
-    async def _snapshot(self) -> list[Started]:
-        return [replace(each) for each in self.held]
+    async def _snapshot(self) -> tuple[list[Started], int]:
+        return [replace(each) for each in self.held], self.consumed
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         while not self.exhausted:
@@ -100,42 +106,48 @@ class AsyncSource(Source):
         """The groups of the next step; None if it has to wait for more, and something has changed meanwhile."""
         self._start()
         places = self.rule.step(self.held, self.version, last=self.consumed >= self.total_prompts)
+        if places is None and self._lost:
+            places = [place for place, each in enumerate(self.held) if each.finished]  # the loop reports the errors
         if places is None:
             await self._changed.wait()
             self._changed.clear()
-            await asyncio.gather(*(task for task in self._tasks if task.done()))  # raises what they raised
-            self._tasks = {task for task in self._tasks if not task.done()}
+            done = {task for task in self._tasks if task.done()}
+            self._tasks -= done
+            await asyncio.gather(*done)  # raises what they raised
             return None
         self._waiting = sum(each.finished for each in self.held) - len(places)
         taken = [self.held[place] for place in places]
         self.held = [each for place, each in enumerate(self.held) if place not in places]
         self.step += any(not each.filtered for each in taken)
-        kept = [(t, each.skipped) for each in taken for t in each.group if t.weight_versions and not each.filtered]
-        self._lags += Counter(self.version - skipped - min(t.weight_versions) for t, skipped in kept)
+        kept = [(t, each.unpublished) for each in taken for t in each.group if t.weight_versions and not each.filtered]
+        self._lags += Counter(self.version - unpublished - min(t.weight_versions) for t, unpublished in kept)
         self._start()
         return [each.group for each in taken]
 
+    @property
+    def _lost(self) -> bool:
+        """Whether too many of the finished samples have failed: no other prompt need be drawn for the loop to say so."""
+        failed, samples = sum(each.failed for each in self.held), sum(len(each.group) for each in self.held)
+        return self.errors.exceeded_by(failed, of=max(samples, self.rule.batch * self.spec.n_samples))
+
     def _start(self) -> None:
         """Start as many prompts as there is room for; first those of a resumed run that have not finished."""
-        if self._publishing:
+        if self._publishing or self._lost:
             return
-        if not self._tasks:
-            again = [each for each in self.held if not each.finished]
-            self._tasks |= {asyncio.ensure_future(self._generate(each)) for each in again}
-        for _ in range(self.rule.room(self.held)):
-            if (prompt := next(self._left, None)) is None:
-                return
-            started = Started(version=self.version, prompt=prompt)
-            self.held.append(started)
-            self._tasks.add(asyncio.ensure_future(self._generate(started)))
+        again = [each for each in self.held if not (each.finished or self._tasks)]
+        prompts = islice(self._left, self.rule.room(self.held))
+        fresh = [Started(version=self.version, prompt=prompt) for prompt in prompts]
+        self.held += fresh
+        self._tasks |= {asyncio.ensure_future(self._generate(each)) for each in again + fresh}
 
     async def _generate(self, started: Started) -> None:
-        """Generate the samples of a prompt, and judge them."""
+        """Generate the samples of a prompt, and judge them. A rejected prompt is replaced at once."""
         request = Request(spec=self.spec, step=self.step + 1, annotated=self.judged)
         try:
             async for group in self.generator.stream([started.prompt], request, groups=1):
-                started.group = [episode.packed() for episode in group]
-                started.filtered, started.finished = group[0].filtered, True
+                started.finish(group)
+                if started.filtered:
+                    self._start()
         finally:
             self._changed.set()
 
@@ -154,7 +166,7 @@ class AsyncSource(Source):
     async def _go_on(self, version: int) -> None:
         for each in self.held:  # steps that left the weights as they were had versions of their own
             each.version += version - self.version - 1
-            each.skipped += version - self.version - 1
+            each.unpublished += version - self.version - 1
         self._publishing, self.version = False, version
         self._start()
 

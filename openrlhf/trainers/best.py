@@ -76,10 +76,12 @@ class BestMetric:
             "best_metric_value": self.value,
             "best_step": self.step,
             "evaluations_since_best": self.waited,
+            "evaluated_at": self.evaluated_at,
         }
 
     def restore(self, state: RunState) -> None:
         """Continue with the best value of a checkpoint, if it has the same metric."""
+        self.evaluated_at = state.evaluated_at
         if state.best_metric_key and self.key in ("", state.best_metric_key):
             self.key, self.value = state.best_metric_key, state.best_metric_value
             self.step, self.waited = state.best_step, state.evaluations_since_best

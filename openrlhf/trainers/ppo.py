@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf import termination
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.checkpoints.manager import GOES_ON, CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
 from openrlhf.config.learning import RLFlags
 from openrlhf.distributed.worker_group import Call, HostHandles, WorkerGroup, gather
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
@@ -82,13 +82,13 @@ class PPOTrainer:
                     self.learn_from(batch)
                 if self.stopped:
                     break
-        # The last step is not evaluated with the others if filtering ended the run before its planned end.
-        if self.config.eval.steps > 0 and self.best.evaluated_at < self.step:
-            self.run_evaluation()
-        if self.source.exhausted and self.step < self.source.total_steps:
-            self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.")
-        self.return_to_best()
-        self.export_final(Path(self.ckpt.output_dir).absolute())
+            # The last step is not evaluated with the others if filtering ended the run before its planned end.
+            if self.config.eval.steps > 0 and self.best.evaluated_at < self.step:
+                self.run_evaluation()
+            if self.source.exhausted and self.step < self.source.total_steps:
+                self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.")
+            self.return_to_best()
+            self.export_final(Path(self.ckpt.output_dir).absolute())
 
     def learn_from(self, batch: Annotated) -> None:
         """The second half of a step: credit, update, publication."""
@@ -139,10 +139,8 @@ class PPOTrainer:
         launched: list[Call] = []
         if self.critic:
             read = experience.only(*CriticWorker.reads)
-            jobs = [
-                Update(experience=read.select(plan.rows), steps=plan.steps)
-                for plan in self._plans(lengths, self.critic.slices)
-            ]
+            plans = self._plans(lengths, self.critic.slices)
+            jobs = [Update(experience=read.select(plan.rows), steps=plan.steps) for plan in plans]
             launched += self.critic.launch(CriticWorker.update, jobs)
         if not self.policy_is_frozen:
             plans = self._plans(lengths, self.policy.slices)
@@ -158,7 +156,7 @@ class PPOTrainer:
                 )
                 for plan, text in zip(plans, texts, strict=True)
             ]
-            with self.weights.one:  # no engine is being sent the weights
+            with self.weights.sending:  # no engine is being sent the weights
                 launched += self.policy.launch(PolicyWorker.update, jobs)
         return merge_all(self._gather(launched, "update the models"))
 
@@ -238,10 +236,8 @@ class PPOTrainer:
         with self.clock("checkpoint"), self.going_on_without():
             staged = self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf)
             with self.checkpoints.writing(staged):
-                for part, group in self.parts().items() if not self.ckpt.disable_ds else ():
-                    saved = group.broadcast(TrainedWorker.save_checkpoint, staged.engine_dir(part), staged.tag)
-                    self._gather(saved, "save a checkpoint")
                 if not self.ckpt.disable_ds:
+                    self._all_parts(TrainedWorker.save_checkpoint, staged, "save a checkpoint")
                     self.source.save(Path(staged.engine_dir(SOURCE)) / staged.tag)
                 if self.ckpt.save_hf:
                     self.export(staged.hf_dir)
@@ -269,11 +265,10 @@ class PPOTrainer:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint."""
         state = checkpoint.state
-        self._load(checkpoint)
+        self._all_parts(TrainedWorker.load_checkpoint, checkpoint, "load the checkpoint")
         self.step = state.step
         drawn = Path(checkpoint.engine_dir(SOURCE)) / checkpoint.tag
         self.source.resume(step=state.step, consumed=state.consumed, folder=drawn)
-        self.best.evaluated_at = self.step if self.evaluation_is_due else -1
         if state.kl_coef is not None:
             self.maker.kl.resume(state.kl_coef)
         self.best.restore(state)
@@ -281,12 +276,13 @@ class PPOTrainer:
     def return_to_best(self) -> None:
         """With --eval.patience, load the weights of the best evaluation."""
         if checkpoint := self.best.to_export(self.step, self.checkpoints, self.recorder.display.note):
-            self._load(checkpoint)
+            self.saved = self.step  # from now on, no checkpoint of this step can be written
+            self._all_parts(TrainedWorker.load_checkpoint, checkpoint, "load the best weights")
 
-    def _load(self, checkpoint: Checkpoint) -> None:
+    def _all_parts(self, method: Callable[..., None], files: StagedCheckpoint, doing: str) -> None:
+        """Have all trained models write or read their files."""
         for part, group in self.parts().items():
-            loaded = group.broadcast(TrainedWorker.load_checkpoint, checkpoint.engine_dir(part), checkpoint.tag)
-            self._gather(loaded, "load the checkpoint")
+            self._gather(group.broadcast(method, files.engine_dir(part), files.tag), doing)
 
     def parts(self) -> dict[str, WorkerGroup]:
         """The trained models by their name in a checkpoint."""
@@ -301,15 +297,13 @@ class PPOTrainer:
 
     def export(self, path: str) -> None:
         """Write the policy in the format that Transformers and vLLM load."""
-        exported = self.policy.broadcast(TrainedWorker.export, self.tokenizer, path)
-        self._gather(exported, "export the policy")
+        self._gather(self.policy.broadcast(TrainedWorker.export, self.tokenizer, path), "export the policy")
 
     def timed(self, name: str, iterable: Iterable[Any]) -> Iterator[Any]:
         """The items, until the patience is used up. The seconds of waiting for each item count as `timing/<name>`."""
         iterator = iter(iterable)
         while not self.best.exhausted:
             with self.clock(name):
-                self.recorder.display.status(name)
                 item = next(iterator, None)
             if item is None:
                 return

@@ -30,7 +30,7 @@ REFERENCE = "reference"  # its name among the frozen models
 class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced, Row]):
     """A language model that is compared with a frozen one. Rows 2i and 2i + 1 of a micro-batch belong together."""
 
-    together: ClassVar = 2
+    rows_per_group: ClassVar = 2
 
     def frozen_paths(self) -> dict[str, str | None]:
         """The reference, if the loss reads one, unless it is the trained model without its adapters."""
@@ -56,7 +56,7 @@ class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
     """A task whose rows are pairs. Rows 2i and 2i + 1 of a micro-batch are the two texts of pair i."""
 
     sample_names: ClassVar = ("chosen", "rejected")
-    together: ClassVar = 2
+    rows_per_group: ClassVar = 2
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """Unknown if the prompt is inside the texts, unless the texts are chat messages."""

@@ -49,7 +49,7 @@ class WeightPublisher:
     probe: Probe | None = None
     groups_made: int = field(default=0, init=False)
     connected: list[Member] = field(default_factory=list[Member], init=False)  # the engines of the weight group
-    one: threading.RLock = field(default_factory=threading.RLock, init=False)  # one publication or start of an update
+    sending: threading.RLock = field(default_factory=threading.RLock, init=False)  # held to publish or start an update
 
     def publish(self, version: int) -> None:
         """Send the policy's weights as `version` to all engines.
@@ -57,7 +57,7 @@ class WeightPublisher:
         Engines that are lost meanwhile start again, and are sent the weights when they have. Raises PublicationError,
         naming the differences, or WorkerError.
         """
-        with self.one:
+        with self.sending:
             self._publish_to_all(version)
             if self.probe and self.fleet and self.fleet.up:
                 self.check_engines(self.fleet, self.probe)
@@ -65,7 +65,7 @@ class WeightPublisher:
 
     def refit(self, engine: Member) -> None:
         """Send the present weights to an engine that has started. From now on it is up."""
-        with self.one:
+        with self.sending:
             self.connected = []
             self._publish([engine])
             engine.up = True
@@ -114,8 +114,7 @@ class WeightPublisher:
         assert self.fleet
         if self.connected != engines:
             self.connect(engines, self.fleet.workers_per_engine)
-        listed = self.policy.broadcast(PolicyWorker.weight_manifest, version)[:1]
-        [manifest] = self._gather(listed, "list its weights")
+        [manifest] = self._gather(self.policy.broadcast(PolicyWorker.weight_manifest, version)[:1], "list its weights")
         receiving = [engine.call(RolloutEngine.receive, manifest) for engine in engines]
         sending = self.policy.broadcast(PolicyWorker.send_weights, manifest)
         try:

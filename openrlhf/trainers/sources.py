@@ -1,7 +1,6 @@
 """The source of the trajectories of each step."""
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -47,6 +46,7 @@ class Source(ABC):
         algo, self.train = self.config.algo, self.config.train
         self.keep = DynamicFilter(*algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None
         self.errors = ErrorBudget.of(self.config.reward)
+        self.total_steps = len(self.config.step_sizes(len(self.prompts)))
         self.step = self.consumed = 0  # steps handed out; prompts
         self._drawn = 0  # prompts handed to the generator, over all epochs
 
@@ -124,7 +124,6 @@ class SyncSource(Source):
         super().__post_init__()
         self.batch_size = self.spec.rollout.batch_size
         self.at_once = self.spec.rollout.vllm_generate_batch_size or self.batch_size
-        self.total_steps = math.ceil(len(self.prompts) / self.batch_size) * self.train.num_episodes
 
     @property
     def exhausted(self) -> bool:

@@ -53,15 +53,14 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """Train until the steps or the patience are used up, then export to --ckpt.output_dir."""
         if self.recorder:
             self.recorder.display.begin(self.total_steps, done=self.step)
-        with termination.whole():  # the ranks end together, after a step
+        with termination.whole():  # the ranks end together, after a step or after the export
             for window in self.windows():
                 self.learn_from(window)
-        returned = self.return_to_best()
-        stale = returned or self.engine.average or self.step == self.resumed_at
-        if self.eval_rows is not None and self.task.stores_numbers and stale:
-            with self.engine.averaged():
-                self.measure()  # the numbers that `evaluated` stores in the model are those of the exported weights
-        self.export(self.ckpt.output_dir)
+            stale = self.return_to_best() or self.engine.average or self.step == self.resumed_at
+            if self.eval_rows is not None and self.task.stores_numbers and stale:
+                with self.engine.averaged():
+                    self.measure()  # the numbers that `evaluated` stores in the model are those of the exported weights
+            self.export(self.ckpt.output_dir)
 
     def learn_from(self, window: list[Micro]) -> None:
         """One optimizer step, and what follows it."""
@@ -121,6 +120,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.recorder.step(self.step, values(logged))
         if self.eval_rows is not None and (self.step % self.eval_steps == 0 or self.step == self.total_steps):
             self.evaluate()
+            terminated = any(self.strategy.gather(termination.asked()))  # also while it was evaluated
         if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or terminated):
             self.save()
         if terminated:

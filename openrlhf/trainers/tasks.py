@@ -42,7 +42,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     name: ClassVar[str] = ""  # the verb, set by `offline_task`
     root: ClassVar[type[SupervisedConfig]] = SFTConfig  # the flags
     padding_side: ClassVar[str] = "right"
-    together: ClassVar[int] = 1  # neighbouring rows of a batch that stay in one micro-batch
+    rows_per_group: ClassVar[int] = 1  # neighbouring rows of a batch that stay in one micro-batch
     objective: ClassVar[tuple[str, ...]] = ("model.aux_loss_coef",)  # flags; a resumed run needs the same values
     stores_numbers: ClassVar[bool] = False  # whether `evaluated` stores numbers in the model
     sample_names: ClassVar[tuple[str, ...]] = ("text",)  # the samples of a row in a batch; "": --dry_run leaves it out
@@ -90,8 +90,8 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         return rows
 
     def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
-        """The batch in parts. A limit of rows counts groups of rows that stay `together`."""
-        size, cut = self.together, limits.cut(batch.lengths.view(-1, self.together).amax(1))
+        """The batch in parts. A limit of rows counts groups of `rows_per_group` rows."""
+        size, cut = self.rows_per_group, limits.cut(batch.lengths.view(-1, self.rows_per_group).amax(1))
         return batch.split([[size * group + row for group in part for row in range(size)] for part in cut])
 
     def before(self, model: Any, micro: Micro) -> tuple[Micro, Mapping[str, float]]:

@@ -410,3 +410,14 @@ def test_the_switch_of_ipo_is_its_loss() -> None:
     assert violations("train_dpo", "--model.ipo_enable --model.loss_type hinge") == [
         "--model.ipo_enable is not --model.loss_type hinge: give one of them."
     ]
+
+
+def test_an_engine_that_takes_a_publication_is_not_found_hanging_unless_the_user_was_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An engine does not answer while it takes a publication."""
+    ppo()
+    assert "hang_timeout" not in capsys.readouterr().err
+    for line in ("--train.publish_timeout 900", "--vllm.hang_timeout 300"):
+        ppo(line)
+        assert re.search(r"--vllm\.hang_timeout [\d.]+ is less than --train\.publish_timeout", capsys.readouterr().err)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import LlavaConfig
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.launch import reinforcement
 from openrlhf.launch.settings import needs_old_logprobs, optimizer_steps, reward_settings, trained_settings
 from openrlhf.trainers.update_plan import plan_update
 from openrlhf.workers.base import MicroBatchLimits
@@ -129,3 +131,18 @@ def test_the_policys_schedule_leaves_out_the_steps_that_train_the_critic_alone(
     config = config_of(folder, **{"algo.advantage.estimator": "gae", "critic.freezing_steps": flag})
     assert config.frozen_steps == frozen
     assert optimizer_steps(config, 40, after=config.frozen_steps) == 10 - frozen
+
+
+@pytest.mark.parametrize(("asynchronous", "steps", "sizes"), [(True, 5, [4] * 5), (False, 6, [4, 4, 2] * 2)])
+def test_a_dry_run_counts_the_steps_that_the_run_takes(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    asynchronous: bool, steps: int, sizes: list[int],
+) -> None:  # fmt: skip
+    """Asynchronous batches reach into the next epoch."""
+    config = config_of(folder, **{"train.async_enable": asynchronous or None, "train.num_episodes": 2})
+    monkeypatch.setattr(reinforcement, "show_prompts", lambda *_: None)
+    plan: Any = SimpleNamespace(on_gpus=False, check=lambda _: {}, describe=lambda _: "")
+    data: Any = SimpleNamespace(train=range(10))
+    reinforcement.show_plan(config, data, plan)
+    assert f"10 prompts, {steps} steps of 4 prompts" in capsys.readouterr().out
+    assert config.step_sizes(10) == sizes

@@ -78,7 +78,9 @@ def test_an_engine_without_samples_is_idle_and_one_that_is_lost_is_not_asked(mon
     now[0] = 4.0
     router.done("a", 0, 3)
     now[0] = 10.0
-    assert router.idle() == Mean(6.0 + 10.0, 20.0)
+    assert router.idle([0, 1]) == Mean(6.0 + 10.0, 20.0)
     assert router.pick("a", among=[1]) == 1  # its home was lost
     now[0] = 12.0
-    assert router.idle() == Mean(2.0, 4.0)
+    assert router.idle([0, 1]) == Mean(2.0, 4.0)
+    now[0] = 13.0
+    assert router.idle([1, 2]) == Mean(0.0, 1.0)  # engine 0 has left, and engine 2 is not there yet

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from openrlhf import termination
 from openrlhf.batches import Experience
 from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.learning import RLEvalConfig, RLFlags, RLTrainConfig
@@ -145,6 +146,10 @@ class Prompts:
     def exhausted(self) -> bool:
         return self.consumed == STEPS
 
+    @property
+    def step(self) -> int:
+        return self.consumed
+
     def __iter__(self) -> Iterator[list[Any]]:
         while not self.exhausted:
             self.consumed += 1
@@ -264,6 +269,32 @@ def test_a_run_that_has_ended_with_its_patience_and_is_resumed_takes_no_step(tmp
     assert (again.log.evaluated, again.weights.exported) == ([], 4)
 
 
+def test_a_supervised_run_that_is_terminated_in_its_last_evaluation_saves_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Supervised(tmp_path, LOSSES, patience=None, save_steps=100)
+    monkeypatch.setattr(termination, "asked", lambda: trainer.log.evaluated[-1:] == [STEPS])
+    with pytest.raises(SystemExit):
+        trainer.fit()
+    assert checkpoints_in(tmp_path).find(STEPS, best=False)
+    assert trainer.weights.exported is None
+
+
+def test_a_supervised_run_that_is_terminated_in_its_export_finishes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Exporting(Supervised):
+        def export(self, path: str) -> None:
+            assert termination._Asked.wholes  # SIGTERM does not interrupt it
+            monkeypatch.setattr(termination._Asked, "at_all", True)
+            super().export(path)
+
+    trainer = Exporting(tmp_path, LOSSES, patience=None)
+    with pytest.raises(SystemExit):
+        trainer.fit()
+    assert trainer.weights.exported == STEPS
+
+
 # ---- RL
 
 
@@ -306,6 +337,21 @@ def test_a_start_that_was_evaluated_before_a_kill_is_not_evaluated_again(tmp_pat
     resumed.resume(checkpoint)
     resumed.fit()
     assert resumed.log.evaluated == [1, 2]
+
+
+@pytest.mark.parametrize(("patience", "saved"), [(3, False), (None, True)])
+def test_a_run_that_is_terminated_in_its_export_saves_no_other_weights_as_those_of_its_last_step(
+    tmp_path: Path, patience: int | None, saved: bool
+) -> None:
+    def terminated(path: str) -> None:
+        raise SystemExit(143)
+
+    trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=patience, save_steps=100)
+    trainer.export = terminated
+    with pytest.raises(SystemExit):
+        trainer.fit()
+    last = checkpoints_in(tmp_path, parts=["_actor"]).find(trainer.step, best=False)
+    assert bool(last) == saved and trainer.weights_made.made_by == (8 if saved else 2)
 
 
 def test_without_a_patience_the_last_policy_is_exported(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from openrlhf.batches import Experience
-from openrlhf.checkpoints.manifest import CheckpointError
+from openrlhf.checkpoints.manifest import CheckpointError, RunState
 from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RolloutConfig
 from openrlhf.config.shared import CheckpointConfig
@@ -97,9 +98,13 @@ class Steps:
     def publishing(self, version: int) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def resume(self, *, step: int, consumed: int, folder: Path) -> None:
+        self.step = step
+
     def __iter__(self) -> Iterator[list[Trajectory]]:
         for number, step in enumerate(self.steps, 1):
-            self.exhausted, self.step = number == len(self.steps), number
+            self.exhausted = number == len(self.steps)
+            self.step += not all(t.filtered for t in step)
             yield step
         if self.ends:
             error, self.step = self.ends
@@ -150,8 +155,15 @@ class Untrained(PPOTrainer):
     def improve(self, experience: Experience) -> dict[str, Metric]:
         return {}
 
+    terminated_in_export = False
+
     def export_final(self, folder: Path) -> None:
+        if self.terminated_in_export:
+            raise SystemExit(143)
         self.recorder.display.note("export")
+
+    def _gather(self, launched: list[Any], doing: str) -> list[Any]:
+        return launched
 
     def save(self) -> None:
         if self.config.ckpt.save_steps == 1:
@@ -169,19 +181,30 @@ def events(
     ends: tuple[BaseException, int] | None = None,
 ) -> list[str]:
     """What a run over these steps does. `ends`: an error after them, and the steps handed out when it comes."""
-    notes, nothing = Notes(), weights or Nothing()
+    notes, save_steps = Notes(), 1 if checkpoints else 9 if ends else -1
+    made = trainer(steps, notes, eval_steps=eval_steps, save_steps=save_steps, freezing_steps=freezing_steps)
+    made.checkpoints, made.source = checkpoints, Steps(steps, ends)
+    made.weights = made.maker = weights or Nothing()
+    with pytest.raises(type(ends[0])) if ends else nullcontext():
+        made.fit()
+    return notes.events
+
+
+def trainer(
+    steps: list[list[Trajectory]], notes: Notes, *, eval_steps: int, save_steps: int = -1, freezing_steps: int = 0
+) -> Any:
+    """The loop without models, over these steps."""
+    nothing = Nothing()
     config = RLFlags(
-        train=RLTrainConfig(batch_size=2), rollout=RolloutConfig(batch_size=2), eval=RLEvalConfig(steps=eval_steps), ckpt=CheckpointConfig(best_metric_key="none", save_steps=1 if checkpoints else 9 if ends else -1),
-        critic=CriticConfig(freezing_steps=freezing_steps),
+        train=RLTrainConfig(batch_size=2), rollout=RolloutConfig(batch_size=2), eval=RLEvalConfig(steps=eval_steps),
+        ckpt=CheckpointConfig(best_metric_key="none", save_steps=save_steps), critic=CriticConfig(freezing_steps=freezing_steps),
     )  # fmt: skip
     parts: dict[str, Any] = {
-        "source": Steps(steps, ends), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
-        "evaluate": lambda step: [], "pretraining": None, "checkpoints": checkpoints,
+        "source": Steps(steps, None), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
+        "evaluate": lambda step: [], "pretraining": None, "checkpoints": None,
         "tokenizer": None, "recorder": notes, "config": config, "start": None, "hosts": [],
     }  # fmt: skip
-    with pytest.raises(type(ends[0])) if ends else nullcontext():
-        Untrained(**parts).fit()
-    return notes.events
+    return Untrained(**parts)
 
 
 class Full:
@@ -200,6 +223,33 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() -> No
 @pytest.mark.parametrize("error", [SystemExit(143), RolloutError("no engine is left")])
 def test_a_run_that_is_terminated_or_loses_its_engines_saves_its_last_step(error: BaseException) -> None:
     assert events([KEPT, KEPT], ends=(error, 2)) == ["step 1, 100%", "step 2, 100%", "save 2"]
+
+
+@pytest.mark.parametrize("last", ["evaluation", "export"])
+def test_a_run_that_is_terminated_after_its_last_step_saves_the_step(last: str) -> None:
+    def evaluate(step: int) -> list[Trajectory]:
+        raise SystemExit(143)
+
+    notes = Notes()
+    made = trainer([KEPT, KEPT, FILTERED], notes, eval_steps=10 if last == "evaluation" else -1, save_steps=9)
+    made.evaluate, made.terminated_in_export = evaluate, last == "export"
+    made.source.total_steps = 2
+    with pytest.raises(SystemExit):
+        made.fit()
+    assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2"]
+
+
+def test_a_resumed_run_makes_the_last_evaluation_that_was_not_made() -> None:
+    """Its prompts were used up when it was terminated, and its step is not the last that was planned."""
+    for evaluated_at, made_up in ((1, ["evaluation 2"]), (2, [])):
+        notes = Notes()
+        made = trainer([], notes, eval_steps=1)
+        made.source.exhausted = True
+        state = RunState(step=2, evaluated_at=evaluated_at)
+        made.policy = SimpleNamespace(broadcast=lambda *_: [])
+        made.resume(SimpleNamespace(state=state, engine_dir=lambda part: "", tag="global_step2"))
+        made.fit()
+        assert notes.events == [*made_up, "Nothing is left to learn from after step 2.", "export"]
 
 
 def test_nothing_is_saved_while_a_batch_is_on_its_way_to_the_loop() -> None:

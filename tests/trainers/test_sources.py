@@ -93,6 +93,7 @@ def source(loop: BackgroundLoop) -> Callable[..., SyncSource]:
             train=RLTrainConfig(num_episodes=epochs, seed=seed, step_timeout=60.0),
             reward=RewardConfig(max_error_rate=max_error_rate),
             data=RLDataConfig(dataloader_num_workers=num_workers),
+            rollout=rollout,
         )
         rows: Any = Prompts(prompts)
         spec = replace(SPEC, rollout=rollout)
