@@ -49,8 +49,7 @@ class AdvantageConfig(Section):
         False, "Centre a batch's advantages, do not divide by deviation.", needs="estimator.whitened")
     is_correction_enable: bool = option(False, "Correct the loss for engine-trainer differences.")
     is_correction_type: str = option("tis", "Preset of the correction.", choices=choices.CORRECTIONS, needs="is_correction_enable")
-    is_correction_threshold: tuple[float, float] = option(
-        (0.5, 5.0), "Lower and upper bound of the ratio pi_old / pi_rollout.", ge=0)
+    is_correction_threshold: tuple[float, float] = option((0.5, 5.0), "Bounds of the ratio pi_old / pi_rollout.", ge=0)
 
 class CorrectionConfig(Section):
     """Correction of engine-trainer differences, by its axes."""
@@ -101,8 +100,7 @@ class AlgoConfig(Section):
     distill: DistillConfig = DistillConfig()
     ptx: PtxConfig = PtxConfig()
     dynamic_filtering_enable: bool = option(False, "Replace prompts outside the range of scores.")
-    dynamic_filtering_range: tuple[float, float] = option(
-        (0.0, 1.0), "A prompt is kept if its mean score lies between these two.", needs="dynamic_filtering_enable")
+    dynamic_filtering_range: tuple[float, float] = option((0.0, 1.0), "Mean scores to keep, ends excluded.", needs="dynamic_filtering_enable")
 
 class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
     """Batches, epochs, seed, placement, pipeline."""

@@ -95,11 +95,6 @@ def rule_mistakes(config: Any) -> Sentences:
     ]
 
 
-def has_rule(config: Any) -> bool:
-    """Whether a function, server, verifier or agent rewards; for a command with rewards and agents."""
-    return bool(config.reward.remote_url or config.reward.verifier or config.train.agent_func_path)
-
-
 def reward_mistakes(config: Any) -> Sentences:
     """What scores the samples: models, URLs, one Python file that is there, an agent."""
     reward, agent = config.reward, config.train.agent_func_path
@@ -107,7 +102,7 @@ def reward_mistakes(config: Any) -> Sentences:
         *rule_mistakes(config),
         (agent and not (agent.endswith(".py") and is_file(agent)),
          "<train.agent_func_path> is not a .py file on this machine."),
-        *sum_mistakes(reward, len(reward.models) + has_rule(config)),
+        *sum_mistakes(reward, len(reward.models) + bool(reward.remote_url or reward.verifier or agent)),
     ]
 
 

@@ -47,8 +47,7 @@ class WandbConfig(Section):
     org: str | None = option(None, "Entity: user or team.", needs="key")
     group: str | None = option(None, "Group of runs.", needs="key")
     project: str = option("openrlhf", "Project.", needs="key")
-    run_name: str | None = option(
-        None, "Name of the run and its TensorBoard folder; unset: that of the run folder.", needs="key|logger.tensorboard_dir")
+    run_name: str | None = option(None, "Name, also in TensorBoard; unset: that of the run folder.", needs="key|logger.tensorboard_dir")
 
 class LoggerConfig(Section):
     """Where numbers go besides the run folder."""
@@ -58,7 +57,7 @@ class LoggerConfig(Section):
 
 class RunConfig(Section):
     """The run folder and the terminal."""
-    dir: str = derived("Run folder; unset: ./runs/<command>-<time>.", holds="place")
+    dir: str = derived("Run folder; unset: ./runs/<command>-<time>-<process>.", holds="place")
     quiet: bool = option(False, "Plain lines on the terminal.")
     json: bool = option(False, "One JSON object per step on the terminal.")
 

@@ -30,8 +30,7 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows) -> Ident
     flags = ("train.batch_size", "train.seed", *FLAGS["adapter"], *task.objective)
     trusted = task.config.model.trust_remote_code
     frozen = {name: of_model(path, trust_remote_code=trusted) for name, path in task.frozen_paths().items() if path}
-    own = texts_identity(task, rows, flags, task.config.model.model_name_or_path)
-    return {"task": task.name, **own, **frozen}
+    return {"task": task.name, **texts_identity(task, rows, flags, task.config.model.model_name_or_path), **frozen}
 
 
 def texts_identity(task: OfflineTask[Any, Any, Any], rows: Rows, flags: Sequence[str], model: str) -> Identity:

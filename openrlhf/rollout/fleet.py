@@ -210,8 +210,7 @@ class Fleet:
         try:
             if member.actor:
                 ray.kill(member.actor)
-            there = {machine.id for machine in machines(self.on_gpus, free=True)}
-            if not self.hosts and member.slots.machine.id not in there:
+            if not self.hosts and member.slots.machine.id not in {m.id for m in machines(self.on_gpus, free=True)}:
                 member.slots.release()
                 if (slots := self._room()) is None:
                     return self._leave(member)

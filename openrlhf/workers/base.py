@@ -150,7 +150,13 @@ class TrainedWorker(ABC, Generic[Job]):
         results: list[StepResult] = []
         with self.engine.awake():
             for number in range(len(job.steps)):
-                results.append(self._optimizer_step(job, number))
+                result = self.engine.optimize(
+                    self.window(job, number),
+                    counts=self.counts,
+                    loss=lambda micro, totals: self.loss(micro.to(self.strategy.device), totals, job),
+                    max_nonfinite=self.config.train.max_nonfinite,
+                )
+                results.append(result)
                 if self.has_moved_enough(results[-1].metrics):
                     break
         step_metrics: Metrics = {
@@ -175,14 +181,6 @@ class TrainedWorker(ABC, Generic[Job]):
     def has_moved_enough(self, metrics: Metrics) -> bool:
         """Whether to skip the remaining optimizer steps of the update; the same answer on every rank."""
         return False
-
-    def _optimizer_step(self, job: Job, number: int) -> StepResult:
-        return self.engine.optimize(
-            self.window(job, number),
-            counts=self.counts,
-            loss=lambda micro, totals: self.loss(micro.to(self.strategy.device), totals, job),
-            max_nonfinite=self.config.train.max_nonfinite,
-        )
 
     def save_checkpoint(self, directory: str, tag: str) -> None:
         """Write weights, their average, optimizer, schedule and random state. Collective."""
