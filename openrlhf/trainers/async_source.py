@@ -87,9 +87,12 @@ class AsyncSource(Source):
             self.held.append(begun)
 
     def save(self, folder: Path) -> None:
-        """Write the prompts that have started and not been trained on, with the samples that are finished."""
+        """Write the prompts that have started and not been trained on, with the samples that are finished.
+
+        Samples of a prompt that have all failed are not kept: the reward may have been repaired when the run goes on.
+        """
         held, consumed = self.loop.run(self._snapshot(), self.train.step_timeout)
-        episodes = [t for each in held for t in each.group]
+        episodes = [t for each in held if each.failed < len(each.group) for t in each.group]
         drawn = [(each.prompt.index, each.version) for each in held]
         EpisodeFolder(folder).write("step", self.step, episodes, run={"held": drawn, "consumed": consumed})
 

@@ -166,6 +166,21 @@ def test_a_reward_that_begins_to_fail_while_a_step_trains_does_not_use_up_the_pr
         made.errors.check(next(steps))
 
 
+def test_prompts_whose_samples_all_failed_are_drawn_again_after_a_resume(loop: BackgroundLoop, tmp_path: Path) -> None:
+    """With the reward repaired meanwhile, the run goes on."""
+    engines = Judged(broken_from=2, most=2)
+    first = source(loop, engines, queue=2, staleness=2)
+    before = [t.prompt.index for t in next(iter(first))]
+    engines.most = 1000
+    wait_until(lambda: any(each.failed for each in first.held) and all(each.finished for each in first.held))
+    first.save(tmp_path)
+    second = source(loop, Judged(), queue=2, staleness=2)
+    second.resume(step=first.step, consumed=first.consumed, folder=tmp_path)
+    after = list(second)
+    assert not any(t.failed for batch in after for t in batch)
+    assert sorted([*before, *(t.prompt.index for batch in after for t in batch)]) == list(range(PROMPTS))
+
+
 def test_failures_that_the_budget_allows_end_nothing(loop: BackgroundLoop) -> None:
     made = source(loop, Judged(broken_from=4), queue=2, staleness=2, max_error_rate=1.0)
     assert sorted(t.prompt.index for batch in made for t in batch) == list(range(PROMPTS))
