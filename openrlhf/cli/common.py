@@ -60,6 +60,8 @@ def fail(error: object) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHERS_WAIT_S)
     print(f"error: {error}", file=sys.stderr)
+    if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # its threads may abort a process that ends
     raise SystemExit(2)
 
 

@@ -47,7 +47,7 @@ class WandbConfig(Section):
     org: str | None = option(None, "Entity: user or team.", needs="key")
     group: str | None = option(None, "Group of runs.", needs="key")
     project: str = option("openrlhf", "Project.", needs="key")
-    run_name: str | None = option(None, "Name, also in TensorBoard; unset: that of the run folder.", needs="key|logger.tensorboard_dir")
+    run_name: str | None = option(None, "Name, also in TensorBoard; unset: as run.dir ends.", needs="key|logger.tensorboard_dir")
 
 class LoggerConfig(Section):
     """Where numbers go besides the run folder."""
@@ -161,8 +161,7 @@ class DatasetConfig(DataConfig):
 
 class OfflineDataConfig(DatasetConfig):
     tokenizer_chat_template: str | None = option(
-        None, "Chat template, or a file with one, instead of the tokenizer's.", holds="place",
-        needs="apply_chat_template|layout=auto,arena")
+        None, "A chat template, or its file, instead of the tokenizer's.", holds="place", needs="apply_chat_template|layout=auto,arena")
 
 class AdamConfig(Section):
     """AdamW."""

@@ -65,12 +65,12 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     checkpoint = to_continue(config, checkpoints, strategy, start) if config.ckpt.load_enable else None
     if checkpoint:
         start = replace(start, run_dir=checkpoint.state.run_dir)
+    engine = load_models(task, strategy, total_steps)
     resume_step = checkpoint and checkpoint.state.step
     recorder = Recorder(config, start.run_dir, resume_step=resume_step) if strategy.is_main else None
     with closing(recorder) if recorder else nullcontext():
         if recorder:
             recorder.display.note(f"{plan} Processes: {strategy.dp_size}.")
-        engine = load_models(task, strategy, total_steps)
         if task.precomputes:
             train_rows = with_reference(task, train_rows, engine)
             eval_rows = with_reference(task, eval_rows, engine) if eval_rows else None

@@ -116,8 +116,7 @@ class Run:
         scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)
         source = self._make_source(generator, scored, stages)
         self.ends.callback(source.close)
-        unscored = source.keep is None and not config.train.async_enable
-        maker = ExperienceMaker(config, stages, models if unscored else None)
+        maker = ExperienceMaker(config, stages, None if source.keep or config.train.async_enable else models)
         if config.rollout.only:
             return RolloutOnly(source, maker, self.recorder)
         publisher = WeightPublisher(

@@ -80,18 +80,21 @@ def test_only_the_first_process_of_a_launcher_shows_them(dry_run: Show, monkeypa
     assert dry_run("sft", [{"input": "a", "output": "ok"}]) == ""
 
 
-def test_a_tracker_that_is_not_installed_is_named_before_a_model_is_loaded(
+def test_a_tracker_that_is_not_installed_is_named_before_the_reference_scores_all_rows(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strategy = SimpleNamespace(is_main=True, dp_size=1, config=DeepSpeedConfig())
     monkeypatch.setattr(offline, "Strategy", lambda *_, **__: strategy)
-    monkeypatch.setattr(offline, "load_models", pytest.fail)
+    monkeypatch.setattr(offline, "load_models", lambda *_: None)
+    monkeypatch.setattr(offline, "with_reference", pytest.fail)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "ok"}\n')
-    line = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --train.batch_size 1"
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "ok", "rejected": "no"}\n')
+    line = (
+        f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --train.batch_size 1 --ref.precompute"
+    )
     words = f"{line} --run.dir {tmp_path}/run --logger.wandb.key mine".split()
     with pytest.raises(SystemExit):
-        train_offline(parse_config(ROOTS["train_sft"], words, command="train_sft"), "sft")
+        train_offline(parse_config(ROOTS["train_dpo"], words, command="train_dpo"), "dpo")
     assert "the package wandb is not installed" in capsys.readouterr().err
 
 
