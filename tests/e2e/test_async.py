@@ -126,6 +126,7 @@ def test_rejected_prompts_are_replaced_while_training_goes_on(workspace: Path) -
     assert {row["prompt_index"] for row in samples(folder)} == set(range(PROMPTS * EPOCHS))
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_models_score_a_prompt_side_by_side_while_other_samples_are_under_way(workspace: Path) -> None:
     """An agent lets no other prompt end before models score the first; a run that scored whole batches would never end."""

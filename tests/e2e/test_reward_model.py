@@ -206,6 +206,7 @@ def test_the_kl_coefficient_follows_its_target(ppo: Path) -> None:
     assert len(set(coefficients)) == len(coefficients)
 
 
+@pytest.mark.verify
 def test_a_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:

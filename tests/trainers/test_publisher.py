@@ -92,10 +92,12 @@ def test_an_engine_that_computes_something_else_is_found_and_one_with_the_same_w
     publisher.check_engines(publisher.fleet, probe)
 
 
+@pytest.mark.verify
 def test_an_engine_that_dies_while_weights_are_sent_starts_again_with_them(publisher: WeightPublisher) -> None:
     """Twice: there is one restart, so that the second death ends the fleet. Afterwards the module has no engine."""
     fleet, said = publisher.fleet, list[str]()
     assert fleet
+    publisher.publish(2)  # the group is there
     fleet.say = said.append
     [member] = fleet.up
     for version, pause in ((3, 1.0), (4, 0.0)):
