@@ -99,4 +99,6 @@ def make_model(folder: Path, *, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {sys.argv[0]} FOLDER SEED")
     make_task(Path(sys.argv[1]), seed=int(sys.argv[2]))

@@ -70,7 +70,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         super().__init__(dataset, tokenizer, data)
         if needs_prompt and not any(self.rows["prompt_length"]):
             notice(
-                "The texts have no common prompt, so all of both is judged. --data.prompt_key names a column with one."
+                "The texts have no common prompt: their answers begin with the second token. --data.prompt_key names a column with prompts."
             )
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:

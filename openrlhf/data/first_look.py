@@ -104,10 +104,10 @@ class TextFormat:
 
     @property
     def flags(self) -> str:
-        """The flags that set this format."""
+        """The flags that set this format, as they are typed in bash."""
         if self.chat_template:
             return "--data.apply_chat_template"
-        return f"--data.input_template {self.input_template!r}" if self.input_template else "no template"
+        return f"--data.input_template ${self.input_template!r}" if self.input_template else "no template"
 
 
 def record(tokenizer: PreTrainedTokenizerBase, used: TextFormat | None) -> None:
@@ -166,8 +166,8 @@ def end_notices(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -
     eos = tokenizer.eos_token
     if not ending:
         return [f"None of the first rows ends with {eos}: the model will not learn to end its answers."]
-    advice = f"end the responses in the training data with {eos}, or let the reward strip the answers."
-    spaced = f"{answers} end with a space before {eos}, which a reward that compares exactly will see: {advice}"
+    advice = f"To have none, end the responses in the training data with {eos}."
+    spaced = f"{answers} end with a space before {eos}, which is put there. A reward that compares exactly will see it. {advice}"
     return [spaced] if ending.startswith(" ") else []
 
 

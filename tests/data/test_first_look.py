@@ -126,7 +126,7 @@ def test_a_format_goes_wherever_the_tokenizer_goes(tmp_path: Any) -> None:
         (
             of(QUESTION),
             of(NOTHING),
-            "was trained with --data.input_template 'Q: {}\\nA: ', but this run uses no template",
+            "was trained with --data.input_template $'Q: {}\\nA: ', but this run uses no template",
         ),
         (of(NOTHING), of(QUESTION), "was trained with no template, but this run uses --data.input_template"),
         (

@@ -247,7 +247,7 @@ def test_a_dry_run_shows_template_and_tokens_of_prompts_as_they_are_cut(dry_run:
     rows = [{"question": "123456789", "response": "x"}] * 3
     printed, noted = dry_run(rows, "--data.input_template q{}a --data.max_len 8 --rollout.max_new_tokens 4")
     ids = " ".join(map(str, character_tokenizer()("789a")["input_ids"]))
-    assert "Template: --data.input_template 'q{}a'." in printed
+    assert "Template: --data.input_template $'q{}a'." in printed
     assert f"--- row 2: 4 tokens, ids {ids}\n789a" in printed
     assert "row 3" not in printed and "label" not in printed
     assert "--data.input_key question, and are read so" in noted

@@ -105,7 +105,7 @@ def test_every_turn_of_a_recognised_chat_may_be_learned(dry_run: Show) -> None:
 
 def test_distillation_shows_what_sft_shows(dry_run: Show, model: Path) -> None:
     printed = dry_run("kd", [{"input": "a", "output": "ok"}], f"--kd.teacher_model {model}")
-    assert "Template: --data.input_template 'User: {}\\nAssistant: '." in printed
+    assert "Template: --data.input_template $'User: {}\\nAssistant: '." in printed
     assert "User: a\nAssistant: ⟦ok <|end|>⟧" in printed
 
 
