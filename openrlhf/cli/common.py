@@ -60,8 +60,8 @@ def fail(error: object) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHERS_WAIT_S)
     print(f"error: {error}", file=sys.stderr)
-    if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # its threads may abort a process that ends
+    if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized() and not machine.count_gpus():
+        torch.distributed.destroy_process_group()  # threads of Gloo may abort a process that ends; NCCL's would wait for others
     raise SystemExit(2)
 
 
