@@ -105,7 +105,7 @@ class EarlyStages:
         finished = [t for t in trajectories if not t.failed]
         if not finished:
             return list(trajectories)
-        experience = Experience.from_trajectories(finished)
+        experience = Experience.from_trajectories(finished if self.models.workers or self.stages else [])  # for workers
         rewards = self.models.launch(experience)
         pending = {stage.writes: stage.launch(experience) for stage in self.stages}
         done = rewards.added_to(finished, self.timeout_s)

@@ -157,7 +157,7 @@ class TrainedWorker(ABC, Generic[Job]):
                     max_nonfinite=self.config.train.max_nonfinite,
                 )
                 results.append(result)
-                if self.has_moved_enough(results[-1].metrics):
+                if self.has_moved_enough(result.metrics):
                     break
         step_metrics: Metrics = {
             f"train/{self.name}_steps": Last(float(len(results))),
