@@ -109,7 +109,7 @@ def command(verb: str, module: str) -> Callable[..., None]:
         flags, name = resolve_name(about["flags"]), about["command"]
         if "run" not in about:
             return train_offline(flags_or_exit(flags, words, command=name), verb)
-        if os.environ.get("RANK", "0") != "0":
+        if not machine.is_first():
             raise SystemExit(0)
         for variable in [each for each in os.environ if each in LAUNCHER or each.startswith("TORCHELASTIC_")]:
             del os.environ[variable]

@@ -56,7 +56,8 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path."""
         shared = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
-        return rules.machine_values(self) | self.engine_values(shared=shared)
+        own = self.unless_given({"data.max_len": rules.room(self)})
+        return own | rules.machine_values(self) | self.engine_values(shared=shared)
 
     def notices(self) -> Sentences:
         """What the user may have to know of this resolved configuration."""

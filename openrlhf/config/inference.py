@@ -95,8 +95,10 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path: all GPUs are used; the model is the one that scores; an answer has half the room."""
         gpus = machine.count_gpus()
+        room = rules.room(self)
         own = self.unless_given({
-            "rollout.max_new_tokens": min(1024, self.data.max_len // 2 or 1),
+            "data.max_len": room,
+            "rollout.max_new_tokens": min(1024, room // 2 or 1),
             "vllm.num_engines": max(1, gpus // self.vllm.devices),
             "reward.num_gpus_per_node": min(8, gpus) or 1,
             "reward.model_name_or_path": None if self.samples_answers else self.model.model_name_or_path,
@@ -135,8 +137,9 @@ class ChatConfig(ModelCommand):
     preamble: str | None = option(None, "File whose text comes before the conversation.", holds="place")
 
     def derived_values(self) -> dict[str, Any]:
-        """What follows from the flags, by path: an answer takes half of a short conversation."""
-        return self.unless_given({"rollout.max_new_tokens": min(1024, self.data.max_len // 2 or 1)})
+        """What follows from the flags, by path: a conversation fits into the model; an answer takes half of a short one."""
+        room = rules.room(self)
+        return self.unless_given({"data.max_len": room, "rollout.max_new_tokens": min(1024, room // 2 or 1)})
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""

@@ -15,6 +15,7 @@ from openrlhf.config.commands import Command
 from openrlhf.config.flags import ConfigError, Flag, amend, convert, did_you_mean, flags_in, flags_of, mentions, nearest
 from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
+from openrlhf.config.machine import is_first
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.unsupported import is_refused
 
@@ -37,7 +38,7 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
     # What follows from a mistake would only mislead.
     broken = [text for text in config.check() if not mentions(text, reader.doubtful)]
     violations = [*reader.problems, *broken]
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         for notice in reader.notices if violations else [*reader.notices, *notices]:
             print(f"[notice] {notice}", file=sys.stderr)
     if violations:

@@ -4,8 +4,10 @@ A notice or a rule is a row: whether it holds, and a sentence. In the sentence `
 is typed: --train.seed 42.
 """
 
+import json
 import math
 import os
+from pathlib import Path
 from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
@@ -140,6 +142,15 @@ def sum_mistakes(reward: RewardConfig, parts: int) -> Sentences:
 def is_file(text: str | None) -> TypeGuard[str]:
     """Whether a text, which may be long, is the path of a file here."""
     return text is not None and os.path.isfile(text)
+
+
+def room(config: Any) -> int:
+    """The tokens of --data.max_len, or the positions of the model, if it is a folder here and they are fewer."""
+    try:
+        stored = json.loads(Path(config.model.model_name_or_path or "", "config.json").read_bytes())
+    except (OSError, ValueError):
+        stored = dict[str, Any]()
+    return min(config.data.max_len, stored.get("max_position_embeddings") or config.data.max_len)
 
 
 def looks_local(path: str) -> bool:

@@ -1,24 +1,16 @@
 """Errors and notices about a user's data: the place, the value seen, the change to make. Needs no heavy library."""
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openrlhf.config.flags import UserError
+from openrlhf.config.machine import is_first
 
 # Columns with the origin of a row, which survive blending, shuffling and selecting.
 SOURCE, ROW = "__dataset__", "__row__"
 
-KINDS = {
-    str: "a string",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    list: "a list",
-    dict: "an object",
-    type(None): "null",
-}
+KINDS = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
 class DataError(UserError, ValueError):
@@ -27,13 +19,13 @@ class DataError(UserError, ValueError):
 
 def notice(sentence: str) -> None:
     """Print a sentence that the user should know, in the first process of a launcher only."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         print(f"[notice] {sentence}", file=sys.stderr)
 
 
 def kind(value: Any) -> str:
     """The kind of a value in the words of JSON: `a list`, `null`."""
-    return KINDS.get(type(value), type(value).__name__)
+    return "null" if value is None else KINDS.get(type(value), type(value).__name__)
 
 
 def row_error(row: Mapping[str, Any], column: str, problem: str) -> DataError:

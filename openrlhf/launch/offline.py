@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.batches import TokenRows
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
+from openrlhf.config.machine import is_first
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data import first_look
 from openrlhf.data.batching import ResumableSampler
@@ -56,7 +57,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     if eval_rows is None and (eval_rows := task.measured_rows(train_rows)):
         plan += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
     if not strategy:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first():
             print(plan, show_template(tokenizer), *first_texts(task, train_rows, tokenizer), UNPROVEN, sep="\n")
         return
     run_dir, identity = os.path.abspath(config.run.dir), offline_identity(task, train_rows)

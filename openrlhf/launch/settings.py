@@ -119,14 +119,10 @@ def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | Non
     if config.vllm.quantization:
         return None
     room = max(1, config.data.max_len - PROBED_TOKENS)
+    temperature, seed = config.rollout.temperature, train_sampling(config).seed
     return Probe(
         prompts=[prompt[-room:] for prompt in prompts],
-        params=SamplingParams(
-            temperature=config.rollout.temperature,
-            max_tokens=PROBED_TOKENS,
-            ignore_eos=True,
-            seed=train_sampling(config).seed,
-        ),
+        params=SamplingParams(temperature=temperature, max_tokens=PROBED_TOKENS, ignore_eos=True, seed=seed),
         tolerance=ROUNDING["fp32" if config.vllm.dtype == config.ds.param_dtype == "fp32" else "bf16"],
     )
 

@@ -44,6 +44,8 @@ class Display:
         self._total, self._first, self._began = total_steps, done, time.monotonic()
         self._progress.update(self._bar, total=total_steps, completed=done)
         self._progress.start()
+        if 0 < total_steps <= done:
+            self.note(f"Nothing is left to do: all {total_steps} are done.")
 
     def status(self, text: str, *, done: int | None = None) -> None:
         """Show beside the progress bar what the run is doing now: "generating 512 episodes". `done`: where the bar is."""

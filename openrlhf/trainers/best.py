@@ -1,15 +1,12 @@
 """The best evaluation of a run: its checkpoint is kept, and --eval.patience may end the run after it."""
 
-import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState, is_minimised
-
-logger = logging.getLogger(__name__)
+from openrlhf.data.errors import notice
 
 
 class BestMetric:
@@ -38,11 +35,8 @@ class BestMetric:
         self.key = self.key or min((name for name in plain if name.endswith(self.ending)), default="")
         self.last = value = plain.get(self.key)
         if value is None:
-            if os.environ.get("RANK", "0") == "0":  # offline, this runs in every process of the launcher
-                wanted = self.key or f"*{self.ending}"
-                logger.warning(
-                    "--ckpt.best_metric_key %s is no metric of the evaluation: %s.", wanted, ", ".join(plain)
-                )
+            wanted = self.key or f"*{self.ending}"
+            notice(f"--ckpt.best_metric_key {wanted} is no metric of the evaluation: {', '.join(plain)}.")
             return False
         if not self._is_best(value):
             self.waited += 1

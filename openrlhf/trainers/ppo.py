@@ -291,6 +291,7 @@ class PPOTrainer:
     def export_final(self, folder: Path) -> None:
         """Write the policy to `folder`, and the critic beside it if the flags ask for the critic."""
         self.export(str(folder))
+        self.recorder.display.note(f"model: {folder}")
         if self.critic and self.config.critic.save_value_network:
             exported = self.critic.broadcast(TrainedWorker.export, self.tokenizer, f"{folder}_critic")
             self._gather(exported, "export the critic")

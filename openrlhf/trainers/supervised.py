@@ -61,6 +61,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 with self.engine.averaged():
                     self.measure()  # the numbers that `evaluated` stores in the model are those of the exported weights
             self.export(self.ckpt.output_dir)
+        if self.recorder:
+            self.recorder.display.note(f"model: {self.ckpt.output_dir}")
 
     def learn_from(self, window: list[Micro]) -> None:
         """One optimizer step, and what follows it."""

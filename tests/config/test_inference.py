@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,23 @@ def test_the_model_of_an_old_scoring_command_is_the_reward_model() -> None:
 def test_an_answer_takes_half_of_a_short_length(command: str, max_len: str, answer: int) -> None:
     assert parse(command, f"--max_len {max_len}").rollout.max_new_tokens == answer
     assert parse(command, f"--data.max_len {max_len} --rollout.max_new_tokens 1").rollout.max_new_tokens == 1
+
+
+@pytest.mark.parametrize("command", [CHAT, BATCH, "eval"])
+def test_without_a_length_the_model_gives_it_if_it_has_fewer_positions(command: str, tmp_path: Path) -> None:
+    def lengths(line: str) -> tuple[int, int | None]:
+        rule = " --eval.dataset d --reward.verifier math" if command == "eval" else ""
+        config = parse(command, f"--model.model_name_or_path {tmp_path} {line}{rule}")
+        return config.data.max_len, config.rollout.max_new_tokens
+
+    default, answer = lengths("")
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 96}')
+    assert lengths("") == (96, None if command == "eval" else 48)
+    assert lengths("--data.max_len 512")[0] == 512  # the user's, which the model then refuses
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 100000}')
+    assert lengths("") == (default, answer)
+    (tmp_path / "config.json").write_text("{")
+    assert lengths("") == (default, answer)
 
 
 def test_a_flag_of_the_other_task_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:

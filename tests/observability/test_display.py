@@ -186,6 +186,14 @@ def test_rich_output_scrolls_lines_above_a_bar_and_restores_the_terminal():
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is shown again
 
 
+def test_a_run_that_goes_on_behind_its_last_step_says_that_nothing_is_left() -> None:
+    for done, said in ((20, "Nothing is left to do: all 20 are done.\n"), (19, "")):
+        display = Display(out=(out := io.StringIO()))
+        display.begin(20, done=done)
+        display.close()
+        assert out.getvalue() == said
+
+
 def test_json_output_is_one_object_per_line(monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)

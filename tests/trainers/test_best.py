@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,11 +60,11 @@ def test_none_keeps_no_best_and_leaves_nothing_in_a_checkpoint() -> None:
     assert best.state()["best_metric_key"] is None
 
 
-def test_an_evaluation_without_the_metric_counts_for_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    for best in (rl("eval_a_pass1", patience=1), rl(patience=1)):
-        with caplog.at_level(logging.WARNING):
-            assert not best.improves(1, {"eval/eval_num_samples": 4.0})
-        assert "is no metric of the evaluation: eval_num_samples" in caplog.messages[-1]
+def test_an_evaluation_without_the_metric_counts_for_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for best, wanted in ((rl("eval_a_pass1", patience=1), "eval_a_pass1"), (rl(patience=1), "*_pass1")):
+        assert not best.improves(1, {"eval/eval_num_samples": 4.0})
+        said = f"--ckpt.best_metric_key {wanted} is no metric of the evaluation: eval_num_samples."
+        assert said in capsys.readouterr().err
         assert not best.exhausted
 
 

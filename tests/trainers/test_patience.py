@@ -228,7 +228,8 @@ def test_a_supervised_run_ends_with_its_patience_and_exports_the_best_weights(tm
     assert trainer.weights.exported == 4
     assert trainer.log.said == [
         "--eval.patience 3 ends the run after step 7. "
-        "The export has the weights of step 4, with the best eval_loss of all evaluations, 1."
+        "The export has the weights of step 4, with the best eval_loss of all evaluations, 1.",
+        "model: ./ckpt",
     ]
 
 
@@ -306,8 +307,10 @@ def test_a_run_of_rl_ends_with_its_patience_and_exports_the_best_policy(tmp_path
     trainer.fit()
     assert trainer.log.evaluated == [1, 2, 3, 4, 5]
     assert trainer.weights_made.exported == 2
-    (said,) = trainer.log.said
-    assert said.startswith("--eval.patience 3 ends the run after step 5. The export has the weights of step 2")
+    said, exported = trainer.log.said
+    assert exported.startswith("model: ") and said.startswith(
+        "--eval.patience 3 ends the run after step 5. The export has the weights of step 2"
+    )
     assert [checkpoint.tag for checkpoint in trainer.checkpoints.checkpoints()] == ["best_global_step2"]
 
 
@@ -357,4 +360,4 @@ def test_a_run_that_is_terminated_in_its_export_saves_no_other_weights_as_those_
 def test_without_a_patience_the_last_policy_is_exported(tmp_path: Path) -> None:
     trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=None)
     trainer.fit()
-    assert (trainer.log.evaluated[-1], trainer.weights_made.exported, trainer.log.said) == (STEPS, STEPS, [])
+    assert (trainer.log.evaluated[-1], trainer.weights_made.exported, len(trainer.log.said)) == (STEPS, STEPS, 1)

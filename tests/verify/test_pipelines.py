@@ -63,7 +63,8 @@ from their own samples, as a reward model that was trained on the same pairs sco
 this task, of which the preferred answers are the solution, and not which method is best.
 
 The answers of a pair differ in a digit. On such pairs DPO alone makes both answers less likely (pass@1 fell from 0.25 to 0.03 in a trial): it has
-`--model.nll_loss_coef 5` here. PPO and GRPO take 20 steps only, in which the reward model's score rises by 0.1 at most.
+`--model.nll_loss_coef 5` here. PPO and GRPO take as many optimizer steps as the others, and gain little: they follow the reward model where it is wrong. In trials with seed 1
+and `--actor.adam.lr 5e-4`, GRPO's pass@1 fell from 0.65 to 0.27 and PPO's to 0.54; a larger `--algo.kl.init_coef` only kept them where they began.
 """
 
 
