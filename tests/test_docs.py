@@ -46,7 +46,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                 yield found[1], shlex.split(found[2], comments=True)
 
 
-LAPTOP = ("train_sft", "train_ppo_ray", "train_rm", "train_ppo_ray")  # shown first
+LAPTOP = ("train_sft", "train_ppo_ray", "train_rm", "train_ppo_ray", "train_sft", "train_dpo")  # shown first
 CLUSTER = ("train_sft", "train_ppo_ray")
 COMMANDS = list(commands())
 ON_LAPTOP, ON_CLUSTER = COMMANDS[: len(LAPTOP)], COMMANDS[len(LAPTOP) :]
@@ -66,6 +66,7 @@ def test_its_commands_are_accepted_on_their_machines(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "preferences.csv").touch()
     for made_by_an_earlier_command in (word for word in words if word.startswith("runs/")):
         (tmp_path / made_by_an_earlier_command).mkdir(parents=True, exist_ok=True)
     assert parse_config(ROOTS[command], words, command=command).check() == []

@@ -19,6 +19,7 @@ from typing import IO, Any
 import pytest
 
 from tests.e2e.commands import as_arguments, launch
+from tests.e2e.conftest import own_folder
 from tests.e2e.nodes import type_in
 from tests.e2e.processes import descendants
 from tests.e2e.test_nodes import cluster, submitted
@@ -27,7 +28,7 @@ from tests.ranks import ROOT
 from tests.verify.results import versions
 
 pytestmark = pytest.mark.verify
-__all__ = ["cluster", "workspace"]
+__all__ = ["cluster", "own_folder", "workspace"]
 PAGE = ROOT / "docs/fault_tolerance.md"
 BEGIN, END = "<!-- seconds -->", "<!-- end of seconds -->"
 LONG = {"train.num_episodes": 80, "ckpt.save_steps": 1}

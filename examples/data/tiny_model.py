@@ -1,0 +1,53 @@
+"""A random language model of three million parameters, and a tokenizer made from the texts of a csv file.
+
+python examples/data/tiny_model.py preferences.csv runs/tiny
+"""
+
+import csv
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here needs a GPU, and DeepSpeed need not ask
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+VOCABULARY = 4096  # tokens at most
+END = "<|endoftext|>"  # the end token of Qwen2 models: with another name, their tokenizer adds this one too
+
+
+def make_tokenizer(file: Path) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of all cells of the file. It has tokens for every text, also for letters that the file lacks."""
+    with file.open(newline="", encoding="utf-8") as opened:
+        texts = [cell for row in csv.reader(opened) for cell in row]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END)
+
+
+def main(file: str, folder: str) -> None:
+    """Write the model and its tokenizer to `folder`."""
+    tokenizer = make_tokenizer(Path(file))
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        eos_token_id=tokenizer.convert_tokens_to_ids(END),
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
