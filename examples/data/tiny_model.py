@@ -50,4 +50,6 @@ def main(file: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {sys.argv[0]} FILE.csv FOLDER")
     main(*sys.argv[1:])

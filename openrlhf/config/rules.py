@@ -147,7 +147,7 @@ def is_file(text: str | None) -> TypeGuard[str]:
 def room(config: Any) -> int:
     """The tokens of --data.max_len, or the positions of the model, if it is a folder here and they are fewer."""
     try:
-        stored = json.loads(Path(config.model.model_name_or_path or "", "config.json").read_bytes())
+        stored = json.loads(Path(config.model.model_name_or_path or os.devnull, "config.json").read_bytes())
     except (OSError, ValueError):
         stored = dict[str, Any]()
     return min(config.data.max_len, stored.get("max_position_embeddings") or config.data.max_len)

@@ -97,6 +97,15 @@ def test_without_a_length_the_model_gives_it_if_it_has_fewer_positions(command: 
     assert lengths("") == (default, answer)
 
 
+def test_without_a_model_a_file_of_the_working_directory_gives_no_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 96}')
+    monkeypatch.chdir(tmp_path)
+    line = "--task rm --reward.model_name_or_path m --model.model_name_or_path="
+    assert parse(BATCH, line).data.max_len == 2048
+
+
 def test_a_flag_of_the_other_task_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
     parse(BATCH, "--task rm --best_of_n 2")
     parse(BATCH, "--post_processor rs")

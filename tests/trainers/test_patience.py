@@ -360,4 +360,5 @@ def test_a_run_that_is_terminated_in_its_export_saves_no_other_weights_as_those_
 def test_without_a_patience_the_last_policy_is_exported(tmp_path: Path) -> None:
     trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=None)
     trainer.fit()
-    assert (trainer.log.evaluated[-1], trainer.weights_made.exported, len(trainer.log.said)) == (STEPS, STEPS, 1)
+    assert (trainer.log.evaluated[-1], trainer.weights_made.exported) == (STEPS, STEPS)
+    assert trainer.log.said == [f"model: {Path('ckpt').absolute()}"]
