@@ -7,7 +7,7 @@ baseline), and how token rewards become advantages. The caller takes the same st
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, cast
 
 import torch
@@ -23,20 +23,6 @@ GROUP_STD_EPSILON = 1e-9
 RewardShaping = Callable[[Tensor, Tensor], Tensor]  # (rewards (R,), group (R,)) -> (R,)
 # Token rewards, values and mask, with gamma= and lam= -> (advantages, returns) (B, T). Values are 0 without a critic.
 CreditAssignment = Callable[..., tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdvantageEstimator:
-    """A registered estimator and its properties."""
-
-    shape: RewardShaping
-    credit: CreditAssignment
-    per_group: bool  # compares the samples of one prompt: needs two or more of them, and γ = 1
-    needs_critic: bool
-    whiten: bool  # advantages are normalised over all action tokens of the batch
-
-
-ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
 def gae(
@@ -112,24 +98,20 @@ def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
     return GroupStatistics(centered=centered, size=size[place], std=std[place])
 
 
-def advantage_estimator(
-    name: str,
-    *,
-    per_group: bool = False,
-    needs_critic: bool = False,
-    whiten: bool = False,
-    credit: CreditAssignment = monte_carlo,
-) -> Callable[[RewardShaping], RewardShaping]:
-    """Register the decorated shaping of rewards, (rewards (R,), group (R,)) → (R,).
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """A registered estimator: a shaping of rewards, and its properties."""
 
-    `per_group` shapings give 0 to a sample without peers, because there is nothing to compare the sample with.
-    """
-    return ADVANTAGE_ESTIMATORS.register(
-        name,
-        lambda shape: AdvantageEstimator(
-            shape=shape, credit=credit, per_group=per_group, needs_critic=needs_critic, whiten=whiten
-        ),
-    )
+    shape: RewardShaping  # 0 for a sample without peers if `per_group`: there is nothing to compare the sample with
+    _: KW_ONLY
+    credit: CreditAssignment = monte_carlo
+    per_group: bool = False  # compares the samples of one prompt: needs two or more of them, and γ = 1
+    needs_critic: bool = False
+    whiten: bool = False  # advantages are normalised over all action tokens of the batch
+
+
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", AdvantageEstimator)
+advantage_estimator = ADVANTAGE_ESTIMATORS.register  # decorates a shaping
 
 
 @advantage_estimator("gae", needs_critic=True, whiten=True, credit=gae)

@@ -37,20 +37,16 @@ class Clip:
 PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Clip], PolicyLoss]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PolicyLossChoice:
     """A registered policy loss and the aggregation that its paper uses."""
 
     function: PolicyLossFunction
-    aggregation: str
+    aggregation: str = "token"
 
 
-POLICY_LOSSES: Registry[PolicyLossChoice] = Registry("policy loss")
-
-
-def policy_loss(name: str, *, aggregation: str = "token") -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Register a policy loss; `aggregation` is the one that its paper uses."""
-    return POLICY_LOSSES.register(name, lambda function: PolicyLossChoice(function=function, aggregation=aggregation))
+POLICY_LOSSES: Registry[PolicyLossChoice] = Registry("policy loss", PolicyLossChoice)
+policy_loss = POLICY_LOSSES.register
 
 
 @policy_loss("ppo")

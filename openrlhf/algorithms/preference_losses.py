@@ -53,24 +53,16 @@ class Strength:
 PreferenceLossFunction = Callable[[Judged, Strength], PerPair]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PreferenceLossChoice:
     """A registered preference loss, and whether it reads a reference."""
 
     function: PreferenceLossFunction
-    needs_reference: bool
+    needs_reference: bool = True
 
 
-PREFERENCE_LOSSES: Registry[PreferenceLossChoice] = Registry("preference loss")
-
-
-def preference_loss(
-    name: str, *, needs_reference: bool = True
-) -> Callable[[PreferenceLossFunction], PreferenceLossFunction]:
-    """Register a loss of a pair under a name of --model.loss_type."""
-    return PREFERENCE_LOSSES.register(
-        name, lambda function: PreferenceLossChoice(function=function, needs_reference=needs_reference)
-    )
+PREFERENCE_LOSSES: Registry[PreferenceLossChoice] = Registry("preference loss", PreferenceLossChoice)
+preference_loss = PREFERENCE_LOSSES.register  # under a name of --model.loss_type
 
 
 @preference_loss("dpo")

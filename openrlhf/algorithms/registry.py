@@ -8,19 +8,21 @@ Decorated = TypeVar("Decorated")
 
 
 class Registry(Generic[Choice]):
-    """The registered choices of one kind. Plug-ins add choices at import. A name can be used once."""
+    """The registered choices of one kind. Plug-ins add choices at import. A name can be used once.
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    `entry` makes a choice of the function that is registered, and of its properties; without it, what is registered is one.
+    """
+
+    def __init__(self, kind: str, entry: Callable[..., Choice] | None = None) -> None:
+        self.kind, self.entry = kind, entry
         self._choices: dict[str, Choice] = {}
 
-    def register(
-        self, name: str, entry: Callable[[Any], Choice] = lambda choice: choice
-    ) -> Callable[[Decorated], Decorated]:
-        """A decorator that registers under `name` a function or class, or the `entry` that is made of it."""
+    def register(self, name: str, **properties: Any) -> Callable[[Decorated], Decorated]:
+        """A decorator that registers a function or class under `name`, with the properties that such a choice has."""
 
         def decorate(choice: Decorated) -> Decorated:
-            self.add(name, entry(choice))
+            made: Any = self.entry(choice, **properties) if self.entry else choice
+            self.add(name, made)
             return choice
 
         return decorate
