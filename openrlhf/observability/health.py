@@ -23,18 +23,25 @@ class Point(NamedTuple):
     error: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A sickness, the metrics that show it (`metric` matches their whole names), and what their curves look like then.
+    """A sickness, the metrics that show it (`metric` matches their whole names), and how their curves look then.
 
-    `holds` is asked about the first point of a curve and its latest `points`; if `at_end`, only of a run that has ended.
+    The latest `points` (0: all) pass the test `looks`, one of `TESTS`. Its limit is `limit`, plus `of_start` times the
+    first value of the curve. With `at_end`, only a run that has ended is tested.
     """
 
     sickness: str
     metric: str
+    looks: str
     points: int
-    holds: Callable[[Point, Sequence[Point]], bool]
+    limit: float = 0.0
+    of_start: float = 0.0
     at_end: bool = False
+
+    def holds(self, first: Point, latest: Sequence[Point]) -> bool:
+        """Whether the latest points of a curve with this first one show the sickness."""
+        return TESTS[self.looks](first, latest, self.limit + (self.of_start and self.of_start * first.value))
 
 
 class Health:
@@ -92,52 +99,31 @@ def _rules_of(name: str) -> list[int]:
     return [number for number, rule in enumerate(RULES) if re.fullmatch(rule.metric, name)]
 
 
-def _each(test: Callable[[float, float], bool]) -> Callable[[Point, Sequence[Point]], bool]:
-    """`test(value, start of the curve)` holds for each of the latest points."""
-    return lambda first, latest: all(test(point.value, first.value) for point in latest)
-
-
-def _constant(first: Point, latest: Sequence[Point]) -> bool:
+def _constant(_: Point, latest: Sequence[Point], limit: float) -> bool:
     values = [point.value for point in latest]
-    return max(values) - min(values) <= 1e-6 * max(map(abs, values))
+    return max(values) - min(values) <= limit * max(map(abs, values))
 
 
-def _below_start(first: Point, latest: Sequence[Point]) -> bool:
-    """By more than two standard errors of the difference."""
-    return all(first.value - point.value > 2 * math.hypot(first.error, point.error) for point in latest)
-
-
-def _rising(first: Point, latest: Sequence[Point]) -> bool:
+def _rising(_: Point, latest: Sequence[Point], limit: float) -> bool:
     values = [point.value for point in latest]
-    return values == sorted(values) and values[-1] > 1.05 * values[0]
+    return values == sorted(values) and values[-1] > limit * values[0]
 
 
-MEANING: dict[str, str] = toml_beside(__file__)  # of each sickness, and what to look at
-CAUSES = {"no update": "same rewards"}  # a sickness is not reported after its cause
-
-_LOSS, _PASS_RATE = r"train/(gpt_loss|loss|kto_loss|prm_loss)", r"eval/eval_.+_pass1"
-RULES = (  # in the order of reporting
-    Rule("not finite", r"train/nonfinite_steps", 1, _each(lambda x, _: x > 0)),
-    Rule("not finite", r"train/(\w+_)?(loss|grad_norm|kl|reward|values)", 1, _each(lambda x, _: not math.isfinite(x))),
-    Rule("same rewards", r"train/dead_groups", 5, _each(lambda x, _: x > 1 - 1e-9)),
-    Rule("same rewards", r"train/reward", 5, _constant),
-    Rule("no update", r"train/(actor_|critic_)?(lr|grad_norm)", 5, _each(lambda x, _: x == 0)),
-    Rule("no update", _LOSS, 5, _constant),
-    Rule(
-        "no update", r"train/(actor_)?lr", 1, lambda first, latest: first == latest[0] and not first.value, at_end=True
-    ),
-    Rule("divergence", _LOSS, 5, _each(lambda x, start: x > 1.5 * start + 0.5)),
-    Rule("overfitting", r"eval/(eval gpt_loss|eval_loss|eval prm_loss)", 3, _rising),
-    Rule("drift", r"train/kl", 3, _each(lambda x, _: abs(x) > 1)),
-    # From 0.19 on held-out scores fell, up to 0.08 they did not: docs/results/learning_rates.md.
-    Rule("leap", r"train/kl", 2, lambda _, latest: latest[1].value - latest[0].value > 0.15),
-    Rule("entropy collapse", r"train/entropy_loss", 5, _each(lambda x, start: x < 0.01 * start)),
-    Rule("entropy growth", r"train/entropy_loss", 5, _each(lambda x, start: x > 2 * start + 1)),
-    Rule("chance", r"train/acc", 30, lambda _, latest: fmean(point.value for point in latest) < 0.53, at_end=True),
-    Rule("truncation", r"train/truncated", 5, _each(lambda x, _: x > 0.95)),
-    Rule("mismatch", r"train/logprob_gap_mean", 3, _each(lambda x, _: x > 0.1)),
-    Rule("mismatch", r"train/rollout_ratio", 3, _each(lambda x, _: abs(x - 1) > 0.2)),
-    Rule("empty responses", r"train/response_length", 5, _each(lambda x, _: x <= 1)),
-    Rule("regression", _PASS_RATE, 2, _below_start),
-    Rule("regression", _PASS_RATE, 1, _below_start, at_end=True),
-)
+# Of the first point of a curve, its latest points and a limit.
+TESTS: dict[str, Callable[[Point, Sequence[Point], float], bool]] = {
+    "above": lambda _, latest, limit: all(point.value > limit for point in latest),
+    "below": lambda _, latest, limit: all(point.value < limit for point in latest),
+    "far from 0": lambda _, latest, limit: all(abs(point.value) > limit for point in latest),
+    "zero": lambda _, latest, limit: not any(point.value for point in latest),
+    "not finite": lambda _, latest, limit: not any(math.isfinite(point.value) for point in latest),
+    "mean below": lambda _, latest, limit: fmean(point.value for point in latest) < limit,
+    "leap above": lambda _, latest, limit: latest[-1].value - latest[0].value > limit,
+    # by so many standard errors of the difference
+    "fallen": lambda a, latest, limit: all(a.value - b.value > limit * math.hypot(a.error, b.error) for b in latest),
+    "constant": _constant,
+    "rising": _rising,
+}
+TABLES = toml_beside(__file__)
+MEANING: dict[str, str] = TABLES["meaning"]  # of each sickness, and what to look at
+CAUSES: dict[str, str] = TABLES["causes"]  # a sickness is not reported after its cause
+RULES = [Rule(**row) for row in TABLES["rule"]]  # in the order of reporting
