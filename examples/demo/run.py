@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from openrlhf.observability.display import Display
-from openrlhf.observability.report import Stage, write_report
+from openrlhf.observability.report import write_report
 from openrlhf.observability.run_folder import read_lines
 
 Flags = list[str | Path]
@@ -160,7 +160,7 @@ def conclude(stages: dict[str, StageResult], out: Path, *, title: str) -> Path:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-    curves = [Stage(name=stage.name, folder=stage.folder) for stage in stages.values()]
+    curves = {name: stage.folder for name, stage in stages.items()}
     write_report(out / "report.html", curves, title=title, tables=[[columns, *rows]])
     return out / "report.html"
 

@@ -282,16 +282,10 @@ class Pipeline:
 
     def report(self) -> Path:
         """Write the page about all stages that have run."""
-        ran = [(stage, record) for stage in self.stages if (record := self.record(stage))["inputs"]]
         results = [
-            Result(
-                name=stage.name,
-                folder=self.folder / stage.name,
-                command=stage.command,
-                group=stage.group,
-                seconds=record["seconds"],
-            )
-            for stage, record in ran
+            Result(stage.name, self.folder / stage.name, stage.command, stage.group, record["seconds"])
+            for stage in self.stages
+            if (record := self.record(stage))["inputs"]
         ]
         return write_pipeline_report(self.folder / "report.html", results, title=self.file.stem)
 

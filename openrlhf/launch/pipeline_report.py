@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from openrlhf.observability.lines import compact
-from openrlhf.observability.report import Stage, main_numbers, read_series, short_label, write_report
+from openrlhf.observability.report import main_numbers, read_series, short_label, write_report
 from openrlhf.observability.run_folder import METRICS, read_lines
 
 SHOWN = 3  # main numbers in the line of a stage
@@ -15,10 +15,12 @@ SHOWN = 3  # main numbers in the line of a stage
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Stage):
+@dataclass(frozen=True)
+class Result:
     """A stage that has run. Stages of one `group` differ in their seed."""
 
+    name: str
+    folder: Path
     command: str
     group: str
     seconds: float
@@ -35,7 +37,8 @@ def write_pipeline_report(path: Path, results: Sequence[Result], *, title: str) 
     for result, found in numbers.items():
         if result.group:
             groups.setdefault(result.group, []).append({short_label(name): last for name, _, last in found})
-    return write_report(path, results, title=title, tables=[lines, *over_seeds(groups)])
+    folders = {result.name: result.folder for result in results}
+    return write_report(path, folders, title=title, tables=[lines, *over_seeds(groups)])
 
 
 def over_seeds(groups: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[list[str]]]:

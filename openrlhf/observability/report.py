@@ -37,14 +37,6 @@ SHOWN = toml_beside(__file__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One run of a pipeline: its name in the report, and its run folder."""
-
-    name: str
-    folder: Path
-
-
-@dataclass(frozen=True, kw_only=True)
 class Panel:
     """One chart and its words. `last`: the newest value of each curve, by the curve's label."""
 
@@ -81,13 +73,13 @@ class StageView:
 def report_run(folder: Path) -> Path:
     """Write `folder`/report.html about the run in `folder`. Returns its path."""
     name = folder.resolve().name
-    return write_report(folder / REPORT, [Stage(name=name, folder=folder)], title=name)
+    return write_report(folder / REPORT, {name: folder}, title=name)
 
 
 def write_report(
-    path: Path, stages: Sequence[Stage], *, title: str, tables: Sequence[Sequence[Sequence[object]]] = ()
+    path: Path, stages: Mapping[str, Path], *, title: str, tables: Sequence[Sequence[Sequence[object]]] = ()
 ) -> Path:
-    """Write the page about `stages`, in their order. Returns `path`.
+    """Write the page about `stages`: the run folder of each, by name, in their order. Returns `path`.
 
     `tables`: for the top of the page; the rows of each, its column heads first, e.g.
     [["", "before", "after"], ["pass@1", 0.41, 0.62]].
@@ -97,20 +89,20 @@ def write_report(
         title=title,
         written=time.strftime("%Y-%m-%d %H:%M"),
         tables=tables,
-        stages=[(stage, read_stage(stage)) for stage in stages],
+        stages=[(name, folder, read_stage(folder)) for name, folder in stages.items()],
         cell=_cell,
         charts=charts,
-        link=lambda stage: os.path.relpath(own, path.parent) if (own := stage.folder / REPORT).exists() else "",
+        link=lambda folder: os.path.relpath(own, path.parent) if (own := folder / REPORT).exists() else "",
     )
     write_atomically(path, page)
     return path
 
 
-def read_stage(stage: Stage) -> StageView:
+def read_stage(folder: Path) -> StageView:
     """Read the run folder of a stage."""
-    rows = list(read_lines(stage.folder / METRICS))
+    rows = list(read_lines(folder / METRICS))
     series = read_series(rows)
-    samples = read_samples(read_lines(stage.folder / SAMPLES))
+    samples = read_samples(read_lines(folder / SAMPLES))
     panels, used = [], set[str]()
     for title, patterns in SHOWN["panels"].items():
         names = [name for name in sorted(series) if re.fullmatch(patterns, name) and name not in used]
@@ -118,10 +110,10 @@ def read_stage(stage: Stage) -> StageView:
             panels.append(make_panel(title, names, series))
             used.update(names)
     rest = [name for name in sorted(series) if name not in used and len(series[name]) > 1]
-    config = next((path for name in (RESOLVED, CONFIG) if (path := stage.folder / name).exists()), None)
+    config = next((path for name in (RESOLVED, CONFIG) if (path := folder / name).exists()), None)
     return StageView(
         facts=_facts(rows),
-        tiles=make_tiles(series),
+        tiles=[(short_label(name), compact(first), compact(last)) for name, first, last in main_numbers(series)[:6]],
         panels=panels,
         more=[make_panel(name, [name], series) for name in rest[:MORE_PANELS]],
         notices=[*notices_of(rows), *_failures(series, samples)],
@@ -185,11 +177,6 @@ def make_panel(title: str, names: Sequence[str], series: Series) -> Panel:
         last={short_label(name): compact(series[name][-1][1]) for name in names},
         chart=draw([series[name] for name in names]),
     )
-
-
-def make_tiles(series: Series) -> list[tuple[str, str, str]]:
-    """The main numbers with the names and in the figures of the page."""
-    return [(short_label(name), compact(first), compact(last)) for name, first, last in main_numbers(series)[:6]]
 
 
 def main_numbers(series: Series) -> list[tuple[str, float, float]]:

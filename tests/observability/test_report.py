@@ -7,8 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from openrlhf.observability.report import (
-    Stage,
-    make_tiles,
+    main_numbers,
     read_samples,
     read_series,
     read_stage,
@@ -93,9 +92,7 @@ def test_nothing_a_model_writes_becomes_markup(run):
     run.log_metrics(41, {f"train/{attack}": 1.0})
     run.log_metrics(42, {f"train/{attack}": 2.0})
     run.write_config("", attack)
-    path = write_report(
-        run.path / "r.html", [Stage(name=attack, folder=run.path)], title=attack, tables=[[[attack], [attack]]]
-    )
+    path = write_report(run.path / "r.html", {attack: run.path}, title=attack, tables=[[[attack], [attack]]])
     page = page_of(path)
     assert page.count("script") == 1  # the page's own
     assert page.count("img") == 0
@@ -105,7 +102,7 @@ def test_nothing_a_model_writes_becomes_markup(run):
 def test_several_stages_share_a_page_with_a_table_on_top(run, tmp_path):
     path = write_report(
         tmp_path / "deep" / "report.html",
-        [Stage(name="Supervised", folder=tmp_path / "nothing"), Stage(name="RL", folder=run.path)],
+        {"Supervised": tmp_path / "nothing", "RL": run.path},
         title="From nothing",
         tables=[[["", "before", "after"], ["pass@1", 0.41, None]]],
     )
@@ -206,7 +203,7 @@ def test_failures_are_counted_and_the_newest_errors_shown(run):
     run.log_metrics(41, {"train/failed_episodes": 2})
     run.log_metrics(42, {"train/failed_episodes": 3})
     run.log_samples(SAMPLE | dict(step=41, reward=None, error=f"TimeoutError {i}") for i in range(30))
-    view = read_stage(Stage(name="RL", folder=run.path))
+    view = read_stage(run.path)
     assert view.notices == ["Failed episodes, dropped: 5", "Logged episodes with an error: 30"]
     page = page_of(report_run(run.path))
     assert "TimeoutError 29" in page.text
@@ -219,12 +216,12 @@ def test_notices_about_the_run_stand_above_its_curves(run):
     assert text.index("Step 41: train/nonfinite_steps is 1. An optimizer step is skipped") < text.index("Reward")
 
 
-def test_tiles_compare_beginning_and_end():
+def test_main_numbers_compare_beginning_and_end():
     series = {
         "train/reward": [(step, float(step > 50)) for step in range(1, 101)],
         "eval/eval_gsm8k_pass1": [(1, 0.25), (100, 0.5)],
     }
-    assert make_tiles(series) == [("gsm8k pass@1", "0.250", "0.500"), ("reward", "0", "1.000")]
+    assert main_numbers(series) == [("eval/eval_gsm8k_pass1", 0.25, 0.5), ("train/reward", 0.0, 1.0)]
 
 
 def test_names_are_shortened_for_people():
