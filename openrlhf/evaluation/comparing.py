@@ -15,14 +15,8 @@ from openrlhf.rewards.servers import ServerError
 from openrlhf.rollout.episode_metrics import of_sources
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
-Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]  # the numbers of a table's row; counts are integers
-LOGGED = {  # the logged name of a column
-    "failed": "failed_pairs",
-    "win rate": "win_rate",
-    "standard error": "win_rate_stderr",
-    "accuracy": "acc_mean",
-    "margin": "margin_mean",
-}
+# The numbers of a table's row by their logged names; counts are integers.
+Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +116,9 @@ def win_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
         "wins": wins.count(1.0),
         "ties": wins.count(0.5),
         "losses": wins.count(0.0),
-        "failed": wins.count(None),
-        "win rate": rate,
-        "standard error": error,
+        "failed_pairs": wins.count(None),
+        "win_rate": rate,
+        "win_rate_stderr": error,
     }
 
 
@@ -135,9 +129,9 @@ def accuracy_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
     """
     judged = [pair for pair in pairs if pair.win is not None]
     return {
-        "accuracy": fmean(pair.win == 1.0 for pair in judged) if judged else math.nan,
-        "margin": fmean(pair.margin for pair in judged) if judged else math.nan,
-        "failed": len(pairs) - len(judged),
+        "acc_mean": fmean(pair.win == 1.0 for pair in judged) if judged else math.nan,
+        "margin_mean": fmean(pair.margin for pair in judged) if judged else math.nan,
+        "failed_pairs": len(pairs) - len(judged),
     }
 
 
@@ -146,10 +140,10 @@ def metrics_of(pairs: Sequence[Comparison], columns: Columns) -> dict[str, float
 
     A number that is NaN, such as a rate of no pairs, is left out.
     """
-    metrics = {f"eval/{LOGGED.get(column, column)}": float(value) for column, value in columns(pairs).items()}
+    metrics = {f"eval/{column}": float(value) for column, value in columns(pairs).items()}
     for source, members in of_sources(pairs, lambda pair: pair.ours).items():
         rates = {column: value for column, value in columns(members).items() if isinstance(value, float)}
-        metrics |= {f"eval/eval_{source}_{LOGGED.get(column, column)}": value for column, value in rates.items()}
+        metrics |= {f"eval/eval_{source}_{column}": value for column, value in rates.items()}
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 

@@ -15,7 +15,7 @@ def print_sources(rows: Mapping[str, Mapping[str, float]], *, console: Console) 
     columns = list(next(iter(rows.values())))
     table = Table("data source", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column.replace("_", " "), justify="right")
     for source, numbers in rows.items():
         table.add_row(Text(source), *(_shown(numbers[column]) for column in columns))
     console.print("", table)

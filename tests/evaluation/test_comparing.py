@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from openrlhf.config.rollout import RewardConfig
 from openrlhf.evaluation.comparing import (
     Comparison,
     accuracy_columns,
@@ -106,7 +107,7 @@ def test_wins_are_logged_in_all_and_per_data_source() -> None:
     )
     assert all(find_spec(name) for name in metrics)
     assert win_columns(pairs[:2]) == {
-        "wins": 1, "ties": 1, "losses": 0, "failed": 0, "win rate": 0.75, "standard error": 0.25
+        "wins": 1, "ties": 1, "losses": 0, "failed_pairs": 0, "win_rate": 0.75, "win_rate_stderr": 0.25
     }  # fmt: skip
 
 
@@ -135,7 +136,7 @@ def test_accuracy_counts_pairs_whose_chosen_text_has_strictly_more() -> None:
         "eval/eval_y_margin_mean": -3.0,
     }
     assert all(find_spec(name) for name in metrics)
-    assert accuracy_columns(pairs[:2]) == {"accuracy": 0.5, "margin": 0.5, "failed": 0}
+    assert accuracy_columns(pairs[:2]) == {"acc_mean": 0.5, "margin_mean": 0.5, "failed_pairs": 0}
 
 
 # ---- failures
@@ -143,10 +144,10 @@ def test_accuracy_counts_pairs_whose_chosen_text_has_strictly_more() -> None:
 
 def test_too_many_failed_pairs_are_an_error_with_the_first_of_them() -> None:
     failed = {"errors": ["no verdict", "gone"], "of": 4, "what": "pairs could not be judged"}
-    ErrorBudget(max_error_rate=0.5).check_errors(**failed)
-    ErrorBudget(max_error_rate=1.0).check_errors(**failed)
+    ErrorBudget(RewardConfig(max_error_rate=0.5)).check_errors(**failed)
+    ErrorBudget(RewardConfig(max_error_rate=1.0)).check_errors(**failed)
     with pytest.raises(RewardErrors, match=r"2 of 4 pairs .*--reward\.max_error_rate 0\.4.*\n.*no verdict"):
-        ErrorBudget(max_error_rate=0.4).check_errors(**failed)
+        ErrorBudget(RewardConfig(max_error_rate=0.4)).check_errors(**failed)
 
 
 def test_a_pair_is_a_line_of_samples_with_both_answers() -> None:
