@@ -160,7 +160,7 @@ class Evaluation:
 
     def __init__(self, config: EvaluationConfig, recorder: Recorder) -> None:
         self.config, self.recorder, self.logs = config, recorder, recorder.folder.logs
-        self.errors = ErrorBudget.of(config.reward)
+        self.errors = ErrorBudget(config.reward)
 
     def answers(self, model: Candidate, name: str) -> list[Trajectory]:
         """Samples of every prompt, rewarded by the reward function, server or verifier if there is one. Engines run only meanwhile."""

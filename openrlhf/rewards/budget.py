@@ -1,9 +1,6 @@
 """How many failures end the run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from openrlhf.config.flags import UserError
 from openrlhf.config.rollout import RewardConfig
@@ -14,16 +11,11 @@ class RewardErrors(UserError, RuntimeError):
     """Too many episodes of a batch failed; the message holds the first error."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ErrorBudget:
-    """The fraction of a batch's episodes that may fail."""
+    """The fraction of a batch's episodes that may fail: --reward.max_error_rate; with --reward.on_error drop, all."""
 
-    max_error_rate: float
-
-    @classmethod
-    def of(cls, reward: RewardConfig) -> ErrorBudget:
-        """--reward.max_error_rate; with --reward.on_error drop, all may fail."""
-        return cls(max_error_rate=1.0 if reward.on_error == "drop" else reward.max_error_rate)
+    def __init__(self, reward: RewardConfig) -> None:
+        self.max_error_rate = 1.0 if reward.on_error == "drop" else reward.max_error_rate
 
     def exceeded_by(self, failed: int, *, of: int) -> bool:
         """Whether this number of failures is too large."""

@@ -45,7 +45,7 @@ class Source(ABC):
     def __post_init__(self) -> None:
         algo, self.train = self.config.algo, self.config.train
         self.keep = DynamicFilter(*algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None
-        self.errors = ErrorBudget.of(self.config.reward)
+        self.errors = ErrorBudget(self.config.reward)
         self.total_steps = len(self.config.step_sizes(len(self.prompts)))
         self.step = self.consumed = 0  # steps handed out; prompts
         self._drawn = 0  # prompts handed to the generator, over all epochs

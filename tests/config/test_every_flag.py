@@ -188,7 +188,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield settings.reward_settings(config)
         yield pretrained_options(settings.load_spec(config, "m"))
         yield inference_config(config.ds)
-        yield [ErrorBudget.of(config.reward), config.reward.fallback]
+        yield [ErrorBudget(config.reward).max_error_rate, config.reward.fallback]
         if isinstance(config, BatchInferenceConfig):
             yield config.csft.suffix, config.data.label_key
         specs = (

@@ -216,9 +216,8 @@ def test_what_a_reward_reads_is_decoded_for_it_and_nothing_else(pool: ProcessPoo
 
 def test_the_flags_say_whether_failures_count_and_which_reward_stands_in() -> None:
     flags = {text: RewardConfig(on_error=text, max_error_rate=0.25) for text in ("fail", "drop", "-1")}
-    budgets = {text: ErrorBudget.of(reward) for text, reward in flags.items()}
-    assert budgets["fail"] == budgets["-1"] == ErrorBudget(max_error_rate=0.25)
-    assert budgets["drop"] == ErrorBudget(max_error_rate=1.0)
+    rates = {text: ErrorBudget(reward).max_error_rate for text, reward in flags.items()}
+    assert rates == {"fail": 0.25, "-1": 0.25, "drop": 1.0}
     assert [reward.fallback for reward in flags.values()] == [None, None, -1.0]
 
 
@@ -239,14 +238,14 @@ def episodes(failed: int, total: int) -> list[Trajectory]:
 
 
 def test_the_run_stops_with_the_first_traceback_above_the_error_rate_and_not_at_it():
-    budget = ErrorBudget(max_error_rate=0.1)
+    budget = ErrorBudget(RewardConfig(max_error_rate=0.1))
     budget.check(episodes(2, 20))
     budget.check([])
     with pytest.raises(RewardErrors, match=r"3 of 20 episodes failed.*max_error_rate 0.1(.|\n)*traceback of 0"):
         budget.check(episodes(3, 20))
     with pytest.raises(RewardErrors):
-        ErrorBudget(max_error_rate=0).check(episodes(1, 1000))
+        ErrorBudget(RewardConfig(max_error_rate=0)).check(episodes(1, 1000))
 
 
 def test_dropped_episodes_stop_no_run():
-    ErrorBudget(max_error_rate=1.0).check(episodes(5, 5))
+    ErrorBudget(RewardConfig(max_error_rate=1.0)).check(episodes(5, 5))

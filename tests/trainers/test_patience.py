@@ -18,6 +18,7 @@ from openrlhf import termination
 from openrlhf.batches import Experience
 from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.learning import RLEvalConfig, RLFlags, RLTrainConfig
+from openrlhf.config.rollout import RewardConfig
 from openrlhf.config.shared import CheckpointConfig, EvalConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
 from openrlhf.distributed.engine import StepResult
@@ -140,7 +141,7 @@ class Prompts:
 
     total_steps, epoch, keep = STEPS, 0, None
     consumed = 0
-    errors = ErrorBudget(max_error_rate=1.0)
+    errors = ErrorBudget(RewardConfig(on_error="drop"))
 
     @property
     def exhausted(self) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from openrlhf.batches import Experience
 from openrlhf.checkpoints.manifest import CheckpointError, RunState
 from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrainConfig
-from openrlhf.config.rollout import RolloutConfig
+from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.observability.metrics import Metric, values
 from openrlhf.rewards.budget import ErrorBudget
@@ -85,7 +85,7 @@ class Steps:
     """A source of given steps, the last prompt of which has been drawn when the last one is handed out."""
 
     keep = DynamicFilter(low=0.0, high=1.0)
-    errors = ErrorBudget(max_error_rate=1.0)
+    errors = ErrorBudget(RewardConfig(on_error="drop"))
     epoch, consumed, total_steps = 0, 0, 4
 
     def __init__(self, steps: list[list[Trajectory]], ends: tuple[BaseException, int] | None) -> None:
