@@ -10,7 +10,8 @@ import asyncio
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -89,7 +90,29 @@ class AgentInstanceBase(ABC):
         """The episode is over, well or not."""
 
 
-class MultiTurnAgentExecutor(AgentExecutorBase):
+class _TextExecutor(AgentExecutorBase):
+    """Plays an episode as a growing text."""
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: PreTrainedTokenizerBase,
+        llm_engine: Engine,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """One episode, as `_play` plays it."""
+        begin = partial(_Episode, sampling_params, max_length, hf_tokenizer, llm_engine)
+        return {"prompt": prompt, "label": label, **await self._play(begin, prompt, label)}
+
+    @abstractmethod
+    async def _play(self, begin: Callable[[str], _Episode], prompt: str, label: Any) -> dict[str, Any]:
+        """The other entries of `execute`'s result. `begin` makes an episode that begins with a text."""
+
+
+class MultiTurnAgentExecutor(_TextExecutor):
     """Lets the policy and an environment take turns until the environment is done, or there is no room or turn left.
 
     Each turn samples at most `sampling_params.max_tokens` tokens. What the policy sampled stays as it was sampled; only the
@@ -109,16 +132,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             raise TypeError(f"{agent_instance_cls.__name__} has no method {' and no '.join(lacking)}")
         self.agent_instance_cls, self.env_kwargs, self.turn_rewards = agent_instance_cls, env_kwargs or {}, turn_rewards
 
-    async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: SamplingParams,
-        max_length: int,
-        hf_tokenizer: PreTrainedTokenizerBase,
-        llm_engine: Engine,
-        images: Any = None,
-    ) -> dict[str, Any]:
+    async def _play(self, begin: Callable[[str], _Episode], prompt: str, label: Any) -> dict[str, Any]:
         """One episode in an environment of its own, which is closed at the end whatever happens."""
         agent = await _new(self.agent_instance_cls, self.env_kwargs)
         try:
@@ -127,13 +141,11 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 raise ContractMistake(
                     f"{type(agent).__name__}.reset returned {begun!r}, not a dict with the text observation"
                 )
-            episode = _Episode(begun["observation"], sampling_params, max_length, hf_tokenizer, llm_engine)
-            await self._take_turns(agent, episode, label, sampling_params)
+            episode = begin(begun["observation"])
+            await self._take_turns(agent, episode, label)
         finally:
             await awaited(agent.close())
         return {
-            "prompt": prompt,
-            "label": label,
             **episode.result(),
             "reward": sum(episode.rewards),
             "scores": sum(episode.rewards) if episode.score is None else episode.score,
@@ -141,9 +153,8 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             **({"turn_rewards": episode.rewards} if self.turn_rewards else {}),
         }
 
-    async def _take_turns(
-        self, agent: AgentInstanceBase, episode: _Episode, label: Any, params: SamplingParams
-    ) -> None:
+    async def _take_turns(self, agent: AgentInstanceBase, episode: _Episode, label: Any) -> None:
+        params = episode.params
         while episode.room > 0 and (self.max_turns is None or len(episode.ranges) < self.max_turns):
             states = {
                 "observation_text": episode.text,
@@ -164,9 +175,10 @@ class _Episode(TrajectoryBuilder):
     """What has been said so far, by tokens, beginning with the last tokens of `text` that leave room for an action."""
 
     def __init__(
-        self, text: str, params: SamplingParams, max_length: int, tokenizer: PreTrainedTokenizerBase, engine: Engine
+        self, params: SamplingParams, max_length: int, tokenizer: PreTrainedTokenizerBase, engine: Engine, text: str
     ) -> None:
-        self.engine, self.tokenizer, self.max_length, self.text = engine, tokenizer, max_length, text
+        self.params, self.max_length, self.tokenizer, self.engine = params, max_length, tokenizer, engine
+        self.text = text
         super().__init__(self._tokens(text)[-max(1, max_length - (params.max_tokens or 1)) :])
         self.ranges: list[tuple[int, int]] = []
         self.rewards: list[float] = []  # of each turn
@@ -216,7 +228,7 @@ class _Episode(TrajectoryBuilder):
         }
 
 
-class SingleTurnAgentExecutor(AgentExecutorBase):
+class SingleTurnAgentExecutor(_TextExecutor):
     """One sample of the prompt. `remote_rm_url`: a file with `reward_func`, or servers; without it there is no reward yet."""
 
     def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:
@@ -227,23 +239,14 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
             raise TypeError("remote_rm_url is empty: name a .py file or servers, or leave it out")
         self._servers = HTTPReward(self._rule)
 
-    async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: SamplingParams,
-        max_length: int,
-        hf_tokenizer: PreTrainedTokenizerBase,
-        llm_engine: Engine,
-        images: Any = None,
-    ) -> dict[str, Any]:
+    async def _play(self, begin: Callable[[str], _Episode], prompt: str, label: Any) -> dict[str, Any]:
         """Sample once, and ask `remote_rm_url`, if it is given, for the reward."""
-        episode = _Episode(prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
-        await episode.act(sampling_params)
-        result = {"prompt": prompt, "label": label, **episode.result()}
+        episode = begin(prompt)
+        await episode.act(episode.params)
+        result = episode.result()
         if not self._rule.sources:
             return result
-        query = str(hf_tokenizer.decode(episode.tokens, skip_special_tokens=False))
+        query = str(episode.tokenizer.decode(episode.tokens, skip_special_tokens=False))
         reward = await self._reward(RewardRequest(query=query, prompt=prompt, label=label))
         return result | {"reward": reward.reward, "scores": reward.score, "extra_logs": dict(reward.extra_logs)}
 
