@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 
 from openrlhf.config import machine
 from openrlhf.config.commands import VERBS, Command, Root
-from openrlhf.config.flags import UserError, flags_in
+from openrlhf.config.flags import UserError, flags_in, toml_beside
 from openrlhf.config.options import parse_config
 from openrlhf.termination import in_order
 
@@ -128,12 +128,7 @@ def command(verb: str, module: str) -> Callable[..., None]:
 
 
 WRITTEN = ("ckpt.output_dir", "ckpt.path", "run.dir", "rollout.dump_dir", "output_path")
-# Supported versions of vLLM, and of what goes with them.
-STACKS = {
-    ">=0.24,<0.27": {"torch": ">=2.11,<2.12", "transformers": ">=5.16.1,<5.18"},
-    ">=0.27,<0.32": {"torch": ">=2.13,<2.14", "transformers": ">=5.16.1,<5.18"},
-    ">=0.32,<0.33": {"torch": ">=2.13,<2.14", "transformers": ">=5.16.1,<5.20"},
-}
+STACKS: dict[str, dict[str, str]] = toml_beside(__file__, "stacks.toml")
 
 
 def check_folders(config: Command) -> None:

@@ -1,8 +1,10 @@
 """Sends the numbers and samples of a run to the run folder, the trackers and the terminal."""
 
 import os
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
 
 from openrlhf.config.commands import RecordedCommand
 from openrlhf.config.options import dump_yaml
@@ -11,7 +13,7 @@ from openrlhf.observability.health import Health
 from openrlhf.observability.report import report_run
 from openrlhf.observability.run_folder import METRICS, RunFolder, read_lines, sample_row
 from openrlhf.observability.trackers import make_trackers
-from openrlhf.trajectory import Failure, Trajectory
+from openrlhf.trajectory import Trajectory
 
 SAMPLES_PER_STEP = 16  # episodes of a step that go to samples.jsonl, and as many filtered and as many failed ones
 SAMPLES_PER_EVALUATION = 4  # one of each of the first prompts, so that evaluations can be compared
@@ -66,8 +68,9 @@ class Recorder:
         """Log some episodes of a step, some of the filtered ones, and failed ones of every kind with their errors."""
         good = [t for t in trajectories if not t.failed and not t.filtered][:SAMPLES_PER_STEP]
         filtered = [t for t in trajectories if not t.failed and t.filtered][:SAMPLES_PER_STEP]
-        failed = _kinds_in_turn([t for t in trajectories if t.failed])[:SAMPLES_PER_STEP]
-        rows = [sample_row(step, trajectory) for trajectory in [*good, *filtered, *failed]]
+        numbers: defaultdict[Any, Iterator[int]] = defaultdict(count)  # first one of each kind of failure, then another
+        failed = sorted((t for t in trajectories if t.failed), key=lambda t: next(numbers[t.failure]))
+        rows = [sample_row(step, trajectory) for trajectory in [*good, *filtered, *failed[:SAMPLES_PER_STEP]]]
         self.folder.log_samples(rows)
         if rows:
             self.trackers.log_samples(step, rows[0]["prompt"] + rows[0]["response"], rows[0]["reward"])
@@ -84,14 +87,3 @@ class Recorder:
     def _show(self, notices: Iterable[str]) -> None:
         for notice in notices:
             self.display.note(f"Notice: {notice}")
-
-
-def _kinds_in_turn(failed: Sequence[Trajectory]) -> list[Trajectory]:
-    """The first of each kind of failure, then the second of each, and so on."""
-    seen: Counter[Failure | None] = Counter()
-
-    def turn(trajectory: Trajectory) -> int:
-        seen[trajectory.failure] += 1
-        return seen[trajectory.failure]
-
-    return sorted(failed, key=turn)

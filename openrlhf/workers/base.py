@@ -127,15 +127,11 @@ class TrainedWorker(ABC, Generic[Job]):
         load_model: Callable[[], nn.Module],
     ) -> None:
         self.strategy, self.config = strategy, settings.config
+        self.bucket_bytes = BUCKET_BYTES[strategy.device.type]  # of weights that are exported or published
         self.train_limits = MicroBatchLimits.of_training(self.config.train, self.config.ds)
         self.forward_limits = MicroBatchLimits.of_forwards(self.config.rollout, self.config.ds)
         self.engine = TrainEngine(strategy, load_model, optimizer, total_steps=settings.total_steps, name=self.name)
         prove_layout(self.engine.module)
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Of weights that are exported or published."""
-        return BUCKET_BYTES[self.strategy.device.type]
 
     @abstractmethod
     def counts(self, micro: Any) -> Mapping[str, float]:
