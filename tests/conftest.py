@@ -56,5 +56,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def quick_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notices are the same on every machine that runs the tests."""
+    monkeypatch.setattr(machine, "has_quick_bfloat16", lambda: True)
+
+
 def pytest_runtest_setup() -> None:
     machine.cluster_gpus = None  # a cluster that one test declares or joins is not that of the next

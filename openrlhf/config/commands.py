@@ -80,8 +80,8 @@ class ModelCommand(Command):
         return {"ds.attn_implementation": rules.attention_in_effect(self.ds, self.given)}
 
     def notices(self) -> Sentences:
-        """Another attention than was asked for."""
-        return [*super().notices(), *rules.attention_notices(self.ds, self.given)]
+        """What the user may not expect of attention and data type."""
+        return [*super().notices(), *rules.loading_notices(self.ds, self.given)]
 
     def mistakes(self) -> Sentences:
         """Attention is known, and goes together with the data type."""

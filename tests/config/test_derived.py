@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from openrlhf.config import machine
 from openrlhf.config.flags import amend, value_at
+from openrlhf.config.machine import has_quick_bfloat16  # not the one that tests/conftest.py puts in its place
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.shared import SCHEDULERS
@@ -60,6 +62,24 @@ def test_a_template_with_a_typed_backslash_n_stays_with_a_notice() -> None:
     assert config.data.input_template == r"Q: {}\nA: "
     assert "not a line break" in notices
     assert "not a line break" not in resolved(SFTConfig())[1]
+
+
+# Data type
+
+
+def test_a_cpu_without_avx512_is_told_that_bfloat16_is_slow_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_machine: Any
+) -> None:
+    cpu = tmp_path / "cpuinfo"
+    monkeypatch.setattr(machine, "CPU_INFO", cpu)
+    monkeypatch.setattr(machine, "has_quick_bfloat16", has_quick_bfloat16)
+    cpu.write_text("flags : avx avx2 avx512bw")
+    assert "AVX-512" not in resolved(SFTConfig())[1]
+    cpu.write_text("flags : avx avx2")
+    assert "--ds.param_dtype bf16 takes 5 to 20 times as long" in resolved(SFTConfig())[1]
+    assert "AVX-512" not in resolved(amend(SFTConfig(), {"ds.param_dtype": "fp32"}))[1]
+    gpu_machine(1)
+    assert "AVX-512" not in resolved(SFTConfig())[1]
 
 
 # Attention
