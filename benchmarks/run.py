@@ -106,6 +106,7 @@ class Offline:
     """SFT, training of a reward model or DPO, texts of 16 to 256 tokens, in float32. Our rows are packed."""
 
     name: str
+    kind: str  # sft, rm or dpo
     rows: str
     unit: ClassVar[str] = "tokens per CPU s"
 
@@ -121,12 +122,12 @@ class Offline:
             "train.max_epochs": workload.EPOCHS,
             "ds.packing_samples": True,
             "ds.param_dtype": "fp32",
-            **(columns if self.name == "sft" else pairs),
+            **(columns if self.kind == "sft" else pairs),
         }
-        return ours(f"train_{self.name}", flags, folder)
+        return ours(f"train_{self.kind}", flags, folder)
 
     def trl(self, data: Path, folder: Path, peer: Path) -> Course:
-        return trl("trl_offline", self.name, data / "3M-tail", data / self.rows, folder=folder, peer=peer)
+        return trl("trl_offline", self.kind, data / "3M-tail", data / self.rows, folder=folder, peer=peer)
 
     def figure(self, course: Course, data: Path) -> float:
         """Tokens of the rows by the CPU seconds of the last epoch. Raises ValueError if the run had other steps."""
@@ -138,9 +139,10 @@ class Offline:
 
 CASES: Sequence[Grpo | Offline] = [
     *(Grpo(lengths=lengths, dtype=dtype) for lengths in ("equal", "tail") for dtype in ("fp32", "bf16")),
-    Offline(name="sft", rows="sft.jsonl"),
-    Offline(name="rm", rows="pairs.jsonl"),
-    Offline(name="dpo", rows="pairs.jsonl"),
+    Offline(name="sft", kind="sft", rows="sft.jsonl"),
+    Offline(name="rm", kind="rm", rows="pairs.jsonl"),
+    Offline(name="dpo", kind="dpo", rows="pairs.jsonl"),
+    Offline(name="dpo-long-prompts", kind="dpo", rows="long_prompts.jsonl"),
 ]
 
 

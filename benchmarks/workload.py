@@ -20,6 +20,7 @@ PAD, END, SECOND_END = 0, 1, 2
 PROMPTS, LONGEST_PROMPT = 512, 16
 STEP_PROMPTS, SAMPLES, MICRO_BATCH = 32, 8, 32  # of a GRPO step
 SFT_ROWS, PAIRS, LONGEST_ROW = 512, 512, 256  # of the offline cases
+SHORT_PROMPT, LONG_PROMPT = 8, 96  # letters; HH-RLHF has long ones
 BATCH, OFFLINE_MICRO_BATCH, EPOCHS = 64, 8, 2
 NEW_TOKENS = {"equal": 64, "tail": 256}
 HEADS = 4
@@ -80,13 +81,15 @@ def write(folder: Path, size: str) -> None:
         folder / "prompts.jsonl", [{"input": text(draw, draw.randint(8, LONGEST_PROMPT))} for _ in range(PROMPTS)]
     )
     write_rows(folder / "sft.jsonl", [dialogue(draw, "output") for _ in range(SFT_ROWS)])
-    write_rows(folder / "pairs.jsonl", [dialogue(draw, "chosen", "rejected") for _ in range(PAIRS)])
+    for name, prompt in (("pairs", SHORT_PROMPT), ("long_prompts", LONG_PROMPT)):
+        rows = [dialogue(draw, "chosen", "rejected", prompt=prompt) for _ in range(PAIRS)]
+        write_rows(folder / f"{name}.jsonl", rows)
 
 
-def dialogue(draw: random.Random, *answers: str) -> dict[str, str]:
-    """A prompt and answers, each answer with the prompt 15 to 255 letters; the end token comes behind."""
-    prompt = text(draw, 8)
-    return {"input": prompt} | {name: text(draw, draw.randint(7, LONGEST_ROW - 9)) for name in answers}
+def dialogue(draw: random.Random, *answers: str, prompt: int = SHORT_PROMPT) -> dict[str, str]:
+    """A prompt of so many letters and answers of 7 letters or more, together at most 255; the end token comes behind."""
+    longest = LONGEST_ROW - prompt - 1
+    return {"input": text(draw, prompt)} | {name: text(draw, draw.randint(7, longest)) for name in answers}
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:

@@ -13,6 +13,9 @@ from openrlhf.batches import Layout
 from openrlhf.models import packed_attention
 from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import ModelError
+from openrlhf.models.shared_prefixes import SharedPrefixes
+
+ATTENTION = {"full_attention", "sliding_attention"}  # layer types that are attention of Transformers' registry
 
 
 class Outputs(NamedTuple):
@@ -62,6 +65,15 @@ class HeadedModel(nn.Module):
         """The Transformers configuration, which DeepSpeed and the exports read."""
         return self.hf.config
 
+    def shared_prefixes(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> SharedPrefixes | None:
+        """What this model computes once for several sequences. None if the row is padded or shares little, or if
+        a layer that is not attention must see whole sequences.
+        """
+        config: Any = self.hf.get_decoder().config
+        known = config._attn_implementation in (packed_attention.NAME, packed_attention.FLASH)
+        causal = set(getattr(config, "layer_types", None) or ()) <= ATTENTION
+        return SharedPrefixes.of(tokens, offsets) if self.packing and known and causal else None
+
     def decode(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> tuple[Tensor, Tensor | None]:
         """The last hidden state of every token (N, H), and the load-balancing loss, if it is computed.
 
@@ -72,8 +84,12 @@ class HeadedModel(nn.Module):
         positions = torch.arange(len(tokens), device=tokens.device)
         positions = positions - offsets[:-1].repeat_interleave(offsets.diff())
         arguments: dict[str, Any] = {"output_router_logits": True} if balancing else {}
+        shared = self.shared_prefixes(tokens, offsets)
         if layout is None:
             arguments |= _document_arguments(offsets, decoder.config._attn_implementation)
+            if shared:
+                arguments["shared_prefixes"] = shared
+                tokens, positions = tokens[shared.computed], positions[shared.computed]
             arguments |= {"input_ids": tokens[None], "position_ids": positions[None]}
         else:
             arguments |= {"input_ids": layout.gather(tokens), "position_ids": layout.gather(positions)}
@@ -82,10 +98,12 @@ class HeadedModel(nn.Module):
         output = decoder(use_cache=False, **arguments)
         states = output.last_hidden_state.to(tokens.device)  # a model on several devices leaves them on the last
         states = states[layout.real] if layout else states[0]
+        states = states[shared.source] if shared else states
         if not balancing:
             return states, None
         routed = [
-            logits[layout.real.flatten()] if layout else logits  # padding does not count
+            # Padding does not count, and what sequences share counts for each.
+            logits[layout.real.flatten()] if layout else logits[shared.source] if shared else logits
             for logits in output.router_logits
         ]
         return states, load_balancing_loss(routed, top_k=decoder.config.get_text_config().num_experts_per_tok)

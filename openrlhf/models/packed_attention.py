@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-NAME = "packed_sdpa"
+from openrlhf.models.shared_prefixes import sharing
+
+NAME, FLASH = "packed_sdpa", "flash_attention_2"
 
 
 def packed_sdpa(
@@ -62,4 +64,5 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
     return (distance >= 0) & (distance < window)
 
 
-AttentionInterface.register(NAME, packed_sdpa)
+AttentionInterface.register(NAME, sharing(packed_sdpa))
+AttentionInterface.register(FLASH, sharing(AttentionInterface()[FLASH]))

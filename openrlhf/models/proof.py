@@ -15,6 +15,8 @@ from openrlhf.models.scalar import ScalarModel
 
 Proven = PolicyModel | ScalarModel
 LENGTHS = (11, 17)  # tokens of the two sequences
+LAYER_TYPES = ("layer_types", "layers_block_type", "block_types")  # of a configuration, where layers differ
+ALIKE = 8  # tokens with which both begin, where packed rows compute a common beginning once
 # Differences that rounding explains: of the numbers, mean in standard deviations; of the gradient, relative.
 TOLERANCES = {torch.float32: (1e-3, 0.01), torch.float16: (0.05, 0.1), torch.bfloat16: (0.2, 0.5)}
 UNPROVEN = "Not checked: whether the layout of the batches changes what the models compute. A run checks it first."
@@ -33,11 +35,11 @@ def prove_layout(model: nn.Module) -> None:
     if not isinstance(model, Proven):
         return
     weights, training = next(model.parameters()), model.training
-    tokens = _ordinary_tokens(model.hf).to(weights.device)
+    texts = [tokens.to(weights.device) for tokens in _texts(model)]
     with torch.random.fork_rng(devices=[weights.device] if weights.is_cuda else []), torch.enable_grad():
         try:
             model.eval()
-            faults = [_fault(model, tokens, place, weights.dtype) for place in range(len(LENGTHS))]
+            faults = [_fault(model, tokens, place, weights.dtype) for tokens in texts for place in range(len(LENGTHS))]
         except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ModelError(_refusal(model, f"fails with {type(error).__name__}: {error}")) from error
         finally:
@@ -46,12 +48,16 @@ def prove_layout(model: nn.Module) -> None:
         raise ModelError(_refusal(model, found[-1]))
 
 
-def _ordinary_tokens(hf: PreTrainedModel) -> Tensor:
-    """Tokens of both sequences, none of which begins, ends or pads a sequence."""
-    text = hf.config.get_text_config()
+def _texts(model: Proven) -> list[Tensor]:
+    """Tokens of two sequences, none of which begins, ends or pads a sequence; packed, also of two that begin alike."""
+    text = model.hf.config.get_text_config()
     drawn = torch.randperm(text.vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
-    ordinary = [token for token in drawn if token not in (*end_tokens(hf.config), text.pad_token_id, text.bos_token_id)]
-    return torch.tensor((ordinary * sum(LENGTHS))[: sum(LENGTHS)])
+    marks = (*end_tokens(model.hf.config), text.pad_token_id, text.bos_token_id)
+    ordinary = [token for token in drawn if token not in marks]
+    tokens = torch.tensor((ordinary * sum(LENGTHS))[: sum(LENGTHS)])
+    alike = tokens.clone()
+    alike[LENGTHS[0] :][:ALIKE] = alike[:ALIKE]
+    return [tokens, alike] if model.packing else [tokens]
 
 
 def _fault(model: Proven, tokens: Tensor, place: int, dtype: torch.dtype) -> str | None:
@@ -62,9 +68,11 @@ def _fault(model: Proven, tokens: Tensor, place: int, dtype: torch.dtype) -> str
     expected, expected_gradient = _differentiated(model.hf, lambda: _alone(model, tokens[own]))
     # A forward for each sequence: ZeRO 3 knows no second backward of one forward.
     numbers, gradient = _differentiated(model.hf, lambda: _laid_out(model, tokens, offsets)[own])
-    layout = Layout.of(offsets)
-    mine = own[None] if model.packing else layout.gather(own) & layout.real
-    leak = float(gradient[~mine].norm() / gradient[mine].norm())
+    computed = own if model.packing else Layout.of(offsets).gather(own).flatten()
+    mine, gradient = computed.nonzero()[:, 0], gradient.flatten(0, 1)
+    if shared := model.shared_prefixes(tokens, offsets):
+        mine = shared.source[own]
+    leak = float(gradient.index_fill(0, mine, 0).norm() / gradient[mine].norm())
     gaps = (numbers - expected).abs()
     turned = float((gradient[mine] - expected_gradient[0]).norm() / expected_gradient.norm())
     if leak > LEAK:
@@ -125,11 +133,7 @@ def _laid_out(model: Proven, tokens: Tensor, offsets: Tensor) -> Tensor:
 def _refusal(model: Proven, what: str) -> str:
     config = model.hf.config
     text: Any = config.get_text_config()
-    kinds = (
-        getattr(text, "layer_types", None)
-        or getattr(text, "layers_block_type", None)
-        or text.to_dict().get("block_types")
-    )
+    kinds = next((each for name in LAYER_TYPES if (each := getattr(text, name, None))), ())
     layers = f" (layers: {', '.join(dict.fromkeys(kinds))})" if kinds else ""
     if model.packing:
         how, advice = "packed into one row", "Drop --ds.packing_samples"

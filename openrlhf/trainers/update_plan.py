@@ -36,11 +36,14 @@ def plan_update(lengths: Sequence[int], *, ranks: int, batch_size: int, epochs: 
 
 
 def share(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[int]]:
-    """Divide `rows` over the ranks so that their token counts are close. A rank may get none if there are few."""
+    """Divide `rows` over the ranks so that their token counts are close. A rank may get none if there are few.
+
+    Each rank's rows are in order: samples of a prompt are neighbours, and a packed micro-batch computes their prompt once.
+    """
     if len(rows) < ranks:
         return [[row] for row in rows] + [[] for _ in range(ranks - len(rows))]
     parts = balanced_partition([lengths[row] for row in rows], ranks)
-    return [[rows[i] for i in part] for part in parts]
+    return [sorted(rows[i] for i in part) for part in parts]
 
 
 def _with_local_rows(steps: list[list[int]]) -> RankUpdate:

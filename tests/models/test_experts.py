@@ -20,10 +20,18 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scalar import ScalarModel, load_scalar
 from openrlhf.trainers.sft import SFTTask
 from tests.loading import load_spec
-from tests.models.test_scalar_model import LENGTHS, batch
+from tests.models import test_scalar_model
+from tests.models.test_scalar_model import LENGTHS
 from tests.tiny import save_tiny_model, tiny_config, unbalance
 
 KINDS = ["qwen3-moe", "mixtral"]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Two of the sequences begin alike: packed rows compute their beginning once, and the loss counts it twice."""
+    tokens, offsets = test_scalar_model.batch()
+    tokens[6:10] = tokens[:4]
+    return tokens, offsets
 
 
 def mixture(kind: str, family: Any = AutoModelForCausalLM) -> Any:

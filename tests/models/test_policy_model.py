@@ -13,6 +13,7 @@ from openrlhf.batches import offsets_of
 from openrlhf.models import packed_attention
 from openrlhf.models.loading import reject_transformed_logits
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.shared_prefixes import SharedPrefixes
 from tests.allocations import LargestTensor
 from tests.tiny import tiny_config
 
@@ -102,6 +103,38 @@ def test_neither_pass_makes_logits_of_more_tokens_than_a_chunk_has(
         assert scores.entropy is not None
         (scores.logprobs.sum() + scores.entropy.sum()).backward()
     assert largest.numel == 1024 * 32, "all logits would be 152 · 1024"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_what_sequences_begin_with_in_common_is_computed_once_and_changes_no_number(
+    hf: PreTrainedModel, checkpointing: bool
+) -> None:
+    """Two samples of a prompt, a sequence that is the beginning of one, a copy of it, and one that shares nothing."""
+    draw = torch.Generator().manual_seed(2)
+    prompt, other, *ends = (torch.randint(4, 60, (length,), generator=draw) for length in (7, 6, 5, 9))
+    sequences = [torch.cat([prompt, ends[0]]), other, torch.cat([prompt, ends[1]]), prompt, other]
+    tokens, offsets = torch.cat(sequences), offsets_of([len(sequence) for sequence in sequences])
+    wanted = torch.rand(len(tokens), generator=draw) < 0.7
+    seen, results = list[int](), list[tuple[torch.Tensor, ...]]()
+    for packing in (False, True):
+        model = as_model(hf, packing=packing).train()
+        if checkpointing:
+            model.hf.gradient_checkpointing_enable()
+        model.hf.get_decoder().norm.register_forward_hook(lambda *call: seen.append(call[2].shape[:-1].numel()))
+        scores = model(tokens, offsets, wanted, 0.9, True)
+        assert scores.entropy is not None
+        (scores.logprobs.square().sum() + scores.entropy.square().sum()).backward()
+        gradients = (p.grad for p in model.parameters() if p.grad is not None)
+        results.append((scores.logprobs.detach(), scores.entropy.detach(), *gradients))
+    assert seen == [5 * 16, 7 + 5 + 9 + 6], "padded to five rows; each distinct beginning once"
+    for padded, packed in zip(*results, strict=True):
+        torch.testing.assert_close(packed, padded, atol=2e-5, rtol=1e-4)
+
+
+def test_a_row_whose_sequences_share_little_is_computed_as_it_is() -> None:
+    sequences = [[5, *range(10, 30)], [5, *range(31, 51)], [6, *range(10, 30)]]
+    offsets = offsets_of([len(sequence) for sequence in sequences])
+    assert SharedPrefixes.of(torch.tensor(sequences).flatten(), offsets) is None
 
 
 def test_no_document_of_a_packed_row_sees_another(hf: PreTrainedModel) -> None:

@@ -57,19 +57,23 @@ ALGO = AlgoConfig(
 
 
 def batch() -> Experience:
-    """Nine rows of different lengths with gaps in their action masks, the same in every process."""
+    """Nine rows of different lengths with gaps in their action masks, the same in every process. Three begin alike each."""
     draw = torch.Generator().manual_seed(0)
     tokens, rows = sum(LENGTHS), len(LENGTHS)
     offsets = offsets_of(LENGTHS)
     mask = torch.rand(tokens, generator=draw) < 0.7
     mask[offsets[1:] - 1] = True
     mask[offsets[:-1]] = False
+    ids = torch.randint(4, 60, (tokens,), generator=draw)
+    for row, start in enumerate(offsets[:-1].tolist()):
+        first = int(offsets[row - row % 3])
+        ids[start : start + 3] = ids[first : first + 3]
     return Experience(
-        tokens=torch.randint(4, 60, (tokens,), generator=draw),
+        tokens=ids,
         offsets=offsets,
         action_mask=mask,
         rollout_logprobs=torch.full((tokens,), -4.0),
-        group_ids=torch.arange(rows),
+        group_ids=torch.arange(rows) // 3,
         rewards=torch.zeros(rows),
         truncated=torch.zeros(rows, dtype=torch.bool),
         advantages=torch.randn(tokens, generator=draw),
