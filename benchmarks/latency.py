@@ -35,7 +35,7 @@ def measured(folder: Path, data: Path, given: argparse.Namespace, flags: dict[st
         "data.input_key": "input",
         "data.max_samples": PROMPTS * STEPS,
         "train.num_episodes": EPOCHS_AHEAD if flags else 1,
-        "data.max_len": workload.LONGEST_PROMPT + 16,
+        "data.max_len": workload.LONGEST_PROMPT["prompts"] + 16,
         "train.agent_func_path": ROOT / "benchmarks/waiting_agent.py",
         "reward.workers": 1,
         "rollout.max_new_tokens": 8,

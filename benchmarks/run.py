@@ -62,21 +62,22 @@ class Grpo:
 
     lengths: str  # equal: every response has 64 tokens; tail: mean 64, cut at 256
     dtype: str
+    prompts: str = "prompts"  # or long_prompts
     size: str = "3M"
     unit: ClassVar[str] = "CPU s per step"
 
     @property
     def name(self) -> str:
-        return f"grpo-{self.lengths}-{self.dtype}"
+        return f"grpo-{self.lengths}-{self.dtype}" + "-long-prompts" * (self.prompts == "long_prompts")
 
     def ours(self, data: Path, folder: Path) -> Course:
         new_tokens = workload.NEW_TOKENS[self.lengths]
         flags = {
             "actor.model_name_or_path": data / f"{self.size}-{self.lengths}",
-            "data.prompt_dataset": data / "prompts.jsonl",
+            "data.prompt_dataset": data / f"{self.prompts}.jsonl",
             "data.input_key": "input",
             "data.max_samples": (WARM_UP + MEASURED) * workload.STEP_PROMPTS,
-            "data.max_len": workload.LONGEST_PROMPT + new_tokens,
+            "data.max_len": workload.LONGEST_PROMPT[self.prompts] + new_tokens,
             "reward.remote_url": ROOT / "benchmarks/reward.py",
             "rollout.max_new_tokens": new_tokens,
             "rollout.batch_size": workload.STEP_PROMPTS,
@@ -92,8 +93,8 @@ class Grpo:
         return ours("train_ppo_ray", flags, folder)
 
     def trl(self, data: Path, folder: Path, peer: Path) -> Course:
-        model, prompts, steps = data / f"{self.size}-{self.lengths}", data / "prompts.jsonl", WARM_UP + MEASURED
-        new_tokens = workload.NEW_TOKENS[self.lengths]
+        model, prompts = data / f"{self.size}-{self.lengths}", data / f"{self.prompts}.jsonl"
+        new_tokens, steps = workload.NEW_TOKENS[self.lengths], WARM_UP + MEASURED
         return trl("trl_grpo", model, prompts, self.dtype, new_tokens, steps, folder=folder, peer=peer)
 
     def figure(self, course: Course, data: Path) -> float:
@@ -139,6 +140,7 @@ class Offline:
 
 CASES: Sequence[Grpo | Offline] = [
     *(Grpo(lengths=lengths, dtype=dtype) for lengths in ("equal", "tail") for dtype in ("fp32", "bf16")),
+    Grpo(lengths="tail", dtype="fp32", prompts="long_prompts"),
     Offline(name="sft", kind="sft", rows="sft.jsonl"),
     Offline(name="rm", kind="rm", rows="pairs.jsonl"),
     Offline(name="dpo", kind="dpo", rows="pairs.jsonl"),

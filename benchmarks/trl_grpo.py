@@ -43,7 +43,7 @@ def main(rows: str, model: str, prompts: str, dtype: str, new_tokens: str, steps
         use_vllm=True,
         vllm_mode="colocate",
         vllm_importance_sampling_correction=False,
-        vllm_max_model_length=LONGEST_PROMPT + int(new_tokens),
+        vllm_max_model_length=LONGEST_PROMPT[Path(prompts).stem] + int(new_tokens),
         beta=0.0,
         num_generations=SAMPLES,
         per_device_train_batch_size=MICRO_BATCH,

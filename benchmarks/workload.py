@@ -17,10 +17,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 VOCABULARY = 128
 LETTERS = [chr(code) for code in range(33, 127)]
 PAD, END, SECOND_END = 0, 1, 2
-PROMPTS, LONGEST_PROMPT = 512, 16
+PROMPTS = 512
 STEP_PROMPTS, SAMPLES, MICRO_BATCH = 32, 8, 32  # of a GRPO step
 SFT_ROWS, PAIRS, LONGEST_ROW = 512, 512, 256  # of the offline cases
-SHORT_PROMPT, LONG_PROMPT = 8, 96  # letters; HH-RLHF has long ones
+SHORT_PROMPT, LONG_PROMPT = 8, 96  # letters; those of GSM8K and HH-RLHF are long
+LONGEST_PROMPT = {"prompts": 2 * SHORT_PROMPT, "long_prompts": LONG_PROMPT}
 BATCH, OFFLINE_MICRO_BATCH, EPOCHS = 64, 8, 2
 NEW_TOKENS = {"equal": 64, "tail": 256}
 HEADS = 4
@@ -77,9 +78,8 @@ def write(folder: Path, size: str) -> None:
     draw = random.Random(1)
     save_model(folder / f"{size}-equal", size, ends=False)
     save_model(folder / f"{size}-tail", size, ends=True)
-    write_rows(
-        folder / "prompts.jsonl", [{"input": text(draw, draw.randint(8, LONGEST_PROMPT))} for _ in range(PROMPTS)]
-    )
+    lengths = [draw.randint(SHORT_PROMPT, LONGEST_PROMPT["prompts"]) for _ in range(PROMPTS)]
+    write_rows(folder / "prompts.jsonl", [{"input": text(draw, length)} for length in lengths])
     write_rows(folder / "sft.jsonl", [dialogue(draw, "output") for _ in range(SFT_ROWS)])
     for name, prompt in (("pairs", SHORT_PROMPT), ("long_prompts", LONG_PROMPT)):
         rows = [dialogue(draw, "chosen", "rejected", prompt=prompt) for _ in range(PAIRS)]
