@@ -61,7 +61,10 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
 
 
 def make_schedule(optimizer: Any, settings: OptimizerConfig, total_steps: int) -> Any:
-    """Transformers' schedule over `total_steps` optimizer steps. Three schedules use `min_lr_ratio`."""
+    """Transformers' schedule over `total_steps` optimizer steps. Three schedules use `min_lr_ratio`.
+
+    The first step of a warm-up has a learning rate of 0, so a single step does not warm up.
+    """
     options: dict[str, float] = {}
     if settings.lr_scheduler in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         options = {"min_lr_rate": settings.min_lr_ratio}
@@ -70,7 +73,7 @@ def make_schedule(optimizer: Any, settings: OptimizerConfig, total_steps: int) -
     return get_scheduler(
         settings.lr_scheduler,
         optimizer,
-        num_warmup_steps=math.ceil(total_steps * settings.lr_warmup_ratio),
+        num_warmup_steps=math.ceil(total_steps * settings.lr_warmup_ratio) if total_steps > 1 else 0,
         num_training_steps=total_steps,
         scheduler_specific_kwargs=options,
     )

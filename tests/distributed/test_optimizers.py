@@ -46,3 +46,10 @@ def test_every_schedule_is_transformers_own_over_the_steps_of_the_run(name: str,
         for optimizer, scheduler in ((ours, schedule), (theirs, expected)):
             optimizer.step()
             scheduler.step()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_run_of_a_single_step_trains(name: str) -> None:
+    """The first step of a warm-up has a learning rate of 0, and would be all of it."""
+    optimizer = make_optimizer(model().named_parameters(), OptimizerConfig(lr_scheduler=name, adam=ADAM))
+    assert min(make_schedule(optimizer, OptimizerConfig(lr_scheduler=name, adam=ADAM), 1).get_last_lr()) > 0
