@@ -96,7 +96,7 @@ def _load_one(item: str, split: str, max_samples: int, text: Collection[str]) ->
 
 def _read(path: str, folder: str | None, text: Collection[str]) -> Dataset | DatasetDict:
     extension = os.path.splitext(path.removesuffix(".gz"))[1].lower()
-    as_text: dict[str, Any] = {"converters": dict.fromkeys(text, str)}
+    as_text: dict[str, Any] = {"converters": dict.fromkeys(text, str), "keep_default_na": False, "na_values": [""]}
     if extension in FORMATS and (not path.endswith(".gz") or path.lower().endswith(GZIPPED)):
         return _read_file(path, FORMATS[extension], as_text if FORMATS[extension] == "csv" else {})
     if os.path.isdir(path):
@@ -113,9 +113,8 @@ def _read(path: str, folder: str | None, text: Collection[str]) -> Dataset | Dat
 def _read_file(path: str, file_format: str, options: dict[str, Any]) -> Dataset:
     loaded = load_dataset(file_format, data_files=path, split="train", **options)  # the library's name for all rows
     features = loaded.features
-    dates = [
-        name for name, type_ in features.items() if isinstance(type_, Value) and type_.dtype.startswith("timestamp")
-    ]
+    values = {name: type_ for name, type_ in features.items() if isinstance(type_, Value)}
+    dates = [name for name, value in values.items() if value.dtype.startswith("timestamp")]
     if file_format == "json" and dates:  # strings that look like dates: keep them strings
         as_written = Features(features | dict.fromkeys(dates, Json()))
         loaded = load_dataset(file_format, data_files=path, split="train", features=as_written)

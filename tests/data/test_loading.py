@@ -187,6 +187,11 @@ def test_rows_that_are_drawn_again_and_again_are_announced(two_files: str, capsy
 # ---- numbers that are text
 
 
+def test_only_an_empty_cell_of_a_csv_file_is_null(write: Write) -> None:
+    rows = load(write("x.csv", "output,number\nNone,1\nNA,\nnull,3\n"), text=["output"])
+    assert rows["output"] == ["None", "NA", "null"] and rows["number"] == [1.0, None, 3.0]
+
+
 @pytest.mark.parametrize("place", ["x.csv", "folder/train.csv"])
 def test_digits_of_a_named_column_of_a_csv_file_stay_text(place: str, write: Write) -> None:
     path = write(place, "input,label,margin\na,007,0.5\nb,,1.5\n")
