@@ -52,15 +52,14 @@ def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
 def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_left: float | None) -> list[Part]:
     """The pieces of a training step's line, from the metrics that were logged."""
     parts = [Part(label="step", value=f"{step:>{len(str(total))}}/{total}", style="bold")]
-    for shown in _SHOWN:
+    for shown in _TABLES["shown"]:
         number = next((values[name] for name in shown["metrics"] if name in values), None)
         if number is not None:
             written = shown["form"].format(number) if "form" in shown else f"{compact(number):>5}"
             look = {key: shown[key] for key in ("label", "unit", "rank") if key in shown}
             parts.append(Part(value=written, style="" if "rank" in shown else "bold", **look))
     if "timing/step_total" in values:
-        times = {say: values.get(f"timing/{name}") for name, say in _SPENT.items()}
-        spent = [f"{say} {seconds(time)}" for say, time in times.items() if time is not None]
+        spent = [f"{say} {seconds(values[name])}" for name, say in _TABLES["spent"].items() if name in values]
         time = seconds(values["timing/step_total"])
         parts.append(Part(value=f"{time:>5}", unit="s", detail=", ".join(spent), rank=2))
     if seconds_left is not None:
@@ -128,8 +127,6 @@ def clock_time(duration: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-_SHOWN = toml_beside(__file__)["shown"]
-_SPENT = {"generation": "generate", "make_experience": "score", "ppo_train": "train", "broadcast": "publish"}
-
+_TABLES = toml_beside(__file__)
 _FAILED = "train/failed_"
 _EPISODES, _NONFINITE = f"{_FAILED}episodes", "train/nonfinite_steps"

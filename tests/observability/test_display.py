@@ -41,7 +41,9 @@ def test_a_step_of_reinforcement_learning_reads_as_one_line():
 
 
 def test_a_supervised_step_shows_its_loss_and_learning_rate():
-    line = line_of({"train/gpt_loss": 2.25, "train/lr": 1e-4, "train/grad_norm": 1.0})
+    """In distillation that is the loss of the gradient, not the log-likelihood alone."""
+    losses = {"train/gpt_loss": 3.0, "train/distil_loss": 1.5, "train/loss_mean": 2.25}
+    line = line_of(losses | {"train/lr": 1e-4, "train/grad_norm": 1.0})
     assert line == "step  12/120 · loss  2.250 · lr 1.0e-04"
 
 
