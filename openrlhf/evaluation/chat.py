@@ -29,8 +29,7 @@ def run_chat(config: ChatConfig) -> None:
     print(f"{path}, with {f'the template {chat.template!r}' if chat.template else 'its chat template'}.", flush=True)
     if config.dry_run:
         return print(show_text("the prompt 'Hello'", chat.read("Hello"), tokenizer))
-    spec = replace(settings.load_spec(config, path), spread=True)
-    model = load_causal_lm(spec).eval()
+    model = load_causal_lm(replace(settings.load_spec(config, path), spread=True)).eval()
     print("/reset begins anew, /exit ends, Ctrl-C stops an answer.", flush=True)
     with suppress(EOFError):
         while (message := input("> " if sys.stdin.isatty() else "").strip()) not in ("/exit", "exit"):
@@ -122,5 +121,5 @@ class Chat:
         except KeyboardInterrupt:
             printed.end()
             print(" [stopped]", end="")
-        print(flush=True)
+        print("" if printed.whole.strip() else "(The answer is empty.)", flush=True)
         self.turns.append((message, printed.whole))

@@ -38,13 +38,13 @@ def conditioned(rows: Rows, config: BatchInferenceConfig) -> Rows:
 
 
 def pairs(rows: Rows, config: BatchInferenceConfig) -> Rows:
-    """The outputs with the highest and the lowest reward of each input. Equal rewards make no pair."""
+    """The outputs with the highest and the lowest reward of each input. Equal rewards or equal outputs make no pair."""
     ends = ((max(group, key=REWARD), min(group, key=REWARD)) for group in by_input(rows))
     return [
         {"prompt": high["input"], "chosen": high["output"], "chosen_reward": high["reward"]}
         | {"rejected": low["output"], "rejected_reward": low["reward"]}
         for high, low in ends
-        if high["reward"] > low["reward"]
+        if high["reward"] > low["reward"] and high["output"] != low["output"]
     ]
 
 

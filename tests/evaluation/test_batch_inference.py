@@ -61,6 +61,12 @@ def test_pairs_are_the_ends_of_each_input_and_equal_rewards_make_none() -> None:
     assert list(rows[0]) == ["prompt", "chosen", "chosen_reward", "rejected", "rejected_reward"]
 
 
+def test_equal_outputs_make_no_pair_whatever_their_rewards() -> None:
+    """A reward model gives one text unlike rewards in unlike batches, by rounding."""
+    rows = [{"input": "a", "output": "x", "reward": reward} for reward in (0.124543868, 0.124543861)]
+    assert processed("iter_dpo", rows=rows) == []
+
+
 def test_a_conditioned_input_says_the_reward_with_two_decimals() -> None:
     rows = processed("csft")
     assert [row["input"] for row in rows[:3]] == ["a <rm_score>: 0.50 ", "b <rm_score>: -1.00 ", "a <rm_score>: 2.25 "]

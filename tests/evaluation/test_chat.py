@@ -64,6 +64,11 @@ def test_turns_follow_each_other_in_the_template_behind_system_and_preamble(
     assert capsys.readouterr().out == "ok\nok\n"
 
 
+def test_an_empty_answer_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+    chat("").answer("x", Parrot("<eos>"))
+    assert capsys.readouterr().out == "(The answer is empty.)\n"
+
+
 def test_a_preamble_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.bin").write_bytes(b"\x8a")
     with pytest.raises(ConfigError, match=f"--preamble {tmp_path}/p.bin cannot be read as a text file in UTF-8"):
