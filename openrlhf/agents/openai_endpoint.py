@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import uvicorn
@@ -115,8 +116,10 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         session_id, chat = uuid.uuid4().hex, ChatSession(hf_tokenizer, max_length)
         session = _Open(chat=chat, engine=llm_engine, params=sampling_params)
         self._sessions[session_id] = session
+        waits = inspect.iscoroutinefunction(self.run_agent)
+        run = self.run_agent if waits else partial(asyncio.to_thread, self.run_agent)
         try:
-            returned = await self._run(prompt, label, session_id)
+            returned = await run(prompt, label, session_id)
         finally:
             del self._sessions[session_id]
             for request in session.requests:
@@ -135,11 +138,6 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             "extra_logs": result.get("extra_logs"),
             "truncated": chat.truncated,
         }
-
-    async def _run(self, prompt: str, label: Any, session_id: str) -> Any:
-        if inspect.iscoroutinefunction(self.run_agent):
-            return await self.run_agent(prompt, label, session_id)
-        return await asyncio.to_thread(self.run_agent, prompt, label, session_id)
 
     def _start(self) -> asyncio.Task[None]:
         """Listen at a free port. Clients that connect before the server runs wait."""

@@ -108,7 +108,10 @@ class Stage:
 
 def start(path: str, tokenizer: bytes, max_length: int, max_turns: int | None) -> None:
     """Load the user's file. Raises what is wrong with it."""
-    Stage.tokenizer, Stage.max_length = _unpickled_tokenizer(tokenizer), max_length
+    from transformers.dynamic_module_utils import init_hf_modules  # heavy
+
+    init_hf_modules()  # makes the code of a tokenizer that came with its model importable
+    Stage.tokenizer, Stage.max_length = pickle.loads(tokenizer), max_length
     Stage.executor = load_executor(Path(path))
     if Stage.executor.needs_chat_template and not Stage.tokenizer.chat_template:
         raise TypeError(
@@ -135,13 +138,6 @@ async def play(prompt: str, label: Any, params: SamplingParams, images: Any) -> 
     if not isinstance(result, Mapping):
         raise ContractMistake(f"execute returned {type(result).__qualname__}, not a dict")
     return {name: value for name, value in result.items() if name in RESULT}
-
-
-def _unpickled_tokenizer(data: bytes) -> PreTrainedTokenizerBase:
-    from transformers.dynamic_module_utils import init_hf_modules
-
-    init_hf_modules()  # makes the code of a tokenizer that came with its model importable
-    return pickle.loads(data)
 
 
 def load_executor(path: Path) -> AgentExecutorBase:

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoTokenizer
 from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoadingConfig
+from openrlhf.data.errors import notice
 from openrlhf.models.loading import DTYPES, STEP_TOKENS, LoadSpec, load_causal_lm
 from openrlhf.models.scalar import load_scalar
 
@@ -25,6 +26,9 @@ def combine(config: CombinerConfig) -> None:
     prefix = stored.get("value_head_prefix", "score")
     base = load_scalar(spec, head_prefix=prefix).hf if config.is_rm else load_causal_lm(spec)
     base.config.update({name: stored[name] for name in ("mean", "std", STEP_TOKENS) if name in stored})
+    of = str(peft.PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
+    if Path(of).resolve() != Path(config.model_path).resolve():
+        notice(f"--lora_path {folder} was trained on {of}, and is merged into {config.model_path}.")
     try:
         adapted = peft.PeftModel.from_pretrained(base, folder)
         if other := peft.load_peft_weights(str(folder)).keys() ^ peft.get_peft_model_state_dict(adapted).keys():
@@ -34,3 +38,4 @@ def combine(config: CombinerConfig) -> None:
     adapted.merge_and_unload().to(DTYPES[config.ds.param_dtype]).save_pretrained(config.output_path)
     tokenizer = folder if (folder / "tokenizer_config.json").exists() else config.model_path
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(config.output_path)
+    print(f"{config.output_path}: the merged model, in {config.ds.param_dtype} (--ds.param_dtype).")

@@ -94,8 +94,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
 
     def derived_values(self) -> dict[str, Any]:
         """What follows from the flags, by path: all GPUs are used; the model is the one that scores; an answer has half the room."""
-        gpus = machine.count_gpus()
-        room = rules.room(self)
+        gpus, room = machine.count_gpus(), rules.room(self)
         own = self.unless_given({
             "data.max_len": room,
             "rollout.max_new_tokens": min(1024, room // 2 or 1),

@@ -17,9 +17,9 @@ class DataError(UserError, ValueError):
     """A user's mistake in data, tokenizer or template. The message says where, and what to change."""
 
 
-def notice(sentence: str) -> None:
-    """Print a sentence that the user should know, in the first process of a launcher only."""
-    if is_first():
+def notice(*sentences: str) -> None:
+    """Print sentences that the user should know, in the first process of a launcher only."""
+    for sentence in sentences if is_first() else ():
         print(f"[notice] {sentence}", file=sys.stderr)
 
 

@@ -149,6 +149,19 @@ def filled_already(used: TextFormat, texts: Sequence[str]) -> list[str]:
     ]
 
 
+def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A notice if the tokenizer joins the end of the template with the first word of an answer."""
+    template = used.input_template or ""
+    end = template.partition("{}")[2]
+    alone, joined = tokenizer([end, f"{end}A"], add_special_tokens=False)["input_ids"]
+    if joined[: len(alone)] == alone:
+        return []
+    return [
+        f"The tokenizer joins the last character of {used.flags} with an answer's first word. So a prompt ends in another "
+        f"token in generation than in training, and answers may be empty: use --data.input_template ${template[:-1]!r}"
+    ]
+
+
 # ---- the end of an answer
 
 
@@ -180,8 +193,7 @@ def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list
         return []
     if any(stop in after for stop in stops):
         return []
-    ends = ", ".join(sorted(stops))
     return [
-        f"The chat template ends an answer with {after!r}, but generation ends at {ends}: "
+        f"The chat template ends an answer with {after!r}, but generation ends at {', '.join(sorted(stops))}: "
         f"add --rollout.stop {after.strip()!r}."
     ]

@@ -253,10 +253,9 @@ def render_conversation(
             "the template, and pass the template as --data.tokenizer_chat_template"
         )
     spans = [span for span in found if span is not None]
-    rewritten = len(found) - len(spans)
     if not turns and first < len(messages) - 1:
         spans = [(spans[0][0], len(text))]
-    return Passage(text=text, spans=spans, response=spans[-1][0], rewritten=rewritten)
+    return Passage(text=text, spans=spans, response=spans[-1][0], rewritten=found.count(None))
 
 
 def _marked(
@@ -278,8 +277,7 @@ def _find_turn(draw: Draw, messages: Sequence[Message], turn: int, text: str) ->
     through, _ = draw(messages[: turn + 1])
     if turn:
         prompt, _ = draw(messages[:turn], add_generation_prompt=True)
-        stable = text.startswith(prompt) and text.startswith(through)
-        if stable and len(prompt) < len(through):
+        if text.startswith(prompt) and text.startswith(through) and len(prompt) < len(through):
             return len(prompt), len(through)
     if any(messages[turn].get(field) for field in REASONING):
         return None

@@ -22,7 +22,7 @@ from openrlhf.evaluation.journal import Journal
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, by_input
 from openrlhf.evaluation.runs import engines, reward_models, started
 from openrlhf.files import write_atomically
-from openrlhf.launch import settings
+from openrlhf.launch import prompt_data, settings
 from openrlhf.launch.identity import inference_identity
 from openrlhf.launch.prompt_data import look_at_prompts, policy_tokenizer, read_prompts, scorer_tokenizer
 from openrlhf.observability.recorder import Recorder
@@ -70,7 +70,8 @@ def read_rows(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) 
     if config.samples_answers:
         look_at_prompts(config, dataset, tokenizer, policy=str(config.model.model_name_or_path), flag=MODEL)
     else:
-        record(tokenizer, TextFormat.of(dataset.data, tokenizer))
+        record(tokenizer, used := TextFormat.of(dataset.data, tokenizer))
+        prompt_data.check_reward_formats(config, used, [dataset[0].text])
         notice(dataset.summary)
     size, number = config.rollout.batch_size, config.iter
     rows = range(len(dataset)) if number is None else range(len(dataset))[number * size : (number + 1) * size]

@@ -59,9 +59,8 @@ def by_reward(pair: Comparison) -> float | None:
 def given_text(tokenizer: PreTrainedTokenizerBase, number: int, source: str, tokens: list[int]) -> Trajectory:
     """A whole text of pair `number` as an episode that a reward model can score."""
     prompt = Prompt(index=number, text="", tokens=[], datasource=source)
-    text = str(tokenizer.decode(tokens))
     return TrajectoryBuilder(tokens).finish(
-        prompt=prompt, sample_index=0, stop_reason=StopReason.STOP, response_text=text
+        prompt=prompt, sample_index=0, stop_reason=StopReason.STOP, response_text=str(tokenizer.decode(tokens))
     )
 
 

@@ -15,6 +15,7 @@ from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.feedback import PreferenceDataset
+from openrlhf.data.first_look import TextFormat, texts_of
 from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import Table, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
@@ -78,7 +79,9 @@ def run_pass_k(config: EvaluationConfig) -> None:
 def run_rm_accuracy(config: EvaluationConfig) -> None:
     """Reward both texts of every pair, and report how often the chosen text has the larger reward."""
     tokenizer, read = prompt_data.scorer_tokenizer(config), read_rows(config)
-    rows = PreferenceDataset(read, tokenizer, recognise(read, config, "pairs"))
+    data = recognise(read, config, "pairs")
+    rows = PreferenceDataset(read, tokenizer, data)
+    prompt_data.check_reward_formats(config, TextFormat.of(data, tokenizer), texts_of(read, key_columns(data)))
     if config.dry_run:
         chosen, rejected = (show_text(side, getattr(rows[0], side), tokenizer) for side in ("chosen", "rejected"))
         return print(rows.summary, chosen, rejected, sep="\n")
@@ -291,8 +294,7 @@ class WrittenAnswers:
 
     async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
         """The answer of the prompt whose index is in the key."""
-        _, row = cast(tuple[str, int], key)
-        answer = self._answers[row]
+        answer = self._answers[cast(tuple[str, int], key)[1]]
         return [Generation(tokens=answer, logprobs=[0.0] * len(answer), finish_reason="stop")]
 
     async def rest(self) -> None:

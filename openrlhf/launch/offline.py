@@ -32,6 +32,8 @@ from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows, load_spec
 
+FEW_STEPS = 10  # fewer hardly train, with the default learning rates
+
 
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     """Train a task as its flags say: rows, schedule, engine, resume, loop. Runs in every process of the launcher.
@@ -54,6 +56,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     total_steps = steps_per_epoch(config, train_rows) * config.train.max_epochs
     size = config.train.batch_size
     plan = f"{train_rows.summary} {total_steps} optimizer step(s) of {size} rows; {len(train_rows) % size} left over."
+    plan += " More steps: a smaller --train.batch_size, more --train.max_epochs." * (total_steps < FEW_STEPS)
     if eval_rows is None and (eval_rows := task.measured_rows(train_rows)):
         plan += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
     if not strategy:
@@ -140,8 +143,7 @@ def load_rows(task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokeni
     read = load_datasets(data.dataset, split=split, probs=probs, max_samples=most, seed=seed, text=text)
     task.config = replace(task.config, data=recognise(read, task.config))
     train = task.rows(read, tokenizer)
-    for sentence in first_look_at(task, first_look.texts_of(read, key_columns(task.config.data)), train, tokenizer):
-        notice(sentence)
+    notice(*first_look_at(task, first_look.texts_of(read, key_columns(task.config.data)), train, tokenizer))
     if not evaluation.dataset:
         return train, None
     held_out = load_datasets(evaluation.dataset, split=evaluation.split, max_samples=ALL_ROWS, seed=seed, text=text)
@@ -167,6 +169,7 @@ def first_look_at(
             found.append(f"--data.input_template: {error}")
         model = f"--model.model_name_or_path {task.config.model.model_name_or_path}"
         found += first_look.compare_formats(model, trained, used, texts) + first_look.filled_already(used, texts)
+        found += first_look.joined_border(used, tokenizer)
         found += first_look.end_notices(ending, tokenizer, "Responses") if isinstance(first[0], TokenRows) else []
     first_look.record(tokenizer, used)
     return found

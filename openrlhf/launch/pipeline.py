@@ -128,9 +128,7 @@ class Pipeline:
         """Raise ConfigError with all that is wrong with any stage. Writes the flags of the stages."""
         broken = {stage.name: self.check(stage) for stage in self.stages}
         if any(broken.values()):
-            raise ConfigError(
-                [f"{self.file}: stage {name}: {text}" for name, texts in broken.items() for text in texts]
-            )
+            raise ConfigError([f"{self.file}: stage {name}: {text}" for name in broken for text in broken[name]])
 
     def check(self, stage: Stage) -> list[str]:
         """What is wrong with a stage. What is said of results does not count: they may not be there yet, or be made again."""

@@ -1,6 +1,6 @@
 """The data that an RL run reads before a model is loaded: tokenizer, prompts, pretraining text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -108,19 +108,22 @@ def look_at_prompts(
         found.append(
             f"{long} of the first {len(first)} prompts keep only their last {room} tokens: raise --data.max_len."
         )
-    for path in config.reward.models:
-        judge = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-        found += first_look.compare_formats(
-            f"--reward.model_name_or_path {path}", first_look.recorded(judge), used, texts
-        )
+    check_reward_formats(config, used, texts)
     if trained and trained.ending:
         used = replace(used, ending=trained.ending)
         found += first_look.end_notices(trained.ending, tokenizer, f"In training, the responses of {flag} {policy}")
     if used.chat_template:
         found += first_look.chat_end(tokenizer, ends_of_generation(config, tokenizer, policy))
     first_look.record(tokenizer, used)
-    for sentence in found:
-        notice(sentence)
+    notice(*found)
+
+
+def check_reward_formats(config: settings.Sampling, used: first_look.TextFormat, texts: Sequence[str]) -> None:
+    """Print a notice about each reward model that was trained with other prompts than these texts of the format `used`."""
+    for path in config.reward.models:
+        judge = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+        flag, trained = f"--reward.model_name_or_path {path}", first_look.recorded(judge)
+        notice(*first_look.compare_formats(flag, trained, used, texts))
 
 
 def ends_of_generation(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, policy: str) -> set[str]:
@@ -141,9 +144,8 @@ def end_ids(path: str) -> list[int]:
 def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:
     """The rows of --algo.ptx.dataset; every token of them is a target. Raises DataError."""
     ptx, data = config.algo.ptx, config.data
-    assert ptx.dataset
     most, seed, text = data.max_samples, config.train.seed, [data.input_key]
-    rows = load_datasets(ptx.dataset, split=ptx.split, probs=ptx.probs, max_samples=most, seed=seed, text=text)
+    rows = load_datasets(ptx.dataset or "", split=ptx.split, probs=ptx.probs, max_samples=most, seed=seed, text=text)
     text = SFTDataset(rows, tokenizer, SFTDataConfig(max_len=data.max_len, input_key=data.input_key), pretrain=True)
     return PretrainingMix(text, batch_size=config.train.batch_size, seed=config.train.seed)
 

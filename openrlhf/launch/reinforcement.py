@@ -66,8 +66,7 @@ def train(config: PPOConfig, processes: Processes) -> None:
     done, consumed = (checkpoint.state.step, checkpoint.state.consumed) if checkpoint else (0, 0)
     replay = replay_folder(config, data, done=done, consumed=consumed)
     if config.dry_run:
-        show_plan(config, data, processes.plan)
-        return
+        return show_plan(config, data, processes.plan)
     processes.start()
     with Run(config, data, start, kind, processes, checkpoints, checkpoint, replay).started() as trainer:
         trainer.fit()

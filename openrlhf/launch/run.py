@@ -208,6 +208,5 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[St
         if role in groups:
             stages.append(Stage(writes=column, by=groups[role], method=ReferenceWorker.logprobs))
     if "critic" in groups:
-        values = Stage(writes="values", by=groups["critic"], method=CriticWorker.values, reads=Experience.texts)
-        stages.append(values)
+        stages.append(Stage(writes="values", by=groups["critic"], method=CriticWorker.values, reads=Experience.texts))
     return stages

@@ -60,8 +60,7 @@ class Display:
             return
         in_line = None if self.live else left  # a live terminal has the time left beside the bar
         self._line(step_parts(step, self._total, values, seconds_left=in_line))
-        beside_bar = "" if left is None else f"{clock_time(left)} left"
-        self._progress.update(self._bar, completed=step, left=beside_bar)
+        self._progress.update(self._bar, completed=step, left="" if left is None else f"{clock_time(left)} left")
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print an evaluation of the weights after `step`."""

@@ -15,6 +15,7 @@ from openrlhf.config.learning import RLDataConfig
 from openrlhf.config.options import parse_config
 from openrlhf.config.rollout import RolloutConfig
 from openrlhf.data.errors import DataError
+from openrlhf.data.first_look import TextFormat, record
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.evaluation.comparing import given_text, readable, sampled
 from openrlhf.evaluation.runs import WrittenAnswers, read_answers, run_evaluation
@@ -23,7 +24,7 @@ from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.trainers.sources import evaluate
-from tests.tiny import character_tokenizer, save_tiny_model
+from tests.tiny import character_tokenizer, save_reward_model, save_tiny_model
 
 SPEC = SamplingSpec(
     purpose="eval", rollout=RolloutConfig(temperature=0.0, max_new_tokens=4, batch_size=3), max_len=8, seed=0
@@ -108,3 +109,19 @@ def test_a_dry_run_shows_the_prompts_and_starts_nothing(model: str, capsys: pyte
     line = "--model.model_name_or_path {model} --reward.verifier length --data.label_key output --dry_run"
     run_evaluation(config_of(model, line))
     assert "--- prompt of row 1, label '2': 4 tokens, ids" in capsys.readouterr().out
+
+
+def test_a_reward_model_that_was_trained_with_another_template_is_pointed_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, path = tmp_path / "pairs.jsonl", save_reward_model(tmp_path / "rm", Path(save_tiny_model(tmp_path / "model")))
+    rows.write_text(json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n")
+    tokenizer = character_tokenizer()
+    record(tokenizer, TextFormat(input_template="Q{}A"))
+    tokenizer.save_pretrained(path)
+    flags = ["--task=rm_accuracy", f"--reward.model_name_or_path={path}", "--dry_run", f"--eval.dataset={rows}"]
+    run_evaluation(parse_config(EvaluationConfig, flags, command="eval"))
+    said = capsys.readouterr().err
+    assert f"--reward.model_name_or_path {path} was trained with --data.input_template $'Q{{}}A'" in said
+    run_evaluation(parse_config(EvaluationConfig, [*flags, "--data.input_template=Q{}A"], command="eval"))
+    assert "was trained with" not in capsys.readouterr().err

@@ -116,6 +116,8 @@ def test_an_export_is_loaded_by_peft_and_merged_by_the_combiner(dora: bool, tmp_
     flags = f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'merged'} --ds.param_dtype fp32"
     command = [sys.executable, "-m", "openrlhf.cli.main", "lora_combiner", *flags.split()]
     done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)  # this one has imported PEFT
+    assert done.stdout == f"{tmp_path / 'merged'}: the merged model, in fp32 (--ds.param_dtype).\n"
+    assert "is merged into" not in done.stderr  # a notice about another base
     assert "gemm_4bit" not in done.stdout + done.stderr  # a warning of bitsandbytes about a kernel
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), logits(hf), atol=2e-6, rtol=0)
@@ -152,6 +154,13 @@ def test_a_merged_process_reward_model_names_its_tokens(tmp_path: Path) -> None:
     adapter = export(hf, tmp_path / "adapter")
     lora_combiner.main(f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'm'}".split())
     assert step_tokens(load_spec(tmp_path / "m")) == ("?", ["+", "-"])
+
+
+def test_another_base_of_the_same_shape_is_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = save_tiny_model(tmp_path / "base")
+    adapter, other = export(load_causal_lm(spec(base)), tmp_path / "adapter"), save_tiny_model(tmp_path / "other")
+    lora_combiner.main(f"--model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split())
+    assert f"--lora_path {adapter} was trained on {base}, and is merged into {other}." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"hidden_size": 64}], ids=str)
