@@ -92,8 +92,7 @@ class PPOConfig(RLFlags):
 
     def _device_notices(self) -> Sentences:
         """Where processes run, what they share, and how samples become optimizer steps."""
-        train, rollout = self.train, self.rollout
-        trains = not rollout.only
+        train, rollout, trains = self.train, self.rollout, not self.rollout.only
         micro = f"{train.max_tokens_per_gpu} tokens" if train.dynamic_batch_enable else train.micro_batch_size
         steps = self.samples // max(1, train.batch_size) * train.max_epochs
         ahead = rollout.vllm_generate_batch_size > rollout.batch_size and not train.async_enable
@@ -110,21 +109,19 @@ class PPOConfig(RLFlags):
 
     def _algorithm_notices(self) -> Sentences:
         """What is used in an unusual way."""
-        actor = self.actor
+        actor, kl, kinds = self.actor, self.algo.kl, choices.KL_ESTIMATORS
         clip, both = actor.eps_clip_low_high, {"actor.eps_clip", "actor.eps_clip_low_high"} <= self.given.keys()
-        kl, kinds = self.algo.kl, choices.KL_ESTIMATORS
-        in_loss = [name for name in kinds if "loss" in kinds[name]]
-        in_reward = [name for name in kinds if "reward" in kinds[name]]
+        fitting = [name for name in kinds if ("loss" if kl.use_loss else "reward") in kinds[name]]
         return [
             (both and clip != (actor.eps_clip, actor.eps_clip),
              "--actor.eps_clip has no effect beside --actor.eps_clip_low_high."),
             (actor.policy_loss_type == "gspo" and max(clip) > 0.01,  # ratios of sequences move little
              "With gspo <actor.eps_clip_low_high> hardly ever binds: its paper uses 3e-4 4e-4."),
-            (kl.init_coef and kl.use_loss and kl.estimator not in in_loss,
+            (kl.init_coef and kl.use_loss and kl.estimator not in fitting,
              "<algo.kl.estimator> as a loss has an expected gradient of zero: with --algo.kl.use_loss "
-             f"use {' or '.join(in_loss)}."),
-            (kl.in_reward and kl.estimator not in in_reward,
-             f"<algo.kl.estimator> is meant for --algo.kl.use_loss: in the rewards use {' or '.join(in_reward)}."),
+             f"use {' or '.join(fitting)}."),
+            (kl.in_reward and kl.estimator not in fitting,
+             f"<algo.kl.estimator> is meant for --algo.kl.use_loss: in the rewards use {' or '.join(fitting)}."),
             (kl.stop_update and self.samples * self.train.max_epochs <= self.train.batch_size,
              "--algo.kl.stop_update has no effect: each batch makes one optimizer step."),
         ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from openrlhf.config import choices
 from openrlhf.config.flags import Section, derived, option, required
 
@@ -40,6 +42,11 @@ class CheckpointConfig(Section):
     def resumable(self) -> bool:
         """Whether a later run can go on from the checkpoints."""
         return self.saves and not self.disable_ds
+
+    @property
+    def has_earlier(self) -> bool:
+        """Whether an earlier run has left checkpoints in the folder."""
+        return any(Path(self.path).glob("*.manifest.json"))
 
 class WandbConfig(Section):
     """Weights & Biases."""

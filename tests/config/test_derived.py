@@ -14,7 +14,7 @@ from openrlhf.config.flags import amend, value_at
 from openrlhf.config.machine import has_quick_bfloat16  # not the one that tests/conftest.py puts in its place
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.shared import SCHEDULERS
+from openrlhf.config.shared import SCHEDULERS, CheckpointConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.config.unsupported import is_refused
 from tests.config.commands import ROOTS, SMALLEST, parse, ppo, sft, violations
@@ -140,6 +140,16 @@ def test_a_batch_below_the_default_micro_batch_is_one_micro_batch(
 def test_checkpoints_that_hold_nothing_are_pointed_out() -> None:
     _, notices = resolved(SFTConfig(ckpt=SFTConfig().ckpt.__class__(save_steps=5, disable_ds=True)))
     assert "--ckpt.save_steps saves nothing" in notices
+
+
+def test_a_new_run_is_told_of_the_checkpoints_that_it_will_replace(tmp_path: Path) -> None:
+    def said(**flags: Any) -> str:
+        return resolved(SFTConfig(ckpt=CheckpointConfig(path=str(tmp_path), **flags)))[1]
+
+    assert "of an earlier run" not in said(save_steps=5)
+    (tmp_path / "global_step5.manifest.json").touch()
+    assert f"--ckpt.path {tmp_path} has checkpoints of an earlier run" in said(save_steps=5)
+    assert "of an earlier run" not in said() + said(save_steps=5, load_enable=True)
 
 
 def test_a_chat_template_may_be_a_file(tmp_path: Path) -> None:
