@@ -33,7 +33,7 @@ def combine(config: CombinerConfig) -> None:
         adapted = peft.PeftModel.from_pretrained(base, folder)
         if other := peft.load_peft_weights(str(folder)).keys() ^ peft.get_peft_model_state_dict(adapted).keys():
             raise ValueError(f"only one of them has {', '.join(sorted(other)[:3])} ({len(other)} in all)")
-    except (OSError, RuntimeError, ValueError) as error:
+    except (AttributeError, OSError, RuntimeError, ValueError) as error:
         raise UserError(f"--lora_path {folder} is no adapter of --model_path {config.model_path}: {error}") from error
     adapted.merge_and_unload().to(DTYPES[config.ds.param_dtype]).save_pretrained(config.output_path)
     tokenizer = folder if (folder / "tokenizer_config.json").exists() else config.model_path

@@ -126,7 +126,8 @@ def recognise(rows: Dataset, config: Any, *kinds: str) -> Any:
         return data
     first, read_here = looked[0], [name for name in kinds or CHIEF if CHIEF[name] in vars(data)]
     pairs = "pairs" in read_here and {"prompt", "chosen", "rejected"} <= first.keys()
-    if pairs and named != "columns" and not data.prompt_key and all(map(_repeats_prompt, looked)):
+    asked = pairs and any(isinstance(row["chosen"], list) or "".join(texts_in(row["prompt"])) for row in looked)
+    if asked and named != "columns" and not data.prompt_key and all(map(_repeats_prompt, looked)):
         first = {column: first[column] for column in first if column != "prompt"}
         notice(
             "The column 'prompt' is not read, because both texts of each of the first rows have the prompt already. "

@@ -20,7 +20,7 @@ from openrlhf.data.errors import DataError, notice
 from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.shown import SHOWN, show_batch, show_template
-from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.data.tokenizer import get_tokenizer, require_vocabulary
 from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import FrozenModel, Strategy
@@ -38,7 +38,8 @@ FEW_STEPS = 10  # fewer hardly train, with the default learning rates
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     """Train a task as its flags say: rows, schedule, engine, resume, loop. Runs in every process of the launcher.
 
-    Raises DataError for too few rows, and CheckpointError if --ckpt.load_enable finds a checkpoint of another run.
+    Raises DataError for too few rows, or a frozen model with another vocabulary, and CheckpointError if
+    --ckpt.load_enable finds a checkpoint of another run.
     """
     config = task.config
     task.check_model()
@@ -48,6 +49,10 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         trust_remote_code=config.model.trust_remote_code,
         chat_template=config.data.tokenizer_chat_template,
     )
+    owner, trusts = f"--model.model_name_or_path {config.model.model_name_or_path}", config.model.trust_remote_code
+    for flag, path in task.frozen_paths().items():
+        if path is not None:
+            require_vocabulary(tokenizer, path, flag=flag, owner=owner, trust_remote_code=trusts)
     ds, train = config.ds, config.train
     # Before the rows, which the processes of a machine share.
     strategy = None if config.dry_run else Strategy(ds, seed=train.seed, full_determinism=train.full_determinism_enable)

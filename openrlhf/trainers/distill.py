@@ -14,7 +14,6 @@ from openrlhf.config.rollout import RuleConfig
 from openrlhf.config.supervised import KDConfig, KDLossConfig
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset
-from openrlhf.data.tokenizer import require_vocabulary
 from openrlhf.models.loading import configuration
 from openrlhf.models.policy import LogitModel
 from openrlhf.observability.metrics import Mean, Metric
@@ -23,7 +22,7 @@ from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.sft import SFTTask
 from openrlhf.trainers.tasks import load_spec, offline_task
 
-TEACHER = "teacher"
+TEACHER = "--kd.teacher_model"
 
 
 @offline_task("kd")
@@ -46,18 +45,14 @@ class DistillationTask(SFTTask):
     @cached_property
     def server(self) -> RemoteTeacher:
         """The teacher's server."""
-        flag, url = "--kd.teacher_model", self.kd.teacher_model
-        engine = RemoteEngine.at(url, RuleConfig(), kind="server", flag=flag, limit="of a request")
-        return RemoteTeacher(f"{flag} {url}", engine, best=self.kd.top_k or 0)
+        url = self.kd.teacher_model
+        engine = RemoteEngine.at(url, RuleConfig(), kind="server", flag=TEACHER, limit="of a request")
+        return RemoteTeacher(f"{TEACHER} {url}", engine, best=self.kd.top_k or 0)
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
-        """As in SFT. Raises DataError if the teacher has another vocabulary, ConfigError if its server does not answer."""
+        """As in SFT. Raises ConfigError if the teacher's server does not answer, or has another vocabulary."""
         if self.kd.served:
             self.server.check(tokenizer, max_len=self.config.data.max_len)
-            return super().rows(dataset, tokenizer)
-        student, flag = self.config.model, "--kd.teacher_model"
-        owner, trusts = f"--model.model_name_or_path {student.model_name_or_path}", student.trust_remote_code
-        require_vocabulary(tokenizer, self.kd.teacher_model, flag=flag, owner=owner, trust_remote_code=trusts)
         return super().rows(dataset, tokenizer)
 
     @cached_property

@@ -24,7 +24,7 @@ from openrlhf.trainers.tasks import LanguageTask, Micro, OfflineTask, Row, offli
 
 Referenced = TypeVar("Referenced", bound=DPOConfig | KTOConfig)
 Paired = TypeVar("Paired", bound=DPOConfig | RMConfig)
-REFERENCE = "reference"  # its name among the frozen models
+REFERENCE = "--ref.model_name_or_path"
 
 
 class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced, Row]):

@@ -64,11 +64,11 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         """The model to train. Its submodule `hf` is exported."""
 
     def frozen_paths(self) -> dict[str, str | None]:
-        """The frozen language models, by their names in `self.frozen`; None is the trained model as it begins."""
+        """The frozen language models, by the flags that name them; None is the trained model as it begins."""
         return {}
 
     def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
-        """Functions that load the models needed besides the trained model, by their names in `self.frozen`."""
+        """Functions that load the models needed besides the trained model, by their flags."""
         return {}
 
     @property

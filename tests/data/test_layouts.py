@@ -238,6 +238,14 @@ def test_a_prompt_that_the_answers_repeat_is_ignored_with_a_notice(
         assert NOT_READ not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("prompt", ["", 12])
+def test_prompts_without_text_are_repeated_by_no_answer(prompt: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Later rows may have a text; a number is an error that names the row."""
+    row = {"prompt": prompt, "chosen": "12 a", "rejected": "12 b"}
+    data = recognise(Dataset.from_list([row] * 3), config("dpo"))
+    assert data.prompt_key == "prompt" and NOT_READ not in capsys.readouterr().err
+
+
 def test_the_prompt_column_of_pairs_is_the_prompt_of_reinforcement_learning(capsys: pytest.CaptureFixture[str]) -> None:
     data = recognise(Dataset.from_list([PLAIN]), amend(config("sft"), {"data": RLDataConfig()}), "text")
     assert data.input_key == "prompt" and NOT_READ not in capsys.readouterr().err

@@ -22,7 +22,7 @@ from openrlhf.data.shown import LONGEST, show_batch, show_text
 from openrlhf.launch import offline
 from tests.config.commands import ROOTS
 from tests.data.small import PLAIN_CHAT, build_tokenizer
-from tests.tiny import tiny_config
+from tests.tiny import save_tiny_model, tiny_config
 
 
 def tokenizer_that_decodes() -> PreTrainedTokenizerFast:
@@ -170,3 +170,14 @@ def test_the_brackets_are_around_the_targets_token_by_token() -> None:
     batch = TokenRows.from_lists([[58, 106, 9, 106], [58]], [[False, True, False, True], [False]])
     shown = list(show_batch(batch, tokenizer, ["text", ""]))
     assert shown == ["--- text 1: 4 tokens, 2 targets, ids 58 106 9 106\nQ⟦ok⟧ ⟦ok⟧"]
+
+
+@pytest.mark.parametrize(("task", "flag"), [("dpo", "--ref.model_name_or_path"), ("kd", "--kd.teacher_model")])
+def test_a_frozen_model_with_another_vocabulary_is_refused(
+    task: str, flag: str, dry_run: Show, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = save_tiny_model(tmp_path / "other")
+    columns = "--data.input_key input --data.output_key output" if task == "kd" else ""
+    with pytest.raises(SystemExit):
+        dry_run(task, [], f"{columns} {flag} {other}")
+    assert f"{flag} {other} has another vocabulary than --model.model_name_or_path" in capsys.readouterr().err

@@ -88,9 +88,9 @@ def test_another_estimator_label_and_policy_are_named(model: str, tmp_path: Path
 
 def test_another_reference_and_another_teacher_are_named(model: str, tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path, seed=1)
-    for command, flag, name in (("kto", "ref.model_name_or_path", "reference"), ("kd", "kd.teacher_model", "teacher")):
-        runs = [offline(model, command, line=f"--{flag} {path}") for path in (model, other)]
-        assert names(*runs) == [name]
+    for command, flag in (("kto", "--ref.model_name_or_path"), ("kd", "--kd.teacher_model")):
+        runs = [offline(model, command, line=f"{flag} {path}") for path in (model, other)]
+        assert names(*runs) == [flag]
     teachers = "--algo.advantage.estimator reinforce --algo.distill.teacher "
     assert names(rl(model, line=teachers + model), rl(model, line=teachers + other)) == ["--algo.distill.teacher"]
 

@@ -172,6 +172,9 @@ def test_an_adapter_of_another_model_is_refused(
     with pytest.raises(SystemExit):
         lora_combiner.main(f"--model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split())
     assert f"--lora_path {adapter} is no adapter of --model_path {other}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # it has no head, and would be read as a language model's
+        lora_combiner.main(f"--is_rm --model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split())
+    assert "is no adapter of" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
 
 
