@@ -43,11 +43,11 @@ def text_of(row: Mapping[str, Any], column: str) -> str:
     raise row_error(row, column, f"is {kind(value)}, not a string{hint}")
 
 
-def check_columns(columns: Sequence[str], needed: Mapping[str, str | None]) -> None:
-    """Raise DataError for a flag that names a missing column; `needed` maps flags to columns."""
+def check_columns(columns: Sequence[str], needed: Mapping[str, str | None], dataset: str = "The dataset") -> None:
+    """Raise DataError for a flag that names a missing column of a dataset; `needed` maps flags to columns."""
     for flag, column in needed.items():
         if column is not None and column not in columns:
             there = ", ".join(repr(name) for name in columns if name not in (SOURCE, ROW))
             raise DataError(
-                f"The dataset has no column {column!r}, which {flag} names. It has {there}: set {flag} to one of them."
+                f"{dataset} has no column {column!r}, which {flag} names. It has {there}: set {flag} to one of them."
             )

@@ -36,8 +36,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
         """Labelled answers; both answers of pairs, if there are pairs and no labels."""
-        data = self.config.data
-        there = dataset.column_names
+        data, there = self.config.data, dataset.column_names
         if data.label_key not in there and (data.chosen_key in there or data.layout in JUDGED):
             self.has_prompts = bool(data.prompt_key or data.apply_chat_template)
             return BothAnswers(PreferenceDataset(dataset, tokenizer, data, needs_prompt=True))

@@ -17,6 +17,7 @@ from openrlhf.config.supervised import PreferenceDataConfig
 from openrlhf.data.errors import DataError
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.loading import load_datasets
+from openrlhf.data.rows import number_rows
 from tests.data.small import FORGETFUL_CHAT, PLAIN_CHAT, SPACED_CHAT, THINKING_CHAT, build_tokenizer, json_lines
 
 Rows = list[dict[str, Any]]
@@ -268,6 +269,13 @@ def test_when_nothing_is_left_the_counts_are_the_error() -> None:
 
 
 # ---- rows and columns that are wrong
+
+
+def test_a_missing_column_is_that_of_the_dataset_that_lacks_it() -> None:
+    """Training rows may have the column, and those of --eval.dataset not."""
+    rows = number_rows(Dataset.from_list([{"chosen": "a", "rejected": "b"}]), "held_out.jsonl")
+    with pytest.raises(DataError, match=r"^held_out\.jsonl has no column 'text', which --data\.prompt_key names"):
+        PreferenceDataset(rows, build_tokenizer(), PreferenceDataConfig(prompt_key="text"))
 
 
 @pytest.mark.parametrize("flag", ["prompt_key", "chosen_key", "rejected_key"])
