@@ -38,8 +38,7 @@ FEW_STEPS = 10  # fewer hardly train, with the default learning rates
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     """Train a task as its flags say: rows, schedule, engine, resume, loop. Runs in every process of the launcher.
 
-    Raises DataError for too few rows, or a frozen model with another vocabulary, and CheckpointError if
-    --ckpt.load_enable finds a checkpoint of another run.
+    Raises DataError for too few rows, and CheckpointError if --ckpt.load_enable finds a checkpoint of another run.
     """
     config = task.config
     task.check_model()
@@ -49,10 +48,6 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         trust_remote_code=config.model.trust_remote_code,
         chat_template=config.data.tokenizer_chat_template,
     )
-    owner, trusts = f"--model.model_name_or_path {config.model.model_name_or_path}", config.model.trust_remote_code
-    for flag, path in task.frozen_paths().items():
-        if path is not None:
-            require_vocabulary(tokenizer, path, flag=flag, owner=owner, trust_remote_code=trusts)
     ds, train = config.ds, config.train
     # Before the rows, which the processes of a machine share.
     strategy = None if config.dry_run else Strategy(ds, seed=train.seed, full_determinism=train.full_determinism_enable)
@@ -141,11 +136,15 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
 def load_rows(task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, Rows | None]:
     """The tokenized training and evaluation rows, of one layout, which becomes the task's configuration.
 
-    --data.max_samples limits training rows only. Raises DataError.
+    --data.max_samples limits training rows only. Raises DataError, also for a frozen model with another vocabulary.
     """
-    data, evaluation, seed = task.config.data, task.config.eval, task.config.train.seed
-    most, split, probs, text = data.max_samples, data.dataset_split, data.dataset_probs, key_columns(data)
-    read = load_datasets(data.dataset, split=split, probs=probs, max_samples=most, seed=seed, text=text)
+    model, data, evaluation = task.config.model, task.config.data, task.config.eval
+    owner, trusts = f"--model.model_name_or_path {model.model_name_or_path}", model.trust_remote_code
+    for flag, path in task.frozen_paths().items():
+        if path is not None:
+            require_vocabulary(tokenizer, path, flag=flag, owner=owner, trust_remote_code=trusts)
+    seed, text, split, probs = task.config.train.seed, key_columns(data), data.dataset_split, data.dataset_probs
+    read = load_datasets(data.dataset, split=split, probs=probs, max_samples=data.max_samples, seed=seed, text=text)
     task.config = replace(task.config, data=recognise(read, task.config))
     train = task.rows(read, tokenizer)
     notice(*first_look_at(task, first_look.texts_of(read, key_columns(task.config.data)), train, tokenizer))
