@@ -150,14 +150,14 @@ def filled_already(used: TextFormat, texts: Sequence[str]) -> list[str]:
 
 
 def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A notice if the tokenizer joins the end of the template with the first word of an answer."""
+    """A notice if the tokenizer joins a space at the end of the template with the first word of an answer."""
     template = used.input_template or ""
     end = template.partition("{}")[2]
     alone, joined = tokenizer([end, f"{end}A"], add_special_tokens=False)["input_ids"]
-    if joined[: len(alone)] == alone:
+    if not end.endswith(" ") or joined[: len(alone)] == alone:
         return []
     return [
-        f"The tokenizer joins the last character of {used.flags} with an answer's first word. So a prompt ends in another "
+        f"The tokenizer joins the space at the end of {used.flags} with an answer's first word. So a prompt ends in another "
         f"token in generation than in training, and answers may be empty: use --data.input_template ${template[:-1]!r}"
     ]
 

@@ -192,11 +192,11 @@ def test_rows_that_begin_with_the_words_of_the_template_are_pointed_out() -> Non
 
 def test_a_template_whose_last_space_the_tokenizer_joins_with_the_answer_is_pointed_out() -> None:
     """In training "Assistant: yes" is ":" and " yes"; in generation the prompt would end with a lone space."""
-    spaced = Tokenizer(WordLevel({"<unk>": 0, "<eos>": 1, "▁": 2}, unk_token="<unk>"))
+    spaced = Tokenizer(WordLevel({"<unk>": 0, "<eos>": 1, "▁": 2, "\nAssistant": 3}, unk_token="<unk>"))
     spaced.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=spaced, eos_token="<eos>", unk_token="<unk>")
     [sentence] = joined_border(TextFormat(input_template="User: {}\nAssistant: "), tokenizer)
     assert sentence.endswith("use --data.input_template $'User: {}\\nAssistant:'")
-    for template in ("User: {}\nAssistant:", "{}", None):
+    for template in ("User: {}\nAssistant:", "User: {}\nAssistant", "{}", None):
         assert joined_border(TextFormat(input_template=template), tokenizer) == []
     assert joined_border(TextFormat(input_template="User: {}\nAssistant: "), build_tokenizer()) == []
