@@ -162,8 +162,7 @@ def columns_read(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any
     """
     there, named = dataset.column_names, {f"--data.{key}": getattr(data, key) for key in keys}
     if data.layout not in JUDGED:
-        source = dataset[SOURCE][0] if SOURCE in there else "The dataset"
-        check_columns(there, named, dataset=source)
+        check_columns(there, named, dataset=dataset[SOURCE][0] if SOURCE in there else "The dataset")
     if data.apply_chat_template:
         require_chat_template(tokenizer)
     if data.layout in READERS:

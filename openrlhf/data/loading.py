@@ -112,11 +112,10 @@ def _read(path: str, folder: str | None, text: Collection[str]) -> Dataset | Dat
 
 def _read_file(path: str, file_format: str, options: dict[str, Any]) -> Dataset:
     loaded = load_dataset(file_format, data_files=path, split="train", **options)  # the library's name for all rows
-    features = loaded.features
-    values = {name: type_ for name, type_ in features.items() if isinstance(type_, Value)}
+    values = {name: type_ for name, type_ in loaded.features.items() if isinstance(type_, Value)}
     dates = [name for name, value in values.items() if value.dtype.startswith("timestamp")]
     if file_format == "json" and dates:  # strings that look like dates: keep them strings
-        as_written = Features(features | dict.fromkeys(dates, Json()))
+        as_written = Features(loaded.features | dict.fromkeys(dates, Json()))
         loaded = load_dataset(file_format, data_files=path, split="train", features=as_written)
     return loaded
 

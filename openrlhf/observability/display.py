@@ -58,8 +58,8 @@ class Display:
         if self.json:
             self._emit("step", step=step, total_steps=self._total, seconds_left=left, **values)
             return
-        in_line = None if self.live else left  # a live terminal has the time left beside the bar
-        self._line(step_parts(step, self._total, values, seconds_left=in_line))
+        # A live terminal has the time left beside the bar.
+        self._line(step_parts(step, self._total, values, seconds_left=None if self.live else left))
         self._progress.update(self._bar, completed=step, left="" if left is None else f"{clock_time(left)} left")
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:

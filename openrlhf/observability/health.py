@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ class Health:
     def see(self, step: int, values: Mapping[str, float | None]) -> list[str]:
         """The new notices, given the numbers of a step or an evaluation. None stands for a number that is not finite."""
         for name, value in values.items():
-            if any(re.fullmatch(rule.metric, name) for rule in RULES):
+            if _rules_of(name):
                 error = values.get(f"{name.removesuffix('_pass1')}_score_stderr")
                 point = Point(step, math.nan if value is None else value, math.nan if error is None else error)
                 self._curves.setdefault(name, []).append(point)
@@ -72,9 +73,8 @@ class Health:
 
     def _notices(self, names: Iterable[str], *, ended: bool = False) -> list[str]:
         notices: list[str] = []
-        matching = ((rule, name) for rule in RULES for name in sorted(names) if re.fullmatch(rule.metric, name))
-        for rule, name in matching:
-            curve = self._curves[name]
+        for number, name in sorted((number, each) for each in names for number in _rules_of(each)):
+            rule, curve = RULES[number], self._curves[name]
             first, latest = curve[0], curve[-rule.points :]
             known = {rule.sickness, CAUSES.get(rule.sickness)} & self._reported
             if known or rule.at_end > ended or len(latest) < rule.points:
@@ -92,6 +92,11 @@ def notices_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """All notices about a run, given the rows of its metrics.jsonl."""
     health = Health()
     return health.read(rows) + health.end()
+
+
+@cache
+def _rules_of(name: str) -> list[int]:
+    return [number for number, rule in enumerate(RULES) if re.fullmatch(rule.metric, name)]
 
 
 def _constant(_: Point, latest: Sequence[Point], limit: float) -> bool:
