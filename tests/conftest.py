@@ -15,6 +15,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import hypothesis
 import pytest
+from _pytest import runner
 
 from openrlhf.config import machine
 from openrlhf.config.machine import count_gpus
@@ -25,6 +26,10 @@ hypothesis.settings.register_profile(
     "patient", deadline=None
 )  # how long an example takes says something of the machine
 hypothesis.settings.load_profile("patient")
+
+# pytest writes the name of each test into the environment. A thread of Ray that reads it at that moment (gRPC asks for
+# TZ when a connection ends) has crashed the process of the tests: glibc moves the variables when it adds one.
+runner._update_current_test_var = lambda item, when: None
 
 # A shell lets what it starts in the background ignore Ctrl-C, and so would the commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
