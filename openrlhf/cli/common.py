@@ -60,9 +60,20 @@ def fail(error: object) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHERS_WAIT_S)
     print(f"error: {error}", file=sys.stderr)
-    if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized() and not machine.count_gpus():
-        torch.distributed.destroy_process_group()  # threads of Gloo may abort a process that ends; NCCL's would wait for others
+    leave(2)
     raise SystemExit(2)
+
+
+def leave(status: int) -> None:
+    """What a process does at its end: threads of Gloo may abort it while it unloads its libraries, all work being done.
+
+    One of several leaves at once, for a launcher would end the others and report a failure. NCCL would wait for them.
+    """
+    if machine.world_size() > 1:
+        sys.stdout.flush()  # stderr is flushed line by line
+        os._exit(status)
+    if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @contextmanager
@@ -86,12 +97,7 @@ def train_offline(config: Root, task: str) -> None:
 
     with plain_ends(), in_order():
         run_offline(OFFLINE_TASKS[task](config))
-    if machine.world_size() > 1:
-        # A busy machine has seen native threads abort a rank while it unloaded its libraries, all work being done:
-        # the launcher then ends the other ranks, and reports a failure.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    leave(0)
 
 
 def command(verb: str, module: str) -> Callable[..., None]:

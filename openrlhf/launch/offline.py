@@ -6,7 +6,6 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import islice
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import TokenRows
@@ -92,7 +91,6 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         if checkpoint:
             trainer.resume(checkpoint)
         trainer.fit()
-    torch.distributed.destroy_process_group()
 
 
 def first_texts(task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
