@@ -39,9 +39,11 @@ def number_rows(dataset: Dataset, source: str = "the dataset") -> Dataset:
 
 
 Result = dict[str, Any] | str  # the columns of a row, or the reason why the row is dropped
+MOST_NAMED = 5  # malformed rows
 STORED = {bool: Value("bool"), int: Value("int32"), float: Value("float64"), str: Value("string")}
 STORED |= {list[kind]: List(value) for kind, value in STORED.items()}
-NOTES = {"dropped": STORED[str], "cut": STORED[bool], "rewritten": STORED[int]}  # columns besides the fields of a row
+# Columns besides the fields of a row.
+NOTES = {"malformed": STORED[str], "dropped": STORED[str], "cut": STORED[bool], "rewritten": STORED[int]}
 
 
 class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
@@ -56,7 +58,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
     what: ClassVar[str] = "row"  # the word for a row in messages
 
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any) -> None:
-        """Raises DataError for a missing column, for a malformed row (naming the row), and if no row is left."""
+        """Raises DataError for a missing column, for malformed rows (the first are named), and if no row is left."""
         self.tokenizer, self.data, what = tokenizer, data, self.what
         used = columns_read(dataset, tokenizer, data, self.keys)
         own = {field.name: STORED[field.type] for field in fields(self.row) if field.type in STORED}
@@ -64,6 +66,9 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         mapped = once_per_machine(
             lambda: map_rows(number_rows(dataset), used, self._encoded, self.features, "Tokenizing")
         )
+        if malformed := [problem for problem in mapped["malformed"] if problem]:
+            count = f"\n{len(malformed)} of {len(mapped)} rows are malformed." * (len(malformed) > 1)
+            raise DataError("\n".join(malformed[:MOST_NAMED]) + count)
         reasons = list(mapped["dropped"])
         counts = Counter(reasons)
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if reason)
@@ -85,15 +90,15 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         """The columns of a row whose texts are tokens now, or the reason why the row is dropped."""
 
     def _encoded(self, columns: Columns) -> Columns:
-        """Batches of columns as the columns of `features`. The column `dropped` has the reason, or ""."""
+        """Batches of columns as the columns of `features`. `dropped` and `malformed` have the reason and the mistake, if any."""
         values, read = zip(*columns.values(), strict=True), READERS.get(self.data.layout, dict)
-        rows = [read(dict(zip(columns, row, strict=True))) for row in values]
-        texts = [self.passages(row) for row in rows]
-        kept = [passage.text for of_row in texts if not isinstance(of_row, str) for passage in of_row]
+        rows = [dict(zip(columns, row, strict=True)) for row in values]
+        texts = [attempt(lambda row: self.passages(read(row)), row) for row in rows]
+        kept = [passage.text for text in texts if isinstance(text, list) for passage in text]
         encoded = iter(encode(self.tokenizer, kept))
         results = [
-            of_row if isinstance(of_row, str) else self.columns(row, of_row, [next(encoded) for _ in of_row])
-            for row, of_row in zip(rows, texts, strict=True)
+            attempt(self.columns, read(row), text, [next(encoded) for _ in text]) if isinstance(text, list) else text
+            for row, text in zip(rows, texts, strict=True)
         ]
         blank = {"dropped": "", "cut": False, "rewritten": 0}
         made = [{"dropped": result} if isinstance(result, str) else blank | result for result in results]
@@ -108,6 +113,14 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
     def contents(self) -> Iterator[bytes]:
         """All rows as bytes, to be hashed."""
         return contents_of(self._fields)
+
+
+def attempt(step: Callable[..., Any], *arguments: Any) -> Any:
+    """What a step makes of a row, or a column with the mistake that it found in the row."""
+    try:
+        return step(*arguments)
+    except DataError as error:
+        return {"malformed": str(error)}
 
 
 def contents_of(dataset: Dataset) -> Iterator[bytes]:

@@ -112,6 +112,5 @@ class DistillationTask(SFTTask):
         metrics: dict[str, Metric] = {
             "train/gpt_loss": Mean(float(own.detach()), seen),
             "train/distil_loss": Mean(float(soft.detach()), seen),
-            "train/loss_mean": Mean(float(summed.detach()), seen),
         }
         return self.share(summed, outputs.aux_loss, seen, totals["tokens"], metrics)

@@ -87,10 +87,8 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         wanted, unwanted = flags.desirable_weight, flags.undesirable_weight
         losses = kto(ratio, desirable, kl, beta=flags.beta, desirable_weight=wanted, undesirable_weight=unwanted)
         rewards, good = flags.beta * ratio.detach(), float(desirable.sum())
-        loss = Mean(float(losses.detach().sum()), answers)
         metrics: dict[str, Metric] = {
-            "train/kto_loss": loss,
-            "train/loss_mean": loss,
+            "train/kto_loss": Mean(float(losses.detach().sum()), answers),
             "train/chosen_reward": Mean(float(rewards[desirable].sum()), good),
             "train/reject_reward": Mean(float(rewards[~desirable].sum()), answers - good),
             "train/kto_kl": Mean(max(kl, 0.0) * answers, answers),

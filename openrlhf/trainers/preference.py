@@ -82,13 +82,11 @@ def answers_of(tokens: Sequence[Sequence[int]], prompts: Sequence[int], **column
 def pair_metrics(losses: Tensor, rewards: Tensor) -> dict[str, Metric]:
     """Loss, accuracy and mean rewards of pairs. Rewards 2i and 2i + 1 are those of the chosen and rejected text of pair i."""
     chosen, rejected, pairs = rewards[0::2], rewards[1::2], len(losses)
-    loss = Mean(float(losses.detach().sum()), pairs)
     accuracy = Mean(float((chosen > rejected).sum()), pairs)
     return {
-        "train/loss": loss,
+        "train/loss": Mean(float(losses.detach().sum()), pairs),
         "train/acc": accuracy,
-        "train/loss_mean": loss,  # the same under the names of old dashboards
-        "train/acc_mean": accuracy,
+        "train/acc_mean": accuracy,  # the same under the name of old dashboards
         "train/chosen_reward": Mean(float(chosen.sum()), pairs),
         "train/reject_reward": Mean(float(rejected.sum()), pairs),
     }

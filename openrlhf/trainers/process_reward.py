@@ -38,9 +38,7 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         """Texts with labelled steps. Raises DataError unless the labels of all datasets are tokens, or all are numbers."""
         rows = StepDataset(dataset, tokenizer, self.config)
         if self.soft not in (None, rows.soft):
-            raise DataError(
-                "Of --data.dataset and --eval.dataset, one has numbers as labels and the other one has tokens."
-            )
+            raise DataError("Of --data.dataset and --eval.dataset, one has numbers as labels, the other has tokens.")
         self.reward_tokens, self.soft = rows.reward_tokens, rows.soft
         return rows
 
@@ -80,12 +78,10 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         else:
             wanted = right = (labels[:, None] == among).long().argmax(1) if len(among) else labels.long()
         summed, seen = cross_entropy(logits, wanted, reduction="sum"), float(len(labels))
-        loss = Mean(float(summed.detach()), seen)
         accuracy = Mean(float((logits.argmax(1) == right).sum()), seen)
         metrics: dict[str, Metric] = {
-            "train/prm_loss": loss,
+            "train/prm_loss": Mean(float(summed.detach()), seen),
             "train/acc": accuracy,
-            "train/loss_mean": loss,
             "train/acc_mean": accuracy,
         }
         return self.share(summed, outputs.aux_loss, seen, totals["steps"], metrics)

@@ -42,8 +42,7 @@ class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
         summed = token_nll(scores.logprobs, micro.loss_mask).sum()
         seen = float(micro.loss_mask.sum())
-        mean = Mean(float(summed.detach()), seen)
-        metrics: dict[str, Metric] = {"train/gpt_loss": mean, "train/loss_mean": mean}  # names of old dashboards
+        metrics: dict[str, Metric] = {"train/gpt_loss": Mean(float(summed.detach()), seen)}
         return self.share(summed, scores.aux_loss, seen, totals["tokens"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:

@@ -16,7 +16,7 @@ from openrlhf.data.loading import Table
 from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.models.loading import LoadSpec, check_is_causal, configuration
 from openrlhf.models.policy import PolicyModel
-from openrlhf.observability.metrics import Metric
+from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.workers.base import MicroBatchLimits, balancing_term
 
 Config = TypeVar("Config", bound=SupervisedConfig)
@@ -116,10 +116,11 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     ) -> tuple[Tensor, dict[str, Metric]]:
         """The end of a `loss`: the summed loss ÷ `total`, with the load-balancing term of a mixture of experts.
 
-        `seen` is the micro-batch's part of the denominator `total`.
+        `seen` is the micro-batch's part of the denominator `total`. The metrics get the loss under one name for all tasks.
         """
         balance, balance_metrics = balancing_term(aux_loss, self.config.model.aux_loss_coef, seen)
-        return (summed + balance) / total, metrics | balance_metrics
+        minimised = {"train/loss_mean": Mean(float(summed.detach()), seen)}
+        return (summed + balance) / total, metrics | minimised | balance_metrics
 
     @abstractmethod
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:

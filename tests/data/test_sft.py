@@ -55,6 +55,21 @@ def test_prompt_and_response_in_plain_text_by_id() -> None:
     assert row.loss_mask == [False, False, True, True, True]
 
 
+def test_malformed_rows_are_counted_and_the_first_are_named() -> None:
+    """Mistakes of the prompts and of the answers; a prompt that is not text is told before its answer is looked at."""
+    rows = [{"input": "Q", "output": "ok" if place % 3 else None} for place in range(21)]
+    with pytest.raises(DataError) as told:
+        dataset(rows, output_key="output")
+    *named, count = str(told.value).splitlines()
+    assert [line.partition(":")[0] for line in named] == [
+        f"the dataset, row {row}, column 'output'" for row in (1, 4, 7, 10, 13)
+    ]
+    assert count == "7 of 21 rows are malformed."
+    with pytest.raises(DataError) as told:
+        dataset([{"input": None, "output": None}, *rows[1:3]], output_key="output")
+    assert str(told.value).startswith("the dataset, row 1, column 'input': is null") and "\n" not in str(told.value)
+
+
 def test_the_end_of_text_token_follows_a_space_where_it_is_missing() -> None:
     row = dataset([{"input": "Q:", "output": "ok\n\n"}], output_key="output")[0]
     assert show(row) == ["Q:", "[ok <eos>]"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_labels_of_steps_are_tokens_in_all_datasets_or_numbers_in_all(model: str
         task = ProcessRewardTask(parse_config(PRMConfig, line.split(), command="prm"))
         rows = task.rows(Dataset.from_list(first), character_tokenizer())
         assert len(rows) == len(task.rows(Dataset.from_list(first), character_tokenizer())) == 1
-        with pytest.raises(DataError, match="one has numbers as labels and the other one has tokens"):
+        with pytest.raises(DataError, match="one has numbers as labels, the other has tokens"):
             task.rows(Dataset.from_list(second), character_tokenizer())
 
 
@@ -73,3 +74,16 @@ def test_the_rewards_of_a_pair_are_those_that_the_loss_compares(loss: str) -> No
     assert metrics["train/chosen_reward"].value == (-0.5 if compares_means else -1.5)
     assert metrics["train/reject_reward"].value == -1.0
     assert metrics["train/acc"].value == float(compares_means)
+
+
+def test_the_loss_on_the_terminal_is_the_one_that_is_minimised() -> None:
+    """With --model.nll_loss_coef it is more than the loss of the pair."""
+    line = "--model.model_name_or_path m --data.dataset d --model.nll_loss_coef 2"
+    task = PreferenceTask(parse_config(DPOConfig, line.split(), command="dpo"))
+
+    def policy(*_: Any) -> Any:
+        return SimpleNamespace(logprobs=torch.tensor([0, -3.0, 0, -3.0]), aux_loss=None)
+
+    loss, metrics = task.loss(policy, answers_of([[1, 2], [1, 3]], [1, 1], reference=torch.zeros(2)), {"pairs": 1.0})
+    assert metrics["train/loss"].value == pytest.approx(math.log(2))
+    assert metrics["train/loss_mean"].value == pytest.approx(float(loss)) == pytest.approx(math.log(2) + 2 * 3)
