@@ -1,4 +1,4 @@
-"""SIGTERM: the process ends in order, with status 143, at a moment at which its state can be saved."""
+"""SIGTERM and Ctrl-C: the process ends in order, with status 143 or 130, at a moment at which its state can be saved."""
 
 import os
 import signal
@@ -7,43 +7,50 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-STATUS = 128 + signal.SIGTERM
+ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
 
 
 class _Asked:
-    at_all = False
+    status = 0  # to end with; 0: nobody has asked
     wholes = 0  # `whole` blocks that are being run
 
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Within it, SIGTERM raises SystemExit, or waits for the end of `whole`. Ray's own handler dumps a stack first."""
+    """Within it, SIGTERM and Ctrl-C raise SystemExit, or wait for the end of `whole`; a second Ctrl-C does not wait.
+
+    Ray's own handler of SIGTERM dumps a stack first. What a shell lets this process ignore stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     own = os.getpid()
 
-    def end(*_: object) -> None:
+    def end(number: int, _: object) -> None:
         if os.getpid() != own:  # in a process that a library has forked
-            os._exit(STATUS)
+            os._exit(128 + number)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
-        _Asked.at_all = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _Asked.status = 128 + number
         if not _Asked.wholes:
-            raise SystemExit(STATUS)
+            raise SystemExit(_Asked.status)
+        with suppress(OSError):  # not `print`, which may not be interrupted by itself
+            os.write(2, b"\nWhat has begun is finished first; Ctrl-C ends at once.\n")
 
-    before = signal.signal(signal.SIGTERM, end)
-    _Asked.at_all = False
+    before = {each: signal.signal(each, end) for each in ENDINGS if signal.getsignal(each) is not signal.SIG_IGN}
+    _Asked.status = 0
     try:
         yield
     except SystemExit:
-        if not _Asked.at_all:
+        if not _Asked.status:
             raise
         with suppress(OSError):  # the reader of a pipe may have been terminated too
-            print("\nterminated", file=sys.stderr)
-        raise SystemExit(STATUS) from None  # a call of Ray turns the status that `end` raised into 1
+            print(f"\n{ENDINGS[signal.Signals(_Asked.status - 128)]}", file=sys.stderr)
+        raise SystemExit(_Asked.status) from None  # a call of Ray turns the status that `end` raised into 1
     finally:
-        if not _Asked.at_all:
-            signal.signal(signal.SIGTERM, before)
+        if not _Asked.status:
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
 
 @contextmanager
@@ -54,10 +61,10 @@ def whole() -> Iterator[None]:
         yield
     finally:
         _Asked.wholes -= 1
-    if _Asked.at_all and not _Asked.wholes:
-        raise SystemExit(STATUS)
+    if _Asked.status and not _Asked.wholes:
+        raise SystemExit(_Asked.status)
 
 
-def asked() -> bool:
-    """Whether the process has been asked to end."""
-    return _Asked.at_all
+def asked() -> int:
+    """The status with which the process has been asked to end, or 0."""
+    return _Asked.status

@@ -293,11 +293,8 @@ def execute(words: Sequence[str], lock: int) -> int:
     child = subprocess.Popen(words, env={**os.environ, "PATH": search_path()}, pass_fds=[lock])
     try:
         return child.wait()
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(GRACE_S)
-        child.terminate()
+    except BaseException:
+        child.terminate()  # after Ctrl-C it has been asked already, and does not mind
         with suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_S)
         child.kill()

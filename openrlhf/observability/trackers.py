@@ -47,8 +47,7 @@ class Trackers:
                 call(tracker)
             except Exception as error:
                 self._trackers.remove(tracker)
-                name = type(tracker).__name__
-                logger.warning("%s failed, and the run continues without it: %r", name, error)
+                logger.warning("%s failed, and the run continues without it: %r", type(tracker).__name__, error)
 
 
 class TensorBoardTracker:

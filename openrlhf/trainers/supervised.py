@@ -116,19 +116,19 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def after_step(self, metrics: Mapping[str, Metric]) -> None:
         """Log, evaluate, checkpoint."""
         every = self.strategy.gather((dict(metrics), termination.asked()))
-        merged, terminated = merge_all(metrics for metrics, _ in every), any(asked for _, asked in every)
+        merged, terminated = merge_all(metrics for metrics, _ in every), max(asked for _, asked in every)
         if self.recorder:
             logged = {name: m for name, m in merged.items() if name.startswith("train/")}
             self.recorder.step(self.step, values(logged))
         if self.eval_rows is not None and (self.step % self.eval_steps == 0 or self.step == self.total_steps):
             self.evaluate()
-            terminated = any(self.strategy.gather(termination.asked()))  # also while it was evaluated
+            terminated = max(self.strategy.gather(termination.asked()))  # also while it was evaluated
         if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or terminated):
             self.save()
         if terminated:
             if self.recorder and self.ckpt.resumable:
                 self.recorder.display.note(GOES_ON.format(self.step))
-            raise SystemExit(termination.STATUS)
+            raise SystemExit(terminated)
 
     def evaluate(self) -> None:
         """Measure and log. A new best is saved."""

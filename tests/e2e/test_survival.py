@@ -140,7 +140,9 @@ def test_a_terminated_run_saves_its_last_step_and_goes_on_to_the_same_numbers(wh
     assert numbers(folder) == numbers(whole)
 
 
-def test_a_terminated_offline_run_saves_its_last_step_and_goes_on_to_the_same_numbers(workspace: Path) -> None:
+def test_an_offline_run_that_is_terminated_and_then_interrupted_saves_its_last_step_and_goes_on_to_the_same_numbers(
+    workspace: Path,
+) -> None:
     def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         return {
             "model.model_name_or_path": workspace / "model",
@@ -157,9 +159,15 @@ def test_a_terminated_offline_run_saves_its_last_step_and_goes_on_to_the_same_nu
 
     unbroken, folder = workspace / "sft", workspace / "sft-terminated"
     run("train_sft", settings(unbroken))
-    process = launch("train_sft", settings(folder))
-    send_when(process, folder, signal.SIGTERM, to="", step=5)
-    done = finish(process, timeout=120)
-    assert (done.status, done.errors.strip().splitlines()[-1]) == (143, "terminated"), done.errors
-    run("train_sft", settings(folder, **{"ckpt.load_enable": True}))
+    goes_on = settings(folder, **{"ckpt.load_enable": True})
+    for flags, number, step, end in (
+        (settings(folder), signal.SIGTERM, 5, (143, "terminated")),
+        (goes_on, signal.SIGINT, 20, (130, "interrupted")),
+    ):
+        process = launch("train_sft", flags)
+        send_when(process, folder, number, to="", step=step)
+        done = finish(process, timeout=120)
+        assert (done.status, done.errors.strip().splitlines()[-1]) == end, done.errors
+        assert f"Step {steps_logged(folder)} is saved: --ckpt.load_enable goes on from it." in done.printed
+    run("train_sft", goes_on)
     assert numbers(folder) == numbers(unbroken)

@@ -275,7 +275,7 @@ def test_a_supervised_run_that_is_terminated_in_its_last_evaluation_saves_its_la
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Supervised(tmp_path, LOSSES, patience=None, save_steps=100)
-    monkeypatch.setattr(termination, "asked", lambda: trainer.log.evaluated[-1:] == [STEPS])
+    monkeypatch.setattr(termination, "asked", lambda: 143 * (trainer.log.evaluated[-1:] == [STEPS]))
     with pytest.raises(SystemExit):
         trainer.fit()
     assert checkpoints_in(tmp_path).find(STEPS, best=False)
@@ -288,7 +288,7 @@ def test_a_supervised_run_that_is_terminated_in_its_export_finishes_it(
     class Exporting(Supervised):
         def export(self, path: str) -> None:
             assert termination._Asked.wholes  # SIGTERM does not interrupt it
-            monkeypatch.setattr(termination._Asked, "at_all", True)
+            monkeypatch.setattr(termination._Asked, "status", 143)
             super().export(path)
 
     trainer = Exporting(tmp_path, LOSSES, patience=None)

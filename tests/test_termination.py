@@ -1,0 +1,61 @@
+"""SIGTERM and Ctrl-C: what has begun is finished, and what is ignored stays ignored."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import signal, sys, time
+from openrlhf import termination
+if sys.argv[1] == "ignored":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+try:
+    with termination.in_order():
+        with termination.whole():
+            print("up", flush=True)
+            if sys.stdin.readline() == "done\\n":
+                print("finished", flush=True)
+        print("asked for nothing", flush=True)
+except KeyboardInterrupt:
+    print("at once", flush=True)
+"""
+WAITS = "What has begun is finished first; Ctrl-C ends at once."
+
+
+@pytest.mark.parametrize(
+    ("case", "numbers", "status", "printed", "said"),
+    [
+        ("", [signal.SIGINT], 130, ["finished"], [WAITS, "interrupted"]),
+        ("", [signal.SIGTERM, signal.SIGTERM], 143, ["finished"], [WAITS, "terminated"]),
+        ("", [signal.SIGINT, signal.SIGINT], 0, ["at once"], [WAITS]),
+        ("", [signal.SIGTERM, signal.SIGINT], 0, ["at once"], [WAITS]),
+        ("ignored", [signal.SIGINT], 0, ["finished", "asked for nothing"], []),
+        ("ignored", [signal.SIGTERM], 143, ["finished"], [WAITS, "terminated"]),
+    ],
+)
+def test_what_has_begun_is_finished_unless_ctrl_c_comes_again(
+    case: str, numbers: list[signal.Signals], status: int, printed: list[str], said: list[str]
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, case],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin and process.stdout and process.stderr
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(numbers[0])
+    if said:
+        assert process.stderr.readline() + process.stderr.readline() == f"\n{WAITS}\n"  # the first has been seen
+    for number in numbers[1:]:
+        process.send_signal(number)
+    if "at once" in printed:
+        assert process.stdout.readline() == "at once\n"
+        printed = []
+    out, err = process.communicate("done\n", timeout=60)
+    assert (process.returncode, out.splitlines(), err.split()) == (status, printed, said[1:])
