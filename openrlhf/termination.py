@@ -29,7 +29,7 @@ def in_order() -> Iterator[None]:
     def end(number: int, _: object) -> None:
         if os.getpid() != own:  # in a process that a library has forked
             os._exit(128 + number)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        signal.signal(signal.SIGTERM, lambda *_: None)  # once is enough
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _Asked.status = 128 + number
         if not _Asked.wholes:
