@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 150) -> None:
+def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 400) -> None:
     """Run `python -m module arguments…` as `ranks` processes of one group; raises with their output when one fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -10,8 +10,6 @@ import pytest
 from tests.data.shared_rows_job import BROKEN, seen
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -46,5 +44,5 @@ def test_a_broken_row_is_the_same_error_in_both_processes_and_leaves_nothing_beh
 def test_nobody_waits_for_a_process_that_was_killed(temporary: Path, tmp_path: Path) -> None:
     """The other prepares the rows, and ends because its partner is gone."""
     with pytest.raises(AssertionError, match="ended with"):
-        run_ranks(2, "tests.data.shared_rows_job", str(tmp_path), "killed", timeout=100)
+        run_ranks(2, "tests.data.shared_rows_job", str(tmp_path), "killed", timeout=300)
     assert len(list(tmp_path.glob("killed-*"))) == 2

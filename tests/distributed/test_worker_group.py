@@ -14,8 +14,6 @@ import ray
 from openrlhf.distributed.layout import RankLayout
 from openrlhf.distributed.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Worker:
     """Says which rank did what."""
@@ -70,17 +68,17 @@ def test_each_slice_goes_to_the_ranks_that_share_it_and_the_first_gives_the_resu
     assert group.slices == 2
     calls = group.launch(Worker.double, [10, 20])
     assert [ray.get(list(call.references)) for call in calls] == [[(0, 20), (1, 20)], [(2, 40), (3, 40)]]
-    assert gather(calls, timeout_s=60, doing="double") == [(0, 20), (2, 40)]
+    assert gather(calls, timeout_s=240, doing="double") == [(0, 20), (2, 40)]
 
 
 def test_a_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
-    assert gather(group.broadcast(Worker.double, 1), timeout_s=60, doing="double") == [(rank, 2) for rank in range(4)]
+    assert gather(group.broadcast(Worker.double, 1), timeout_s=240, doing="double") == [(rank, 2) for rank in range(4)]
 
 
 def test_a_failure_on_any_rank_of_a_slice_is_raised(group: WorkerGroup) -> None:
     """With its own message and no more; the traceback of the worker is its cause."""
     with pytest.raises(ValueError) as raised:
-        gather(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=60, doing="fail")
+        gather(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=240, doing="fail")
     assert str(raised.value) == "rank 3 cannot"
     assert "fail_on_rank_3" in str(raised.value.__cause__)
 
@@ -97,4 +95,4 @@ def test_a_process_that_died_is_named_although_its_peers_have_failed_before(grou
     """The last test: the process does not come back."""
     calls = group.launch(Worker.die_on_rank_1, [1, 2])
     with pytest.raises(WorkerError, match=r"(?s)a process died while the run was about to meet.*host-1\.log"):
-        gather(calls, timeout_s=60, doing="meet")
+        gather(calls, timeout_s=240, doing="meet")

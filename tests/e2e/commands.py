@@ -94,7 +94,7 @@ def launch(command: str, flags: Flags, launcher: Sequence[str] = PLAIN) -> subpr
     )
 
 
-def finish(process: subprocess.Popen[str], *, timeout: float) -> Finished:
+def finish(process: subprocess.Popen[str], *, timeout: float = 400) -> Finished:
     """Wait for a command; kill its whole session when it takes longer than `timeout` seconds."""
     try:
         printed, errors = process.communicate(timeout=timeout)

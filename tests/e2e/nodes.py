@@ -35,7 +35,7 @@ def start_node(flags: str, folder: Path, variables: dict[str, str], log: Path) -
             ["ray", "start", *flags.split()],
             cwd=folder, env=variables, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while "will now block" not in log.read_text():
         assert node.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)

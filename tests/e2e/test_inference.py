@@ -206,7 +206,7 @@ def test_a_chat_through_a_pipe_answers_until_the_input_ends(workspace: Path) -> 
     chat.stdin.flush()
     chat.stdin.close()
     chat.stdin = None
-    done = finish(chat, timeout=100)
+    done = finish(chat)
     assert done.status == 0, done.errors
     assert "/reset begins anew" in done.printed
     assert survivors(family, within=60) == []
@@ -237,7 +237,7 @@ def test_an_interrupt_stops_the_answer_and_the_next_message_is_answered(workspac
     os.killpg(chat.pid, signal.SIGINT)
     chat.stdin.write("1+1=\n/exit\n")
     chat.stdin.flush()
-    done = finish(chat, timeout=100)
+    done = finish(chat)
     assert done.status == 0, done.errors
     assert "[stopped]" in done.printed
     assert "Traceback" not in done.errors

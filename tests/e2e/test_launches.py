@@ -120,7 +120,7 @@ def offline(workspace: Path) -> dict[str, Finished]:
         name: type_in(line.replace("deepspeed", f"deepspeed --master_port {free_port()}"), workspace, environment())
         for name, line in lines.items()
     }
-    return {name: finish(process, timeout=300) for name, process in running.items()}
+    return {name: finish(process) for name, process in running.items()}
 
 
 def test_the_printed_sft_command_recognises_its_columns_and_trains(
@@ -176,7 +176,7 @@ def cluster(workspace: Path) -> Iterator[Cluster]:
     head = f"--head --port {port} --dashboard-port {api} --ray-client-server-port {client} --num-cpus 0"
     nodes: list[subprocess.Popen[bytes]] = []
     try:
-        generated = finish(type_in("ray get-auth-token --generate", workspace, variables), timeout=60)
+        generated = finish(type_in("ray get-auth-token --generate", workspace, variables))
         assert generated.status == 0, generated.errors
         for name, flags in (("first", head), ("second", f"--address 127.0.0.1:{port} --num-cpus 1")):
             nodes.append(
@@ -199,7 +199,7 @@ def jobs(cluster: Cluster, workspace: Path) -> dict[str, Finished]:
     ahead = f"{models} {late.missing} --run.dir {workspace}/ahead --ckpt.output_dir {workspace}/ahead-model"
     lines = {"as printed": ppo.text, "complete": f"{ppo.text} {ppo.missing}", "asynchronous": ahead}
     running = {name: type_in(cluster.submitted(line), workspace, cluster.variables) for name, line in lines.items()}
-    return {name: finish(process, timeout=400) for name, process in running.items()}
+    return {name: finish(process) for name, process in running.items()}
 
 
 def test_a_job_that_lacks_something_fails_with_the_message(jobs: dict[str, Finished]) -> None:
@@ -257,7 +257,7 @@ def test_a_job_that_has_ended_leaves_no_process_on_the_cluster() -> None:
 @pytest.mark.verify
 def test_a_job_without_a_working_directory_runs_where_ray_was_started(cluster: Cluster, workspace: Path) -> None:
     ppo = PRINTED["PPO as a job"]
-    done = finish(type_in(cluster.submitted(f"{ppo.text} {ppo.missing}"), workspace, cluster.variables), timeout=400)
+    done = finish(type_in(cluster.submitted(f"{ppo.text} {ppo.missing}"), workspace, cluster.variables))
     assert done.status == 0, done.printed + done.errors
     (folder,) = (workspace / "runs").glob("train_ppo_ray-*")
     assert len(numbers(folder)) == 1
@@ -274,10 +274,10 @@ def test_a_job_that_is_stopped_ends_with_all_its_processes(cluster: Cluster, wor
     started = of_runs()
     assert len(started) == 5  # policy, reference, critic, reward model, engine
     stop = f"ray job stop --address={cluster.api} endless"
-    stopped = finish(type_in(stop, workspace, cluster.variables), timeout=60)
+    stopped = finish(type_in(stop, workspace, cluster.variables))
     assert stopped.status == 0, stopped.errors
     assert survivors(started, within=30) == []
-    finish(shown, timeout=60)
+    finish(shown)
 
 
 # ---- the Ray that a run joins
@@ -323,7 +323,7 @@ def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> 
     try:
         assert process.stdout and process.stdout.readline() == "up\n"
         send(process.pid, signal.SIGTERM)
-        said, errors = process.communicate(timeout=120)
+        said, errors = process.communicate(timeout=300)
     finally:
         process.kill()
     assert (process.returncode, said.strip(), errors.strip()) == (143, "1 node\nin order", "terminated")
@@ -357,7 +357,7 @@ def of_default_size(workspace: Path, variables: dict[str, str], *more: str) -> F
         "--actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture --data.prompt_dataset prompts "
         f"--algo.advantage.estimator reinforce {' '.join(more)}"
     )
-    return finish(type_in(line, workspace, variables | {"PYTHONPATH": str(ROOT)}), timeout=120)
+    return finish(type_in(line, workspace, variables | {"PYTHONPATH": str(ROOT)}))
 
 
 def test_devices_are_those_of_the_running_ray_and_not_those_of_the_machine(

@@ -73,7 +73,7 @@ def test_a_machine_with_an_engine_is_gone_and_the_run_goes_on_with_the_others(
     assert "ray::RolloutEngine" in started and "ray::WorkerHost" not in started
     for pid in [*(each.pid for each in there), second.pid]:
         os.kill(pid, signal.SIGKILL)
-    done = finish(process, timeout=300)
+    done = finish(process)
     assert done.status == 0, done.printed + done.errors
     assert re.search(r"The machine of engine . is gone: 1 engine\(s\) are left\.", done.printed)
     assert len(column(folder, "train/reward")) == 6 * STEPS

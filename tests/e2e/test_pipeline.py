@@ -51,13 +51,13 @@ def test_a_terminated_pipeline_goes_on_within_its_stage_and_a_change_runs_what_i
         assert pipeline.poll() is None, pipeline.communicate()
         time.sleep(0.05)
     os.kill(pipeline.pid, signal.SIGTERM)
-    ended = finish(pipeline, timeout=60)
+    ended = finish(pipeline)
     assert ended.status == 143 and "The same command goes on from here." in ended.errors
     assert not (folder / "dpo/model").exists()
     before = steps_logged(folder / "dpo")
     first = (folder / "dpo/metrics.jsonl").read_text().splitlines()[0]
 
-    again = finish(start(file), timeout=200)
+    again = finish(start(file))
     assert again.status == 0, again.errors
     assert [line for line in again.printed.splitlines() if line.partition(":")[0] in ("task", "sft", "dpo")] == [
         "task: done",
@@ -69,10 +69,10 @@ def test_a_terminated_pipeline_goes_on_within_its_stage_and_a_change_runs_what_i
     assert "its own report" in (folder / "report.html").read_text()
 
     file.write_text(file.read_text().replace("command: dpo", "command: dpo\n    group: a", 1))  # not of the result
-    assert finish(start(file, "--dry_run"), timeout=60).printed.splitlines() == ["task: done", "sft: done", "dpo: done"]
+    assert finish(start(file, "--dry_run")).printed.splitlines() == ["task: done", "sft: done", "dpo: done"]
     file.write_text(file.read_text().replace("adam.lr: 1e-4", "adam.lr: 2e-4"))
-    said = finish(start(file, "--dry_run"), timeout=60).printed.splitlines()
+    said = finish(start(file, "--dry_run")).printed.splitlines()
     assert said == ["task: done", "sft: done", "dpo: runs again; changed: --adam.lr"]
     file.write_text(file.read_text().replace("adam.lr: 1e-3", "adam.lr: 2e-3"))
-    said = finish(start(file, "--dry_run"), timeout=60).printed.splitlines()
+    said = finish(start(file, "--dry_run")).printed.splitlines()
     assert said[1:] == ["sft: runs again; changed: --adam.lr", "dpo: runs again; changed: --adam.lr, ${sft}"]

@@ -132,7 +132,7 @@ def test_a_stopped_server_leaves_nothing_behind_and_its_port_can_be_taken_again(
             port = port_of(server)
             family = descendants(server.process.pid)
             server.process.send_signal(how)
-            _, errors = server.process.communicate(timeout=60)
+            _, errors = server.process.communicate(timeout=300)
             assert server.process.returncode == status
             assert "Traceback" not in errors
             assert survivors(family, within=60) == []

@@ -202,7 +202,7 @@ def test_two_processes_tell_of_a_broken_row_once(workspace: Path, tmp_path: Path
     broken = [*task_rows(40, seed=1), {"input": None, "output": "a"}]
     flags = sft_flags(workspace, tmp_path, **{"data.dataset": write_rows(tmp_path / "broken.jsonl", broken)})
     launcher = (launcher[0], "--master_port", str(free_port()), *launcher[1:])
-    done = finish(launch("train_sft", flags, launcher), timeout=200)
+    done = finish(launch("train_sft", flags, launcher))
     assert done.status != 0
     told = re.findall("^error: (.*)", done.printed + done.errors, re.MULTILINE)
     expected = "column 'input': is null, not a string: the value is empty, or that dataset lacks the column."
@@ -445,6 +445,6 @@ def test_a_run_killed_again_and_again_at_any_moment_logs_what_an_unbroken_one_lo
         process.kill()
         process.communicate()
         kills += 1
-    assert finish(process, timeout=400).status == 0
+    assert finish(process).status == 0
     assert kills >= 2
     assert numbers(folder) == numbers(whole)

@@ -32,7 +32,6 @@ from tests.loading import load_spec
 from tests.tiny import save_tiny_model
 from tests.workers.policy_job import TEMPERATURE, Policy, role_settings
 
-pytestmark = pytest.mark.timeout(300)
 HEADS: dict[str, Any] = {
     "hidden_size": 64,
     "num_attention_heads": 2,
@@ -49,10 +48,10 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     group = HostGroup(name="actor", roles=("actor",), nodes=1, per_node=1)
     hosts = HostHandles(group, machines(on_gpus=False), on_gpus=False, threads=1)
-    hosts.connect({"engine": DeepSpeedConfig(param_dtype="fp32"), "seed": 0}, log_dir=str(folder), timeout_s=120)
+    hosts.connect({"engine": DeepSpeedConfig(param_dtype="fp32"), "seed": 0}, log_dir=str(folder), timeout_s=300)
     policy = WorkerGroup(hosts, "actor")
     load = load_spec(path=str(folder / "policy"), param_dtype="fp32", attention="sdpa", packing=True, max_len=20)
-    gather(policy.create(Policy, role_settings(load, MicroBatchLimits(size=4))), timeout_s=120, doing="load the model")
+    gather(policy.create(Policy, role_settings(load, MicroBatchLimits(size=4))), timeout_s=300, doing="load the model")
     engines = HostGroup(name="vllm", roles=("vllm",), per_node=1, devices=2)
     settings = EngineSettings(
         model=str(folder / "engine"),
@@ -66,9 +65,9 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
         max_model_len=20,
     )
     fleet = Fleet(engines, machines(on_gpus=False), on_gpus=False)
-    fleet.start(settings, log_dir=str(folder), timeout_s=200)
+    fleet.start(settings, log_dir=str(folder), timeout_s=400)
     fleet.wait()
-    publisher = WeightPublisher(policy, fleet, transport="gloo", timeout_s=120)
+    publisher = WeightPublisher(policy, fleet, transport="gloo", timeout_s=300)
     fleet.refit = publisher.refit
     yield publisher
     fleet.close()
