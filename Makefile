@@ -35,10 +35,10 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 demo: $(STAMP)
 	$(BIN)/python examples/demo/run.py --seed $(SEED)
 
-# A process of the tests that crashes ends them; one that native code holds is ended, after 700 s, with its stacks.
+# A process of the tests that crashes ends them; one that native code holds is ended, after 1000 s, with its stacks.
 test: lint
 	$(BIN)/python -m pytest -m "not gpu and not verify" --durations=10 -n 2 --dist loadfile --no-loadscope-reorder \
-		--max-worker-restart 0 -o faulthandler_timeout=700 -o faulthandler_exit_on_timeout=true
+		--max-worker-restart 0 -o faulthandler_timeout=1000 -o faulthandler_exit_on_timeout=true
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m tests.gpu.run

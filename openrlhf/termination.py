@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+SAID = b"\nEnding: what has begun is finished or saved first; Ctrl-C ends at once.\n"
 ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
 
 
@@ -19,7 +20,8 @@ class _Asked:
 def in_order() -> Iterator[None]:
     """Within it, SIGTERM and Ctrl-C raise SystemExit, or wait for the end of `whole`; a second Ctrl-C does not wait.
 
-    Ray's own handler of SIGTERM dumps a stack first. What a shell lets this process ignore stays ignored.
+    Ray's own handler of SIGTERM dumps a stack first. What a shell lets this process ignore stays ignored. A process that
+    has been asked to end stays so: it takes no other SIGTERM, not even behind the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -27,15 +29,15 @@ def in_order() -> Iterator[None]:
     own = os.getpid()
 
     def end(number: int, _: object) -> None:
-        if os.getpid() != own:  # in a process that a library has forked
-            os._exit(128 + number)
+        if os.getpid() != own:  # in a process that a library has forked, and which Ctrl-C reaches too
+            return None if number == signal.SIGINT else os._exit(128 + number)
         signal.signal(signal.SIGTERM, lambda *_: None)  # once is enough
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler if signal.SIGINT in before else signal.SIG_IGN)
         _Asked.status = 128 + number
+        with suppress(OSError):  # not `print`, which may not be interrupted by itself
+            os.write(2, SAID * (os.environ.get("RANK", "0") == "0"))
         if not _Asked.wholes:
             raise SystemExit(_Asked.status)
-        with suppress(OSError):  # not `print`, which may not be interrupted by itself
-            os.write(2, b"\nWhat has begun is finished first; Ctrl-C ends at once.\n")
 
     before = {each: signal.signal(each, end) for each in ENDINGS if signal.getsignal(each) is not signal.SIG_IGN}
     _Asked.status = 0

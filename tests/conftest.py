@@ -29,6 +29,7 @@ hypothesis.settings.load_profile("patient")
 
 # pytest writes the name of each test into the environment. A thread of Ray that reads it at that moment (gRPC asks for
 # TZ when a connection ends) has crashed the process of the tests: glibc moves the variables when it adds one.
+assert runner._update_current_test_var
 runner._update_current_test_var = lambda item, when: None
 
 # A shell lets what it starts in the background ignore Ctrl-C, and so would the commands that tests interrupt.

@@ -23,7 +23,7 @@ try:
 except KeyboardInterrupt:
     print("at once", flush=True)
 """
-WAITS = "What has begun is finished first; Ctrl-C ends at once."
+WAITS = "Ending: what has begun is finished or saved first; Ctrl-C ends at once."
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ WAITS = "What has begun is finished first; Ctrl-C ends at once."
         ("", [signal.SIGINT, signal.SIGINT], 0, ["at once"], [WAITS]),
         ("", [signal.SIGTERM, signal.SIGINT], 0, ["at once"], [WAITS]),
         ("ignored", [signal.SIGINT], 0, ["finished", "asked for nothing"], []),
-        ("ignored", [signal.SIGTERM], 143, ["finished"], [WAITS, "terminated"]),
+        ("ignored", [signal.SIGTERM, signal.SIGINT], 143, ["finished"], [WAITS, "terminated"]),
     ],
 )
 def test_what_has_begun_is_finished_unless_ctrl_c_comes_again(

@@ -65,15 +65,13 @@ def fail(error: object) -> NoReturn:
 
 
 def leave(status: int) -> None:
-    """What a process does at its end: threads of Gloo may abort it while it unloads its libraries, all work being done.
+    """End one of several processes whose work is done, without unloading its libraries.
 
-    One of several leaves at once, for a launcher would end the others and report a failure. NCCL would wait for them.
+    There Gloo's threads may abort it, and the launcher would report a failure; NCCL would wait for the other processes.
     """
     if machine.world_size() > 1:
         sys.stdout.flush()  # stderr is flushed line by line
         os._exit(status)
-    if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     the prompt of a chat is everything before the last answer, also of a transcript of HH-RLHF, and other plain texts
     have no prompt.
 
-    `summary` counts dropped and cut pairs. Raises DataError for a missing column, for a malformed row (naming the row),
+    `summary` counts dropped and cut pairs. Raises DataError for a missing column, for malformed rows (naming the first),
     and if no pair is left.
     """
 
@@ -167,7 +167,7 @@ class LabelledRow(SFTRow):
 class LabelledDataset(SFTDataset):
     """The rows of a dataset as tokens with labels. Texts are those of `SFTDataset`: the answer is the response.
 
-    Raises DataError for a missing column, for a malformed row or label (naming the row), and if no row is left.
+    Raises DataError for a missing column, for malformed rows or labels (naming the first), and if no row is left.
     """
 
     row: ClassVar = LabelledRow

@@ -28,8 +28,8 @@ class PromptDataset(TokenizedRows[Prompt]):
     prompt of the assistant. Without `apply_chat_template` the column holds strings, which are put
     into `input_template`. Without `label_key` every label is "". Without a column `datasource` the data source is
     "default". Without a column `image_key` there are no images. The index of a prompt is its row number: a source
-    replaces the index by the running number of the draw. Raises DataError for a missing column, and for a malformed or
-    empty prompt, naming the row.
+    replaces the index by the running number of the draw. Raises DataError for a missing column, and for malformed or
+    empty prompts, naming the first.
     """
 
     row: ClassVar = Prompt

@@ -1,6 +1,5 @@
 """Rows of a dataset: their origin, and how they become rows of tokens."""
 
-import atexit
 import fcntl
 import shutil
 import tempfile
@@ -66,10 +65,10 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         mapped = once_per_machine(
             lambda: map_rows(number_rows(dataset), used, self._encoded, self.features, "Tokenizing")
         )
-        if malformed := [problem for problem in mapped["malformed"] if problem]:
+        if malformed := [problem for problem in mapped["malformed"][:] if problem]:
             count = f"\n{len(malformed)} of {len(mapped)} rows are malformed." * (len(malformed) > 1)
             raise DataError("\n".join(malformed[:MOST_NAMED]) + count)
-        reasons = list(mapped["dropped"])
+        reasons = mapped["dropped"][:]
         counts = Counter(reasons)
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if reason)
         self.summary: str = f"{counts['']} of {len(reasons)} {what}s kept{', dropped ' * bool(dropped)}{dropped}."
@@ -147,14 +146,16 @@ def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
     dist.broadcast_object_list(name)
     folder = Path(tempfile.gettempdir(), name[0])
     folder.mkdir(exist_ok=True)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     rows = folder / "rows"
     with open(folder / "lock", "w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         if not (rows / "dataset_info.json").exists():  # the file that is written last
             try:
                 prepare().save_to_disk(rows)
-            except OSError as error:
+            except BaseException as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                if not isinstance(error, OSError):
+                    raise
                 raise DataError(f"Rows cannot be written to {folder}: {error}. TMPDIR names another folder.") from error
     mapped = Dataset.load_from_disk(rows)
     dist.barrier()

@@ -47,7 +47,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
     In pretrain mode a text is the unchanged input column, and every token but the first is learned.
 
     Rows with an empty prompt or response, or with a prompt of `max_len` − 2 tokens or more, are dropped and counted in
-    `summary`. Raises DataError for a missing column, for a malformed row (naming the row), and if no row is left.
+    `summary`. Raises DataError for a missing column, for malformed rows (naming the first), and if no row is left.
     """
 
     row: ClassVar[Any] = SFTRow

@@ -26,7 +26,7 @@ class StepDataset(TokenizedRows[StepRow]):
     """The rows of a dataset as tokens, cut to `max_len`, with the labels of the steps that are left.
 
     A label is a text of one token (hard), or a number from 0 to 1 (soft); null leaves a step without a label. `soft`:
-    whether the labels are numbers. Raises DataError for a malformed row, naming it, and if no row is left.
+    whether the labels are numbers. Raises DataError for malformed rows, naming the first, and if no row is left.
     """
 
     row: ClassVar = StepRow

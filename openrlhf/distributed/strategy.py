@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,8 @@ class Strategy:
         if not dist.is_initialized():
             backend = "nccl" if self.kind == "cuda" else "gloo"
             deepspeed.init_distributed(backend, timeout=COLLECTIVE_TIMEOUT, verbose=False)
+            if backend == "gloo":  # whose threads may abort a process that unloads its libraries
+                atexit.register(dist.destroy_process_group)
         self.rank, self.layout = dist.get_rank(), RankLayout(dp=dist.get_world_size())
         self.is_main = self.rank == 0  # this process writes, prints and decides
         self.dp_rank, self.dp_size = self.layout.place(self.rank).dp, self.layout.dp

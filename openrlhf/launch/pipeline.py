@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ from openrlhf.config.pipeline import STAGES, PipelineConfig
 from openrlhf.files import BLOCK, SAMPLES, fingerprint, write_atomically
 from openrlhf.launch.pipeline_report import Result, write_pipeline_report
 from openrlhf.observability.run_folder import set_aside
-from openrlhf.termination import in_order
+from openrlhf.termination import asked, in_order
 
 USED = re.compile(r"\$\{([\w-]+)\}")
 PLACES = {"run.dir": ".", "ckpt.output_dir": "", "output_path": "", "ckpt.path": "checkpoints"}  # "": the result
@@ -294,9 +295,11 @@ def execute(words: Sequence[str], lock: int) -> int:
     try:
         return child.wait()
     except BaseException:
-        child.terminate()  # after Ctrl-C it has been asked already, and does not mind
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(GRACE_S)
+        by_hand = asked() == 128 + signal.SIGINT  # Ctrl-C has reached the program too
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C once more
+            if not by_hand:
+                child.terminate()
+            child.wait(None if by_hand else GRACE_S)
         child.kill()
         child.wait()
         raise

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.checkpoints.manifest import EngineLayout
 from openrlhf.config.commands import ModelCommand
@@ -13,7 +13,7 @@ from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig, EngineCommand
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.weight_sync import Transport
-from openrlhf.models.loading import LoadSpec
+from openrlhf.models.loading import LoadSpec, configuration
 from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.rollout.sampling import SamplingParams
@@ -42,10 +42,7 @@ def has_dropout(config: PPOConfig) -> bool:
     """Whether the model's forward draws random numbers in training."""
     if config.ds.lora.rank and config.ds.lora.dropout:
         return True
-    architecture = AutoConfig.from_pretrained(
-        config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code
-    )
-    return _draws(architecture.to_dict())
+    return _draws(configuration(load_spec(config, config.actor.model_name_or_path)).to_dict())
 
 
 def _draws(entries: dict[str, Any]) -> bool:

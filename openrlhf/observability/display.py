@@ -81,8 +81,7 @@ class Display:
         self._progress.stop()
 
     def _line(self, parts: Sequence[Part]) -> None:
-        width = self.console.width if self.live else None
-        self.console.print(join_parts(parts, width=width), soft_wrap=True)
+        self.console.print(join_parts(parts, width=self.console.width if self.live else None), soft_wrap=True)
 
     def _emit(self, event: str, **fields: Any) -> None:
         self._out.write(json_line({"event": event, **fields}))

@@ -35,14 +35,12 @@ class Recorder:
                 self.display.note(f"--run.dir {config.run.dir} is not used: a resumed run goes on in its own folder.")
         elif self.folder.earlier:
             self.display.note(f"The files of an earlier run in {run_dir} are now in {self.folder.earlier}.")
-        resolved = dump_yaml(config)
-        self.folder.write_config(dump_yaml(config, given_only=True), resolved)
-        self.trackers = make_trackers(
-            logger, settings={"config": resolved}, run_dir=self.folder.path, resume_step=resume_step
-        )
+        full, place = dump_yaml(config), self.folder.path
+        self.folder.write_config(dump_yaml(config, given_only=True), full)
+        self.trackers = make_trackers(logger, settings={"config": full}, run_dir=place, resume_step=resume_step)
         self.logging_steps = logger.logging_steps
         self.health = Health()
-        self.health.read(read_lines(self.folder.path / METRICS))  # of the part before a resume
+        self.health.read(read_lines(place / METRICS))  # of the part before a resume
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers of a training step."""
@@ -81,8 +79,7 @@ class Recorder:
         self.display.close()
         self.trackers.close()
         self.folder.close()
-        report = report_run(self.folder.path)
-        self.display.note(f"report: {report}")
+        self.display.note(f"report: {report_run(self.folder.path)}")
 
     def _show(self, notices: Iterable[str]) -> None:
         for notice in notices:

@@ -56,7 +56,7 @@ def test_prompt_and_response_in_plain_text_by_id() -> None:
 
 
 def test_malformed_rows_are_counted_and_the_first_are_named() -> None:
-    """Mistakes of the prompts and of the answers; a prompt that is not text is told before its answer is looked at."""
+    """A prompt that is not text is told before its answer is looked at."""
     rows = [{"input": "Q", "output": "ok" if place % 3 else None} for place in range(21)]
     with pytest.raises(DataError) as told:
         dataset(rows, output_key="output")

@@ -326,7 +326,7 @@ def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> 
         said, errors = process.communicate(timeout=300)
     finally:
         process.kill()
-    assert (process.returncode, said.strip(), errors.strip()) == (143, "1 node\nin order", "terminated")
+    assert (process.returncode, said.strip(), errors.split()[-1]) == (143, "1 node\nin order", "terminated")
 
 
 HOLDER = (
