@@ -1,5 +1,6 @@
 """Rows of process reward models: texts with a placeholder after each step, and a label of each step."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,20 +34,22 @@ class StepDataset(TokenizedRows[StepRow]):
     keys = ("input_key", "label_key")
 
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: PRMConfig) -> None:
-        self.prm = prm = config.prm
-        data = config.data
+        self.prm, data = config.prm, config.data
         check_columns(dataset.column_names, {"--data.input_key": data.input_key, "--data.label_key": data.label_key})
-        self.placeholder = one_token(tokenizer, prm.placeholder_token or "", "--prm.placeholder_token")
-        self.reward_tokens = [one_token(tokenizer, token, "--prm.reward_tokens") for token in prm.reward_tokens]
+        self.placeholder = one_token(tokenizer, self.prm.placeholder_token or "", "--prm.placeholder_token")
+        self.reward_tokens = [one_token(tokenizer, token, "--prm.reward_tokens") for token in self.prm.reward_tokens]
         lists = (labels for labels in dataset[data.label_key] if isinstance(labels, list))
         first = next((label for labels in lists for label in labels if label is not None), None)
         self.soft = isinstance(first, int | float)
         if self.soft and len(self.reward_tokens) != 2:
             raise DataError(
                 f"Labels of --data.label_key {data.label_key} are numbers, the probabilities of a right step: name the "
-                f"tokens of a right and of a wrong step with --prm.reward_tokens, not {list(prm.reward_tokens)}."
+                f"tokens of a right and of a wrong step with --prm.reward_tokens, not {list(self.prm.reward_tokens)}."
             )
         super().__init__(dataset, tokenizer, data)
+        if not self.soft:
+            found = Counter(int(label) for labels in self.rows["labels"][:] for label in labels).most_common()
+            self.summary += f" Labels: {', '.join(f'{count} {tokenizer.decode([label])}' for label, count in found)}."
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
         """The text."""

@@ -95,8 +95,7 @@ class WandbTracker:
         self._samples: list[tuple[int, str, float | None]] = []
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        axes = {_wandb_axis(name.split("/")[0]) for name in values}
-        self._run.log({**values, **dict.fromkeys(axes, step)})
+        self._run.log({**values, **{_wandb_axis(name.split("/")[0]): step for name in values}})
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
         self._samples = [*self._samples, (step, text, reward)][-WANDB_SAMPLE_ROWS:]

@@ -22,8 +22,7 @@ class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
         """Prompts and responses, conversations or plain texts, depending on the flags."""
-        config = self.config
-        return SFTDataset(dataset, tokenizer, config.data, pretrain=config.model.pretrain_mode_enable)
+        return SFTDataset(dataset, tokenizer, self.config.data, pretrain=self.config.model.pretrain_mode_enable)
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """The format of prompts; None for plain text, which has no prompts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +154,8 @@ def test_the_steps_of_gsm8k_solutions_as_rows_of_a_process_reward_model(count: i
     rows = StepDataset(Dataset.from_list(made), TOKENIZER, amend(PRMConfig(), flags))
     labelled = [row for row in made if any(row["labels"])]
     assert rows.summary.startswith(f"{len(labelled)} of {len(made)} rows kept")
+    counts = Counter(each for row in labelled for each in row["labels"] if each)
+    assert rows.summary.endswith(f" Labels: {counts['+']} +, {counts['-']} -.") and counts["+"] > counts["-"] > 0
     for number, row in enumerate(labelled):
         assert [chr(int(label) - 9 + 32) for label in rows[number].labels] == [each for each in row["labels"] if each]
         assert {rows[number].tokens[place] for place in rows[number].places} == {6}
