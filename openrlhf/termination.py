@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-SAID = b"\nEnding: what has begun is finished or saved first; Ctrl-C ends at once.\n"
+SAID = b"\nEnding when what has begun is done; Ctrl-C ends at once.\n"
 ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
 
 

@@ -23,7 +23,7 @@ try:
 except KeyboardInterrupt:
     print("at once", flush=True)
 """
-WAITS = "Ending: what has begun is finished or saved first; Ctrl-C ends at once."
+WAITS = "Ending when what has begun is done; Ctrl-C ends at once."
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ def combine(config: CombinerConfig) -> None:
     prefix = stored.get("value_head_prefix", "score")
     base = load_scalar(spec, head_prefix=prefix).hf if config.is_rm else load_causal_lm(spec)
     base.config.update({name: stored[name] for name in ("mean", "std", STEP_TOKENS) if name in stored})
-    of = str(peft.PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
-    if Path(of).resolve() != Path(config.model_path).resolve():
-        notice(f"--lora_path {folder} was trained on {of}, and is merged into {config.model_path}.")
     try:
+        of = str(peft.PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
+        if Path(of).resolve() != Path(config.model_path).resolve():
+            notice(f"--lora_path {folder} was trained on {of}, and is merged into {config.model_path}.")
         adapted = peft.PeftModel.from_pretrained(base, folder)
         if other := peft.load_peft_weights(str(folder)).keys() ^ peft.get_peft_model_state_dict(adapted).keys():
             raise ValueError(f"only one of them has {', '.join(sorted(other)[:3])} ({len(other)} in all)")

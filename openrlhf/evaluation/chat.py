@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from openrlhf.config.flags import text_of
 from openrlhf.config.inference import ChatConfig
-from openrlhf.data.first_look import recorded
+from openrlhf.data.first_look import TextFormat, joined_border, recorded
 from openrlhf.data.shown import show_text
 from openrlhf.data.templates import Message, encode, fill_template, render
 from openrlhf.data.tokenizer import require_chat_template
@@ -73,8 +73,9 @@ class Chat:
     turns: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # a message and its answer each
 
     def __post_init__(self) -> None:
-        file = self.config.preamble
-        preamble = text_of("--preamble", file).strip() if file else ""
+        if joined_border(TextFormat(input_template=self.template), self.tokenizer):
+            self.template = str(self.template)[:-1]  # the model has learned the space with the answer
+        preamble = text_of("--preamble", file).strip() if (file := self.config.preamble) else ""
         self.before = "\n".join(filter(None, (self.config.system, preamble)))
         self.ends = [*end_ids(self.config.model.model_name_or_path), self.tokenizer.eos_token_id]
 

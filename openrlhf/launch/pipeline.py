@@ -291,18 +291,17 @@ class Pipeline:
 
 def execute(words: Sequence[str], lock: int) -> int:
     """Run a program to its end, and return its status. If this process is asked to end, the program ends first."""
-    child = subprocess.Popen(words, env={**os.environ, "PATH": search_path()}, pass_fds=[lock])
-    try:
-        return child.wait()
-    except BaseException:
-        by_hand = asked() == 128 + signal.SIGINT  # Ctrl-C has reached the program too
-        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C once more
-            if not by_hand:
-                child.terminate()
-            child.wait(None if by_hand else GRACE_S)
-        child.kill()
-        child.wait()
-        raise
+    with subprocess.Popen(words, env={**os.environ, "PATH": search_path()}, pass_fds=[lock]) as child:
+        try:
+            return child.wait()
+        except BaseException:
+            by_hand = asked() == 128 + signal.SIGINT  # Ctrl-C has reached the program too
+            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C once more
+                if not by_hand:
+                    child.terminate()
+                child.wait(None if by_hand else GRACE_S)
+            child.kill()
+            raise
 
 
 def search_path() -> str:

@@ -100,7 +100,7 @@ def look_at_prompts(
     first = [prompts[number] for number in range(min(first_look.LOOKED_AT, len(prompts)))]
     texts = [prompt.text for prompt in first]
     used, trained = first_look.TextFormat.of(prompts.data, tokenizer), first_look.recorded(tokenizer)
-    found = first_look.round_trip(tokenizer, texts, prompts=True)
+    found = first_look.round_trip(tokenizer, texts, prompts=True) + first_look.joined_border(used, tokenizer)
     found += first_look.compare_formats(f"{flag} {policy}", trained, used, texts)
     room = settings.train_sampling(config).prompt_room
     long = sum(len(prompt.tokens) > room for prompt in first)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
 SPECIALS = ["<unk>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<think>", "</think>"]
@@ -69,3 +69,11 @@ def gsm8k() -> Path:
     if not path.exists():
         pytest.skip(f"GSM8K is not at {path} (OPENRLHF_TEST_DATA names the folder of the test data)")
     return path
+
+
+def spaced_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with the space before them: "Assistant: yes" is "Assistant:" and " yes", and "Assistant: " ends in a lone space."""
+    words = {"<unk>": 0, "<eos>": 1, "▁": 2, "\nAssistant:": 3, "User:": 4, "▁yes": 5}
+    spaced = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    spaced.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    return PreTrainedTokenizerFast(tokenizer_object=spaced, eos_token="<eos>", unk_token="<unk>")

@@ -26,7 +26,7 @@ from openrlhf.data.first_look import (
     texts_of,
 )
 from openrlhf.data.templates import encode
-from tests.data.small import MARKED_CHAT, PLAIN_CHAT, build_tokenizer
+from tests.data.small import MARKED_CHAT, PLAIN_CHAT, build_tokenizer, spaced_tokenizer
 
 
 def words(*vocabulary: str, normalizer: Any = None, splits: Any = None, decoder: Any = None) -> PreTrainedTokenizerBase:
@@ -191,10 +191,7 @@ def test_rows_that_begin_with_the_words_of_the_template_are_pointed_out() -> Non
 
 
 def test_a_template_whose_last_space_the_tokenizer_joins_with_the_answer_is_pointed_out() -> None:
-    """In training "Assistant: yes" is ":" and " yes"; in generation the prompt would end with a lone space."""
-    spaced = Tokenizer(WordLevel({"<unk>": 0, "<eos>": 1, "▁": 2, "\nAssistant": 3}, unk_token="<unk>"))
-    spaced.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=spaced, eos_token="<eos>", unk_token="<unk>")
+    tokenizer = spaced_tokenizer()
     [sentence] = joined_border(TextFormat(input_template="User: {}\nAssistant: "), tokenizer)
     assert sentence.endswith("use --data.input_template $'User: {}\\nAssistant:'")
     for template in ("User: {}\nAssistant:", "User: {}\nAssistant", "{}", None):

@@ -17,6 +17,7 @@ from openrlhf.data.first_look import TextFormat, record
 from openrlhf.evaluation import chat as chat_module
 from openrlhf.evaluation.chat import PLAIN, Chat, run_chat, template_of
 from tests.config.commands import parse
+from tests.data.small import spaced_tokenizer
 from tests.tiny import character_tokenizer, save_tiny_model
 
 CHATML = (
@@ -51,6 +52,14 @@ def chat(line: str, template: str | None = "q{}a", chat_template: str | None = N
     tokenizer = character_tokenizer()
     tokenizer.chat_template = chat_template
     return Chat(config=parse("interactive_chat", line), tokenizer=tokenizer, template=template)
+
+
+def test_a_space_that_the_model_has_learned_with_its_answers_is_left_to_them() -> None:
+    """Alone at the end of a prompt it would be a token that no answer has ever followed."""
+    template = "User: {}\nAssistant: "
+    for tokenizer, used in ((spaced_tokenizer(), template[:-1]), (character_tokenizer(), template)):
+        talk = Chat(config=parse("interactive_chat", ""), tokenizer=tokenizer, template=template)
+        assert talk.text("hi") == used.replace("{}", "hi")
 
 
 def test_turns_follow_each_other_in_the_template_behind_system_and_preamble(
