@@ -171,7 +171,7 @@ class Pipeline:
     def result(self, name: str) -> Path:
         """What `${name}` stands for in later stages: a model, a file of answers, or the stage's folder."""
         command = next(stage.command for stage in self.stages if stage.name == name)
-        return self.folder / name / (STAGES[command]["result"] if command else "")
+        return self.folder / name / STAGES.get(command, {}).get("result", "")
 
     def filled(self, stage: Stage, text: str) -> str:
         """A text with the places of results in it; the stage's own name stands for its folder."""

@@ -18,7 +18,7 @@ from openrlhf.observability.metrics import Deviation, Mean, Metric
 from openrlhf.trainers.preference import PairTask, pair_metrics
 from openrlhf.trainers.tasks import offline_task, trained_spec
 
-MEASURED = 0.01  # of the training rows, whose rewards are measured if there is no evaluation set
+MEASURED, FEWEST = 0.01, 100  # a part of the training rows, and a number: of so many the rewards are measured at least
 
 
 @offline_task("rm")
@@ -36,7 +36,7 @@ class RewardTask(PairTask[RMConfig, Pairs]):
 
     def measured_rows(self, train_rows: Any) -> Subset[PairRow]:
         """The first rows, because mean and deviation of the rewards are always needed."""
-        return Subset(train_rows, range(max(1, int(len(train_rows) * MEASURED))))
+        return Subset(train_rows, range(max(min(FEWEST, len(train_rows)), int(len(train_rows) * MEASURED))))
 
     def load_model(self) -> ScalarModel:
         """A language model with a scalar head."""

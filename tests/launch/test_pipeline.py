@@ -212,6 +212,7 @@ def test_two_pipelines_do_not_share_a_folder(file: Path, capfd: pytest.CaptureFi
         ("rm: {command: rm, flags: {%s, eval.dataset: ./nowhere.jsonl}}", "rm: --eval.dataset ./nowhere.jsonl does not exist"),
         ("rm: {command: rm, flags: {%s, run.dir: mine}}", "rm: --run.dir is given by the pipeline"),
         ("rm: {command: rmm, flags: {%s}}", "rm: there is no command rmm"),
+        ("rm: {command: rmm, flags: {%s}}\n  later: {command: rm, flags: {model.model_name_or_path: '${rm}', data.dataset: d}}", "rm: there is no command rmm"),
         ("rm: {command: rm, flags: {%s, ref.model_name_or_path: '${sft}'}}", "rm: ${sft} is no stage before this one (first)"),
         ("rm: {run: ls, command: rm}", "rm: give either command or run"),
         ("a.b: {run: ls}", "a.b: a name has letters"),

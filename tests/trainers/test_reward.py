@@ -41,3 +41,11 @@ def test_the_deviation_is_exact_beside_a_large_mean(pairs_at_once: int) -> None:
     numbers = evaluation(rewards, pairs_at_once=pairs_at_once)
     assert numbers["eval/reward_mean"] == pytest.approx(statistics.mean(seen), rel=1e-12)
     assert numbers["eval/reward_std"] == pytest.approx(statistics.stdev(seen), rel=1e-9)
+
+
+@pytest.mark.parametrize(("pairs", "measured"), [(1, 1), (50, 50), (200, 100), (20_000, 200)])
+def test_the_scale_of_the_rewards_comes_from_a_hundredth_of_the_pairs_and_from_a_hundred_at_least(
+    pairs: int, measured: int
+) -> None:
+    """Mean and deviation of one pair would be those that --reward.normalize_enable divides by."""
+    assert len(TASK.measured_rows(range(pairs))) == measured
