@@ -9,7 +9,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import signal, sys, time
+import signal, sys
 from openrlhf import termination
 if sys.argv[1] == "ignored":
     signal.signal(signal.SIGINT, signal.SIG_IGN)

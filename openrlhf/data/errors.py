@@ -7,8 +7,8 @@ from typing import Any
 from openrlhf.config.flags import UserError
 from openrlhf.config.machine import is_first
 
-# Columns with the origin of a row, which survive blending, shuffling and selecting.
-SOURCE, ROW = "__dataset__", "__row__"
+# Columns with the origin of a row, which survive blending, shuffling and selecting; and with the mistake in a row.
+SOURCE, ROW, MALFORMED = "__dataset__", "__row__", "__malformed__"
 
 KINDS = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 

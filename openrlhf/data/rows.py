@@ -17,7 +17,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.machine import usable_cores, world_size
-from openrlhf.data.errors import ROW, SOURCE, DataError
+from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError
 from openrlhf.data.layouts import READERS, columns_read
 from openrlhf.data.templates import Encoded, Passage, encode
 
@@ -42,7 +42,7 @@ MOST_NAMED = 5  # malformed rows
 STORED = {bool: Value("bool"), int: Value("int32"), float: Value("float64"), str: Value("string")}
 STORED |= {list[kind]: List(value) for kind, value in STORED.items()}
 # Columns besides the fields of a row.
-NOTES = {"malformed": STORED[str], "dropped": STORED[str], "cut": STORED[bool], "rewritten": STORED[int]}
+NOTES = {MALFORMED: STORED[str], "dropped": STORED[str], "cut": STORED[bool], "rewritten": STORED[int]}
 
 
 class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
@@ -65,7 +65,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         mapped = once_per_machine(
             lambda: map_rows(number_rows(dataset), used, self._encoded, self.features, "Tokenizing")
         )
-        if malformed := [problem for problem in mapped["malformed"][:] if problem]:
+        if malformed := [problem for problem in mapped[MALFORMED][:] if problem]:
             count = f"\n{len(malformed)} of {len(mapped)} rows are malformed." * (len(malformed) > 1)
             raise DataError("\n".join(malformed[:MOST_NAMED]) + count)
         reasons = mapped["dropped"][:]
@@ -89,14 +89,14 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         """The columns of a row whose texts are tokens now, or the reason why the row is dropped."""
 
     def _encoded(self, columns: Columns) -> Columns:
-        """Batches of columns as the columns of `features`. `dropped` and `malformed` have the reason and the mistake, if any."""
+        """Batches of columns as the columns of `features`. `dropped` and `MALFORMED` have the reason and the mistake, if any."""
         values, read = zip(*columns.values(), strict=True), READERS.get(self.data.layout, dict)
-        rows = [dict(zip(columns, row, strict=True)) for row in values]
-        texts = [attempt(lambda row: self.passages(read(row)), row) for row in rows]
+        rows = [attempt(read, dict(zip(columns, row, strict=True))) for row in values]
+        texts = [attempt(self.passages, row) for row in rows]
         kept = [passage.text for text in texts if isinstance(text, list) for passage in text]
         encoded = iter(encode(self.tokenizer, kept))
         results = [
-            attempt(self.columns, read(row), text, [next(encoded) for _ in text]) if isinstance(text, list) else text
+            attempt(self.columns, row, text, [next(encoded) for _ in text]) if isinstance(text, list) else text
             for row, text in zip(rows, texts, strict=True)
         ]
         blank = {"dropped": "", "cut": False, "rewritten": 0}
@@ -114,12 +114,12 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         return contents_of(self._fields)
 
 
-def attempt(step: Callable[..., Any], *arguments: Any) -> Any:
-    """What a step makes of a row, or a column with the mistake that it found in the row."""
+def attempt(step: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:
+    """What a step makes of a row, or a column with the mistake that this step or an earlier one found in the row."""
     try:
-        return step(*arguments)
+        return row if MALFORMED in row else step(row, *arguments)
     except DataError as error:
-        return {"malformed": str(error)}
+        return {MALFORMED: str(error)}
 
 
 def contents_of(dataset: Dataset) -> Iterator[bytes]:

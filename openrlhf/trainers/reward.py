@@ -18,7 +18,8 @@ from openrlhf.observability.metrics import Deviation, Mean, Metric
 from openrlhf.trainers.preference import PairTask, pair_metrics
 from openrlhf.trainers.tasks import offline_task, trained_spec
 
-MEASURED, FEWEST = 0.01, 100  # a part of the training rows, and a number: of so many the rewards are measured at least
+# Without an evaluation set: the part of the training rows that is measured, and the fewest rows.
+MEASURED, FEWEST = 0.01, 100
 
 
 @offline_task("rm")

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.devices import free_port
 from openrlhf.distributed.placement import Placement, PlacementError
+from openrlhf.termination import SAID
 from tests.config.printed import PRINTED
 from tests.e2e.commands import Finished, column, finish, numbers, places, run, write_rows
 from tests.e2e.nodes import end, environment, start_node, type_in
@@ -326,7 +327,8 @@ def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> 
         said, errors = process.communicate(timeout=300)
     finally:
         process.kill()
-    assert (process.returncode, said.strip(), errors.split()[-1]) == (143, "1 node\nin order", "terminated")
+    ending = f"{SAID.decode()}\nterminated".strip()
+    assert (process.returncode, said.strip(), errors.strip()) == (143, "1 node\nin order", ending)
 
 
 HOLDER = (
