@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
@@ -59,16 +47,6 @@ class Module:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
                 yield node.name, node.end_lineno - node.lineno + 1
-
-    @property
-    def lines(self) -> int:
-        """Lines of code: without blank lines, comments and docstrings."""
-        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
-        code = {line for t in tokens if t.type not in NO_CODE for line in range(t.start[0], t.end[0] + 1)}
-        for node in ast.walk(self.tree):
-            if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-                code -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-        return len(code)
 
 
 @cache

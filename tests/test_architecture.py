@@ -1,4 +1,4 @@
-"""The arrows of docs/architecture.md, walked over every module's imports, and the sizes the project keeps to."""
+"""The arrows of docs/architecture.md, walked over every module's imports, and the length of functions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ HOMES = {
 # What a module may load at import besides the standard library and our own modules.
 STANDARD_LIBRARY_ONLY = ["config*", "termination", "trajectory", "utils", "cli*"]
 WITHOUT_TORCH = ["processes*", "agents.contract", "agents.program", "rewards*"]
-SIZE = 16_200  # code lines of the whole package; changes only with the design
 MODULES = sorted(package().values(), key=str)
 
 
@@ -109,13 +108,8 @@ def test_engines_and_servers_never_load_deepspeed_and_trainers_never_load_vllm()
         assert "vllm" not in loaded_with(module.name), module
 
 
-def test_a_module_stays_within_400_lines_and_a_function_within_60() -> None:
-    long_modules = {str(m): n for m in MODULES if (n := m.text.count("\n")) > 400}
+def test_a_function_stays_within_60_lines() -> None:
     long_functions = {
         f"{module} {name}": lines for module in MODULES for name, lines in module.functions() if lines > 60
     }
-    assert (long_modules, long_functions) == ({}, {})
-
-
-def test_the_package_stays_within_its_size() -> None:
-    assert sum(m.lines for m in MODULES) <= SIZE
+    assert long_functions == {}
