@@ -17,8 +17,9 @@ from openrlhf.config.flags import UserError
 
 T = TypeVar("T")
 ALIGNMENT = 16  # bytes; every tensor starts on this boundary, so any dtype can be viewed in place
-# Words of 8 bytes: half a megabyte stays in a core's cache; a GPU would wait for 10,000 small kernels per GiB.
-HASH_BLOCK = {"cpu": 2**16, "cuda": 2**20}
+HASH_BLOCK = 2**16  # words of 8 bytes: half a megabyte stays in the cache of a CPU core
+# How many blocks are computed at once. A GPU would wait for thousands of small kernels per GiB if it took them one by one.
+BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
 
 
 class PublicationError(UserError, RuntimeError):
@@ -89,17 +90,33 @@ def bucket_hash(buffer: Tensor) -> int:
     words = buffer.view(torch.int64)
     weights = _hash_weights(words.device)
     while True:
-        # The shift brings a word's high half to the low bits: a product modulo 2⁶⁴ forgets high bits.
-        sums = [((block + (block >> 32)) * weights[: len(block)]).sum() for block in words.split(len(weights))]
-        words = torch.stack(sums)
+        words = _hash_blocks(words, weights, BLOCKS_AT_ONCE[words.device.type])
         if len(words) == 1:
             return int(words)
+
+
+def _hash_blocks(words: Tensor, weights: Tensor, blocks_at_once: int) -> Tensor:
+    """Return the weighted sum of each block of `words`; the last block may be shorter. `blocks_at_once` changes nothing."""
+    sums = []
+    length = len(words) // HASH_BLOCK * HASH_BLOCK
+    if length:
+        for blocks in words[:length].view(-1, HASH_BLOCK).split(blocks_at_once):
+            sums.append(_weighted_sums(blocks, weights))
+    last = words[length:]
+    if len(last) or not sums:
+        sums.append(_weighted_sums(last[None], weights[: len(last)]))
+    return torch.cat(sums)
+
+
+def _weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
+    # The shift brings a word's high half to the low bits: a product modulo 2⁶⁴ forgets high bits.
+    return ((blocks + (blocks >> 32)) * weights).sum(dim=1)
 
 
 @lru_cache(maxsize=8)
 def _hash_weights(device: torch.device) -> Tensor:
     """The odd weights of a block, the same in every process: the splitmix64 sequence."""
-    x = torch.arange(1, HASH_BLOCK[device.type] + 1, device=device) * -0x61C8864680B583EB
+    x = torch.arange(1, HASH_BLOCK + 1, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor
     return x | 1

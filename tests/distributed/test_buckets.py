@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.distributed.buckets import (
+    BLOCKS_AT_ONCE,
     HASH_BLOCK,
     PublicationError,
     TensorSpec,
@@ -23,7 +24,6 @@ from openrlhf.distributed.buckets import (
     verify_receipts,
 )
 
-BLOCK = HASH_BLOCK["cpu"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8)
 SPECS = st.lists(
     st.builds(
@@ -45,8 +45,8 @@ def reference_hash(data: bytes) -> int:
         return (x ^ (x >> 31)) | 1
 
     def block(words: list[int]) -> int:
-        if len(words) > BLOCK:
-            return block([block(words[i : i + BLOCK]) for i in range(0, len(words), BLOCK)])
+        if len(words) > HASH_BLOCK:
+            return block([block(words[i : i + HASH_BLOCK]) for i in range(0, len(words), HASH_BLOCK)])
         total = sum((w + (w >> 32)) * weight(i) for i, w in enumerate(words)) % 2**64
         return total - 2**64 if total >= 2**63 else total
 
@@ -117,8 +117,15 @@ class TestHash:
         assert bucket_hash(torch.tensor(list(data), dtype=torch.uint8)) == reference_hash(data)
 
     def test_is_the_formula_over_several_blocks(self):
-        data = random_bytes(8 * (2 * BLOCK + 3))
+        data = random_bytes(8 * (2 * HASH_BLOCK + 3))
         assert bucket_hash(data) == reference_hash(data.numpy().tobytes())
+
+    @pytest.mark.parametrize("at_once", [1, 2, 64])
+    def test_how_many_blocks_a_device_computes_at_once_changes_nothing(self, monkeypatch, at_once):
+        data = random_bytes(8 * (5 * HASH_BLOCK + 3))
+        expected = bucket_hash(data)
+        monkeypatch.setitem(BLOCKS_AT_ONCE, "cpu", at_once)
+        assert bucket_hash(data) == expected
 
     def test_any_flipped_bit_is_noticed(self):
         data = random_bytes(64)
@@ -137,7 +144,7 @@ class TestHash:
             changed[[first, second]] *= -1
             assert bucket_hash(changed.view(torch.uint8)) != before
 
-    @pytest.mark.parametrize("size", [4096, 8 * (BLOCK + 512)])
+    @pytest.mark.parametrize("size", [4096, 8 * (HASH_BLOCK + 512)])
     def test_swapped_and_shifted_values_are_noticed(self, size):
         data = random_bytes(size)
         swapped = data.clone()
