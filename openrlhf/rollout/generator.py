@@ -76,6 +76,7 @@ def in_prompt_order(groups: Iterable[Group]) -> list[Trajectory]:
 
 
 Annotate = Callable[[Group], Awaitable[Group]]
+Sampled = Callable[[Prompt], None]
 
 
 async def as_sampled(group: Group) -> Group:
@@ -83,17 +84,24 @@ async def as_sampled(group: Group) -> Group:
     return group
 
 
+def unobserved(_: Prompt) -> None:
+    """Ignore that a prompt's last token is drawn."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """How a stream of groups is generated. It travels with the prompts, so nothing is read back from the trainer.
 
     `annotated` may add scores of reward models, and mark the samples of a prompt as filtered. A filtered prompt is
-    replaced by the next prompt, so that the stream has as many other groups as were asked for.
+    replaced by the next prompt, so that the stream has as many other groups as were asked for. `sampled` is called when
+    the engines have drawn the last token of a prompt's samples, before these are rewarded; with agents, which may sample
+    again at any time, when all episodes of the prompt have ended.
     """
 
     spec: SamplingSpec
     step: int  # the training step; for an evaluation, the number of steps trained so far
     annotated: Annotate = as_sampled
+    sampled: Sampled = unobserved
 
 
 class Generator(Protocol):
@@ -180,16 +188,22 @@ class RolloutGenerator:
             await self.engines.rest()
 
     async def _finished(self, prompt: Prompt, request: Request) -> Group:
-        sampled = self.agents.play if self.agents else self._sample
-        return await request.annotated(await sampled(prompt, request.spec, self._generate))
+        if self.agents:
+            group = await self.agents.play(prompt, request.spec, self._generate)
+            request.sampled(prompt)
+        else:
+            group = await self._sample(prompt, request)
+        return await request.annotated(group)
 
-    async def _sample(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group:
+    async def _sample(self, prompt: Prompt, request: Request) -> Group:
+        spec = request.spec
         tokens = prompt.tokens[-spec.prompt_room :]
         if len(tokens) < len(prompt.tokens):
             warn_once(
                 f"Prompts that leave no room for a response in --data.max_len keep their last {len(tokens)} tokens."
             )
-        generations = await generate(prompt, spec, tokens, spec.params_for(prompt, len(tokens)))
+        generations = await self._generate(prompt, spec, tokens, spec.params_for(prompt, len(tokens)))
+        request.sampled(prompt)
         reads = self.reward.reads if self.reward else ()
         requests = [
             request_of(self.tokenizer, prompt.text, prompt.label, tokens, generation.tokens, reads=reads)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 
+from openrlhf import termination
 from openrlhf.observability.metrics import Last, Max, Mean, Metric
 from openrlhf.rollout.background import CLOSE_S
 from openrlhf.rollout.episode_files import EpisodeFolder
@@ -15,6 +16,8 @@ from openrlhf.rollout.generator import Group, Request
 from openrlhf.trainers.capacity import Capacity, Held
 from openrlhf.trainers.sources import Source
 from openrlhf.trajectory import Prompt, Trajectory
+
+TERMINATION_CHECK_S = 0.2  # while a publication waits for samples
 
 
 @dataclass(kw_only=True)
@@ -39,7 +42,8 @@ class AsyncSource(Source):
 
     Private methods run in the event loop, public ones in the controller's thread. Prompts start in their order; an epoch
     follows the other without a break. With --train.partial_rollout_enable, samples under way go on under new weights.
-    Otherwise a publication waits for them, and every sample has one version. `consumed`: prompts drawn.
+    Otherwise a publication waits until their last tokens are drawn, and every sample has one version. It does not wait for
+    rewards. `consumed`: prompts drawn.
     """
 
     def __post_init__(self) -> None:
@@ -52,6 +56,7 @@ class AsyncSource(Source):
         self.held: list[Started] = []
         self._left = self._prompts()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._sampling: dict[int, asyncio.Future[None]] = {}  # by prompt; done when its last token is drawn
         self._publishing = False
         self._changed = asyncio.Event()
         self._lags: Counter[int] = Counter()
@@ -145,26 +150,41 @@ class AsyncSource(Source):
 
     async def _generate(self, started: Started) -> None:
         """Generate the samples of a prompt, and judge them. A rejected prompt is replaced at once."""
-        request = Request(spec=self.spec, step=self.step + 1, annotated=self.judged)
+        self._sampling[started.prompt.index] = asyncio.get_running_loop().create_future()
+        request = Request(spec=self.spec, step=self.step + 1, annotated=self.judged, sampled=self._end_sampling)
         try:
             async for group in self.generator.stream([started.prompt], request, groups=1):
                 started.finish(group)
                 if started.filtered:
                     self._start()
         finally:
+            self._end_sampling(started.prompt)
             self._changed.set()
 
-    @contextmanager
-    def publishing(self, version: int) -> Iterator[None]:
-        """Within it, no prompt starts; without --train.partial_rollout_enable, none is under way either."""
-        self.loop.run(self._hold(), self.train.step_timeout)
-        yield
-        self.loop.run(self._go_on(version), self.train.step_timeout)
+    def _end_sampling(self, prompt: Prompt) -> None:
+        """Note that the engines draw no more tokens of a prompt. May be called twice."""
+        under_way = self._sampling.pop(prompt.index, None)
+        if under_way and not under_way.done():
+            under_way.set_result(None)
 
-    async def _hold(self) -> None:
+    @contextmanager
+    def publishing(self, version: int) -> Iterator[bool]:
+        """Start no prompt until the block exits. Without --train.partial_rollout_enable, no token is drawn there either.
+
+        Yields False if the process is asked to end while samples are still being drawn: nothing is to be published then.
+        """
+        is_quiet = self.loop.run(self._hold(), self.train.step_timeout)
+        yield is_quiet
+        if is_quiet:
+            self.loop.run(self._go_on(version), self.train.step_timeout)
+
+    async def _hold(self) -> bool:
         self._publishing = True
-        if not self.train.partial_rollout_enable:
-            await asyncio.gather(*self._tasks)
+        if self.train.partial_rollout_enable:
+            return True
+        while self._sampling and not termination.asked():
+            await asyncio.wait(self._sampling.values(), timeout=TERMINATION_CHECK_S)
+        return not self._sampling
 
     async def _go_on(self, version: int) -> None:
         for each in self.held:  # steps that left the weights as they were had versions of their own

@@ -120,9 +120,14 @@ class PPOTrainer:
         self.source.errors.check(batch.trajectories)
 
     def publish(self) -> None:
-        """Publish the weights of the current step to the engines, unless the engines have them already."""
-        if not self.policy_is_frozen:
-            with self.source.publishing(self.step + 1):
+        """Publish the weights of the current step to the engines, unless the engines have them already.
+
+        A process that is asked to end does not wait for samples, and publishes nothing.
+        """
+        if self.policy_is_frozen:
+            return
+        with self.source.publishing(self.step + 1) as is_quiet:
+            if is_quiet:
                 self.weights.publish(self.step + 1)
 
     @property

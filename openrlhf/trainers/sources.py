@@ -66,9 +66,9 @@ class Source(ABC):
     def save(self, folder: Path) -> None:  # noqa: B027 — a source may have nothing to keep
         """Write what has been drawn and not been trained on; by default nothing, because it is drawn again."""
 
-    def publishing(self, version: int) -> AbstractContextManager[None]:
-        """Within it, the weights are published. By default, no sample is under way between two steps."""
-        return nullcontext()
+    def publishing(self, version: int) -> AbstractContextManager[bool]:
+        """Publish the weights within it if it yields True. By default, no sample is under way between two steps."""
+        return nullcontext(True)
 
     def close(self) -> None:  # noqa: B027 — or to end
         """End what is under way."""

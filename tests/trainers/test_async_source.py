@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from openrlhf import termination
 from openrlhf.config.learning import AlgoConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.budget import RewardErrors
+from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop
-from openrlhf.rollout.generator import Group, Request
+from openrlhf.rollout.generator import Generate, Generator, Group, Request, RolloutGenerator, SamplingSpec
+from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trainers.async_source import AsyncSource
 from openrlhf.trajectory import Prompt, Trajectory
-from tests.trainers.episodes import failed
+from tests.rollout.test_generator import Decoder, Engines
+from tests.trainers.episodes import episode, failed
 from tests.trainers.test_sources import SPEC, EchoGenerator, Prompts
 
 PROMPTS, BATCH = 24, 2
@@ -71,13 +76,19 @@ class Judged(VersionedEcho):
 
 
 def source(
-    loop: BackgroundLoop, engines: VersionedEcho, *, queue: int, staleness: int, max_error_rate: float = 0.1
+    loop: BackgroundLoop,
+    engines: Generator,
+    *,
+    queue: int,
+    staleness: int,
+    max_error_rate: float = 0.1,
+    partial: bool = True,
 ) -> AsyncSource:
     train = RLTrainConfig(
         async_enable=True,
         async_queue_size=queue,
         max_staleness=staleness,
-        partial_rollout_enable=True,
+        partial_rollout_enable=partial,
         step_timeout=5.0,
     )
     spec = replace(SPEC, rollout=RolloutConfig(max_new_tokens=4, batch_size=BATCH))
@@ -139,6 +150,124 @@ def test_the_steps_are_counted_where_the_samples_are_taken(loop: BackgroundLoop,
     while (taken := loop.run(made._progress(), 5.0)) is None:
         pass
     assert (made.step, len(taken)) == (1, BATCH)
+
+
+# ---- publications
+
+
+class SlowEngines(Engines):
+    """Engines whose samples end when `drawn` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = asyncio.Event()
+
+    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
+        await self.drawn.wait()
+        return [replace(each, tokens=[5]) for each in await super().generate(key, tokens, params)]
+
+
+class SlowReward:
+    """A reward of 1 that comes when `scored` is set."""
+
+    reads = ()
+
+    def __init__(self) -> None:
+        self.scored = asyncio.Event()
+        self.waiting = 0
+
+    async def check(self) -> None: ...
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        self.waiting += 1
+        await self.scored.wait()
+        return [RewardResult(reward=1.0)] * len(requests)
+
+
+class OwnRewards:
+    """An agent that samples once, and takes its time to score the sample."""
+
+    def __init__(self, reward: SlowReward) -> None:
+        self.reward = reward
+
+    async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group:
+        await generate(prompt, spec, prompt.tokens, spec.agent_params_for(prompt))
+        await self.reward.score([])
+        return [episode(prompt.index, score=1.0)]
+
+
+Rewarded = tuple[AsyncSource, SlowEngines, SlowReward]
+
+
+@pytest.fixture
+def rewarded(loop: BackgroundLoop) -> Iterator[Callable[..., Rewarded]]:
+    """Make a source without partial rollouts whose samples and rewards wait for the test."""
+    made: list[AsyncSource] = []
+
+    def make(*, agents: bool = False) -> Rewarded:
+        engines, reward, tokenizer = SlowEngines(), SlowReward(), Decoder()
+        played: Any = OwnRewards(reward) if agents else None
+        generator = RolloutGenerator(engines, cast(Any, tokenizer), cast(Any, reward), agents=played)
+        made.append(source(loop, generator, queue=1, staleness=1, partial=False))
+        loop.run(start(made[0]), 5.0)
+        return made[0], engines, reward
+
+    yield make
+    for each in made:
+        each.close()
+
+
+async def start(made: AsyncSource) -> None:
+    """Start the first prompts, as the loop's first question does."""
+    made._start()
+    await asyncio.sleep(0)
+
+
+def is_published(made: AsyncSource, within: float) -> bool:
+    """Whether a publication is allowed to begin in time."""
+    publication = threading.Thread(target=publish, args=(made, VersionedEcho(), 1), daemon=True)
+    publication.start()
+    publication.join(within)
+    return not publication.is_alive()
+
+
+def test_a_publication_waits_for_the_last_token_and_not_for_the_reward(
+    loop: BackgroundLoop, rewarded: Callable[..., Rewarded]
+) -> None:
+    made, engines, reward = rewarded()
+    assert not is_published(made, within=0.1)
+    loop.run(set_event(engines.drawn), 5.0)
+    wait_until(lambda: made.version == 1)
+    assert reward.waiting == BATCH and not any(each.finished for each in made.held)
+    assert [each.version for each in made.held] == [0, 0]  # of the weights that sampled
+    loop.run(set_event(reward.scored), 5.0)
+    assert [t.prompt.index for t in next(iter(made))] == [0, 1]
+    assert values(made.metrics())["rollout/lag_max"] == 1
+
+
+def test_a_publication_waits_for_an_agent_whose_episode_may_sample_again(
+    loop: BackgroundLoop, rewarded: Callable[..., Rewarded]
+) -> None:
+    made, engines, reward = rewarded(agents=True)
+    loop.run(set_event(engines.drawn), 5.0)
+    wait_until(lambda: reward.waiting == BATCH)
+    assert not is_published(made, within=0.1)
+    loop.run(set_event(reward.scored), 5.0)
+    wait_until(lambda: made.version == 1)
+
+
+def test_a_process_that_is_asked_to_end_does_not_wait_for_samples_to_publish(
+    rewarded: Callable[..., Rewarded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _, _ = rewarded()
+    monkeypatch.setattr(termination, "asked", lambda: 143)
+    with made.publishing(1) as is_quiet:
+        assert not is_quiet
+    assert made.version == 0 and made.consumed == BATCH
+
+
+async def set_event(event: asyncio.Event) -> None:
+    event.set()
 
 
 # ---- filtering

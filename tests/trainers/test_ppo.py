@@ -95,8 +95,8 @@ class Steps:
     def metrics(self) -> dict[str, Metric]:
         return {}
 
-    def publishing(self, version: int) -> AbstractContextManager[None]:
-        return nullcontext()
+    def publishing(self, version: int) -> AbstractContextManager[bool]:
+        return nullcontext(True)
 
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
         self.step = step
