@@ -65,6 +65,14 @@ class RunState:
     def __post_init__(self) -> None:
         assert json.loads(json.dumps(self.identity, default=repr)) == self.identity
 
+    def continued_folder(self, run_dir: str) -> str:
+        """Return the run folder that a resumed run continues: its own, or `run_dir` if it was moved there.
+
+        A run folder that has moved no longer exists at its own path, and there is one at `run_dir`, which is absolute.
+        """
+        moved = not os.path.isdir(self.run_dir) and os.path.isdir(run_dir)
+        return run_dir if moved else self.run_dir
+
 
 @dataclass(frozen=True, kw_only=True)
 class StagedCheckpoint:

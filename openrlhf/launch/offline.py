@@ -67,7 +67,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     checkpoints = CheckpointManager(config.ckpt, [""])
     checkpoint = to_continue(config, checkpoints, strategy, start) if config.ckpt.load_enable else None
     if checkpoint:
-        start = replace(start, run_dir=checkpoint.state.run_dir)
+        start = replace(start, run_dir=checkpoint.state.continued_folder(run_dir))
     engine = load_models(task, strategy, total_steps)
     resume_step = checkpoint and checkpoint.state.step
     recorder = Recorder(config, start.run_dir, resume_step=resume_step) if strategy.is_main else None

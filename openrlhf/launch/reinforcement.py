@@ -54,11 +54,11 @@ def train(config: PPOConfig, processes: Processes) -> None:
         check_reward(config.reward, [data.train[place] for place in first], data.tokenizer)
     if config.remote_teacher:
         RemoteTeacher.named(config.remote_teacher).check(data.tokenizer, max_len=config.data.max_len)
+    run_dir = os.path.abspath(config.run.dir)
+    if checkpoint:
+        run_dir = checkpoint.state.continued_folder(run_dir)
     start = RunState(
-        step=0,
-        run_dir=checkpoint.state.run_dir if checkpoint else os.path.abspath(config.run.dir),
-        engines=settings.engine_layouts(config),
-        identity=rl_identity(config, data.train),
+        step=0, run_dir=run_dir, engines=settings.engine_layouts(config), identity=rl_identity(config, data.train)
     )
     if checkpoint:
         words = "estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role"

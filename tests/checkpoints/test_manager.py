@@ -129,6 +129,16 @@ def test_a_state_that_json_would_bend_is_refused_by_name(identity: dict) -> None
         RunState(step=1, identity=identity)
 
 
+def test_run_state_continues_a_moved_run_folder_where_it_is_now(tmp_path: Path) -> None:
+    own, given = tmp_path / "own", tmp_path / "given"
+    state = RunState(step=1, run_dir=str(own))
+    assert state.continued_folder(str(given)) == str(own), "neither exists: a deleted folder is made again"
+    given.mkdir()
+    assert state.continued_folder(str(given)) == str(given)
+    own.mkdir()
+    assert state.continued_folder(str(given)) == str(own)
+
+
 def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path)
     with pytest.raises(AssertionError):
