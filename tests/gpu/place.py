@@ -37,12 +37,15 @@ def save_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
 
 @contextmanager
 def started_engine(folder: Path, **vllm: Any) -> Iterator[Any]:
-    """A rollout engine that Ray runs on this GPU, as in a run."""
+    """A rollout engine that Ray runs on this GPU, as in a run; unless `vllm` says otherwise, without CUDA graphs.
+
+    Compiling the model and recording CUDA graphs takes most of the minute and a half until an engine serves.
+    """
     import ray
 
     from openrlhf.rollout.engine import RolloutEngine
 
-    config = VLLMConfig(dtype="bf16", gpu_memory_utilization=0.3, **vllm)
+    config = VLLMConfig(dtype="bf16", gpu_memory_utilization=0.3, **{"enforce_eager": True, **vllm})
     settings = EngineSettings(model=str(folder), vllm=config, max_model_len=1024, device=DEVICE)
     gpus = 0 if REHEARSAL else 1
     ray.init(address="local", num_gpus=gpus, include_dashboard=False)

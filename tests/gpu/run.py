@@ -24,17 +24,17 @@ from openrlhf.config.machine import installed
 
 MINUTES = 8
 FOLDER = "tests/gpu"
-CHECKS = {  # in order of what is most likely to break, with the seconds that each may take
+CHECKS = {  # short ones first, then those that start an engine; with the seconds that each may take
+    "test_publication.py::test_a_hash_is_the_same_on_gpu_and_cpu": 60,
     "test_publication.py::test_weights_reach_another_process_on_the_same_gpu_by_cuda_ipc": 90,
     "test_publication.py::test_weights_reach_another_gpu_by_nccl": 90,
-    "test_publication.py::test_a_hash_is_the_same_on_gpu_and_cpu": 60,
-    "test_publication.py::test_an_engine_on_the_trainers_gpu_serves_what_was_published": 180,
-    "test_hybrid.py::test_an_engine_frees_its_gpu_in_its_sleep_and_wakes_when_it_is_asked": 120,
-    "test_hybrid.py::test_grpo_with_models_and_engine_on_one_gpu": 180,
     "test_packing.py::test_packed_rows_score_as_single_rows[flash_attention_2]": 90,
     "test_packing.py::test_packed_rows_score_as_single_rows[sdpa]": 90,
-    "test_speed.py::test_generation": 180,
+    "test_hybrid.py::test_grpo_with_models_and_engine_on_one_gpu": 240,
+    "test_publication.py::test_an_engine_on_the_trainers_gpu_serves_what_was_published": 120,
     "test_speed.py::test_training": 120,
+    "test_hybrid.py::test_an_engine_frees_its_gpu_in_its_sleep_and_wakes_when_it_is_asked": 120,
+    "test_speed.py::test_generation": 180,
 }
 PACKAGES = ("torch", "vllm", "ray", "deepspeed", "transformers", "flash-attn")
 
@@ -59,7 +59,7 @@ def check(node: str, seconds: float) -> dict[str, Any]:
         stacks = f"faulthandler_timeout={max(1, int(seconds) - 5)}"  # where a check hangs, before it is ended
         with log.open("w") as output:
             code = subprocess.run(
-                [*command, f"--junitxml={report}", "-p", "no:cacheprovider", "-o", stacks],
+                [*command, f"--junitxml={report}", "-p", "no:cacheprovider", "-o", stacks, "-o", "junit_family=xunit1"],
                 stdout=output,
                 stderr=output,
                 check=False,

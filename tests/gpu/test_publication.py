@@ -1,13 +1,11 @@
-"""Weight transports between GPU processes: CUDA IPC on one GPU, NCCL between two, and a whole engine.
-
-They have not been run on a GPU yet.
-"""
+"""Weight transports between GPU processes: CUDA IPC on one GPU, NCCL between two, and a whole engine."""
 
 from __future__ import annotations
 
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -101,12 +99,14 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(
 ):
     import ray  # the other tests of this module do without
 
-    model = save_model(tmp_path, num_hidden_layers=2, initializer_range=0.08)
+    # Larger weights make attention so sharp that rounding to bfloat16 alone moves log-probabilities by 0.1 nats.
+    model = save_model(tmp_path, num_hidden_layers=2, initializer_range=0.03)
+    loaded = deepcopy(model)
     with started_engine(tmp_path) as engine:
         record_property("logprob_gap_of_loaded_weights", gap(model, engine, versions=(0,)))
         with torch.no_grad():
             for p in model.parameters():
-                p.add_(torch.randn_like(p) * 0.05)
+                p.add_(torch.randn_like(p) * 0.02)
         group, sender = new_group(TRANSPORT), WeightSender()
         joining = engine.join.remote(group, 1)
         sender.join(group)
@@ -123,7 +123,9 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(
         ray.get(engine.resume.remote(), timeout=60)
         off = gap(model, engine, versions=(1,))
         record_property("logprob_gap_of_published_weights", off)
-        assert off < 0.05
+        stale = gap(loaded, engine, versions=(1,))
+        record_property("logprob_gap_if_nothing_had_arrived", stale)
+        assert off < 0.05 and off < stale / 5
 
 
 def gap(model: Qwen2ForCausalLM, engine: Any, versions: tuple[int, ...]) -> float:
