@@ -27,6 +27,15 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: int | str | None
 
+    def is_cut(self, prompt_length: int, max_length: int, max_new_tokens: int | None) -> bool:
+        """Return whether a limit of the run cut the sample: the room after the prompt, or the length of a turn.
+
+        A sample that reached a lower limit of the request itself is complete.
+        """
+        room = max_length - prompt_length
+        most = min(room, max_new_tokens or room)
+        return self.finish_reason == "length" and len(self.token_ids) >= most
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from openrlhf.processes.call import Asked, UserCodeError
@@ -33,7 +33,8 @@ class Assembled:
     reward: RewardResult
     truncated: bool
     turn_rewards: tuple[tuple[int, float], ...] = ()  # position of a turn's last token, and the turn's reward
-    oddities: Sequence[str] = ()  # worth telling the user once
+    oddities: Sequence[str] = ()  # why log-probabilities are not the policy's
+    notices: Mapping[str, str] = field(default_factory=dict[str, str])  # sentences about the tokens, by kind
 
 
 def assemble(result: Mapping[str, Any], samples: Sequence[Asked], max_length: int, *, vocabulary: int) -> Assembled:
@@ -65,6 +66,7 @@ def assemble(result: Mapping[str, Any], samples: Sequence[Asked], max_length: in
         truncated=bool(result.get("truncated")) or len(tokens) > max_length,
         turn_rewards=tuple(turns),
         oddities=sampled.oddities,
+        notices=_notices(result),
     )
 
 
@@ -147,6 +149,14 @@ def _ranges(result: Mapping[str, Any]) -> list[tuple[int, int]]:
 def _numbers(result: Mapping[str, Any], name: str, count: int, of: str) -> list[float] | None:
     """What the executor gives under this name, a number for each of `count` tokens or action ranges; None if it gives nothing."""
     return None if result.get(name) is None else numbers(name, result[name], count, of=of, finite=True)
+
+
+def _notices(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the notices of our own executors; a user's executor may give something else under this name."""
+    given = result.get("notices")
+    if not isinstance(given, Mapping):
+        return {}
+    return {str(kind): str(sentence) for kind, sentence in given.items()}
 
 
 def _reward(result: Mapping[str, Any], turns: Sequence[float] | None) -> RewardResult:

@@ -4,100 +4,223 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
-from openrlhf.data.templates import STAND_IN, Message, render, to_messages, with_parsed_arguments
+from openrlhf.agents.continuation import encode, encode_after
+from openrlhf.data.templates import STAND_IN, Message, Span, in_common, render, to_messages, with_parsed_arguments
 
 HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+SHOWN = 60  # characters of a text in a notice
+CONTEXT = 200  # characters before a reply that are encoded with it
+CHARACTERS_PER_TOKEN = 64  # a longer text cannot fit, and is not tokenised: that could take minutes
+FEWEST_CHARACTERS = 1 << 16
 
 
 class ChatMistake(EngineRefusal):
-    """A request that cannot be answered; the message is for the agent's author."""
+    """A request that cannot be answered. The message is for the agent's author; `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ContextFull(ChatMistake):
     """The conversation leaves no room for a reply."""
 
 
-class ChatSession:
-    """One conversation. Its `tokens` and `ranges` are those of an episode: see `agents.AgentExecutorBase.execute`."""
+def check_size(text: str, max_length: int) -> None:
+    """Raise ContextFull for a text that cannot fit into `max_length` tokens and would take long to tokenise."""
+    limit = max(FEWEST_CHARACTERS, CHARACTERS_PER_TOKEN * max_length)
+    if len(text) > limit:
+        raise ContextFull(
+            f"{len(text)} characters do not fit into --data.max_len {max_length}: the limit is {limit} characters"
+        )
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-        self.tokenizer, self.max_length = tokenizer, max_length
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the chat template sees of a request: messages, definitions of tools, and further variables."""
+
+    messages: list[Message]
+    tools: Sequence[dict[str, Any]]
+    variables: Mapping[str, Any]
+
+    def rendered(
+        self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message] | None = None, *, prompt: bool = True
+    ) -> str:
+        """Return the text of the messages, or of other `messages` with the same tools. Raises ChatMistake."""
+        shown = self.messages if messages is None else messages
+        try:
+            return render(tokenizer, shown, add_generation_prompt=prompt, tools=self.tools, variables=self.variables)
+        except ValueError as error:
+            raise ChatMistake(str(error), "messages") from error
+
+
+def asked_for(messages: Any, tools: Sequence[dict[str, Any]] | None, variables: Mapping[str, Any] | None) -> Asked:
+    """Return the fields of a request in one object. Raises ChatMistake for malformed messages."""
+    try:
+        return Asked(messages=to_messages(messages), tools=tools or (), variables=variables or {})
+    except ValueError as error:
+        raise ChatMistake(f"messages: {error}", "messages") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """The prompt of a request: all its tokens, and the text that the request adds to the conversation."""
+
+    asked: Asked
+    tokens: list[int]
+    added: str
+
+
+class ChatSession:
+    """One conversation. Its `tokens` and `ranges` are those of an episode: see `agents.AgentExecutorBase.execute`.
+
+    `notices` has a sentence for each kind of difference between these tokens and those of the whole conversation.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_length: int, *, max_new_tokens: int | None = None
+    ) -> None:
+        self.tokenizer, self.max_length, self.max_new_tokens = tokenizer, max_length, max_new_tokens
         self.tokens: list[int] = []
         self.ranges: list[tuple[int, int]] = []
-        self.truncated = False
-        self._asked: list[Message] = []  # the messages of the last request
-        self._seen: list[Message] = []  # the messages of the last request that was answered
-        self._reply: Message | None = None  # and the answer to it
-        self._ended = False  # whether that answer's last token ended it
+        self.truncated = False  # by a limit of the run, not of a request
+        self.notices: dict[str, str] = {}
+        self._texts: list[str] = []  # the text before each reply, as the template wrote it
+        self._replies: list[str] = []  # the texts of the replies
+        self._read = ""  # the whole conversation as the policy has it
+        self._pending: Prompt | None = None  # of the last request
+        self._answered: Asked | None = None  # the last request that was answered
+        self._reply: Message = {}  # the answer to it
+        self._ended = False  # whether the last token of that answer ended it
 
-    def prompt_for(self, messages: Any, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
-        """The tokens that the policy is to continue. Raises ChatMistake, ContextFull."""
+    def prompt_for(
+        self, messages: Any, tools: Sequence[dict[str, Any]] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Return the tokens that the policy is to continue. Raises ChatMistake, ContextFull."""
         try:
-            asked = to_messages(messages)
-        except ValueError as error:
-            raise ChatMistake(f"messages: {error}") from error
-        if self._reply is None:
-            prompt = self._encode(self._render(asked, tools))
-        else:
-            prompt = [*self.tokens, *self._new(asked, tools)]
-        if len(prompt) >= self.max_length:
+            self._pending = self._prompt(asked_for(messages, tools, variables))
+        except ContextFull:
             self.truncated = True
+            raise
+        return self._pending.tokens
+
+    def _prompt(self, asked: Asked) -> Prompt:
+        if self._answered is not None:
+            self._check_continues(asked, self._answered)
+        whole = asked.rendered(self.tokenizer)
+        check_size(whole, self.max_length)
+        if self._answered is None:
+            prompt = Prompt(asked=asked, tokens=encode(self.tokenizer, whole), added=whole)
+        else:
+            added = self._added(asked, self._answered)
+            new = encode_after(self.tokenizer, self.tokens, added).tokens
+            self._compare(whole, added, new)
+            prompt = Prompt(asked=asked, tokens=[*self.tokens, *new], added=added)
+        if len(prompt.tokens) >= self.max_length:
             raise ContextFull(
-                f"the conversation has {len(prompt)} tokens; --data.max_len {self.max_length} leaves no room"
+                f"the conversation has {len(prompt.tokens)} tokens; --data.max_len {self.max_length} leaves no room"
             )
-        self._asked = asked
         return prompt
 
-    def _new(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:
-        """What has been said since the last reply, as tokens that follow it."""
-        count = len(self._seen)
-        assert self._reply is not None
-        if messages[:count] != self._seen or len(messages) <= count or not _same(messages[count], self._reply):
+    def _check_continues(self, asked: Asked, before: Asked) -> None:
+        """Raise ChatMistake if the request would change what the policy has read or said."""
+        count = len(before.messages)
+        same = asked.messages[:count] == before.messages and len(asked.messages) > count
+        if not same or not _same(asked.messages[count], self._reply):
             raise ChatMistake(
                 "these messages do not continue the conversation of this session: they must begin with the messages of the last "
-                "request, and the reply to it unchanged. Several conversations need several sessions"
+                "request, and the reply to it unchanged. Several conversations need several sessions",
+                "messages",
             )
-        after = self._after_reply(messages[count + 1 :], tools)
+        changed = []
+        if list(asked.tools) != list(before.tools):
+            changed.append("tools")
+        if asked.variables != before.variables:
+            changed.append("chat_template_kwargs")
+        if not changed:
+            return
+        seen = [*before.messages, with_parsed_arguments(self._reply)]
+        if asked.rendered(self.tokenizer, seen, prompt=False) != before.rendered(self.tokenizer, seen, prompt=False):
+            raise ChatMistake(
+                f"{' and '.join(changed)} differ from the last request of this conversation. The chat template shows them in "
+                "text that the policy has already read, which cannot be changed",
+                changed[0],
+            )
+
+    def _added(self, asked: Asked, before: Asked) -> str:
+        """Return the text that follows the last reply, without the end of turn that the policy has sampled."""
+        after = self._after_reply(asked, before)
         end = str(self.tokenizer.decode(self.tokens[-1:])) if self._ended else ""
         said = after.lstrip()
-        return self._encode(said.removeprefix(end) if end and said.startswith(end) else after)
+        if end and said.startswith(end):
+            return said.removeprefix(end)
+        return after
 
-    def _after_reply(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None) -> str:
-        """What the chat template writes after the last reply, whose own text is not looked at."""
+    def _after_reply(self, asked: Asked, before: Asked) -> str:
+        """Return what the chat template writes after the last reply, whose own text is not looked at."""
+        new = asked.messages[len(before.messages) + 1 :]
         stand_in: Message = {"role": "assistant", "content": STAND_IN}
-        before = [*self._seen, stand_in]
+        seen = [*before.messages, stand_in]
         try:
-            text = self._render([*before, *messages], tools)
+            text = asked.rendered(self.tokenizer, [*seen, *new])
         except ChatMistake:  # some templates want to see the call before its result
-            if not (self._reply and self._reply.get("tool_calls")):
+            if not self._reply.get("tool_calls"):
                 raise
             calls = with_parsed_arguments({**stand_in, "tool_calls": self._reply["tool_calls"]})
-            shown = self._render([*self._seen, calls], tools, prompt=False)
-            text = self._render([*self._seen, calls, *messages], tools)
+            shown = asked.rendered(self.tokenizer, [*before.messages, calls], prompt=False)
+            text = asked.rendered(self.tokenizer, [*before.messages, calls, *new])
             if not text.startswith(shown):
                 raise
-            text = self._render(before, tools, prompt=False) + text.removeprefix(shown)
+            text = asked.rendered(self.tokenizer, seen, prompt=False) + text.removeprefix(shown)
         _, found, after = text.rpartition(STAND_IN)
         if not found:
             raise ChatMistake("the chat template does not show earlier replies, so the conversation cannot go on")
         return after
 
+    def _compare(self, whole: str, added: str, new: list[int]) -> None:
+        """Notice where the tokens differ from those of the whole conversation, apart from how replies were sampled."""
+        spans = _spans_between(whole, [*self._texts, added], self._replies)
+        if spans is None:
+            if "template" not in self.notices:
+                self.notices["template"] = _parting(self._read + added, whole)
+            return
+        for reply, (start, end) in zip(self._replies, spans, strict=True):
+            if reply not in whole[start:end]:
+                self.notices["reply"] = (
+                    "the chat template writes earlier replies otherwise than they were sampled (it may drop thoughts): it has "
+                    f"{whole[start:end][:SHOWN]!r} for {reply[:SHOWN]!r}. The policy goes on from what it sampled"
+                )
+        start, _ = spans[-1]
+        expected = encode(self.tokenizer, whole[max(0, start - CONTEXT) :])[-len(new) :] if new else []
+        if new != expected:
+            place = in_common(new, expected)
+            ours, theirs = (self.tokenizer.convert_ids_to_tokens(ids[place : place + 8]) for ids in (new, expected))
+            self.notices["border"] = (
+                f"the text after a reply is tokenised as {ours}, and as {theirs} in the whole conversation: the tokenizer "
+                "joins it with the end of the reply, whose tokens are kept as they were sampled"
+            )
+
     def heard(self, prompt: list[int], output: CompletionOutput, *, tools: bool) -> Message:
         """Keep what was sampled, and read it as a message: calls of tools, if there are any, and text."""
-        self._seen = self._asked
+        assert self._pending is not None
+        self._answered = self._pending.asked
+        self._texts.append(self._pending.added)
         self.tokens = [*prompt, *output.token_ids]
         self.ranges.append((len(prompt), len(self.tokens)))
-        self.truncated = output.finish_reason == "length"
+        self.truncated = output.is_cut(len(prompt), self.max_length, self.max_new_tokens)
         stopped_by = output.stop_reason if isinstance(output.stop_reason, str) else None
         self._ended = output.finish_reason == "stop" and stopped_by is None
+        self._read += self._pending.added + str(self.tokenizer.decode(output.token_ids))
         text = str(self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
         if stopped_by:
             text = text.partition(stopped_by)[0]
+        self._replies.append(text.strip())
         message = {"role": "assistant", "content": text}
         if tools:
             message = parse_reply(self.tokenizer, text, prefix=prompt, sampled=output.token_ids)
@@ -106,14 +229,37 @@ class ChatSession:
         self._reply = message
         return message
 
-    def _render(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None, *, prompt: bool = True) -> str:
-        try:
-            return render(self.tokenizer, messages, add_generation_prompt=prompt, tools=tools)
-        except ValueError as error:
-            raise ChatMistake(str(error)) from error
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+def _parting(ours: str, whole: str) -> str:
+    """Return a sentence about the first place where a conversation differs from its whole rendering."""
+    place = in_common(ours, whole)
+    return (
+        "the chat template writes the turns of a conversation otherwise once others follow: after "
+        f"{ours[max(0, place - SHOWN) : place]!r} the policy has {ours[place : place + SHOWN]!r}, and the whole "
+        f"conversation {whole[place : place + SHOWN]!r}. The policy goes on from what it has read"
+    )
+
+
+def _spans_between(whole: str, texts: Sequence[str], replies: Sequence[str]) -> list[Span] | None:
+    """Return the spans of `whole` between `texts`, in which the `replies` are expected.
+
+    None if `whole` does not begin with the first text, end with the last, and have the others in between.
+    """
+    if not whole.startswith(texts[0]):
+        return None
+    spans: list[Span] = []
+    start = len(texts[0])
+    for text, reply in zip(texts[1:-1], replies[:-1], strict=True):
+        said = whole.find(reply, start, start + len(reply) + SHOWN)
+        end = whole.find(text, start if said < 0 else said + len(reply))
+        if end < 0:
+            return None
+        spans.append((start, end))
+        start = end + len(text)
+    last = len(whole) - len(texts[-1])
+    if last < start or not whole.endswith(texts[-1]):
+        return None
+    return [*spans, (start, last)]
 
 
 def parse_reply(
@@ -161,7 +307,13 @@ def _as_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(echoed: Message, reply: Message) -> bool:
-    """Whether a client's copy of our reply says the same; clients add and drop fields that are empty."""
-    calls = [[call.get("id") for call in message.get("tool_calls") or []] for message in (echoed, reply)]
-    texts = [str(message.get("content") or "").strip() for message in (echoed, reply)]
+    """Return whether a client's copy of our reply says the same; clients add and drop fields that are empty."""
+    copies = [with_parsed_arguments(message) for message in (echoed, reply)]
+    calls = [[_said_in(call) for call in message.get("tool_calls") or []] for message in copies]
+    texts = [str(message.get("content") or "").strip() for message in copies]
     return echoed["role"] == "assistant" and calls[0] == calls[1] and texts[0] == texts[1]
+
+
+def _said_in(call: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    function = call.get("function") or call
+    return call.get("id"), function.get("name"), function.get("arguments")

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from openrlhf.agents.continuation import encode, encode_after
 from openrlhf.config.rollout import RuleConfig
 from openrlhf.processes.loading import awaited, load_function, parameters_of, plain
 from openrlhf.rewards.function import Arguments
@@ -81,6 +82,9 @@ class AgentInstanceBase(ABC):
     @abstractmethod
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """The policy has acted: `observation_text` so far, then `action_text`; and `label`, `sampling_params`, `turn` from 0.
+
+        `finish_reason` is "stop" if the policy ended its action, "length" if the action was cut. `end_text` is the text
+        that ended the action and that `action_text` lacks, such as "<|im_end|>"; it is empty for a cut action.
 
         Returns `rewards` of this turn, `environment_feedback` (text that follows), `done`; and optionally `scores`,
         `extra_logs`, and `sampling_params` for the turns that follow.
@@ -163,7 +167,13 @@ class MultiTurnAgentExecutor(_TextExecutor):
                 "turn": len(episode.ranges),
             }
             output = await episode.act(params)
-            answer = _checked(agent, await awaited(agent.step({**states, "action_text": output.text})))
+            acted = {
+                "action_text": output.text,
+                "finish_reason": output.finish_reason,
+                "stop_reason": output.stop_reason,
+                "end_text": episode.end_text,
+            }
+            answer = _checked(agent, await awaited(agent.step(states | acted)))
             episode.observe(answer)
             if answer["done"]:
                 return
@@ -179,40 +189,60 @@ class _Episode(TrajectoryBuilder):
     ) -> None:
         self.params, self.max_length, self.tokenizer, self.engine = params, max_length, tokenizer, engine
         self.text = text
-        super().__init__(self._tokens(text)[-max(1, max_length - (params.max_tokens or 1)) :])
+        super().__init__(encode(tokenizer, text)[-max(1, max_length - (params.max_tokens or 1)) :])
         self.ranges: list[tuple[int, int]] = []
         self.rewards: list[float] = []  # of each turn
         self.score: float | None = None
         self.logs: dict[str, Any] = {}
         self.truncated = False
+        self.end_text = ""  # what ended the last action: its text does not have it
+        self.notices: dict[str, str] = {}
 
     @property
     def room(self) -> int:
         """Tokens that are left."""
         return self.max_length - len(self.tokens)
 
-    def _tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
-
     async def act(self, params: SamplingParams) -> CompletionOutput:
         """Have the policy sample what follows, as far as there is room, and append it."""
         asked = copy.copy(params)
         asked.max_tokens = min(self.room, params.max_tokens or self.room)
         output = (await self.engine.generate(list(self.tokens), asked)).outputs[0]
+        self.truncated = output.is_cut(len(self.tokens), self.max_length, self.params.max_tokens)
+        self.end_text = self._end_of(output)
         sampled = list(output.token_ids)
         self.ranges.append((len(self.tokens), len(self.tokens) + len(sampled)))
         candidates = output.logprobs or [{} for _ in sampled]  # None: the engine's are taken
         found = [chosen[t].logprob if t in chosen else 0.0 for t, chosen in zip(sampled, candidates, strict=True)]
         self.append_action(sampled, found)
         self.text += output.text
-        self.truncated = output.finish_reason == "length"
         return output
+
+    def _end_of(self, output: CompletionOutput) -> str:
+        """Return the text that ended an action and is not in its text: a stop string, or the text of an end token."""
+        if output.finish_reason != "stop":
+            return ""
+        if isinstance(output.stop_reason, str):
+            return output.stop_reason
+        return str(self.tokenizer.decode(output.token_ids[-1:], skip_special_tokens=False))
 
     def observe(self, answer: Mapping[str, Any]) -> None:
         """Append what the environment said, and remember what it gave."""
         feedback: str = answer.get("environment_feedback") or ""
-        self.append_feedback(self._tokens(feedback))
         self.text += feedback
+        if self.end_text and feedback.startswith(self.end_text):
+            feedback = feedback.removeprefix(self.end_text)
+            self.notices["end"] = (
+                f"environment_feedback begins with {self.end_text!r}, which the policy has sampled to end its action. The "
+                "policy sees it once; states['end_text'] tells step what ended an action"
+            )
+        new = encode_after(self.tokenizer, self.tokens, feedback)
+        self.append_feedback(new.tokens)
+        if not new.exact:
+            self.notices["border"] = (
+                f"the tokenizer joins the start of environment_feedback {feedback[:20]!r} with the end of the action. The "
+                "action keeps the tokens that were sampled"
+            )
         self.rewards += numbers("rewards", plain(answer["rewards"]), 1)
         if answer.get("scores") is not None:
             [self.score] = numbers("scores", plain(answer["scores"]), 1)
@@ -225,6 +255,7 @@ class _Episode(TrajectoryBuilder):
             "action_ranges": self.ranges,
             "rollout_log_probs": self.rollout_logprobs,
             "truncated": self.truncated,
+            "notices": self.notices,
         }
 
 

@@ -1,8 +1,10 @@
 """Agents instead of single samples: every sample of a prompt is an episode that the user's agent plays in a user process."""
 
 import asyncio
+import logging
 import os
 import pickle
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
 
+logger = logging.getLogger(__name__)
 EPISODES = 128  # of a process at a time; more wait outside, where no deadline runs
 GRACE_S = 5.0  # for a cancelled episode to end
 
@@ -46,6 +49,7 @@ class AgentEpisodes:
         self.pool = ProcessPool(
             reward.workers, at_once=EPISODES, memory_gib=reward.memory_gib, grace=GRACE_S, log_dir=log_dir, name="agent"
         )
+        self._told: set[str] = set()  # the kinds of notices that have been logged
         self._setup = loading(
             self.file, "openrlhf.agents.program:start",
             self.file, pickle.dumps(tokenizer), max_length, rollout.max_turns,
@@ -105,7 +109,15 @@ class AgentEpisodes:
             warn_once(
                 f"The agent of {self.file} {oddity}: the log-probabilities of these tokens will not be the policy's."
             )
+        self._tell(episode.notices)
         return self._finished(prompt, sample, episode)
+
+    def _tell(self, notices: Mapping[str, str]) -> None:
+        """Log the first notice of each kind."""
+        for kind, sentence in notices.items():
+            if kind not in self._told:
+                self._told.add(kind)
+                logger.warning("The agent of %s: %s.", self.file, sentence)
 
     def _finished(self, prompt: Prompt, sample: int, episode: Assembled) -> Trajectory:
         builder, reward = episode.builder, episode.reward

@@ -180,10 +180,12 @@ def render_marked(
     *,
     add_generation_prompt: bool = False,
     tools: Sequence[dict[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[Span]]:
     """The text, and the spans that the template's `{% generation %}` blocks wrote, if there are such blocks.
 
-    Raises ValueError with the error message of the template.
+    `variables` are further variables of the template, such as `enable_thinking`. Raises ValueError with the error
+    message of the template.
     """
     template = tokenizer.get_chat_template()
     special_tokens: dict[str, Any] = tokenizer.special_tokens_map
@@ -194,7 +196,7 @@ def render_marked(
             chat_template=template,
             return_assistant_tokens_mask="endgeneration" in template,
             add_generation_prompt=add_generation_prompt,
-            **special_tokens,
+            **(special_tokens | dict(variables or {})),
         )
     except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"the chat template cannot render these messages: {error}") from error
