@@ -17,15 +17,18 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
-from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull
+from openrlhf.agents.chat_request import ChatRequest, TokenizeRequest, reason_of
+from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull, asked_for, check_size
+from openrlhf.agents.continuation import encode
 from openrlhf.agents.contract import AgentExecutorBase, Engine
 from openrlhf.data.templates import Message
 from openrlhf.rollout.sampling import SamplingParams
@@ -38,28 +41,6 @@ MODEL_CARD: dict[str, Any] = {"id": MODEL, "object": "model", "created": 0, "own
 KEEP_ALIVE_S = 24 * 3600
 
 
-class ChatRequest(BaseModel):
-    """What is read of a request to /v1/chat/completions. How replies are sampled is the run's affair, but for their length."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
-    n: Literal[1] | None = None
-    stream: bool = False
-    logprobs: bool = False
-    session_id: str | None = None
-
-
-class TokenizeRequest(BaseModel):
-    """What is read of a request to /tokenize."""
-
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    prompt: str | None = None
-
-
 @dataclass(kw_only=True)
 class _Open:
     """A session while its agent runs."""
@@ -69,7 +50,7 @@ class _Open:
     params: SamplingParams
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # requests of one conversation follow each other
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # under way
-    answered: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # the last request's messages, and its answer
+    answered: tuple[dict[str, Any], dict[str, Any]] | None = None  # the last request, and its answer
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):
@@ -113,7 +94,8 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         self._tokenizer, self._max_length = hf_tokenizer, max_length
         if self._serving is None:
             self._serving = self._start()
-        session_id, chat = uuid.uuid4().hex, ChatSession(hf_tokenizer, max_length)
+        session_id = uuid.uuid4().hex
+        chat = ChatSession(hf_tokenizer, max_length, max_new_tokens=sampling_params.max_tokens)
         session = _Open(chat=chat, engine=llm_engine, params=sampling_params)
         self._sessions[session_id] = session
         waits = inspect.iscoroutinefunction(self.run_agent)
@@ -137,6 +119,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             "scores": result.get("scores"),
             "extra_logs": result.get("extra_logs"),
             "truncated": chat.truncated,
+            "notices": chat.notices,
         }
 
     def _start(self) -> asyncio.Task[None]:
@@ -144,12 +127,15 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         # Clients keep connections for later turns: closed under them, a request is lost.
-        settings = uvicorn.Config(self._app(), log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
+        settings = uvicorn.Config(
+            self._app(), log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S, lifespan="off"
+        )
         return asyncio.create_task(_Server(settings).serve(sockets=[listener]))
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
-        app.add_exception_handler(EngineRefusal, _refused)
+        for kind, handler in ERROR_HANDLERS.items():
+            app.add_exception_handler(kind, handler)
 
         @app.get("/health")
         async def health() -> dict[str, str]:
@@ -164,9 +150,13 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         @app.post("/sessions/{_}/tokenize")
         async def tokenize(request: TokenizeRequest, _: str = "") -> Any:
             if request.messages is None:
-                tokens = list(self._tokenizer(request.prompt or "", add_special_tokens=False)["input_ids"])
+                text = request.prompt or ""
             else:
-                tokens = ChatSession(self._tokenizer, 1 << 40).prompt_for(request.messages, request.tools)
+                text = asked_for(request.messages, request.tools, request.chat_template_kwargs).rendered(
+                    self._tokenizer
+                )
+            check_size(text, self._max_length)
+            tokens = encode(self._tokenizer, text)
             return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_length}
 
         @app.post("/v1/chat/completions")
@@ -175,7 +165,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             session = self._sessions.get(session_id or request.session_id or "")
             if session is None:
                 known = "use session_url(session_id) as base_url, or give session_id in the body"
-                raise ChatMistake(f"there is no session {session_id or request.session_id!r}: {known}")
+                raise ChatMistake(f"there is no session {session_id or request.session_id!r}: {known}", "session_id")
             asking = asyncio.create_task(self._answer(session, request))
             session.requests.add(asking)
             try:
@@ -186,7 +176,10 @@ class OpenAIAgentExecutor(AgentExecutorBase):
                 raise ChatMistake("the episode of this session is over") from None
             finally:
                 session.requests.discard(asking)
-            return StreamingResponse(_streamed(answer), media_type="text/event-stream") if request.stream else answer
+            if not request.stream:
+                return answer
+            with_usage = bool(request.stream_options and request.stream_options.include_usage)
+            return StreamingResponse(_streamed(answer, with_usage=with_usage), media_type="text/event-stream")
 
         return app
 
@@ -196,13 +189,14 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         most = min((limit for limit in limits if limit), default=None)
         params = replace(session.params, max_tokens=most, stop=request.stop or session.params.stop, logprobs=1)
         async with session.turn:
-            if session.answered and session.answered[0] == request.messages:
+            content = request.content()
+            if session.answered and session.answered[0] == content:
                 return session.answered[1]
-            prompt = session.chat.prompt_for(request.messages, request.tools)
+            prompt = session.chat.prompt_for(request.messages, request.tools, request.chat_template_kwargs)
             output = (await session.engine.generate(prompt, params)).outputs[0]
-            message = session.chat.heard(prompt, output, tools=bool(request.tools))
-            answer = self._completion(prompt, output, message, logprobs=request.logprobs)
-            session.answered = (request.messages, answer)
+            message = session.chat.heard(prompt, output, tools=request.reads_calls)
+            answer = self._completion(prompt, output, message, logprobs=bool(request.logprobs))
+            session.answered = (content, answer)
             return answer
 
     def _completion(
@@ -246,19 +240,65 @@ class _Server(uvicorn.Server):
 
 
 def _refused(_: Request, mistake: Exception) -> JSONResponse:
-    """An error in the API's form."""
+    """Answer a request that cannot be served."""
     code = "context_length_exceeded" if isinstance(mistake, ContextFull) else "invalid_request"
-    error = {"message": str(mistake), "type": "invalid_request_error", "param": None, "code": code}
-    return JSONResponse({"error": error}, status_code=400)
+    return _error(400, str(mistake), code=code, param=getattr(mistake, "param", None))
 
 
-async def _streamed(answer: dict[str, Any]) -> AsyncIterator[str]:
-    """A whole reply as the events of a stream."""
+def _malformed(_: Request, mistake: Exception) -> JSONResponse:
+    """Answer a request with a missing, wrong or unsupported field, or without valid JSON."""
+    assert isinstance(mistake, RequestValidationError)
+    reason, param = reason_of(list(mistake.errors()))
+    return _error(400, reason, code="invalid_request", param=param)
+
+
+def _misdirected(request: Request, mistake: Exception) -> JSONResponse:
+    """Answer a request for a path or method that does not exist."""
+    assert isinstance(mistake, HTTPException)
+    reason = f"{request.method} {request.url.path}: {mistake.detail}"
+    return _error(mistake.status_code, reason, code="invalid_request")
+
+
+def _broken(_: Request, mistake: Exception) -> JSONResponse:
+    """Answer a request that met a fault of the server. The traceback goes to the log."""
+    return _error(500, f"{type(mistake).__name__}: {mistake}", code="server_error")
+
+
+ERROR_HANDLERS = {
+    EngineRefusal: _refused,
+    RequestValidationError: _malformed,
+    HTTPException: _misdirected,
+    Exception: _broken,
+}
+
+
+def _error(status: int, message: str, *, code: str, param: str | None = None) -> JSONResponse:
+    """Return an error in the API's form."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return JSONResponse({"error": error}, status_code=status)
+
+
+async def _streamed(answer: dict[str, Any], *, with_usage: bool) -> AsyncIterator[str]:
+    """Yield a whole reply as the events of a stream: the message, how it ended, and the usage if it is asked for."""
     [choice] = answer["choices"]
     message = choice["message"]
-    calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or [])]
-    delta = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
-    for part, finish in ((delta, None), ({}, choice["finish_reason"])):
-        event = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-        yield f"data: {json.dumps(event | {'choices': [{'index': 0, 'delta': part, 'finish_reason': finish}]})}\n\n"
+    delta = {"role": "assistant", "content": message["content"]}
+    if calls := message.get("tool_calls"):
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+    said = {
+        "index": 0,
+        "delta": delta,
+        "finish_reason": None,
+        "logprobs": choice["logprobs"],
+        "token_ids": choice["token_ids"],
+    }
+    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+    events: list[dict[str, Any]] = [{"choices": [said]}, {"choices": [ended]}]
+    if with_usage:
+        events = [{**event, "usage": None} for event in events]
+        events.append({"choices": [], "usage": answer["usage"]})
+    common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    for event in events:
+        yield f"data: {json.dumps(common | event)}\n\n"
     yield "data: [DONE]\n\n"

@@ -57,7 +57,9 @@ def _plain_errors(engine: type[T]) -> type[T]:
                 raise
             except Exception as error:
                 died = self._llm is not None and self._llm.errored
-                kind = EngineDied if died else RequestRefused if isinstance(error, refusals()) else EngineError
+                if not died and isinstance(error, refusals()):
+                    raise RequestRefused(str(error)) from None  # the reason alone: agents and their clients read it
+                kind = EngineDied if died else EngineError
                 raise kind(f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}") from None
 
         return call

@@ -19,7 +19,7 @@ from openrlhf.distributed.placement import HostGroup, Machine, Placement, Slots
 from openrlhf.distributed.worker_group import Call, HostHandles, WorkerError, gather
 from openrlhf.observability.metrics import Metric
 from openrlhf.rollout.background import CLOSE_S, RolloutError
-from openrlhf.rollout.engine import EngineDied, EngineError, RolloutEngine
+from openrlhf.rollout.engine import EngineDied, EngineError, RequestRefused, RolloutEngine
 from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_environment
 from openrlhf.rollout.routing import Router
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -144,6 +144,8 @@ class Fleet:
                 raise
             except (RayActorError, EngineDied) as error:
                 self.lose(member, actor, error)
+            except RequestRefused as error:  # Ray's copy of it has the traceback as its text
+                raise getattr(error, "cause", error) from None
             finally:
                 self._router.done(key, member.index, len(params))
 

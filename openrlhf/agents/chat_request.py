@@ -1,0 +1,129 @@
+"""Requests to the OpenAI-compatible endpoint: every field has an effect, is the run's to decide, or is refused by name."""
+
+from inspect import signature
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+# How replies are sampled is the run's to decide, because the log-probabilities must be the policy's. The other fields
+# say who asks, for accounts and caches.
+RUN_DECIDES = {
+    "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+}  # fmt: skip
+# Fields of the API, and of vLLM, with the values that ask for nothing else than what the endpoint does.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "top_logprobs": (0,),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "logit_bias": ({},),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "return_token_ids": (True, False),
+    "echo": (False,),
+}
+RENDERING = {"messages", *signature(render_jinja_template).parameters} - {"kwargs"}  # what the endpoint itself passes
+
+Text = Annotated[str, Field(min_length=1)]
+Length = Annotated[int, Field(ge=1)]
+
+
+class _Request(BaseModel):
+    """A request with fields that are read. Other fields are checked by their values."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_other_fields(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in RUN_DECIDES:
+                continue
+            accepted = ONLY.get(name)
+            if accepted is None:
+                raise _unsupported(name, "this endpoint does not support it. Leave it out")
+            if not any(type(value) is type(other) and value == other for other in accepted):
+                allowed = " or ".join(map(repr, accepted))
+                raise _unsupported(name, f"{value!r:.100} is not supported, only {allowed}")
+        if taken := sorted(RENDERING & (self.chat_template_kwargs or {}).keys()):
+            raise _unsupported("chat_template_kwargs", f"{taken} cannot be set")
+        return self
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer. Nothing is obfuscated."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ChatRequest(_Request):
+    """A request to /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: Length | None = None
+    max_completion_tokens: Length | None = None
+    stop: Text | list[Text] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    session_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options and not self.stream:
+            raise _unsupported("stream_options", "is for requests with stream set to true")
+        return self
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools are read from the reply."""
+        return bool(self.tools) and (self.model_extra or {}).get("tool_choice") != "none"
+
+    def content(self) -> dict[str, Any]:
+        """Return what is asked, without how the answer is sent: equal for a request and its repetition."""
+        return self.model_dump(exclude={"stream", "stream_options", "session_id"} | RUN_DECIDES)
+
+
+class TokenizeRequest(_Request):
+    """A request to /tokenize: messages or a prompt."""
+
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+
+    @model_validator(mode="after")
+    def _check_text(self) -> Self:
+        if (self.messages is None) == (self.prompt is None):
+            raise _unsupported("messages", "give messages or a prompt, one of them")
+        return self
+
+
+def _unsupported(name: str, reason: str) -> PydanticCustomError:
+    """Return an error about a field, with its name for the error's `param`."""
+    return PydanticCustomError("unsupported", "{name}: {reason}", {"name": name, "reason": reason})
+
+
+def reason_of(errors: list[Any]) -> tuple[str, str | None]:
+    """Return a sentence about the first of the validation errors of a request, and the name of the field."""
+    error = errors[0]
+    if error["type"] == "json_invalid":
+        detail = error.get("ctx", {}).get("error", error["msg"])
+        return f"the body is not valid JSON: {detail}, at character {error['loc'][-1]}", None
+    if error["type"] == "unsupported":
+        return error["msg"], error["ctx"]["name"]
+    place = [str(part) for part in error["loc"] if part != "body"]
+    if not place:
+        return f"the body must be a JSON object: {error['msg']}", None
+    if error["type"] == "missing":
+        return f"{place[0]} is missing", place[0]
+    return f"{place[0]}: {error['msg']}, not {error['input']!r:.100}", place[0]

@@ -1,0 +1,550 @@
+"""The policy sees what the agent said: through a real client, every prompt is the whole rendering, or a notice says where not."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai import APIStatusError, AsyncOpenAI
+from openai.types.chat.completion_create_params import CompletionCreateParams
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.agents.answers import CompletionOutput, Logprob, RequestOutput
+from openrlhf.agents.chat_request import RUN_DECIDES
+from openrlhf.agents.contract import AgentInstanceBase, MultiTurnAgentExecutor
+from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
+from openrlhf.rollout.sampling import SamplingParams
+from tests.agents.tokenizers import CHATML, TEMPLATES, TOKENIZERS, ZEPHYR
+
+MAX_LENGTH = 4000
+ZEBRA = {"type": "function", "function": {"name": "zebra", "parameters": {"type": "object", "properties": {}}}}
+WORDS = st.text("ab .\n<é", max_size=8)
+
+
+def chat_tokenizer(kind: str, template: str) -> PreTrainedTokenizerBase:
+    tokenizer = copy.deepcopy(TOKENIZERS[kind]())
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@dataclass(kw_only=True)
+class ScriptedEngine:
+    """Gives the samples that a test wrote down: tokens, and how they ended."""
+
+    tokenizer: PreTrainedTokenizerBase
+    script: list[tuple[list[int], str]] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    samples: list[list[int]] = field(default_factory=list)
+    max_tokens: list[int | None] = field(default_factory=list)
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling_params: Any = None, multi_modal_data: Any = None
+    ) -> RequestOutput:
+        tokens, finish = self.script.pop(0) if self.script else ([*ids(self.tokenizer, "ab"), self.end], "stop")
+        if (most := sampling_params.max_tokens) and len(tokens) > most:
+            tokens, finish = tokens[:most], "length"
+        self.prompts.append(prompt_token_ids)
+        self.samples.append(tokens)
+        self.max_tokens.append(sampling_params.max_tokens)
+        logprobs = [{token: Logprob(logprob=-0.5)} for token in tokens]
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        output = CompletionOutput(
+            index=0, text=text, token_ids=tokens, logprobs=logprobs, finish_reason=finish, stop_reason=None
+        )
+        return RequestOutput(prompt_token_ids=prompt_token_ids, outputs=[output])
+
+    @property
+    def end(self) -> int:
+        return self.tokenizer.eos_token_id  # type: ignore[return-value]
+
+
+class Agent(OpenAIAgentExecutor):
+    """Runs a coroutine of the test with a client of its session."""
+
+    def __init__(self, conversation: Any) -> None:
+        super().__init__()
+        self.conversation = conversation
+
+    async def run_agent(self, prompt: str, label: Any, session_id: str) -> float:
+        async with AsyncOpenAI(base_url=self.session_url(session_id), api_key="none", max_retries=0) as client:
+            await self.conversation(client)
+        return 1.0
+
+
+def play(engine: ScriptedEngine, conversation: Any, *, max_tokens: int | None = None) -> dict[str, Any]:
+    """The result of an episode in which the agent is the coroutine `conversation(client)`."""
+
+    async def episode() -> dict[str, Any]:
+        agent = Agent(conversation)
+        try:
+            return await agent.execute(
+                "", "", SamplingParams(max_tokens=max_tokens), MAX_LENGTH, engine.tokenizer, engine
+            )
+        finally:
+            if agent._serving:
+                agent._serving.cancel()
+                await asyncio.gather(agent._serving, return_exceptions=True)
+
+    return asyncio.run(episode())
+
+
+def refusal_of(conversation: Any, engine: ScriptedEngine) -> APIStatusError:
+    """The error that a conversation ends with, in the API's form."""
+    seen: list[APIStatusError] = []
+
+    async def asks(client: AsyncOpenAI) -> None:
+        await say(client, [user("a")])
+        try:
+            await conversation(client)
+        except APIStatusError as error:
+            seen.append(error)
+
+    play(engine, asks)
+    [error] = seen
+    assert isinstance(error.body, dict)
+    assert error.body.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def say(client: AsyncOpenAI, messages: list[Any], **more: Any) -> dict[str, Any]:
+    """The reply to a request, as a message to send back."""
+    if not more.get("stream"):
+        answer = await client.chat.completions.create(model="policy", messages=messages, **more)
+        return answer.choices[0].message.model_dump(exclude_none=True)
+    reply: dict[str, Any] = {"role": "assistant", "content": ""}
+    async for event in await client.chat.completions.create(model="policy", messages=messages, **more):
+        for choice in event.choices:
+            reply["content"] += choice.delta.content or ""
+            for call in choice.delta.tool_calls or []:
+                reply.setdefault("tool_calls", []).append(call.model_dump(exclude_none=True, exclude={"index"}))
+    return reply
+
+
+# The property
+
+
+def spans_match(whole: list[int], context: list[int], sampled: list[bool]) -> bool:
+    """Whether `whole` is the context, with other tokens in place of each run of sampled ones."""
+    pieces: list[list[int]] = [[]]
+    for token, was_sampled, before in zip(context, sampled, [False, *sampled], strict=False):
+        if not was_sampled and before:
+            pieces.append([])
+        if not was_sampled:
+            pieces[-1].append(token)
+    if len(pieces) == 1:
+        return whole == pieces[0]
+    place = len(pieces[0])
+    if whole[:place] != pieces[0]:
+        return False
+    for piece in pieces[1:-1]:
+        while whole[place : place + len(piece)] != piece:
+            place += 1
+            if place > len(whole):
+                return False
+        place += len(piece)
+    return place <= len(whole) - len(pieces[-1]) and whole[len(whole) - len(pieces[-1]) :] == pieces[-1]
+
+
+def check_prompts(
+    engine: ScriptedEngine, requests: list[tuple[list[Any], dict[str, Any]]], notices: dict[str, str]
+) -> None:
+    """Every prompt is the whole rendering of its messages, or there is a notice; what was sampled stays."""
+    end = 0
+    for turn, (messages, options) in enumerate(requests):
+        prompt = engine.prompts[turn]
+        assert prompt[:end] == [*engine.prompts[turn - 1], *engine.samples[turn - 1]][:end]
+        sampled = [False] * len(prompt)
+        for before in range(turn):
+            start = len(engine.prompts[before])
+            sampled[start : start + len(engine.samples[before])] = [True] * len(engine.samples[before])
+        end = len(prompt) + len(engine.samples[turn])
+        text = engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        if not spans_match(ids(engine.tokenizer, text), prompt, sampled):
+            assert notices, (text, engine.tokenizer.convert_ids_to_tokens(prompt))
+
+
+@st.composite
+def replies(draw: st.DrawFn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str]:
+    """A sample: well tokenised or character by character, ended by the end token or cut."""
+    text = draw(st.one_of(WORDS, st.sampled_from(["ab! c", '<tool_call>{"name": "zebra"}</tool_call>'])))
+    pieces = [text] if draw(st.booleans()) else list(text)
+    tokens = [token for piece in pieces for token in ids(tokenizer, piece)]
+    finish = draw(st.sampled_from(["stop", "stop", "length"]))
+    if finish == "stop":
+        tokens.append(tokenizer.eos_token_id)  # type: ignore[arg-type]
+    return tokens or ids(tokenizer, "a"), finish
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_every_prompt_is_the_whole_rendering_or_a_notice_says_where_not(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(sorted(TOKENIZERS)))
+    template = data.draw(st.sampled_from(sorted(TEMPLATES)))
+    tokenizer = chat_tokenizer(kind, TEMPLATES[template])
+    script = data.draw(st.lists(replies(tokenizer), min_size=1, max_size=4))
+    engine = ScriptedEngine(tokenizer=tokenizer, script=list(script))
+    asked = data.draw(st.lists(WORDS, min_size=len(script), max_size=len(script)))
+    streamed = data.draw(st.booleans())
+    tools = data.draw(st.sampled_from([None, [ZEBRA]]))
+    requests: list[tuple[list[Any], dict[str, Any]]] = []
+
+    async def conversation(client: AsyncOpenAI) -> None:
+        messages: list[Any] = []
+        for text in asked:
+            messages.append(user(text))
+            options = {"tools": tools} if tools else {}
+            requests.append((copy.deepcopy(messages), options))
+            reply = await say(client, messages, **options, **({"stream": True} if streamed else {}))
+            messages.append(reply)
+
+    result = play(engine, conversation)
+    check_prompts(engine, requests, result["notices"])
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+@pytest.mark.parametrize("template", [CHATML, ZEPHYR])
+def test_a_template_with_end_marks_gives_the_whole_rendering_without_notice(kind: str, template: str) -> None:
+    tokenizer = chat_tokenizer(kind, template.replace("<|im_end|>", TOKENIZERS[kind]().eos_token))
+    cut = (ids(tokenizer, "a b"), "length")
+    engine = ScriptedEngine(
+        tokenizer=tokenizer, script=[([*ids(tokenizer, "a b"), tokenizer.eos_token_id], "stop"), cut]
+    )
+    requests: list[tuple[list[Any], dict[str, Any]]] = []
+
+    async def conversation(client: AsyncOpenAI) -> None:
+        messages: list[Any] = []
+        for text in ("ab", "b\na", " a"):
+            messages.append(user(text))
+            requests.append((copy.deepcopy(messages), {}))
+            messages.append(await say(client, messages))
+
+    result = play(engine, conversation)
+    assert not result["notices"]
+    check_prompts(engine, requests, {})
+    assert len(engine.prompts) == 3
+
+
+# Fields of a request
+
+READ = {
+    "messages": [user("b")],
+    "tools": [ZEBRA],
+    "max_tokens": 1,
+    "max_completion_tokens": 1,
+    "stop": "b",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "logprobs": True,
+}
+ASKING_FOR_MORE: dict[str, Any] = {  # of the API
+    "audio": {"format": "wav", "voice": "alloy"},
+    "function_call": "auto",
+    "functions": [{"name": "zebra"}],
+    "logit_bias": {"5": 1},
+    "modalities": ["text", "audio"],
+    "moderation": {"model": "m"},
+    "n": 2,
+    "parallel_tool_calls": False,
+    "prediction": {"type": "content", "content": "b"},
+    "prompt_cache_options": {"mode": "m"},
+    "reasoning_effort": "low",
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+    "top_logprobs": 3,
+    "verbosity": "low",
+    "web_search_options": {},
+}
+OF_OTHER_SERVERS: dict[str, Any] = {
+    "add_generation_prompt": False,
+    "chat_template": "{{ messages }}",
+    "continue_final_message": True,
+    "guided_json": {},
+    "ignore_eos": True,
+    "min_tokens": 3,
+    "prompt_logprobs": 1,
+    "stop_token_ids": [5],
+    "structured_outputs": {"choice": ["a"]},
+    "nonsense": 1,
+}
+
+
+def fields_of_the_api() -> set[str]:
+    names: set[str] = set()
+    for kind in get_args(CompletionCreateParams):
+        names |= set(kind.__annotations__)
+        for base in kind.__orig_bases__:
+            names |= set(getattr(base, "__annotations__", ()))
+    return names
+
+
+def test_every_field_of_the_api_is_read_or_the_runs_or_refused() -> None:
+    assert fields_of_the_api() <= READ.keys() | RUN_DECIDES | ASKING_FOR_MORE.keys()
+
+
+def byte_level_engine(*script: tuple[str, str]) -> ScriptedEngine:
+    tokenizer = chat_tokenizer("byte-level", CHATML)
+    ends = {"stop": [tokenizer.eos_token_id], "length": []}
+    return ScriptedEngine(
+        tokenizer=tokenizer, script=[([*ids(tokenizer, text), *ends[finish]], finish) for text, finish in script]
+    )
+
+
+def test_every_field_that_asks_for_more_is_refused_by_name() -> None:
+    refused: dict[str, Any] = {}
+
+    async def conversation(client: AsyncOpenAI) -> None:
+        for name, value in (ASKING_FOR_MORE | OF_OTHER_SERVERS).items():
+            try:
+                await say(client, [user("a")], extra_body={name: value})
+            except APIStatusError as error:
+                assert isinstance(error.body, dict) and name in error.body["message"]
+                refused[name] = (error.status_code, error.body["param"], error.body["code"])
+        await say(client, [user("a")])
+
+    engine = byte_level_engine()
+    play(engine, conversation)
+    names = [*ASKING_FOR_MORE, *OF_OTHER_SERVERS]
+    assert refused == {name: (400, name, "invalid_request") for name in names}
+    assert len(engine.prompts) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": "5"}, "max_completion_tokens"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"messages": "text"}, "messages"),
+        ({"messages": [{"role": "nobody", "content": "a"}]}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"tools": "zebra"}, "tools"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+        ({"logprobs": 3}, "logprobs"),
+    ],
+)
+def test_a_wrong_value_is_refused_in_the_apis_form(changes: dict[str, Any], param: str) -> None:
+    async def asks(client: AsyncOpenAI) -> None:
+        await say(client, [user("a")], extra_body=changes)
+
+    error = refusal_of(asks, byte_level_engine())
+    assert (error.status_code, error.param, error.type) == (400, param, "invalid_request_error")
+
+
+def test_bodies_and_paths_that_do_not_fit_are_answered_in_the_apis_form() -> None:
+    answers: dict[str, httpx.Response] = {}
+
+    async def conversation(client: AsyncOpenAI) -> None:
+        await say(client, [user("a")])
+        root = str(client.base_url).rstrip("/")
+        json_type = {"Content-Type": "application/json"}
+        async with httpx.AsyncClient() as http:
+            answers["json"] = await http.post(f"{root}/chat/completions", content="{", headers=json_type)
+            answers["list"] = await http.post(f"{root}/chat/completions", json=[1])
+            answers["empty"] = await http.post(f"{root}/chat/completions", json={})
+            answers["path"] = await http.post(f"{root}/embeddings", json={})
+            tokenize = root.removesuffix("/v1") + "/tokenize"
+            answers["long"] = await http.post(tokenize, json={"prompt": "a" * 10_000_000})
+            answers["neither"] = await http.post(tokenize, json={})
+
+    play(byte_level_engine(), conversation)
+    assert {name: answer.status_code for name, answer in answers.items()} == {
+        "json": 400, "list": 400, "empty": 400, "path": 404, "long": 400, "neither": 400,
+    }  # fmt: skip
+    for answer in answers.values():
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+    assert answers["long"].json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_fault_of_the_server_is_answered_in_the_apis_form() -> None:
+    class Broken(ScriptedEngine):
+        async def generate(self, *asked: Any, **more: Any) -> RequestOutput:
+            if self.prompts:
+                raise RuntimeError("out of order")
+            return await super().generate(*asked, **more)
+
+    async def asks(client: AsyncOpenAI) -> None:
+        await say(client, [user("a"), {"role": "assistant", "content": "ab"}, user("b")])
+
+    error = refusal_of(asks, Broken(tokenizer=chat_tokenizer("byte-level", CHATML)))
+    assert (error.status_code, error.type) == (500, "server_error")
+
+
+def test_values_that_ask_for_nothing_else_are_accepted() -> None:
+    neutral = {
+        "n": 1, "top_logprobs": 0, "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"},
+        "modalities": ["text"], "logit_bias": {}, "continue_final_message": False, "add_generation_prompt": True,
+        "stream": None, "functions": None, "temperature": 0.3, "user": "me", "seed": 5,
+    }  # fmt: skip
+
+    async def conversation(client: AsyncOpenAI) -> None:
+        await say(client, [user("a")], tools=[ZEBRA], extra_body=neutral)
+
+    assert len(play(byte_level_engine(), conversation)["action_ranges"]) == 1
+
+
+def test_variables_of_the_template_are_shown_to_the_policy() -> None:
+    async def conversation(client: AsyncOpenAI) -> None:
+        await say(client, [user("a")], extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+
+    engine = byte_level_engine()
+    play(engine, conversation)
+    shown = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think></think>"
+    assert engine.prompts == [ids(engine.tokenizer, shown)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(None, [ZEBRA]), ([ZEBRA], None), ([ZEBRA], [ZEBRA | {"type": "other"}])]
+)
+def test_a_change_of_tools_that_the_policy_cannot_see_is_refused(first: Any, second: Any) -> None:
+    seen: list[Any] = []
+
+    async def conversation(client: AsyncOpenAI) -> None:
+        messages = [user("a")]
+        messages += [await say(client, messages, **({"tools": first} if first else {})), user("b")]
+        try:
+            await say(client, messages, **({"tools": second} if second else {}))
+        except APIStatusError as error:
+            seen.append((error.status_code, error.param))
+
+    play(byte_level_engine(), conversation)
+    assert seen == [(400, "tools")]
+
+
+def test_calls_are_text_where_the_request_does_not_want_calls() -> None:
+    call = '<tool_call>{"name": "zebra", "arguments": {}}</tool_call>'
+    messages: list[dict[str, Any]] = []
+
+    async def conversation(client: AsyncOpenAI) -> None:
+        messages.append(await say(client, [user("a")], tools=[ZEBRA], tool_choice="none"))
+
+    engine = byte_level_engine((call, "stop"))
+    play(engine, conversation)
+    assert messages == [{"role": "assistant", "content": call}]
+    assert "zebra" in str(engine.tokenizer.decode(engine.prompts[0]))
+
+
+def test_a_streamed_answer_has_logprobs_and_usage_and_calls() -> None:
+    events: list[Any] = []
+
+    async def conversation(client: AsyncOpenAI) -> None:
+        stream = await client.chat.completions.create(
+            model="policy", messages=[user("a")], tools=[ZEBRA], logprobs=True, stream=True,
+            stream_options={"include_usage": True},
+        )  # type: ignore[call-overload]  # fmt: skip
+        events.extend([event async for event in stream])
+
+    engine = byte_level_engine(('b <tool_call>{"name": "zebra", "arguments": {}}</tool_call>', "stop"))
+    play(engine, conversation)
+    said, ended, usage = events
+    assert [call.function.name for call in said.choices[0].delta.tool_calls] == ["zebra"]
+    assert len(said.choices[0].logprobs.content) == len(engine.samples[0])
+    assert ended.choices[0].finish_reason == "tool_calls"
+    assert usage.choices == [] and usage.usage.completion_tokens == len(engine.samples[0])
+
+
+@pytest.mark.parametrize(
+    ("of_run", "of_request", "truncated"),
+    [(None, 1, False), (2, 1, False), (1, None, True), (1, 5, True), (1, 1, True)],
+)
+def test_only_limits_of_the_run_make_an_episode_truncated(
+    of_run: int | None, of_request: int | None, truncated: bool
+) -> None:
+    async def conversation(client: AsyncOpenAI) -> None:
+        await say(client, [user("a")], **({"max_tokens": of_request} if of_request else {}))
+
+    engine = byte_level_engine(("a b a b", "length"))
+    assert play(engine, conversation, max_tokens=of_run)["truncated"] is truncated
+
+
+# Environments
+
+
+def play_game(
+    engine: ScriptedEngine, feedback: Any, *, turns: int, max_tokens: int | None = None, then: int | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The result of an episode whose environment answers `feedback(states)`, and what each step was told."""
+    told: list[dict[str, Any]] = []
+
+    class Game(AgentInstanceBase):
+        async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            told.append(states)
+            params = states["sampling_params"]
+            params.max_tokens = then or params.max_tokens
+            done = len(told) == turns
+            text = "" if done else feedback(states)
+            return {"rewards": 0.0, "environment_feedback": text, "done": done, "sampling_params": params}
+
+    executor = MultiTurnAgentExecutor(Game)
+    params = SamplingParams(max_tokens=max_tokens)
+    result = asyncio.run(executor.execute("go ab", "", params, MAX_LENGTH, engine.tokenizer, engine))
+    return result, told
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_feedback_continues_the_tokens_before_it_or_a_notice_says_where_not(data: st.DataObject) -> None:
+    tokenizer = chat_tokenizer(data.draw(st.sampled_from(sorted(TOKENIZERS))), CHATML)
+    script = data.draw(st.lists(replies(tokenizer), min_size=2, max_size=3))
+    engine = ScriptedEngine(tokenizer=tokenizer, script=list(script))
+    feedback = data.draw(WORDS)
+    result, _ = play_game(engine, lambda states: feedback, turns=len(script))
+    for turn in range(1, len(script)):
+        before = [*engine.prompts[turn - 1], *engine.samples[turn - 1]]
+        new = engine.prompts[turn][len(before) :]
+        assert engine.prompts[turn][: len(before)] == before
+        whole = ids(tokenizer, str(tokenizer.decode(before)) + feedback)
+        assert whole[len(whole) - len(new) :] == new or result["notices"]
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+def test_feedback_after_an_end_token_is_that_of_the_whole_text(kind: str) -> None:
+    tokenizer = chat_tokenizer(kind, CHATML)
+    engine = ScriptedEngine(tokenizer=tokenizer, script=[([*ids(tokenizer, "a b"), tokenizer.eos_token_id], "stop")])
+    result, _ = play_game(engine, lambda states: "\nab<", turns=2)
+    whole = ids(tokenizer, f"go ab{tokenizer.eos_token}\nab<")
+    new = whole[whole.index(tokenizer.eos_token_id) + 1 :]
+    assert engine.prompts[1] == [*engine.prompts[0], *engine.samples[0], *new]
+    assert not result["notices"]
+
+
+def test_an_environment_knows_how_a_turn_ended() -> None:
+    _, told = play_game(byte_level_engine(("a", "stop"), ("b", "length")), lambda states: "\n", turns=2)
+    assert [(states["action_text"], states["finish_reason"], states["end_text"]) for states in told] == [
+        ("a", "stop", "<|im_end|>"),
+        ("b", "length", ""),
+    ]
+
+
+@pytest.mark.parametrize(("finish", "noticed"), [("stop", True), ("length", False)])
+def test_an_end_mark_that_the_policy_has_sampled_is_not_doubled_by_feedback(finish: str, noticed: bool) -> None:
+    engine = byte_level_engine(("a", finish))
+    result, _ = play_game(engine, lambda states: "<|im_end|>\n", turns=2)
+    assert engine.prompts[1] == [*engine.prompts[0], *ids(engine.tokenizer, "a<|im_end|>\n")]
+    assert bool(result["notices"]) is noticed
+
+
+@pytest.mark.parametrize(
+    ("of_run", "of_step", "truncated"), [(None, 1, False), (3, 1, False), (1, 1, True), (2, None, True)]
+)
+def test_only_limits_of_the_run_make_a_game_truncated(of_run: int | None, of_step: int | None, truncated: bool) -> None:
+    engine = byte_level_engine(("a", "stop"), ("a b a b", "length"))
+    result, _ = play_game(engine, lambda states: "b", turns=2, max_tokens=of_run, then=of_step)
+    assert result["truncated"] is truncated
