@@ -188,6 +188,15 @@ class KTOConfig(ReferencedConfig):
     kto: KTOLossConfig = KTOLossConfig()
     data: KTODataConfig = KTODataConfig(input_template="User: {}\nAssistant: ")
 
+    def mistakes(self) -> Sentences:
+        """What may be wrong with this resolved configuration."""
+        return [
+            *super().mistakes(),
+            (self.train.batch_size == 1,
+             "<train.batch_size> leaves no other answer for KTO's KL, which pairs each prompt with the next row's answer. Use 2 "
+             "or more."),
+        ]
+
 
 class KDLossConfig(Section):
     """Distillation."""

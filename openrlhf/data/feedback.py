@@ -1,8 +1,8 @@
 """Rows of human feedback: pairs of a preferred and a rejected text; and for KTO answers, each desirable or not."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch.utils.data
@@ -14,9 +14,9 @@ from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import kind, notice, row_error, text_of
 from openrlhf.data.layouts import DATASOURCE, DROPPED, MARGIN
-from openrlhf.data.rows import Result, TokenizedRows
+from openrlhf.data.rows import Result, TokenizedRows, contents_of
 from openrlhf.data.sft import SFTDataset, SFTRow
-from openrlhf.data.templates import Encoded, Message, Passage, cut, fill_template, in_common, messages_of
+from openrlhf.data.templates import Encoded, Message, Passage, Span, cut, fill_template, in_common, messages_of
 
 PairSection = PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig  # columns, templates and `max_len` of pairs
 SAME_TEXT = "whose chosen and rejected text are the same"
@@ -26,9 +26,10 @@ SAME_TEXT = "whose chosen and rejected text are the same"
 class PairRow:
     """A preferred and a rejected text, each ending with end-of-text.
 
-    `prompt_length`: tokens of the common prompt, which are not judged; 0 unless a prompt was asked for. `margin`: by
-    how much the preferred text is better, in units of the reward; 0 if the row has no margin. `datasource` names
-    evaluation metrics.
+    `prompt_length`: tokens of the common prompt, which are not judged; 0 unless a prompt was asked for.
+    `chosen_context` and `rejected_context`: positions after the prompt that are not judged either, because somebody
+    else than the assistant wrote them; empty unless the texts differ by a whole exchange. `margin`: by how much the
+    preferred text is better, in units of the reward; 0 if the row has no margin. `datasource` names evaluation metrics.
 
     Example, the prompt "Q: " and the answers "yes" and "no" (ids made up), prompt_length 2:
 
@@ -41,7 +42,75 @@ class PairRow:
     prompt_length: int = 0
     margin: float = 0.0
     datasource: str = "default"
+    chosen_context: list[int] = field(default_factory=list)
+    rejected_context: list[int] = field(default_factory=list)
     reference: Sequence[float] = ()  # Σ log π_ref of the two answers, once it is known
+
+    @property
+    def masks(self) -> tuple[list[bool], list[bool]]:
+        """The judged tokens of the chosen and of the rejected text. The first token of a text is never judged."""
+        return self._mask(self.chosen, self.chosen_context), self._mask(self.rejected, self.rejected_context)
+
+    def _mask(self, tokens: list[int], context: list[int]) -> list[bool]:
+        start = max(1, self.prompt_length)
+        mask = [False] * start + [True] * (len(tokens) - start)
+        for place in context:
+            mask[place] = False
+        return mask
+
+
+CONTEXTS = ("chosen_context", "rejected_context")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side(Passage):
+    """A text of a pair, with the spans that are judged."""
+
+    exchange: bool = False  # somebody else than the assistant speaks after the prompt that both texts share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A turn of a transcript of HH-RLHF: the speaker, and where the words are, in characters."""
+
+    role: str
+    words: str = ""
+    header: int = field(compare=False)
+    start: int = field(compare=False)
+    end: int = field(compare=False)
+
+
+def transcript_turns(text: str) -> list[Turn]:
+    """Return the turns of a transcript of HH-RLHF; none if the text does not begin like one."""
+    headers = list(templates.TRANSCRIPT.finditer(text))
+    if not headers or headers[0].start():
+        return []
+    ends = [following.start() for following in headers[1:]] + [len(text)]
+    turns: list[Turn] = []
+    for header, end in zip(headers, ends, strict=True):
+        role, words = templates.SPEAKERS[header[1]], text[header.end() : end]
+        turns.append(Turn(role=role, words=words, header=header.start(), start=header.end(), end=end))
+    return turns
+
+
+def _judged_spans(sides: list[list[Turn]], prompt: int) -> list[list[Span]]:
+    """Return the assistant's spans of each side from the first difference on, if others speak there too; else none.
+
+    `prompt` is the number of characters of the prompt column.
+    """
+    if not all(sides):
+        return []
+    first = min(in_common(*sides), *(len(turns) - 1 for turns in sides))
+    after = [[turn for turn in turns if turn.header >= prompt] for turns in sides]
+    if not prompt:
+        after = [turns[first:] for turns in sides]
+    if not any(turn.role == "user" for turns in after for turn in turns):
+        return []
+    spans: list[list[Span]] = []
+    for turns in sides:
+        answers = [turn for turn in turns[first:] if turn.role == "assistant" and turn.end > prompt]
+        spans.append([(max(turn.start, prompt), turn.end) for turn in answers])
+    return spans if all(spans) else []
 
 
 class PreferenceDataset(TokenizedRows[PairRow]):
@@ -53,7 +122,8 @@ class PreferenceDataset(TokenizedRows[PairRow]):
 
     With `needs_prompt`, pairs with a prompt of `max_len` − 2 tokens or more are dropped too. Without a `prompt_key`,
     the prompt of a chat is everything before the last answer, also of a transcript of HH-RLHF, and other plain texts
-    have no prompt.
+    have no prompt. If somebody else than the assistant speaks after the prompt that both texts share, only the
+    assistant's turns from the first difference on are judged.
 
     `summary` counts dropped and cut pairs. Raises DataError for a missing column, for malformed rows (naming the first),
     and if no pair is left.
@@ -73,47 +143,86 @@ class PreferenceDataset(TokenizedRows[PairRow]):
                 "The texts have no common prompt: their answers begin with the second token. --data.prompt_key names a column with prompts."
             )
 
+    def contents(self) -> Iterator[bytes]:
+        """All pairs as bytes, to be hashed. Without an exchange in any pair these are the bytes of earlier releases."""
+        unused = [name for name in CONTEXTS if not any(self.rows[name])]
+        yield from contents_of(self._fields.remove_columns(unused))
+
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
         """Prompt and answer of both texts, without trailing newlines and with end-of-text."""
         if DROPPED in row:
             return str(row[DROPPED])
-        split = self._conversation if self.data.apply_chat_template else self._plain
-        texts = [split(row, column) for column in (self.data.chosen_key, self.data.rejected_key)]
+        read = self._conversations if self.data.apply_chat_template else self._plain
+        sides = read(row)
         end_of_text = str(self.tokenizer.eos_token)
-        return [Passage(text=text, spans=[], response=answer).closed(end_of_text) for text, answer in texts]
+        return [side.closed(end_of_text) for side in sides]
 
-    def _plain(self, row: Mapping[str, Any], column: str) -> tuple[str, int]:
-        text = text_of(row, column)
+    def _plain(self, row: Mapping[str, Any]) -> list[Side]:
+        prompt = ""
         if self.data.prompt_key:
             prompt = fill_template(self.data.input_template, text_of(row, self.data.prompt_key))
-            return prompt + text, len(prompt)
-        turns = list(templates.TRANSCRIPT.finditer(text))  # of HH-RLHF: the last one is the answer
-        return text, turns[-1].end() if turns and not turns[0].start() else 0
+        texts = [prompt + text_of(row, column) for column in (self.data.chosen_key, self.data.rejected_key)]
+        turns = [transcript_turns(text) for text in texts]
+        if self.needs_prompt and (spans := _judged_spans(turns, len(prompt))):
+            sides = zip(texts, spans, strict=True)
+            return [Side(text=text, spans=judged, response=judged[0][0], exchange=True) for text, judged in sides]
+        passages: list[Side] = []
+        for text, said in zip(texts, turns, strict=True):
+            answer = len(prompt)
+            if said and not self.data.prompt_key:
+                answer = said[-1].start
+            passages.append(Side(text=text, spans=[(answer, len(text))], response=answer))
+        return passages
 
-    def _conversation(self, row: Mapping[str, Any], column: str) -> tuple[str, int]:
-        key = self.data.prompt_key
+    def _conversations(self, row: Mapping[str, Any]) -> list[Side]:
+        key, tools = self.data.prompt_key, templates.tools_of(row)
         prompt = messages_of(row, key, role="user", flag="--data.prompt_key") if key else []
+        columns = (self.data.chosen_key, self.data.rejected_key)
+        sides = [prompt + self._answer_messages(row, column, alone=not prompt) for column in columns]
+        passages: list[Side] = []
+        for column, messages, judged in zip(columns, sides, self._judged_messages(prompt, sides), strict=True):
+            try:
+                passages.append(self._rendered(prompt, messages, judged, tools))
+            except ValueError as error:
+                raise row_error(row, column, f"{error}.") from error
+        return passages
+
+    def _answer_messages(self, row: Mapping[str, Any], column: str, *, alone: bool) -> list[Message]:
         side = "chosen" if column == self.data.chosen_key else "rejected"
-        answer, tools = messages_of(row, column, role="assistant", flag=f"--data.{side}_key"), templates.tools_of(row)
-        if not prompt and isinstance(row[column], str) and len(answer) == 1:
+        answer = messages_of(row, column, role="assistant", flag=f"--data.{side}_key")
+        if alone and isinstance(row[column], str) and len(answer) == 1:
             problem = (
                 "is a string, not a list of chat messages: set --data.prompt_key to the column with "
                 "the question, or leave out --data.apply_chat_template."
             )
             raise row_error(row, column, problem)
-        messages = prompt + answer
-        try:
-            text = templates.render(self.tokenizer, messages, tools=tools)
-            return text, self._answer(prompt or messages[:-1], messages, text, tools)
-        except ValueError as error:
-            raise row_error(row, column, f"{error}.") from error
+        return answer
+
+    def _judged_messages(self, prompt: list[Message], sides: list[list[Message]]) -> list[list[int]]:
+        """The assistant's turns of each side from the first difference on, if others speak there too; else none."""
+        if not self.needs_prompt:
+            return [[] for _ in sides]
+        shortest = min(map(len, sides))
+        first = max(len(prompt), min(in_common(*sides), shortest - 1))
+        begin = len(prompt) if prompt else first
+        if all(message["role"] == "assistant" for side in sides for message in side[begin:]):
+            return [[] for _ in sides]
+        return [[turn for turn in range(first, len(side)) if side[turn]["role"] == "assistant"] for side in sides]
+
+    def _rendered(self, prompt: list[Message], messages: list[Message], judged: list[int], tools: Any) -> Side:
+        if self.needs_prompt and messages[-1]["role"] != "assistant":
+            raise ValueError("the last message is not the assistant's, so there is no answer to judge")
+        if judged:
+            passage = templates.render_conversation(self.tokenizer, messages, turns=judged, tools=tools)
+            return Side(text=passage.text, spans=passage.spans, response=passage.spans[0][0], exchange=True)
+        text = templates.render(self.tokenizer, messages, tools=tools)
+        answer = self._answer(prompt or messages[:-1], messages, text, tools)
+        return Side(text=text, spans=[(answer, len(text))], response=answer)
 
     def _answer(self, prompt: list[Message], messages: list[Message], text: str, tools: Any) -> int:
         """The character where the answer begins; the start of the last answer if the template rewrites history."""
         if not self.needs_prompt:
             return 0
-        if messages[-1]["role"] != "assistant":
-            raise ValueError("the last message is not the assistant's, so there is no answer to judge")
         before = templates.render(self.tokenizer, prompt, add_generation_prompt=True, tools=tools) if prompt else ""
         if text.startswith(before):
             return len(before)
@@ -123,12 +232,17 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         """The columns of a tokenized pair, or the reason why the pair is dropped."""
         margin, limit, prompt_length = _margin(row), self.data.max_len - 2, 0
         chosen, rejected = (cut(known.tokens, self.data.max_len, self.tokenizer) for known in encoded)
+        contexts: list[list[int]] = [[], []]
         if self.needs_prompt:
-            spans = [(text.response, len(text.text)) for text in passages]
-            starts = [known.tokens_of(span).start for known, span in zip(encoded, spans, strict=True)]
-            if min(starts) >= limit:
+            starts = [known.tokens_of(text.spans[0]).start for known, text in zip(encoded, passages, strict=True)]
+            exchange = any(isinstance(text, Side) and text.exchange for text in passages)
+            longest = max(starts) if exchange else min(starts)
+            if longest >= limit:
                 return f"with a prompt of {limit} tokens or more (--data.max_len {self.data.max_len})"
             prompt_length = min(*starts, in_common(chosen, rejected))
+            if exchange:
+                sides = zip(passages, encoded, (chosen, rejected), strict=True)
+                contexts = [_context(text, known, range(prompt_length, len(kept))) for text, known, kept in sides]
         if encoded[0].tokens == encoded[1].tokens:
             return SAME_TEXT
         if chosen == rejected:
@@ -139,8 +253,17 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             "prompt_length": prompt_length,
             "margin": margin,
             "datasource": str(row.get(DATASOURCE) or "default"),
+            **dict(zip(CONTEXTS, contexts, strict=True)),
             "cut": any(len(known.tokens) > self.data.max_len for known in encoded),
         }
+
+
+def _context(passage: Passage, known: Encoded, answer: range) -> list[int]:
+    """Return the places of `answer` whose tokens are in none of the passage's spans."""
+    judged: set[int] = set()
+    for span in passage.spans:
+        judged.update(known.tokens_of(span))
+    return [place for place in answer if place not in judged]
 
 
 def _margin(row: Mapping[str, Any]) -> float:
@@ -157,11 +280,17 @@ class LabelledRow(SFTRow):
 
     desirable: bool
     other: list[int] | None = None  # the answer of another row, for KTO's KL
+    other_mask: list[bool] = field(default_factory=list)  # the targets of the other answer
 
     @property
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
         return self.loss_mask.index(True)
+
+    @property
+    def answer(self) -> list[int]:
+        """Everything after the prompt."""
+        return self.tokens[self.prompt_length :]
 
 
 class LabelledDataset(SFTDataset):
@@ -204,6 +333,5 @@ class BothAnswers(torch.utils.data.Dataset[LabelledRow]):
     def __getitem__(self, index: int) -> LabelledRow:
         pair, rejected = divmod(index, 2)
         row = self.pairs[pair]
-        tokens, prompt = row.rejected if rejected else row.chosen, max(1, row.prompt_length)
-        mask = [False] * prompt + [True] * (len(tokens) - prompt)
-        return LabelledRow(tokens=tokens, loss_mask=mask, desirable=not rejected)
+        tokens = row.rejected if rejected else row.chosen
+        return LabelledRow(tokens=tokens, loss_mask=row.masks[rejected], desirable=not rejected)

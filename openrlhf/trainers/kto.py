@@ -11,13 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.algorithms.preference_losses import kto
 from openrlhf.batches import Answers
 from openrlhf.config.supervised import KTOConfig
+from openrlhf.data.errors import SOURCE, DataError
 from openrlhf.data.feedback import BothAnswers, LabelledDataset, LabelledRow, PreferenceDataset
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.layouts import JUDGED
 from openrlhf.data.loading import Table
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.preference import ReferencedTask, answers_of
+from openrlhf.trainers.preference import ReferencedTask
 from openrlhf.trainers.tasks import Rows, offline_task
 
 
@@ -35,7 +36,20 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     objective: ClassVar = ("kto.beta", "kto.desirable_weight", "kto.undesirable_weight", "model.aux_loss_coef")
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
-        """Labelled answers; both answers of pairs, if there are pairs and no labels."""
+        """Return labelled answers; both answers of pairs, if there are pairs and no labels.
+
+        Raises DataError for a single row, whose KL would be its own log-ratio.
+        """
+        rows = self._labelled(dataset, tokenizer)
+        if len(rows) == 1:
+            source = dataset[SOURCE][0] if SOURCE in dataset.column_names else "The dataset"
+            raise DataError(
+                f"{source} has 1 usable row. KTO needs at least 2, because its KL pairs each prompt with another row's answer. "
+                f"{rows.summary}"
+            )
+        return rows
+
+    def _labelled(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> BothAnswers | LabelledDataset:
         data, there = self.config.data, dataset.column_names
         if data.label_key not in there and (data.chosen_key in there or data.layout in JUDGED):
             self.has_prompts = bool(data.prompt_key or data.apply_chat_template)
@@ -48,21 +62,40 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
 
     def of_window(self, rows: Sequence[LabelledRow], strategy: Strategy) -> list[LabelledRow]:
         """The rows, each with the answer of the next row of the window; the last row with that of the first."""
-        ranks, every = strategy.dp_size, strategy.gather([row.tokens[row.prompt_length :] for row in rows])
-        turns = range(max(map(len, every)))
-        answers = [of_rank[turn] for turn in turns for of_rank in every if turn < len(of_rank)]  # in the order of rows
-        nexts = [answers[(turn * ranks + strategy.dp_rank + 1) % len(answers)] for turn in range(len(rows))]
-        return [replace(row, other=other) for row, other in zip(rows, nexts, strict=True)]
+        ranks = strategy.dp_size
+        every = strategy.gather([(row.answer, row.loss_mask[row.prompt_length :]) for row in rows])
+        answers: list[tuple[list[int], list[bool]]] = []  # in the order of rows
+        for turn in range(max(map(len, every))):
+            answers += [of_rank[turn] for of_rank in every if turn < len(of_rank)]
+        paired: list[LabelledRow] = []
+        for turn, row in enumerate(rows):
+            other, mask = answers[(turn * ranks + strategy.dp_rank + 1) % len(answers)]
+            paired.append(replace(row, other=other, other_mask=mask))
+        return paired
 
     def collate(self, rows: Sequence[LabelledRow]) -> Answers:
         """One ragged batch: 2i is row i, 2i + 1 its prompt with the other answer."""
-        longest = self.config.data.max_len
-        tokens, prompts = list[list[int]](), list[int]()
+        tokens, masks, desirable = list[list[int]](), list[list[bool]](), list[bool]()
         for row in rows:
-            mixed = [*row.tokens[: row.prompt_length], *(row.other or [])]
-            tokens += [row.tokens, row.tokens if row.other is None else mixed[:longest]]
-            prompts += [row.prompt_length] * 2
-        return answers_of(tokens, prompts, desirable=torch.tensor([row.desirable for row in rows for _ in (0, 1)]))
+            tokens += [row.tokens, self._mismatched(row)]
+            masks += [row.loss_mask, self._mismatched_mask(row)]
+            desirable += [row.desirable] * 2
+        return Answers.from_lists(tokens, masks, desirable=torch.tensor(desirable))
+
+    def _mismatched(self, row: LabelledRow) -> list[int]:
+        """The prompt with the other answer, cut as the rows are: the last token is end-of-text."""
+        if row.other is None:
+            return row.tokens
+        mixed = [*row.tokens[: row.prompt_length], *row.other]
+        longest = self.config.data.max_len
+        if len(mixed) > longest:
+            mixed = [*mixed[: longest - 1], row.other[-1]]
+        return mixed
+
+    def _mismatched_mask(self, row: LabelledRow) -> list[bool]:
+        if row.other is None:
+            return row.loss_mask
+        return [*row.loss_mask[: row.prompt_length], *row.other_mask][: self.config.data.max_len]
 
     def before(self, model: Any, micro: Answers) -> tuple[Answers, Mapping[str, float]]:
         """The rows with Σ log π_ref, and their part of the KL; the mismatched rows have served."""

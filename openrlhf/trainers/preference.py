@@ -72,13 +72,6 @@ class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
         return {"eval/eval_loss": metrics["train/loss"], "eval/acc_mean": metrics["train/acc"]}
 
 
-def answers_of(tokens: Sequence[Sequence[int]], prompts: Sequence[int], **columns: Tensor | None) -> Answers:
-    """Texts whose tokens after the prompt are targets; the first token of a text never is."""
-    starts = [max(1, length) for length in prompts]
-    masks = [[False] * start + [True] * (len(row) - start) for row, start in zip(tokens, starts, strict=True)]
-    return Answers.from_lists(tokens, masks, **columns)
-
-
 def pair_metrics(losses: Tensor, rewards: Tensor) -> dict[str, Metric]:
     """Loss, accuracy and mean rewards of pairs. Rewards 2i and 2i + 1 are those of the chosen and rejected text of pair i."""
     chosen, rejected, pairs = rewards[0::2], rewards[1::2], len(losses)
@@ -119,8 +112,8 @@ class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, Pai
         """Rows of the dataset as one ragged batch: 2i is the chosen and 2i + 1 the rejected text of pair i."""
         tokens = [tokens for row in rows for tokens in (row.chosen, row.rejected)]
         known = [total for row in rows for total in row.reference]
-        prompts = [row.prompt_length for row in rows for _ in (0, 1)]
-        return answers_of(tokens, prompts, reference=torch.tensor(known) if known else None)
+        masks = [mask for row in rows for mask in row.masks]
+        return Answers.from_lists(tokens, masks, reference=torch.tensor(known) if known else None)
 
     def loss(self, model: Any, micro: Answers, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's part of the mean over the window's pairs, and its metrics."""

@@ -18,7 +18,7 @@ from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.config.rules import sources_exist
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.supervised import SFTConfig, SupervisedConfig
 from tests.config.commands import ROOTS, SMALLEST, ppo, read_flags, sft, violations
 
 SFT, RL = "train_sft", "train_ppo_ray"
@@ -41,6 +41,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--data.tokenizer_chat_template gone.jinja", "--data.tokenizer_chat_template gone.jinja is neither a template"),
     (SFT, "--data.output_key= --data.layout columns", "name it with --data.output_key"),
     ("train_kd", "--kd.teacher_model http://host:8000/v1", "--kd.teacher_model http://host:8000/v1 is a server, which says"),
+    ("train_kto", "--train.batch_size 1", "--train.batch_size 1 leaves no other answer"),
     (RL, "--vllm.num_engines 0", "--vllm.num_engines is 0"),
     (RL, "--vllm.max_engines 0", "--vllm.max_engines is 0, but it must be at least 1"),
     (RL, "--train.async_enable --train.max_staleness 0", "--train.max_staleness is 0, but it must be at least 1"),
@@ -231,7 +232,8 @@ def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, monkeypa
         rows = config.mistakes()[sources:]
         base = Root if isinstance(config, Root) else ModelCommand  # its rules come first
         shared = len(base.mistakes(config)) - sources
-        inherited = len(SFTConfig.mistakes(config)) - sources if isinstance(config, SFTConfig) else 0
+        family = SFTConfig if isinstance(config, SFTConfig) else SupervisedConfig
+        inherited = len(family.mistakes(config)) - sources if isinstance(config, SupervisedConfig) else 0
         gpu_machine(0, flash_attention=False)
         for number, (holds, sentence) in enumerate(rows):
             rule = ("shared" if number < shared else SFT if number < inherited else command, number)

@@ -17,7 +17,7 @@ from openrlhf.config.supervised import PreferenceDataConfig
 from openrlhf.data.errors import DataError
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.loading import load_datasets
-from openrlhf.data.rows import number_rows
+from openrlhf.data.rows import contents_of, number_rows
 from tests.data.small import FORGETFUL_CHAT, PLAIN_CHAT, SPACED_CHAT, THINKING_CHAT, build_tokenizer, json_lines
 
 Rows = list[dict[str, Any]]
@@ -235,6 +235,67 @@ def test_different_histories_are_judged_from_where_they_differ() -> None:
     chosen, rejected = ([user("a"), assistant("ok")], [user("a much longer question"), assistant("no")])
     row = chat([{"chosen": chosen, "rejected": rejected}], needs_prompt=True)[0]
     assert text(row.chosen[: row.prompt_length]) == "<|user|>a"
+
+
+def judged(row: PairRow) -> tuple[str, str]:
+    """The judged tokens of both texts."""
+    sides = zip((row.chosen, row.rejected), row.masks, strict=True)
+    chosen, rejected = (
+        text([token for token, judge in zip(tokens, mask, strict=True) if judge]) for tokens, mask in sides
+    )
+    return chosen, rejected
+
+
+ASKED = [user("a"), assistant("b"), user("c")]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "expected"),
+    [
+        ([user("a"), assistant("ok")], [*ASKED, assistant("no")], ("ok<|end|>", "b<|end|>\nno<|end|>")),
+        ([*ASKED, assistant("no")], [user("a"), assistant("b")], ("b<|end|>\nno<|end|>", "b<|end|>")),
+        ([user("a"), assistant("ok")], [user("d"), assistant("no")], ("ok<|end|>", "no<|end|>")),
+        ([*ASKED, assistant("ok")], [*ASKED, assistant("no")], ("ok<|end|>", "no<|end|>")),
+        (
+            [user("a"), assistant("x"), user("c"), assistant("ok")],
+            [*ASKED, assistant("no")],
+            ("x<|end|>\nok<|end|>", "b<|end|>\nno<|end|>"),
+        ),
+    ],
+    ids=["longer rejected", "longer chosen", "other questions", "same history", "other history"],
+)
+@pytest.mark.parametrize("column", [True, False], ids=["prompt column", "prompt inside"])
+def test_only_the_assistants_words_are_judged_if_chats_differ_by_an_exchange(
+    chosen: Rows, rejected: Rows, expected: tuple[str, str], column: bool
+) -> None:
+    row = {"chosen": chosen, "rejected": rejected}
+    flags = {}
+    if column and chosen[0] == rejected[0]:
+        row |= {"q": chosen[:1], "chosen": chosen[1:], "rejected": rejected[1:]}
+        flags = {"prompt_key": "q"}
+    assert judged(chat([row], needs_prompt=True, max_len=99, **flags)[0]) == expected
+
+
+@pytest.mark.parametrize("prompt", ["", "\n\nHuman: a\n\nAssistant:"], ids=["prompt inside", "prompt column"])
+def test_only_the_assistants_words_are_judged_if_transcripts_differ_by_an_exchange(prompt: str) -> None:
+    whole = {"chosen": f"{TURNS} no", "rejected": "\n\nHuman: a\n\nAssistant: ok"}
+    row = {name: value.removeprefix(prompt) for name, value in whole.items()} | {"q": prompt}
+    flags = {"prompt_key": "q"} if prompt else {}
+    assert judged(pairs([row], needs_prompt=True, max_len=99, **flags)[0]) == (" b no <eos>", " ok <eos>")
+
+
+def test_a_pair_cut_before_the_answer_of_one_side_is_left_out() -> None:
+    rows = [
+        {"chosen": [user("a"), assistant("ok")], "rejected": [user("abcdefghijklmnopqrst"), assistant("no")]},
+        {"chosen": [user("a"), assistant("ok")], "rejected": [user("a"), assistant("no")]},
+    ]
+    assert len(chat(rows, needs_prompt=True, max_len=16)) == 1
+
+
+def test_the_hash_of_pairs_without_an_exchange_is_that_of_earlier_releases() -> None:
+    rows = chat([{"chosen": [user("a"), assistant("ok")], "rejected": [user("a"), assistant("no")]}], needs_prompt=True)
+    columns = ["chosen", "rejected", "prompt_length", "margin", "datasource"]
+    assert b"".join(rows.contents()) == b"".join(contents_of(rows.rows.select_columns(columns)))
 
 
 def test_a_long_prompt_is_left_out_only_where_a_prompt_is_needed() -> None:

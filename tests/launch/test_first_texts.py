@@ -123,15 +123,15 @@ def test_preferences_show_both_texts_with_what_is_judged(dry_run: Show) -> None:
 
 
 def test_labelled_answers_show_their_label_and_no_text_of_the_kl(dry_run: Show) -> None:
-    printed = dry_run("kto", [{"prompt": "a", "completion": "ok", "label": True}])
-    assert printed.count("--- ") == 1
+    printed = dry_run("kto", [{"prompt": "a", "completion": "ok", "label": True}] * 2, "--train.batch_size 2")
+    assert printed.count("--- ") == 2
     assert "--- answer 1, desirable 1: " in printed
-    printed = dry_run("kto", [{"prompt": "a", "chosen": "ok", "rejected": "no"}])
+    printed = dry_run("kto", [{"prompt": "a", "chosen": "ok", "rejected": "no"}], "--train.batch_size 2")
     assert printed.count("--- ") == 2
     assert "desirable 1: " in printed and "desirable 0: " in printed
     assert "User: a\nAssistant: ⟦no <|end|>⟧" in printed
     turns = "\n\nHuman: a\n\nAssistant:"
-    printed = dry_run("kto", [{"chosen": f"{turns} ok", "rejected": f"{turns} no"}])
+    printed = dry_run("kto", [{"chosen": f"{turns} ok", "rejected": f"{turns} no"}], "--train.batch_size 2")
     assert "Template: none" in printed and f"{turns}⟦ ok <|end|>⟧" in printed
 
 

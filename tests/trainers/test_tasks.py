@@ -11,11 +11,14 @@ import torch
 from datasets import Dataset
 
 from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES
+from openrlhf.batches import Answers
 from openrlhf.config.options import parse_config
-from openrlhf.config.supervised import DPOConfig, KDConfig, PRMConfig
+from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig
 from openrlhf.data.errors import DataError
+from openrlhf.data.feedback import LabelledRow
 from openrlhf.trainers.distill import TEACHER, DistillationTask
-from openrlhf.trainers.preference import PreferenceTask, answers_of
+from openrlhf.trainers.kto import KTOTask
+from openrlhf.trainers.preference import PreferenceTask
 from openrlhf.trainers.process_reward import ProcessRewardTask
 from tests.tiny import character_tokenizer, save_tiny_model
 
@@ -43,7 +46,7 @@ def test_a_teacher_makes_room_before_the_student_computes(model: str) -> None:
     task = DistillationTask(parse_config(KDConfig, line.split(), command="kd"))
     teacher = Teacher()
     task.frozen = {TEACHER: teacher}  # pyright: ignore[reportAttributeAccessIssue]
-    task.computed(answers_of([[1, 2]], [1]), torch.tensor([True, False]))
+    task.computed(Answers.from_lists([[1, 2]], [[False, True]]), torch.tensor([True, False]))
     assert teacher.rested == 1
 
 
@@ -68,7 +71,9 @@ def test_the_rewards_of_a_pair_are_those_that_the_loss_compares(loss: str) -> No
     def policy(*_: Any) -> Any:
         return SimpleNamespace(logprobs=logprobs, aux_loss=None)
 
-    micro = answers_of([[1, 2, 3, 4], [1, 2]], [1, 1], reference=torch.zeros(2))
+    micro = Answers.from_lists(
+        [[1, 2, 3, 4], [1, 2]], [[False, True, True, True], [False, True]], reference=torch.zeros(2)
+    )
     _, metrics = task.loss(policy, micro, {"pairs": 1.0})
     compares_means = not PREFERENCE_LOSSES[loss].needs_reference
     assert metrics["train/chosen_reward"].value == (-0.5 if compares_means else -1.5)
@@ -84,6 +89,34 @@ def test_the_loss_on_the_terminal_is_the_one_that_is_minimised() -> None:
     def policy(*_: Any) -> Any:
         return SimpleNamespace(logprobs=torch.tensor([0, -3.0, 0, -3.0]), aux_loss=None)
 
-    loss, metrics = task.loss(policy, answers_of([[1, 2], [1, 3]], [1, 1], reference=torch.zeros(2)), {"pairs": 1.0})
+    loss, metrics = task.loss(
+        policy, Answers.from_lists([[1, 2], [1, 3]], [[False, True]] * 2, reference=torch.zeros(2)), {"pairs": 1.0}
+    )
     assert metrics["train/loss"].value == pytest.approx(math.log(2))
     assert metrics["train/loss_mean"].value == pytest.approx(float(loss)) == pytest.approx(math.log(2) + 2 * 3)
+
+
+def kto_task(flags: str = "") -> KTOTask:
+    line = f"--model.model_name_or_path m --data.dataset d --data.output_key output {flags}"
+    return KTOTask(parse_config(KTOConfig, line.split(), command="kto"))
+
+
+def test_kto_refuses_a_dataset_of_one_row_whose_kl_would_be_its_own_log_ratio() -> None:
+    rows = [{"input": "a", "output": "b", "label": True}]
+    with pytest.raises(DataError, match="at least 2"):
+        kto_task().rows(Dataset.from_list(rows), character_tokenizer())
+    assert len(kto_task().rows(Dataset.from_list(rows * 2), character_tokenizer())) == 2
+
+
+@pytest.mark.parametrize(("max_len", "mixed"), [(8, [4, 5, 8, 9, 2]), (5, [4, 5, 8, 9, 2]), (4, [4, 5, 8, 2])])
+def test_a_mismatched_text_of_kto_ends_with_end_of_text_if_it_is_cut(max_len: int, mixed: list[int]) -> None:
+    row = LabelledRow(
+        tokens=[4, 5, 6, 2],
+        loss_mask=[False, False, True, True],
+        desirable=True,
+        other=[8, 9, 2],
+        other_mask=[True, False, True],
+    )
+    batch = kto_task(f"--data.max_len {max_len}").collate([row])
+    assert batch.tokens.tolist() == [*row.tokens, *mixed]
+    assert batch.loss_mask[4:].tolist() == [False, False, True, False, True][: len(mixed)]
