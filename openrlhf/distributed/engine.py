@@ -26,6 +26,7 @@ from openrlhf.config.shared import OptimizerConfig
 from openrlhf.distributed import devices, ds_config
 from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.buckets import cut_into_buckets
+from openrlhf.distributed.masters import restore_masters, round_new_weights
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.distributed.quiet_deepspeed import OffloadStateTypeEnum, deepspeed
 from openrlhf.distributed.strategy import Strategy, initialize
@@ -36,6 +37,7 @@ from openrlhf.observability.metrics import Metric, merge_all, values
 Totals = Mapping[str, float]
 Metrics = dict[str, Metric]
 M = TypeVar("M")  # a micro-batch
+ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by --ds.param_dtype: weights that have float32 masters
 _Share = tuple[Tensor, Metrics]  # the part of the window's loss that a micro-batch contributes, and its metrics
 
 
@@ -71,12 +73,16 @@ class TrainEngine:
         )
         with strategy.loading(config):
             module = load().train()  # Transformers loads in evaluation mode: without dropout and checkpointing
+        rounded = ROUNDED.get(strategy.config.param_dtype)
+        new = round_new_weights(module, rounded) if rounded else {}
         engine = initialize(
             config,
             module,
             optimizer=make_optimizer(module.named_parameters(), optimizer, offload=strategy.config.adam_offload),
             lr_scheduler=lambda wrapped: make_schedule(wrapped, optimizer, total_steps),
         )
+        if rounded:
+            restore_masters(engine.module, new)
         self.engine, self.strategy, self.name = engine, strategy, name
         self.sleeps = strategy.config.sleeps  # its training state is in CPU memory between uses
         self.partial = not all(p.requires_grad for p in engine.module.parameters())  # some weights are frozen

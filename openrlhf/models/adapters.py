@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -21,10 +22,11 @@ def with_adapters(
 ) -> PreTrainedModel:
     """The model of `path` with new adapters, which change nothing yet. They alone are trained, and the scalar `head`.
 
-    The adapters depend on `seed` alone, so that they are equal on every rank. Raises UserError for target modules that
+    The adapters are in float32, and depend on `seed` alone, so that they are equal on every rank. Raises UserError for target modules that
     the model does not have.
     """
     import peft  # only with --ds.lora.rank: it takes a second
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     settings = peft.LoraConfig(
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
@@ -34,7 +36,11 @@ def with_adapters(
         **scale_settings(lora),
         use_dora=lora.dora,
     )
-    with torch.random.fork_rng(devices=[]):
+    # PEFT would round them to the data type of the layer: the engine does that, and keeps what was drawn.
+    in_float32 = patch.object(
+        BaseTunerLayer, "_get_base_layer_device_and_dtype", lambda _, layer: (layer.weight.device, torch.float32)
+    )
+    with in_float32, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model)
     if head:

@@ -198,8 +198,8 @@ def _check_weights(spec: LoadSpec, report: Mapping[str, Any], name: str, *, may_
 
 
 def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
-    """A head that gives almost every text 0. It is a new module, which ZeRO 3 shards when the engine is made."""
-    head = nn.Linear(old.in_features, 1, bias=False, dtype=old.weight.dtype)
+    """A head that gives almost every text 0, in float32. It is a new module, which ZeRO 3 shards when the engine is made."""
+    head = nn.Linear(old.in_features, 1, bias=False, dtype=torch.float32)
     draw = torch.Generator().manual_seed(seed)
     weight = torch.empty(1, old.in_features).normal_(0, 1 / (old.in_features + 1), generator=draw)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""One rank of the precision test: an optimizer whose every step is smaller than the spacing of bfloat16 around a weight."""
+"""One rank of the precision tests: the masters of new engines, and steps smaller than the spacing of bfloat16 around a weight."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, LoraConfig, OptimizerConfig
 from openrlhf.distributed.engine import TrainEngine
+from openrlhf.distributed.masters import whole_master
 from openrlhf.distributed.strategy import Strategy
+from openrlhf.models.policy import PolicyModel
+from openrlhf.models.scalar import load_scalar
+from tests.loading import load_spec
 
 STEPS, RATE = 64, 1e-3
 # Near 1 the spacing of bfloat16 is 2⁻⁸ = 0.0039 below and 0.0078 above: a step of 0.001 alone rounds to no step.
@@ -45,14 +49,38 @@ def train(strategy: Strategy) -> Tensor:
     return weight.float().clone()
 
 
+def load(path: str, kind: str, param_dtype: str) -> PolicyModel | Any:
+    """The model of a case: a policy, a policy with adapters, or a scalar model with a new head."""
+    rank = 4 if kind == "adapters" else 0
+    spec = load_spec(path, param_dtype=param_dtype, lora=LoraConfig(rank=rank), seed=7)
+    return load_scalar(spec, seed=7) if kind == "scalar" else PolicyModel.load(spec)
+
+
+def masters_of(strategy: Strategy, path: str, kind: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """The masters of a new engine and its rounded weights, by name."""
+    engine = TrainEngine(strategy, lambda: load(path, kind, "bf16"), OPTIMIZER, total_steps=STEPS)
+    parameters = dict(engine.hf.named_parameters())
+    return {
+        name: (whole_master(parameters[name]).cpu().clone(), rounded.cpu().clone())
+        for bucket in engine.exported_parameters(1 << 16)
+        for name, rounded in bucket
+    }
+
+
 def main() -> None:
-    """Argument: output file."""
-    weights = {}
+    """Arguments: output file, and the cases of masters as `stage,offload,kind,model folder`."""
+    out, *cases = sys.argv[1:]
+    weights, masters = {}, {}
     for stage in range(4):
         strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype="bf16"), seed=0)
         weights[stage] = train(strategy)
+    for case in cases:
+        stage, offload, kind, path = case.split(",")
+        ds = DeepSpeedConfig(zero_stage=int(stage), param_dtype="bf16", adam_offload=offload == "offload")
+        strategy = Strategy(ds, seed=0)
+        masters[case] = masters_of(strategy, path, kind)
     if strategy.is_main:
-        torch.save(weights, Path(sys.argv[1]))
+        torch.save({"weights": weights, "masters": masters}, Path(out))
     torch.distributed.barrier()
 
 

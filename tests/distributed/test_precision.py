@@ -1,4 +1,4 @@
-"""Weights in bfloat16 are trained in float32: steps that are too small for bfloat16 add up."""
+"""Weights in bfloat16 are trained in float32, from the values of the checkpoint."""
 
 from __future__ import annotations
 
@@ -6,16 +6,86 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from tests.distributed.precision_worker import RATE, STEPS
+from tests.distributed.precision_worker import RATE, STEPS, load
 from tests.ranks import run_ranks
+from tests.tiny import save_tiny_model
+
+STORED = {"float32": "qwen2-tied", "float32-experts": "qwen3-moe", "float16": "llama", "bfloat16": "qwen2-untied"}
+EVERY_STAGE = [(kind, "float32", stage, "plain") for kind in ("policy", "adapters", "scalar") for stage in range(4)]
+OTHER_FILES = [("policy", stored, stage, "plain") for stored in list(STORED)[1:] for stage in (2, 3)]
+OFFLOADED = [(kind, "float32", stage, "offload") for kind in ("policy", "adapters") for stage in (1, 2, 3)]
+Masters = dict[str, dict[str, tuple[Tensor, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of models, whose files have the data type in their name. All configurations say float32."""
+    folder = tmp_path_factory.mktemp("models")
+    for stored, kind in STORED.items():
+        save_tiny_model(folder / stored, kind)
+        file = folder / stored / "model.safetensors"
+        dtype = getattr(torch, stored.partition("-")[0])
+        save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def masters(models: Path) -> Masters:
+    return measured(models, EVERY_STAGE + OTHER_FILES)
+
+
+@pytest.fixture(scope="module")
+def offloaded_masters(models: Path) -> Masters:
+    return measured(models, OFFLOADED)
+
+
+def measured(models: Path, cases: list[tuple[str, str, int, str]]) -> Masters:
+    """The masters and the rounded weights of new engines, by case and name."""
+    out = models / "results.pt"
+    names = [f"{stage},{offload},{kind},{models / stored}" for kind, stored, stage, offload in cases]
+    run_ranks(2, "tests.distributed.precision_worker", str(out), *names)
+    return torch.load(out)["masters"]
+
+
+def check(found: dict[str, tuple[Tensor, Tensor]], path: Path, kind: str) -> None:
+    """Masters are the weights of a float32 run bit for bit, and the bfloat16 weights are the rounded masters."""
+    exact = dict(load(str(path), kind, "fp32").hf.named_parameters())
+    assert found.keys() == {name for name, weight in exact.items() if weight.requires_grad}
+    for name, (master, weight) in found.items():
+        assert torch.equal(master, exact[name].data), name
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.to(torch.bfloat16)), name
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_below_the_spacing_of_bfloat16_add_up_in_every_zero_stage(tmp_path: Path, ranks: int) -> None:
-    run_ranks(ranks, "tests.distributed.precision_worker", str(tmp_path / "weights.pt"))
+    run_ranks(ranks, "tests.distributed.precision_worker", str(tmp_path / "results.pt"))
     one, step = torch.ones((), dtype=torch.bfloat16), torch.tensor(RATE, dtype=torch.bfloat16)
     assert one - step == one  # without float32 the weight would stay where it is
-    for stage, weight in torch.load(tmp_path / "weights.pt").items():
+    for stage, weight in torch.load(tmp_path / "results.pt")["weights"].items():
         expected = torch.full((8, 8), 1 - STEPS * RATE)
         torch.testing.assert_close(weight, expected, atol=2**-8, rtol=0, msg=f"ZeRO stage {stage}")
+
+
+@pytest.mark.parametrize(("kind", "stored", "stage", "offload"), EVERY_STAGE + OTHER_FILES)
+def test_masters_of_a_new_engine_are_not_rounded(
+    models: Path, masters: Masters, kind: str, stored: str, stage: int, offload: str
+) -> None:
+    """Neither the weights of the files nor adapters and new heads, which a float32 run draws alike."""
+    found = masters[f"{stage},{offload},{kind},{models / stored}"]
+    check(found, models / stored, kind)
+    rounded = all(torch.equal(master, weight.float()) for master, weight in found.values())
+    assert rounded == (stored == "bfloat16")
+    if (kind, stored) == ("policy", "float32"):
+        file = load_file(models / stored / "model.safetensors")
+        assert all(torch.equal(found[name][0], file[name]) for name in file)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize(("kind", "stored", "stage", "offload"), OFFLOADED)
+def test_masters_in_cpu_memory_are_not_rounded(
+    models: Path, offloaded_masters: Masters, kind: str, stored: str, stage: int, offload: str
+) -> None:
+    check(offloaded_masters[f"{stage},{offload},{kind},{models / stored}"], models / stored, kind)
