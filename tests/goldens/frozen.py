@@ -1,0 +1,191 @@
+"""Frozen runs: killed in the middle and kept, so that later commits can be shown to open and to resume them.
+
+    python -m tests.goldens.frozen          # make those that are missing
+
+An archive in `frozen/` holds a folder as a user leaves it: model, data, user files, configuration file, run folder and
+checkpoints. Beside it lie the numbers that the same run logs if nothing kills it. A frozen run is never made anew: old
+checkpoints do not change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from tests.e2e.commands import finish, kill_when, numbers, steps_logged, write_rows
+from tests.goldens.record import HERE, commit, machine
+from tests.goldens.rows import copying_rows, preference_rows
+from tests.ranks import ROOT
+from tests.tiny import HEADS, character_tokenizer, save_reward_model, save_tiny_model
+
+FROZEN = HERE / "frozen"
+USER_FILES = HERE / "frozen_files"
+CONFIG = "run.yaml"
+KILL_AFTER = 3  # steps; checkpoints are saved every two
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of run. Paths among the flags are relative to the folder of the run."""
+
+    command: str
+    flags: dict[str, Any]
+    user_files: tuple[str, ...] = ()
+    deterministic: bool = True
+
+
+COMMON = {
+    "ds.param_dtype": "fp32",
+    "run.dir": "run",
+    "ckpt.path": "checkpoints",
+    "ckpt.output_dir": "trained",
+    "ckpt.save_steps": 2,
+    "ckpt.max_num": 1,
+}
+OFFLINE = {
+    **COMMON,
+    "model.model_name_or_path": "model",
+    "data.max_len": 32,
+    "train.batch_size": 16,
+    "train.micro_batch_size": 8,
+    "train.max_epochs": 2,
+    "adam.lr": 3e-3,
+}
+RL = {
+    **COMMON,
+    "actor.model_name_or_path": "model",
+    "data.prompt_dataset": "prompts.jsonl",
+    "data.label_key": "label",
+    "data.max_len": 40,
+    "rollout.max_new_tokens": 8,
+    "rollout.batch_size": 4,
+    "rollout.n_samples_per_prompt": 2,
+    "rollout.micro_batch_size": 4,
+    "train.batch_size": 8,
+    "train.micro_batch_size": 4,
+    "train.colocate_actor_ref": True,
+    "actor.adam.lr": 1e-3,
+}
+KINDS = {
+    "sft": Kind(
+        command="train_sft",
+        flags={
+            **OFFLINE,
+            "data.dataset": "rows.jsonl",
+            "data.input_key": "input",
+            "data.output_key": "output",
+            "data.input_template": "{}",
+            "train.enable_ema": True,
+            "train.ema_beta": 0.5,
+        },
+    ),
+    "lora": Kind(
+        command="train_dpo",
+        flags={
+            **OFFLINE,
+            "data.dataset": "pairs.jsonl",
+            "data.prompt_key": "prompt",
+            "data.input_template": "say {}=",
+            "ds.lora.rank": 4,
+            "plugin": ["exponential.py"],
+            "model.loss_type": "exponential",
+        },
+        user_files=("exponential.py",),
+    ),
+    "ppo": Kind(
+        command="train_ppo_ray",
+        flags={
+            **RL,
+            "reward.model_name_or_path": "reward_model",
+            "reward.remote_url": "share_of_a.py",
+            "train.colocate_critic_reward": True,
+            "critic.adam.lr": 1e-3,
+        },
+        user_files=("share_of_a.py",),
+    ),
+    "ppo_async": Kind(
+        command="train_ppo_ray",
+        flags={
+            **RL,
+            "train.agent_func_path": "two_turns.py",
+            "train.async_enable": True,
+            "train.partial_rollout_enable": True,
+            "algo.advantage.estimator": "group_norm",
+        },
+        user_files=("two_turns.py",),
+        deterministic=False,
+    ),
+}
+
+
+def prepare(kind: Kind, folder: Path) -> None:
+    """Write models, data, user files and the configuration file of a run into `folder`."""
+    folder.mkdir()
+    sizes = {**HEADS, "num_hidden_layers": 1, "vocab_size": len(character_tokenizer())}
+    save_tiny_model(folder / "model", **sizes)
+    if "reward.model_name_or_path" in kind.flags:
+        save_reward_model(folder / "reward_model", base=folder / "model")
+    write_rows(folder / "rows.jsonl", copying_rows(48, seed=1))
+    write_rows(folder / "pairs.jsonl", preference_rows(48, seed=1))
+    prompts = [{"input": row["input"] + "=", "label": row["output"]} for row in copying_rows(24, seed=2)]
+    write_rows(folder / "prompts.jsonl", prompts)
+    for name in kind.user_files:
+        shutil.copy(USER_FILES / name, folder / name)
+    (folder / CONFIG).write_text(yaml.safe_dump(kind.flags), encoding="utf-8")
+
+
+def start(kind: Kind, folder: Path, *flags: str) -> subprocess.Popen[str]:
+    """Start the command in `folder`, from its configuration file."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(folder / "cache")}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    return subprocess.Popen(
+        [sys.executable, "-m", f"openrlhf.cli.{kind.command}", "--config", CONFIG, *flags],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def freeze(name: str) -> None:
+    """Run a kind to its end, run it again until it is killed, and keep what the second run left."""
+    kind = KINDS[name]
+    with TemporaryDirectory() as temporary:
+        whole, killed = Path(temporary) / "whole", Path(temporary) / name
+        prepare(kind, whole)
+        done = finish(start(kind, whole))
+        assert done.status == 0, done.errors
+        prepare(kind, killed)
+        kill_when(start(kind, killed), lambda: steps_logged(killed / "run") >= KILL_AFTER)
+        assert not (killed / "trained").exists(), "the run ended before it was killed"
+        shutil.rmtree(killed / "cache", ignore_errors=True)
+        shutil.rmtree(killed / "run/logs", ignore_errors=True)
+        FROZEN.mkdir(exist_ok=True)
+        with tarfile.open(FROZEN / f"{name}.tar.xz", "w:xz") as archive:
+            archive.add(killed, arcname=name)
+        content = {"commit": commit(), "machine": machine(), "numbers": numbers(whole / "run")}
+        (FROZEN / f"{name}.json").write_text(json.dumps(content, indent=0) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Freeze the kinds that have no archive yet."""
+    for name in KINDS:
+        if not (FROZEN / f"{name}.tar.xz").exists():
+            freeze(name)
+            print(name, "frozen", flush=True)
+
+
+if __name__ == "__main__":
+    main()
