@@ -4,7 +4,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any
 
 from openrlhf.config.commands import RecordedCommand
 from openrlhf.config.options import dump_yaml
@@ -13,7 +12,7 @@ from openrlhf.observability.health import Health
 from openrlhf.observability.report import report_run
 from openrlhf.observability.run_folder import METRICS, RunFolder, read_lines, sample_row
 from openrlhf.observability.trackers import make_trackers
-from openrlhf.trajectory import Trajectory
+from openrlhf.trajectory import Failure, Trajectory
 
 SAMPLES_PER_STEP = 16  # episodes of a step that go to samples.jsonl, and as many filtered and as many failed ones
 SAMPLES_PER_EVALUATION = 4  # one of each of the first prompts, so that evaluations can be compared
@@ -39,6 +38,7 @@ class Recorder:
         self.folder.write_config(dump_yaml(config, given_only=True), full)
         self.trackers = make_trackers(logger, settings={"config": full}, run_dir=place, resume_step=resume_step)
         self.logging_steps = logger.logging_steps
+        self._shown_failures = set[Failure | None]()
         self.health = Health()
         self.health.read(read_lines(place / METRICS))  # of the part before a resume
 
@@ -53,8 +53,10 @@ class Recorder:
         self.display.evaluation(step, values)
         self.log(step, values)
         by_prompt = {t.prompt.index: t for t in reversed(trajectories) if not t.failed}
-        chosen = sorted(by_prompt)[:SAMPLES_PER_EVALUATION]
-        self.folder.log_samples(sample_row(step, by_prompt[prompt], evaluation=True) for prompt in chosen)
+        chosen = [by_prompt[prompt] for prompt in sorted(by_prompt)[:SAMPLES_PER_EVALUATION]]
+        chosen += failed_of_every_kind(trajectories)[:SAMPLES_PER_EVALUATION]
+        self.folder.log_samples(sample_row(step, trajectory, evaluation=True) for trajectory in chosen)
+        self._show_errors(f"Evaluation after step {step}", trajectories)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log numbers that the caller shows; what is wrong with them is shown here."""
@@ -66,10 +68,10 @@ class Recorder:
         """Log some episodes of a step, some of the filtered ones, and failed ones of every kind with their errors."""
         good = [t for t in trajectories if not t.failed and not t.filtered][:SAMPLES_PER_STEP]
         filtered = [t for t in trajectories if not t.failed and t.filtered][:SAMPLES_PER_STEP]
-        numbers: defaultdict[Any, Iterator[int]] = defaultdict(count)  # first one of each kind of failure, then another
-        failed = sorted((t for t in trajectories if t.failed), key=lambda t: next(numbers[t.failure]))
-        rows = [sample_row(step, trajectory) for trajectory in [*good, *filtered, *failed[:SAMPLES_PER_STEP]]]
+        failed = failed_of_every_kind(trajectories)[:SAMPLES_PER_STEP]
+        rows = [sample_row(step, trajectory) for trajectory in [*good, *filtered, *failed]]
         self.folder.log_samples(rows)
+        self._show_errors(f"Step {step}", trajectories)
         if rows:
             self.trackers.log_samples(step, rows[0]["prompt"] + rows[0]["response"], rows[0]["reward"])
 
@@ -81,6 +83,23 @@ class Recorder:
         self.folder.close()
         self.display.note(f"report: {report_run(self.folder.path)}")
 
+    def _show_errors(self, when: str, trajectories: Sequence[Trajectory]) -> None:
+        """Show the first error of each kind of failure of the run."""
+        for trajectory in trajectories:
+            if trajectory.error is None or trajectory.failure in self._shown_failures:
+                continue
+            self._shown_failures.add(trajectory.failure)
+            lines = trajectory.error.strip().splitlines() or ["no message"]
+            error = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}"
+            kind = f" ({trajectory.failure})" if trajectory.failure else ""
+            self._show([f"{when}: an episode has an error{kind}, in full in samples.jsonl: {error}"])
+
     def _show(self, notices: Iterable[str]) -> None:
         for notice in notices:
             self.display.note(f"Notice: {notice}")
+
+
+def failed_of_every_kind(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The failed episodes: first one of each kind of failure, then another of each."""
+    numbers: defaultdict[Failure | None, Iterator[int]] = defaultdict(count)
+    return sorted((t for t in trajectories if t.failed), key=lambda t: next(numbers[t.failure]))

@@ -21,10 +21,10 @@ class ErrorBudget:
         """Whether this number of failures is too large."""
         return failed > self.max_error_rate * of
 
-    def check(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raise RewardErrors, with the first error, if too many have failed."""
+    def check(self, trajectories: Sequence[Trajectory], *, of: str = "episodes") -> None:
+        """Raise RewardErrors, with the first error, if too many have failed. `of` names them in the message."""
         failed = [trajectory.error for trajectory in trajectories if trajectory.failed]
-        self.check_errors(failed, of=len(trajectories), what="episodes failed")
+        self.check_errors(failed, of=len(trajectories), what=f"{of} failed")
 
     def check_errors(self, errors: Sequence[str | None], *, of: int, what: str) -> None:
         """Raise RewardErrors, with the first error, if there are too many errors. `what` says what happened: "episodes failed"."""

@@ -13,7 +13,14 @@ T = TypeVar("T")
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, Metric]:
-    """Metrics of a step's rollout, and the means of the user's extra numbers over the samples that have them."""
+    """Metrics of a step's rollout, and the means of the user's extra numbers over the samples that have them.
+
+    Every episode is kept, failed, filtered, or left out: then it has no other finished sample of its prompt to be compared
+    with, or no sampled token.
+    """
+    used = {(t.prompt.index, t.sample_index) for t in kept}
+    finished = [t for t in trajectories if not t.failed and not t.filtered]
+    left_out = sum((t.prompt.index, t.sample_index) not in used for t in finished)
     rewards = [t.reward for t in kept if t.reward is not None]
     metrics: dict[str, Metric] = {
         "rollout/reward_mean": Mean(sum(rewards), len(rewards)),
@@ -26,6 +33,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajector
     }
     for failure, number in Counter(t.failure for t in trajectories if t.failure).items():
         metrics[f"train/failed_{failure}"] = Last(float(number))
+    if left_out:
+        metrics["train/left_out_episodes"] = Last(float(left_out))
     logs = [{_logged_as(name): Mean(value, 1) for name, value in t.extra_logs.items()} for t in kept]
     return metrics | merge_all(logs)
 

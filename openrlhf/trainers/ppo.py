@@ -18,11 +18,13 @@ from openrlhf.config.learning import RLFlags
 from openrlhf.distributed.worker_group import Call, HostHandles, WorkerGroup, gather
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
+from openrlhf.rewards.budget import RewardErrors
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import evaluation_metrics, rollout_metrics
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker
 from openrlhf.trainers.filtering import pass_rate
+from openrlhf.trainers.outcome import Outcome
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.sources import Source
@@ -61,15 +63,19 @@ class PPOTrainer:
         self.ckpt = self.config.ckpt
         self.step = 0
         self.saved = -1  # the step of the newest checkpoint
+        self.resumed = False
         self.stopped = False  # before the prompts are used up
         self.best = BestMetric(self.ckpt.best_metric_key, ending="_pass1", patience=self.config.eval.patience)
         self.timing: dict[str, Metric] = {}
+        self.outcome = Outcome(keep=self.source.keep)
 
     def fit(self) -> None:
         """Train until the prompts or the patience are used up, then export."""
         self.recorder.display.begin(self.source.total_steps, done=self.step)
         self.weights.publish(self.step)  # π_rollout ← π_θ, also after a resume
-        if self.config.eval.at_start and self.step == 0 and self.best.step is None:
+        at_start = self.config.eval.at_start and self.step == 0 and self.best.step is None
+        was_interrupted = self.step > 0 and self.evaluation_is_due and self.best.evaluated_at < self.step
+        if at_start or was_interrupted:
             self.run_evaluation()
         with self.saved_when_it_ends():
             for trajectories in self.timed("generation", self.source):  # τ ~ π_rollout
@@ -80,13 +86,17 @@ class PPOTrainer:
                     if all(t.filtered for t in trajectories):  # the rest of an epoch teaches nothing
                         continue
                     self.learn_from(batch)
+                self.after_step()
                 if self.stopped:
                     break
             # The last step is not evaluated with the others if filtering ended the run before its planned end.
             if self.config.eval.steps > 0 and self.best.evaluated_at < self.step:
                 self.run_evaluation()
             if self.source.exhausted and self.step < self.source.total_steps:
-                self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.")
+                why = self.outcome.rejections
+                self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.{why}")
+            if not self.resumed:
+                self.outcome.check()
             self.return_to_best()
             self.export_final(Path(self.ckpt.output_dir).absolute())
 
@@ -94,20 +104,28 @@ class PPOTrainer:
         """The second half of a step: credit, update, publication."""
         metrics = [step_metrics(self.source, batch)]
         if batch.kept:
+            self.outcome.updates += 1
             with self.clock("make_experience"):
                 experience, credit = self.maker.credit(batch.experience)  # r_t, Â_t, Ĝ_t
             with self.clock("ppo_train"):
                 metrics += [credit, self.improve(experience)]  # V, π
             with self.clock("broadcast"):
                 self.publish()  # π_rollout ← π_θ
-        self.after_step(merge_all(metrics))
+        self.end_step(merge_all(metrics))
 
     @contextmanager
     def saved_when_it_ends(self) -> Iterator[None]:
-        """Within it, a run that writes checkpoints saves its last finished step if it is terminated, or loses its engines."""
+        """Save the last finished step of a run that writes checkpoints, if the block is terminated or fails.
+
+        A failure is the loss of all engines, or an evaluation in which too many episodes fail. A run that writes no
+        checkpoints exports its model when such an evaluation ends it.
+        """
         try:
             yield
-        except (SystemExit, RolloutError):
+        except (SystemExit, RolloutError, RewardErrors) as error:
+            evaluated = self.step == self.source.step and isinstance(error, RewardErrors)
+            if evaluated and self.ckpt.save_steps <= 0 and self.outcome.updates:
+                self.export_final(Path(self.ckpt.output_dir).absolute())
             if self.ckpt.save_steps > 0 and self.saved < self.step == self.source.step:  # no batch was on its way here
                 self.save()
                 if self.saved == self.step and self.ckpt.resumable:
@@ -116,6 +134,7 @@ class PPOTrainer:
 
     def record(self, batch: Annotated) -> None:
         """Log samples of the batch. Raises RewardErrors if too many of its episodes have failed."""
+        self.outcome.see(batch)
         self.recorder.samples(self.step + 1, batch.trajectories)
         self.source.errors.check(batch.trajectories)
 
@@ -185,8 +204,8 @@ class PPOTrainer:
     def _gather(self, launched: list[Call], doing: str) -> list[Any]:
         return gather(launched, timeout_s=self.config.train.step_timeout, doing=doing)
 
-    def after_step(self, metrics: dict[str, Metric]) -> None:
-        """Log, adapt β, evaluate, checkpoint."""
+    def end_step(self, metrics: dict[str, Metric]) -> None:
+        """Count and log the step, and adapt β."""
         self.step += 1
         if "train/kl" in metrics:
             metrics["train/kl_coef"] = Last(self.maker.kl.coef)
@@ -199,10 +218,14 @@ class PPOTrainer:
         self.timing = {}
         self.recorder.step(self.step, values(metrics | timing))
         self.stopped = self._is_too_far(metrics)
+
+    def after_step(self) -> None:
+        """Evaluate and save. Termination interrupts an evaluation, and waits for the end of a save."""
         if self.evaluation_is_due:
             self.run_evaluation()
         if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or self.stopped):
-            self.save()
+            with termination.whole():
+                self.save()
 
     def _is_too_far(self, metrics: Mapping[str, Metric]) -> bool:
         """Whether the KL to the reference exceeds --algo.kl.stop_run. If it does, the user is told."""
@@ -223,16 +246,21 @@ class PPOTrainer:
         return every > 0 and (self.step % every == 0 or self.source.exhausted or self.stopped)
 
     def run_evaluation(self) -> None:
-        """Measure pass@k of the published weights. A new best is saved."""
+        """Measure pass@k of the published weights. A new best is saved.
+
+        Raises RewardErrors if too many episodes have failed: such an evaluation is logged, and never the best.
+        """
         if self.evaluate is None:
             return
         with self.clock("evaluation"):
             trajectories = self.evaluate(self.step)
-        metrics = evaluation_metrics(trajectories, k=self.config.eval.n_samples_per_prompt)
-        timing = {"timing/evaluation": self.timing.pop("timing/evaluation").value}
-        self.recorder.evaluation(self.step, metrics | timing, trajectories)
-        if self.best.improves(self.step, metrics) and (self.step > 0 or self.best.patience):
-            self.save(best=True)
+        with termination.whole():
+            metrics = evaluation_metrics(trajectories, k=self.config.eval.n_samples_per_prompt)
+            timing = {"timing/evaluation": self.timing.pop("timing/evaluation").value}
+            self.recorder.evaluation(self.step, metrics | timing, trajectories)
+            self.source.errors.check(trajectories, of="evaluation episodes")
+            if self.best.improves(self.step, metrics) and (self.step > 0 or self.best.patience):
+                self.save(best=True)
 
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint of the current state."""
@@ -269,7 +297,7 @@ class PPOTrainer:
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint."""
-        state = checkpoint.state
+        state, self.resumed = checkpoint.state, True
         self._all_parts(TrainedWorker.load_checkpoint, checkpoint, "load the checkpoint")
         self.step = state.step
         drawn = Path(checkpoint.engine_dir(SOURCE)) / checkpoint.tag

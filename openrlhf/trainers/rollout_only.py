@@ -5,6 +5,7 @@ import time
 from openrlhf.observability.metrics import Last, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.experience_maker import ExperienceMaker
+from openrlhf.trainers.outcome import Outcome
 from openrlhf.trainers.ppo import step_metrics
 from openrlhf.trainers.sources import Source
 
@@ -19,9 +20,11 @@ class RolloutOnly:
     def fit(self) -> None:
         """Process all prompts. Raises RewardErrors if too many episodes of a step have failed."""
         self.recorder.display.begin(self.source.total_steps)
+        outcome = Outcome(keep=self.source.keep)
         began = time.perf_counter()
         for trajectories in self.source:
             batch = self.maker.annotate(trajectories)
+            outcome.see(batch)
             self.recorder.samples(self.step + 1, batch.trajectories)
             self.source.errors.check(batch.trajectories)
             if all(t.filtered for t in trajectories):  # the rest of an epoch gives no step
@@ -32,3 +35,5 @@ class RolloutOnly:
             self.step += 1
             self.recorder.step(self.step, values(metrics))
             began = time.perf_counter()
+        if not self.step:
+            self.recorder.display.note(f"The run has no step: nothing is left of its prompts.{outcome.rejections}")

@@ -23,6 +23,10 @@ from openrlhf.trainers.tasks import Micro, OfflineTask, Row, Rows
 from openrlhf.workers.base import MicroBatchLimits
 
 
+class EvaluationInterrupted(Exception):
+    """A rank has been asked to end during an evaluation."""
+
+
 @dataclass(eq=False, repr=False)
 class SupervisedTrainer(Generic[Row, Micro]):
     """Runs a task: train, log, evaluate, checkpoint, export. One instance per process."""
@@ -54,6 +58,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         if self.recorder:
             self.recorder.display.begin(self.total_steps, done=self.step)
         with termination.whole():  # the ranks end together, after a step or after the export
+            if self.step > 0 and self.evaluation_is_due and self.best.evaluated_at < self.step:
+                self.evaluate()  # it was interrupted
             for window in self.windows():
                 self.learn_from(window)
             stale = self.return_to_best() or self.engine.average or self.step == self.resumed_at
@@ -115,14 +121,13 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def after_step(self, metrics: Mapping[str, Metric]) -> None:
         """Log, evaluate, checkpoint."""
-        every = self.strategy.gather((dict(metrics), termination.asked()))
-        merged, terminated = merge_all(metrics for metrics, _ in every), max(asked for _, asked in every)
+        merged = merge_all(self.strategy.gather(dict(metrics)))
         if self.recorder:
             logged = {name: m for name, m in merged.items() if name.startswith("train/")}
             self.recorder.step(self.step, values(logged))
-        if self.eval_rows is not None and (self.step % self.eval_steps == 0 or self.step == self.total_steps):
+        if self.evaluation_is_due:
             self.evaluate()
-            terminated = max(self.strategy.gather(termination.asked()))  # also while it was evaluated
+        terminated = self._asked_to_end()
         if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or terminated):
             self.save()
         if terminated:
@@ -130,28 +135,53 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 self.recorder.display.note(GOES_ON.format(self.step))
             raise SystemExit(terminated)
 
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether the weights of this step are evaluated."""
+        every_few_steps = self.step % self.eval_steps == 0
+        return self.eval_rows is not None and (every_few_steps or self.step == self.total_steps)
+
+    def _asked_to_end(self) -> int:
+        """The status with which any rank has been asked to end, or 0. Collective over the ranks."""
+        return max(self.strategy.gather(termination.asked()))
+
     def evaluate(self) -> None:
-        """Measure and log. A new best is saved."""
-        numbers = self.measure()
+        """Measure and log, unless the process is asked to end meanwhile. A new best is saved."""
+        try:
+            numbers = self.measure(interruptible=True)
+        except EvaluationInterrupted:
+            return
         if self.recorder:
             self.recorder.evaluation(self.step, numbers)
         if self.best.improves(self.step, numbers):
             self.save(best=True)
 
-    def measure(self) -> dict[str, float]:
+    def measure(self, *, interruptible: bool = False) -> dict[str, float]:
         """The task's metrics over all evaluation rows, each row counted once. Collective over the ranks.
 
-        As in training, a first pass over all rows comes before the losses.
+        As in training, a first pass over all rows comes before the losses. Raises EvaluationInterrupted on all ranks if it
+        is `interruptible` and one of them is asked to end.
         """
+
+        def look_for_end() -> None:
+            if interruptible and self._asked_to_end():
+                raise EvaluationInterrupted
+
         with self.engine.evaluating(), torch.no_grad():
-            seen = [
-                (self.task.before(self.engine, self.task.collate(rows).to(self.strategy.device)), counts)
-                for rows, counts in self._evaluation_batches()
-            ]
+            seen: list[tuple[tuple[Micro, Mapping[str, float]], bool]] = []
+            for rows, counts in self._evaluation_batches():
+                look_for_end()
+                batch = self.task.collate(rows).to(self.strategy.device)
+                seen.append((self.task.before(self.engine, batch), counts))
             every = [{**self.task.counts(micro), **numbers} for (micro, numbers), counts in seen if counts]
             every = [part for rank in self.strategy.gather(every) for part in rank]
             totals = {name: math.fsum(part[name] for part in every) for name in (every[0] if every else ())}
-            parts = [metrics for (micro, _), counts in seen for _, metrics in [self._loss(micro, totals)] if counts]
+            parts: list[dict[str, Metric]] = []
+            for (micro, _), counts in seen:
+                look_for_end()
+                _, metrics = self._loss(micro, totals)  # collective: every rank runs it
+                if counts:
+                    parts.append(metrics)
         merged = merge_all(part for rank in self.strategy.gather(parts) for part in rank)
         numbers = values(self.task.evaluation_names(merged))
         self.task.evaluated(self.engine.module, numbers)
@@ -160,7 +190,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def _evaluation_batches(self) -> Iterator[tuple[list[Any], bool]]:
         """This rank's evaluation rows, and whether they count.
 
-        Under ZeRO 3 a forward is collective: every rank runs as many forwards as rank 0, which has the most rows.
+        Every rank runs as many forwards as rank 0, which has the most rows: under ZeRO 3 a forward is collective, and so is
+        the question whether an evaluation is interrupted.
         """
         assert self.eval_rows is not None
         size, ranks = self.train.micro_batch_size, self.strategy.dp_size
@@ -171,8 +202,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         mine = self.task.of_window(mine, self.strategy)
         yield from [(list(mine[start : start + size]), True) for start in range(0, len(mine), size)]
         missing = math.ceil(math.ceil(len(self.eval_rows) / ranks) / size) - math.ceil(len(mine) / size)
-        if self.strategy.config.zero_stage == 3:
-            yield from [([self.eval_rows[0]], False)] * missing
+        yield from [([self.eval_rows[0]], False)] * missing
 
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint of the current state. Collective over the ranks."""

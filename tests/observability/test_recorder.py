@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def test_every_evaluation_keeps_a_finished_sample_of_the_same_first_prompts(tmp_
     made.evaluation(4, {"eval/score": 0.5}, many)
     kept = [(row["step"], row["prompt_index"], row["sample_index"]) for row in rows(tmp_path, "samples.jsonl")]
     prompts = range(SAMPLES_PER_EVALUATION)
+    assert kept.pop(SAMPLES_PER_EVALUATION) == (0, 0, 0)  # the failed one
     assert kept == [(0, 0, 1), *[(0, prompt, 0) for prompt in prompts[1:]], *[(4, prompt, 0) for prompt in prompts]]
     assert all(row["evaluation"] for row in rows(tmp_path, "samples.jsonl"))
 
@@ -138,3 +140,17 @@ def test_closing_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture
     made.close()
     assert "Loss: loss" in (tmp_path / "report.html").read_text()  # the name of a curve
     assert str(tmp_path / "report.html") in capsys.readouterr().out
+
+
+def test_the_first_error_of_each_kind_is_shown_once_of_steps_and_evaluations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = recorder(tmp_path)
+    slow, broken = Failure.TIMEOUT, Failure.EXCEPTION
+    errors = [(slow, "slow one"), (slow, "slow two"), (broken, "Traceback:\n  line\nValueError: bad label")]
+    episodes = [replace(failed(0, n), failure=kind, error=text) for n, (kind, text) in enumerate(errors)]
+    made.evaluation(0, {"eval/score": 0.5}, episodes[:1])
+    made.samples(1, episodes)
+    made.samples(2, episodes)
+    shown = capsys.readouterr().out
+    assert [shown.count(text) for text in ("slow one", "slow two", "ValueError: bad label")] == [1, 0, 1]

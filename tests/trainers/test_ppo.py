@@ -17,11 +17,12 @@ from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrai
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.observability.metrics import Metric, values
-from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import rollout_metrics
 from openrlhf.trainers.experience_maker import Annotated, trainable
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
+from openrlhf.trainers.outcome import NothingLearned
 from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trajectory import Failure, StopReason, Trajectory
 from tests.trainers.episodes import episode, failed
@@ -78,6 +79,19 @@ def test_numbers_beside_a_reward_do_not_mix_with_ours() -> None:
     assert own.items() <= metrics.items()
 
 
+@pytest.mark.parametrize("broken", range(5))
+@pytest.mark.parametrize("needs_groups", [False, True])
+def test_every_sampled_episode_is_counted_by_one_metric(broken: int, needs_groups: bool) -> None:
+    """Of a group of four, with a filtered group and an episode without tokens beside it."""
+    group = [failed(0, n) if n < broken else episode(0, n, score=1.0) for n in range(4)]
+    episodes = [*group, *FILTERED, *[episode(2, n, score=1.0, actions=0) for n in range(2)]]
+    kept = [episodes[i] for i in trainable(episodes, needs_groups=needs_groups)]
+    metrics = values(rollout_metrics(episodes, kept))
+    counted = [metrics[name] for name in ("rollout/num_samples", "train/failed_episodes", "train/left_out_episodes")]
+    assert sum(counted) + len(FILTERED) == len(episodes)
+    assert counted[2] == 2 + (needs_groups and broken == 3)
+
+
 # ---- the end of a run
 
 
@@ -128,7 +142,7 @@ class Notes:
         self.events.append(f"evaluation {step}")
 
     def note(self, text: str) -> None:
-        self.events.append(text)
+        self.events.append(text.partition(" --algo.dynamic_filtering_range")[0])
 
 
 class Nothing:
@@ -165,9 +179,9 @@ class Untrained(PPOTrainer):
     def _gather(self, launched: list[Any], doing: str) -> list[Any]:
         return launched
 
-    def save(self) -> None:
+    def save(self, *, best: bool = False) -> None:
         if self.config.ckpt.save_steps == 1:
-            return super().save()
+            return super().save(best=best)
         self.recorder.display.note(f"save {self.step}")
 
 
@@ -269,6 +283,76 @@ def test_the_last_evaluation_comes_after_the_last_prompt_though_the_run_has_fewe
 def test_an_episode_whose_rest_is_all_filtered_makes_no_step_and_the_last_evaluation_is_made_all_the_same() -> None:
     end = ["evaluation 2", "Nothing is left to learn from after step 2.", "export"]
     assert events([KEPT, FILTERED, KEPT, FILTERED], eval_steps=10) == ["step 1, 100%", "step 2, 100%", *end]
+
+
+ALONE = [episode(0, 0, score=1.0), failed(0, 1)]
+
+
+@pytest.mark.parametrize("steps", [[ALONE], [FILTERED], [ALONE, FILTERED, ALONE]])
+def test_a_run_without_an_optimizer_step_is_an_error_and_exports_nothing(steps: list[list[Trajectory]]) -> None:
+    notes = Notes()
+    made = trainer(steps, notes, eval_steps=-1)
+    with pytest.raises(NothingLearned) as raised:
+        made.fit()
+    assert "export" not in notes.events
+    assert ("it broke" in str(raised.value)) == (ALONE in steps)
+    assert ("--algo.dynamic_filtering_range 0 1" in str(raised.value)) == (FILTERED in steps)
+
+
+def test_a_resumed_run_without_an_optimizer_step_exports_what_it_has() -> None:
+    notes = Notes()
+    made = trainer([FILTERED], notes, eval_steps=-1)
+    made.policy = SimpleNamespace(broadcast=lambda *_: [])
+    made.resume(SimpleNamespace(state=RunState(step=2), engine_dir=lambda part: "", tag="global_step2"))
+    made.fit()
+    assert notes.events[-1] == "export"
+
+
+# ---- evaluations that fail or are interrupted
+
+
+@pytest.mark.parametrize(("broken", "is_ended"), [(0, False), (1, False), (2, True), (10, True)])
+def test_an_evaluation_in_which_too_many_episodes_fail_ends_the_run_and_is_never_the_best(
+    broken: int, is_ended: bool
+) -> None:
+    def evaluate(step: int) -> list[Trajectory]:
+        return [failed(n) if n < broken else episode(n, score=1.0) for n in range(10)]
+
+    notes = Notes()
+    made = trainer([KEPT], notes, eval_steps=1, save_steps=9)
+    made.evaluate, made.source.errors, made.best.key = evaluate, ErrorBudget(RewardConfig(max_error_rate=0.1)), ""
+    with pytest.raises(RewardErrors) if is_ended else nullcontext():
+        made.fit()
+    assert notes.events[:2] == ["step 1, 100%", "evaluation 1"]
+    assert "save 1" in notes.events  # the best, or the last step of a run that ends
+    assert ("export" in notes.events) == (not is_ended)
+    assert made.best.step == (None if is_ended else 1)
+
+
+def test_a_run_without_checkpoints_exports_its_model_if_an_evaluation_ends_it() -> None:
+    notes = Notes()
+    made = trainer([KEPT], notes, eval_steps=1)
+    made.evaluate, made.source.errors = lambda step: [failed(step)], ErrorBudget(RewardConfig())
+    with pytest.raises(RewardErrors):
+        made.fit()
+    assert notes.events[1:] == ["evaluation 1", "export"]
+
+
+def test_an_evaluation_that_is_interrupted_leaves_a_checkpoint_and_is_made_after_the_resume() -> None:
+    def terminated(step: int) -> list[Trajectory]:
+        raise SystemExit(143)
+
+    notes = Notes()
+    made = trainer([KEPT, KEPT, KEPT], notes, eval_steps=2, save_steps=9)
+    made.evaluate = terminated
+    with pytest.raises(SystemExit):
+        made.fit()
+    assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2"]
+    again = trainer([KEPT], notes, eval_steps=2)
+    again.policy = SimpleNamespace(broadcast=lambda *_: [])
+    again.resume(SimpleNamespace(state=RunState(step=2), engine_dir=lambda part: "", tag="global_step2"))
+    again.fit()
+    assert notes.events[3:6] == ["evaluation 2", "step 3, 100%", "evaluation 3"]
 
 
 def test_weights_that_have_been_evaluated_are_not_evaluated_again() -> None:

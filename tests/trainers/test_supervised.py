@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from openrlhf import termination
 from openrlhf.batches import TokenRows
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, TrainConfig
@@ -144,7 +145,8 @@ def test_an_evaluation_looks_at_every_row_once(tmp_path: Path, rows: int, ranks:
         task = CountingTask()
         trainer(tmp_path, task, rows=rows, rank=rank, ranks=ranks).evaluate()
         seen += [row for forward in task.forwards for row in forward]
-    assert sorted(seen) == list(range(rows))
+    assert set(seen) == set(range(rows))
+    assert all(seen.count(row) == 1 for row in range(1, rows))  # row 0 also fills up ranks with fewer rows, uncounted
 
 
 def test_an_evaluation_is_a_mean_over_rows_though_the_last_micro_batch_is_short(tmp_path: Path) -> None:
@@ -154,16 +156,30 @@ def test_an_evaluation_is_a_mean_over_rows_though_the_last_micro_batch_is_short(
 
 
 @pytest.mark.parametrize("rows", [1, 6, 13])
-def test_under_zero_3_every_rank_runs_as_many_forwards_as_the_one_with_most_rows(tmp_path: Path, rows: int) -> None:
-    """Its forwards are collective: a rank that ran fewer would leave the others waiting."""
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_rank_runs_as_many_forwards_as_the_one_with_most_rows(tmp_path: Path, rows: int, stage: int) -> None:
+    """A rank that ran fewer would leave the others waiting: in a forward of ZeRO 3, or for its answer whether to go on."""
     forwards = set()
     for rank in range(3):
         task = CountingTask()
-        trainer(tmp_path, task, rows=rows, rank=rank, ranks=3, stage=3).evaluate()
+        trainer(tmp_path, task, rows=rows, rank=rank, ranks=3, stage=stage).evaluate()
         forwards.add(len(task.forwards))
         own = [row for row in range(rows) if row % 3 == rank]
         assert task.numbers.get("mean") == (pytest.approx(sum(own) / len(own)) if own else None)
     assert len(forwards) == 1
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_an_evaluation_ends_after_the_forward_in_which_the_process_is_asked_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    task = CountingTask()
+    made = trainer(tmp_path, task, rows=8)
+    monkeypatch.setattr(termination, "asked", lambda: 143 if len(task.forwards) >= after else 0)
+    made.evaluate()
+    assert len(task.forwards) == after and not task.numbers
+    assert made.best.evaluated_at == -1  # so that it is made again
+    assert made.measure() == {"mean": pytest.approx(3.5)}  # of the weights that are exported: not to be interrupted
 
 
 # ---- what a checkpoint can continue

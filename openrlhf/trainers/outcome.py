@@ -1,0 +1,66 @@
+"""What became of the episodes of a run, for the end of a run that ran out of prompts or learned nothing."""
+
+from dataclasses import dataclass, field
+
+from openrlhf.config.flags import UserError
+from openrlhf.trainers.experience_maker import Annotated
+from openrlhf.trainers.filtering import DynamicFilter
+
+
+class NothingLearned(UserError, RuntimeError):
+    """The run ended without an optimizer step; the message says what became of the episodes."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """Counts of the episodes of a run, since its start or its resume. `keep`: the run's dynamic filter."""
+
+    keep: DynamicFilter | None
+    updates: int = 0  # batches that were trained on
+    episodes: int = 0
+    failed: int = 0
+    alone: int = 0  # finished, but without another sample of the prompt to compare
+    first_error: str | None = None
+    scores: dict[int, list[float]] = field(
+        default_factory=dict[int, list[float]]
+    )  # of prompts that the filter rejected
+
+    def see(self, batch: Annotated) -> None:
+        """Count the episodes of a batch."""
+        used = {(t.prompt.index, t.sample_index) for t in batch.kept}
+        for trajectory in batch.trajectories:
+            self.episodes += 1
+            if trajectory.failed:
+                self.failed += 1
+                self.first_error = self.first_error or trajectory.error
+            elif trajectory.filtered:
+                scores = self.scores.setdefault(trajectory.prompt.index, [])
+                scores += [] if trajectory.score is None else [trajectory.score]
+            elif (trajectory.prompt.index, trajectory.sample_index) not in used:
+                self.alone += 1
+
+    @property
+    def rejections(self) -> str:
+        """A sentence about the prompts that the dynamic filter rejected, or nothing."""
+        if not self.keep or not self.scores:
+            return ""
+        means = [sum(scores) / len(scores) for scores in self.scores.values() if scores]
+        seen = f", from {min(means):.4g} to {max(means):.4g}" if means else ""
+        return (
+            f" --algo.dynamic_filtering_range {self.keep.low:g} {self.keep.high:g} rejected {len(self.scores)} prompts "
+            f"for their mean scores{seen}."
+        )
+
+    def check(self) -> None:
+        """Raise NothingLearned if no batch was trained on."""
+        if self.updates:
+            return
+        left_out = [f"{self.failed} failed"] if self.failed else []
+        if self.alone:
+            left_out.append(f"{self.alone} had no other finished sample of their prompt to be compared with")
+        counts = f" Of {self.episodes} episodes {', '.join(left_out)}." if left_out else ""
+        error = f" The first error:\n{self.first_error}" if self.first_error else ""
+        raise NothingLearned(
+            f"the run ended without an optimizer step: the weights are unchanged, and no model is written."
+            f"{counts}{self.rejections}{error}"
+        )
