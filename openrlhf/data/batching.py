@@ -4,8 +4,11 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from operator import itemgetter
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
@@ -95,12 +98,12 @@ class ResumableSampler(Sampler[int]):
         return len(range(self.dp_rank, self.epoch_rows, self.dp_size))
 
     def __iter__(self) -> Iterator[int]:
-        order = self._order()
+        order = permutation(self.num_rows, self.seed + self.epoch) if self.shuffle else range(self.num_rows)
         for row in range(self.dp_rank + self.position * self.dp_size, self.epoch_rows, self.dp_size):
-            yield order[row]
+            yield int(order[row])
 
-    def _order(self) -> Sequence[int]:
-        if not self.shuffle:
-            return range(self.num_rows)
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return torch.randperm(self.num_rows, generator=generator).tolist()
+
+@lru_cache(maxsize=2)  # of training and pretraining rows, each asked for again at every step or held prompt
+def permutation(num_rows: int, seed: int) -> npt.NDArray[np.int64]:
+    """The order of the rows in the epoch with this seed; 8 bytes per row."""
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed)).numpy()

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from openrlhf import termination
 from openrlhf.config.learning import AlgoConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
+from openrlhf.data.batching import permutation
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.budget import RewardErrors
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
@@ -150,6 +152,27 @@ def test_the_steps_are_counted_where_the_samples_are_taken(loop: BackgroundLoop,
     while (taken := loop.run(made._progress(), 5.0)) is None:
         pass
     assert (made.step, len(taken)) == (1, BATCH)
+
+
+def test_a_resume_permutes_the_rows_once_per_epoch_however_many_prompts_are_held(
+    loop: BackgroundLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = source(loop, VersionedEcho(), queue=8, staleness=8)
+    next(iter(first))
+    first.save(tmp_path)
+    permuted: list[int] = []
+    randperm = torch.randperm
+
+    def counted(rows: int, **options: Any) -> torch.Tensor:
+        permuted.append(rows)
+        return randperm(rows, **options)
+
+    permutation.cache_clear()
+    monkeypatch.setattr(torch, "randperm", counted)
+    second = source(loop, VersionedEcho(), queue=8, staleness=8)
+    second.resume(step=first.step, consumed=first.consumed, folder=tmp_path)
+    assert len(second.held) > 8 and permuted == [PROMPTS]
+    assert [each.prompt.text for each in second.held] == [each.prompt.text for each in first.held]
 
 
 # ---- publications
