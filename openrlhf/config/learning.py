@@ -77,6 +77,7 @@ class LossConfig(Section):
     aggregation: str = option(
         "token", "Mean over tokens, mean of sequence means, or sum over a constant length; "
         "unset with gspo: sequence.", choices=("token", "sequence", "constant"))
+    mask_truncated: bool = option(False, "Leave truncated samples out of all losses.")
 
 class DistillConfig(Section):
     """On-policy distillation."""

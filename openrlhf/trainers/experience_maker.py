@@ -99,7 +99,12 @@ class ExperienceMaker:
         return Annotated(experience=experience, trajectories=list(trajectories), kept=kept, timing=timing)
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
-        """r_t, Â_t and Ĝ_t, and the metrics of the batch."""
+        """Return the rows to train on with r_t, Â_t and Ĝ_t, and the metrics of the batch.
+
+        With --algo.loss.mask_truncated, truncated samples count in the metrics and in the baselines of their prompts, and
+        are not among the rows: numerators and denominators of all losses are without them.  DAPO, section 3.4,
+        arXiv:2503.14476 (overlong filtering)
+        """
         algo, advantage = self.config.algo, self.config.algo.advantage
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
         assert experience.values is not None or not estimator.needs_critic
@@ -134,7 +139,10 @@ class ExperienceMaker:
             columns["advantages"] -= algo.distill.coef * gap
             metrics["train/teacher_kl"] = Mean(float(gap.sum()), float(experience.action_mask.sum()))
         credited = replace(experience, rewards=rewards, **columns)
-        return credited, metrics | self._metrics(credited, kl)
+        metrics |= self._metrics(credited, kl)
+        if algo.loss.mask_truncated:
+            credited = credited.select(torch.nonzero(~credited.truncated).flatten().tolist())
+        return credited, metrics
 
     def _teacher_kl(self, experience: Experience) -> Tensor:
         """log π_old − log π_teacher of every sampled token: its part of KL(π ‖ teacher), which distillation lowers.

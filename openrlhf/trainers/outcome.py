@@ -20,6 +20,7 @@ class Outcome:
     episodes: int = 0
     failed: int = 0
     alone: int = 0  # finished, but without another sample of the prompt to compare
+    truncated: int = 0  # finished, with a sample to compare
     first_error: str | None = None
     scores: dict[int, list[float]] = field(
         default_factory=dict[int, list[float]]
@@ -38,6 +39,8 @@ class Outcome:
                 scores += [] if trajectory.score is None else [trajectory.score]
             elif (trajectory.prompt.index, trajectory.sample_index) not in used:
                 self.alone += 1
+            else:
+                self.truncated += trajectory.truncated
 
     @property
     def rejections(self) -> str:
@@ -58,6 +61,8 @@ class Outcome:
         left_out = [f"{self.failed} failed"] if self.failed else []
         if self.alone:
             left_out.append(f"{self.alone} had no other finished sample of their prompt to be compared with")
+        if self.truncated:
+            left_out.append(f"{self.truncated} are truncated (--algo.loss.mask_truncated)")
         counts = f" Of {self.episodes} episodes {', '.join(left_out)}." if left_out else ""
         error = f" The first error:\n{self.first_error}" if self.first_error else ""
         raise NothingLearned(

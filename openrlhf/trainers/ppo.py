@@ -104,14 +104,21 @@ class PPOTrainer:
         """The second half of a step: credit, update, publication."""
         metrics = [step_metrics(self.source, batch)]
         if batch.kept:
-            self.outcome.updates += 1
             with self.clock("make_experience"):
                 experience, credit = self.maker.credit(batch.experience)  # r_t, Â_t, Ĝ_t
-            with self.clock("ppo_train"):
-                metrics += [credit, self.improve(experience)]  # V, π
-            with self.clock("broadcast"):
-                self.publish()  # π_rollout ← π_θ
+            metrics.append(credit)
+            if experience.num_samples:  # not if all are truncated and --algo.loss.mask_truncated leaves them out
+                metrics.append(self.update(experience))
         self.end_step(merge_all(metrics))
+
+    def update(self, experience: Experience) -> dict[str, Metric]:
+        """Update the models on a credited batch, and publish the policy."""
+        with self.clock("ppo_train"):
+            metrics = self.improve(experience)  # V, π
+        with self.clock("broadcast"):
+            self.publish()  # π_rollout ← π_θ
+        self.outcome.updates += 1
+        return metrics
 
     @contextmanager
     def saved_when_it_ends(self) -> Iterator[None]:

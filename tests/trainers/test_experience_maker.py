@@ -35,6 +35,7 @@ FLAGS = {
     "stop_properly": "reward.stop_properly_penalty_coef",
     "max_new_tokens": "rollout.max_new_tokens",
     "max_len": "data.max_len",
+    "mask_truncated": "algo.loss.mask_truncated",
 }
 OPPOSITE = ("scale_advantages", "kl_in_reward")
 BASE = {"estimator": "group_norm", "max_new_tokens": 4, "max_len": 6}
@@ -410,3 +411,18 @@ def test_filtered_episodes_are_not_trained_on() -> None:
     pair = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
     filtered = [thrown_away(episode(1, sample, score=1.0)) for sample in range(2)]
     assert kept([*pair, *filtered], needs_groups=True) == pair
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "reinforce_baseline", "dr_grpo", "reinforce"])
+@pytest.mark.parametrize("truncated", [[], [3], [0, 2], [0, 1, 2, 3]])
+def test_truncated_samples_may_be_left_out_of_the_loss_and_count_in_baselines_and_metrics(
+    estimator: str, truncated: list[int]
+) -> None:
+    cut = torch.tensor([row in truncated for row in range(4)])
+    whole, metrics = credited(batch([1.0, 0.0, 2.0, 1.0], truncated=cut), estimator=estimator)
+    left, same = credited(batch([1.0, 0.0, 2.0, 1.0], truncated=cut), estimator=estimator, mask_truncated=True)
+    expected = whole.select([row for row in range(4) if row not in truncated])
+    assert left.num_samples == 4 - len(truncated)
+    for column in ("tokens", "offsets", "action_mask", "advantages", "returns", "group_ids"):
+        assert torch.equal(getattr(left, column), getattr(expected, column))
+    assert metrics == same and metrics["train/truncated"] == len(truncated) / 4

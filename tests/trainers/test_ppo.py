@@ -299,6 +299,21 @@ def test_a_run_without_an_optimizer_step_is_an_error_and_exports_nothing(steps: 
     assert ("--algo.dynamic_filtering_range 0 1" in str(raised.value)) == (FILTERED in steps)
 
 
+def test_a_batch_of_truncated_samples_alone_is_no_update_if_these_are_left_out() -> None:
+    class Masking(Nothing):
+        def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
+            return experience.select([]), {}
+
+    notes = Notes()
+    made = trainer([[replace(each, stop_reason=StopReason.LENGTH) for each in KEPT]], notes, eval_steps=-1)
+    made.maker = made.weights = Masking()
+    with pytest.raises(NothingLearned) as raised:
+        made.fit()
+    assert "2 are truncated (--algo.loss.mask_truncated)" in str(raised.value)
+    assert notes.events == ["step 1, 100%", "Nothing is left to learn from after step 1."]
+    assert made.weights.published == [0]
+
+
 def test_a_resumed_run_without_an_optimizer_step_exports_what_it_has() -> None:
     notes = Notes()
     made = trainer([FILTERED], notes, eval_steps=-1)
