@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from openrlhf.config.flags import UserError
+from openrlhf.data.errors import notice
 from openrlhf.files import fingerprint
 
 FORMAT = 1
@@ -58,6 +59,7 @@ class RunState:
     best_step: int | None = None  # that had it
     evaluations_since_best: int = 0
     evaluated_at: int = -1  # the step of the last evaluation
+    planned_updates: int = 0  # optimizer steps of the whole run, which the learning rate's schedule has; 0: not known
     run_dir: str = ""
     engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part → layout
     identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that continues has to have in common
@@ -128,6 +130,7 @@ class Checkpoint(StagedCheckpoint):
     def check_continued_by(self, run: RunState, *, layout: str, converts: bool = False) -> None:
         """Raise CheckpointError, naming every difference, if a run with these engines and identity cannot continue it.
 
+        Print a notice if the run that continues has another number of optimizer steps, and so another learning rate.
         `layout`: the flags that set the layout of the engines, in words. `converts`: a layout that can be converted fits.
         """
         written, engines = self.state.engines, run.engines
@@ -139,6 +142,13 @@ class Checkpoint(StagedCheckpoint):
             raise CheckpointError(
                 f"{self.tag} in --ckpt.path {self.directory} is of another run. Continue it with what it was written with, or "
                 "choose another --ckpt.path:" + "".join(f"\n  {difference}" for difference in different) + hint
+            )
+        planned = self.state.planned_updates
+        if planned and run.planned_updates and planned != run.planned_updates:
+            notice(
+                f"The run that wrote {self.tag} was planned with {planned} optimizer steps, this one has "
+                f"{run.planned_updates} (--train.max_epochs, in RL also --train.num_episodes): from here on the learning "
+                f"rate follows the schedule of {run.planned_updates} steps, and may jump. For the old schedule, pass the old value."
             )
 
     def manifest(self) -> str:

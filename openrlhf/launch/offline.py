@@ -63,7 +63,9 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
             print(plan, show_template(tokenizer), *first_texts(task, train_rows, tokenizer), UNPROVEN, sep="\n")
         return
     run_dir, identity = os.path.abspath(config.run.dir), offline_identity(task, train_rows)
-    start = RunState(step=0, run_dir=run_dir, engines={"": layout_of(strategy)}, identity=identity)
+    start = RunState(
+        step=0, run_dir=run_dir, engines={"": layout_of(strategy)}, identity=identity, planned_updates=total_steps
+    )
     checkpoints = CheckpointManager(config.ckpt, [""])
     checkpoint = to_continue(config, checkpoints, strategy, start) if config.ckpt.load_enable else None
     if checkpoint:

@@ -226,6 +226,19 @@ def test_what_a_checkpoint_does_not_know_is_no_difference() -> None:
     assert complaints(replace(older, state=replace(older.state, identity={"task": "sft", "gone": 1}))) == ""
 
 
+@pytest.mark.parametrize(("then", "now"), [(100, 200), (200, 100), (100, 100), (0, 100)])
+def test_another_number_of_optimizer_steps_draws_a_notice_with_both_numbers_if_the_checkpoint_has_one(
+    capsys: pytest.CaptureFixture[str], then: int, now: int
+) -> None:
+    older = checkpoint_of()
+    checkpoint = replace(older, state=replace(older.state, planned_updates=then))
+    run = RunState(step=0, engines=checkpoint.state.engines, identity=IDENTITY, planned_updates=now)
+    checkpoint.check_continued_by(run, layout="layout")
+    printed = capsys.readouterr().err
+    assert ("--train.max_epochs" in printed) == (then not in (0, now))
+    assert not printed or (str(then) in printed and str(now) in printed)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
