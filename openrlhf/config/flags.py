@@ -9,6 +9,7 @@ import json
 import operator
 import os.path
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, dataclass_transform
+
+from openrlhf.config.machine import is_first
 
 T = TypeVar("T")
 Shape = Literal["switch", "one", "pair", "list", "json"]
@@ -34,6 +37,12 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 class UserError(Exception):
     """A mistake of the user, or trouble that the user can do something about. Commands print the message alone."""
+
+
+def notice(*sentences: str) -> None:
+    """Print sentences that the user should know, in the first process of a launcher only."""
+    for sentence in sentences if is_first() else ():
+        print(f"[notice] {sentence}", file=sys.stderr)
 
 
 class ConfigError(UserError, ValueError):

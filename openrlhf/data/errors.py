@@ -1,11 +1,10 @@
 """Errors and notices about a user's data: the place, the value seen, the change to make. Needs no heavy library."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openrlhf.config.flags import UserError
-from openrlhf.config.machine import is_first
+from openrlhf.config.flags import notice as notice
 
 # Columns with the origin of a row, which survive blending, shuffling and selecting; and with the mistake in a row.
 SOURCE, ROW, MALFORMED = "__dataset__", "__row__", "__malformed__"
@@ -15,12 +14,6 @@ KINDS = {str: "a string", bool: "a boolean", int: "a number", float: "a number",
 
 class DataError(UserError, ValueError):
     """A user's mistake in data, tokenizer or template. The message says where, and what to change."""
-
-
-def notice(*sentences: str) -> None:
-    """Print sentences that the user should know, in the first process of a launcher only."""
-    for sentence in sentences if is_first() else ():
-        print(f"[notice] {sentence}", file=sys.stderr)
 
 
 def kind(value: Any) -> str:

@@ -18,8 +18,8 @@ from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.tokenizer import get_tokenizer, require_vocabulary
 from openrlhf.launch import settings
-from openrlhf.models.loading import check_is_causal, check_positions, step_tokens
-from openrlhf.models.scalar import check_is_scalar
+from openrlhf.models.loading import check_causal_lm, check_positions, step_tokens
+from openrlhf.models.scalar import check_is_scalar, check_scalar_weights
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 
 T = TypeVar("T")
@@ -41,6 +41,8 @@ def load_prompts(config: PPOConfig) -> PromptData:
     tokenizer = policy_tokenizer(config, config.actor.model_name_or_path, flag="--actor.model_name_or_path")
     policy = f"--actor.model_name_or_path {config.actor.model_name_or_path}"
     check_reward_models(config, tokenizer, policy=policy)
+    if config.critic.model_name_or_path:
+        check_critic(config, config.critic.model_name_or_path)
     if config.local_teacher:
         check_language_model(config, config.local_teacher)
         trusts, flag = config.model.trust_remote_code, "--algo.distill.teacher"
@@ -75,8 +77,14 @@ def scorer_tokenizer(config: settings.Sampling) -> PreTrainedTokenizerBase:
 def check_language_model(config: ModelCommand, path: str) -> None:
     """Raise ModelError unless the model is a language model with enough positions for --data.max_len."""
     spec = settings.load_spec(config, path)
-    check_is_causal(spec)
+    check_causal_lm(spec)
     check_positions(spec)
+
+
+def check_critic(config: PPOConfig, path: str) -> None:
+    """Raise ModelError unless the folder has a complete model that a critic can begin with."""
+    spec, is_policy = settings.load_spec(config, path), path == config.actor.model_name_or_path
+    check_scalar_weights(spec, head_prefix=config.ds.value_head_prefix, reinit_head=is_policy)
 
 
 def read_prompts(
@@ -152,10 +160,12 @@ def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase)
 
 def check_reward_models(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, *, policy: str) -> None:
     """Raise ModelError if one is no reward model or lacks what a flag needs, and DataError for another vocabulary than the policy's."""
-    trusts = config.model.trust_remote_code
+    trusts, normalize = config.model.trust_remote_code, config.reward.normalize_enable
     for path in config.reward.scalars:
-        check_is_scalar(settings.load_spec(config, path), normalize=config.reward.normalize_enable)
+        check_is_scalar(settings.load_spec(config, path), head_prefix=config.ds.value_head_prefix, normalize=normalize)
         require_vocabulary(tokenizer, path, flag="--reward.model_name_or_path", owner=policy, trust_remote_code=trusts)
     if path := config.reward.process_model:
-        step_tokens(settings.load_spec(config, path))
+        spec = settings.load_spec(config, path)
+        step_tokens(spec)
+        check_causal_lm(spec)
         require_vocabulary(tokenizer, path, flag="--reward.process_model", owner=policy, trust_remote_code=trusts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
@@ -17,15 +18,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.config.commands import ModelCommand
-from openrlhf.config.flags import UserError
+from openrlhf.config.flags import notice
 from openrlhf.config.shared import LoadingConfig, LoraConfig, TrainedModelConfig
 from openrlhf.models import packed_attention
 from openrlhf.models.adapters import with_adapters
-
-
-class ModelError(UserError, ValueError):
-    """A model cannot be loaded. The message says what to do."""
-
+from openrlhf.models.weights import ModelError, StoredWeights, require_finite
 
 # Configuration entries by which some architectures transform logits after the output layer.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -62,11 +59,59 @@ class LoadSpec:
 
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
-    """A causal language model, ready to train. Raises ModelError for unreadable files, and as `check_is_causal`."""
+    """A causal language model, ready to train. Raises ModelError for unreadable or incomplete files, and as `check_is_causal`."""
     check_is_causal(spec)
-    with explaining_failures(spec):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(spec.path, **pretrained_options(spec))
+    model, stored = read_model(AutoModelForCausalLM, spec, **pretrained_options(spec))
+    stored.require_all()
+    require_finite(model, spec.path)
     return prepared(model, spec)
+
+
+def check_causal_lm(spec: LoadSpec) -> None:
+    """Raise ModelError as `load_causal_lm` would, except for numbers that are not finite.
+
+    Reads names and sizes of the weights only, so that a run can do it before it starts a process.
+    """
+    check_is_causal(spec)
+    if stored := named_weights(AutoModelForCausalLM, spec):
+        stored.require_all()
+
+
+def named_weights(model_class: Any, spec: LoadSpec, **more: Any) -> StoredWeights | None:
+    """Compare names and sizes of the stored weights with the architecture, and print a notice about unused weights.
+
+    Returns None for a quantized model, whose names only its own loader knows.
+    """
+    if getattr(configuration(spec), "quantization_config", None):
+        return None
+    model, stored = read_model(model_class, spec, device_map="meta", trust_remote_code=spec.trust_remote_code, **more)
+    del model
+    if stored.notice:
+        notice(stored.notice)
+    return stored
+
+
+def read_model(model_class: Any, spec: LoadSpec, **options: Any) -> tuple[PreTrainedModel, StoredWeights]:
+    """Load a model, and compare its files with its architecture. Every model that this package reads comes from here."""
+    with explaining_failures(spec), _quietly():
+        model, report = model_class.from_pretrained(
+            spec.path,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report has them, and `StoredWeights` refuses them
+            **options,
+        )
+    return model, StoredWeights.of(spec.path, model, report)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Within it, Transformers prints no tables of missing and unused weights: `StoredWeights` has them."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def configuration(spec: LoadSpec) -> Any:
@@ -199,6 +244,14 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
                 f"{error}"
             ) from error
         raise ModelError(f"the model {spec.path} cannot be loaded: {error}") from error
+    except StrictDataclassError as error:  # a configuration that contradicts itself
+        raise ModelError(f"{os.path.join(spec.path, 'config.json')} is wrong: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, IndexError, RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"the model {spec.path} cannot be made from its config.json and its weights: {type(error).__name__}: {error}"
+        ) from error
 
 
 def prepared(model: PreTrainedModel, spec: LoadSpec, *, head: str | None = None) -> PreTrainedModel:

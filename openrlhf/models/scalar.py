@@ -5,8 +5,6 @@ They are stored as Transformers' sequence classification models with one label, 
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,12 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-from transformers.utils import logging as transformers_logging
 
 from openrlhf.models import loading
 from openrlhf.models.backbone import HeadedModel, Outputs
 from openrlhf.models.head import OutputHead, preceding
 from openrlhf.models.loading import LoadSpec, ModelError, configuration, end_tokens
+from openrlhf.models.weights import StoredWeights, require_finite
 
 NATIVE_HEAD = "score"  # what Transformers calls the head
 
@@ -92,20 +90,13 @@ def load_scalar(
     """
     config, declared = _configuration(spec, head_prefix)
     model_class = _model_class(config)
-    with loading.explaining_failures(spec), _quietly():
-        hf, report = model_class.from_pretrained(
-            spec.path,
-            config=config,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the report has them, and `_check_weights` refuses them
-            **loading.pretrained_options(spec),
-        )
+    hf, weights = loading.read_model(model_class, spec, config=config, **loading.pretrained_options(spec))
     name = config.value_head_prefix
     head = hf._modules.get(name)
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ModelError(_unsupported(config))
-    may_lack_head = reinit_head or not (require_head or declared)
-    stored = _check_weights(spec, report, name, may_lack_head=may_lack_head)
+    stored = _check_weights(weights, name, reinit_head=reinit_head, require_head=require_head or declared)
+    require_finite(hf, spec.path)
     if reinit_head or not stored:
         setattr(hf, name, _new_head(head, seed))
         hf.config.update({"mean": 0.0, "std": 1.0} if "mean" in hf.config.to_dict() else {})
@@ -113,12 +104,12 @@ def load_scalar(
     return ScalarModel(hf, packing=spec.ds.packing_samples, normalize=normalize, balancing=balancing)
 
 
-def check_is_scalar(spec: LoadSpec, *, normalize: bool = False) -> None:
-    """Raise ModelError if the stored configuration is a language model's, or lacks what `normalize` needs.
+def check_is_scalar(spec: LoadSpec, *, head_prefix: str = NATIVE_HEAD, normalize: bool = False) -> None:
+    """Raise ModelError if the folder has no complete reward model, or lacks what `normalize` needs.
 
-    Reads no weights.
+    Reads names and sizes of the weights only.
     """
-    config, declared = _configuration(spec, NATIVE_HEAD)
+    config, declared = _configuration(spec, head_prefix)
     if not declared and any(name.endswith("ForCausalLM") for name in config.architectures or []):
         raise ModelError(
             f"{spec.path} is a language model ({config.architectures[0]}). Name a reward model, such as one of train_rm."
@@ -128,6 +119,18 @@ def check_is_scalar(spec: LoadSpec, *, normalize: bool = False) -> None:
             f"{spec.path} stores no mean and standard deviation of its rewards, which --reward.normalize_enable needs. "
             "Use a reward model of train_rm, which stores them, or leave out --reward.normalize_enable."
         )
+    check_scalar_weights(spec, head_prefix=head_prefix, require_head=True)
+
+
+def check_scalar_weights(
+    spec: LoadSpec, *, head_prefix: str = NATIVE_HEAD, reinit_head: bool = False, require_head: bool = False
+) -> None:
+    """Raise ModelError as `load_scalar` would for the names and sizes of the stored weights."""
+    config, declared = _configuration(spec, head_prefix)
+    weights = loading.named_weights(_model_class(config), spec, config=config)
+    if weights:
+        name = config.value_head_prefix
+        _check_weights(weights, name, reinit_head=reinit_head, require_head=require_head or declared)
 
 
 def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
@@ -176,25 +179,23 @@ def _unsupported(config: PretrainedConfig) -> str:
     )
 
 
-def _check_weights(spec: LoadSpec, report: Mapping[str, Any], name: str, *, may_lack_head: bool) -> bool:
-    """Whether the folder has the head `name`. Raises ModelError for weights that are missing or of another size."""
+def _check_weights(weights: StoredWeights, name: str, *, reinit_head: bool, require_head: bool) -> bool:
+    """Return whether the folder has the head `name`.
+
+    Raises ModelError for weights that are missing, of another size, or left out, as the bias of a head.
+    """
     key = f"{name}.weight"
-    sizes = {key: tuple(stored) for key, stored, _ in report["mismatched_keys"]}
-    lacking = report["missing_keys"] | sizes.keys()
-    if others := sorted(lacking - {key}):
+    weights.require_all(but=[key, f"{name}.bias"] if reinit_head else [key])
+    if key in weights.lacking and require_head and not reinit_head:
+        size = weights.sizes.get(key)
+        seen = f"has size {size[0]}, not one output" if size else "is missing"
+        extra = weights.unused[:3]
         raise ModelError(
-            f"{spec.path} does not have all weights of its model: {len(others)} are missing or have another size, "
-            f"for example {others[0]}"
-        )
-    if key in lacking and not may_lack_head:
-        seen = f"has size {sizes[key]}, not one output" if key in sizes else "is missing"
-        extra = sorted(report["unexpected_keys"])[:3]
-        raise ModelError(
-            f"{spec.path} is no reward model or critic: its scalar head, {key}, {seen}"
+            f"{weights.path} is no reward model or critic: its scalar head, {key}, {seen}"
             + (f" (weights that are not used: {', '.join(extra)})" if extra else "")
             + ". Name a trained one, or the right --ds.value_head_prefix; train_rm makes a new head with --model.reinit_head."
         )
-    return key not in lacking
+    return key not in weights.lacking
 
 
 def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
@@ -214,14 +215,3 @@ def _scale(mean: float, std: float) -> tuple[float, float]:
             "standard deviation must be above 0"
         )
     return float(mean), float(std)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Within it, Transformers reports no missing and unused weights: `_check_weights` reads the report instead."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)

@@ -56,7 +56,7 @@ def load_scorer(
     keep_start = config.truncation_side == "right"
     tokenize = partial(tokenize_texts, tokenizer=tokenizer, max_len=config.data.max_len, keep_start=keep_start)
     spec, head = replace(LoadSpec.of(config, path), spread=True), config.ds.value_head_prefix
-    check_is_scalar(spec, normalize=config.reward.normalize_enable)
+    check_is_scalar(spec, head_prefix=head, normalize=config.reward.normalize_enable)
     model = load_scalar(spec, head_prefix=head, require_head=True, normalize=config.reward.normalize_enable)
     prove_layout(model)
     embeddings = model.hf.get_input_embeddings().get_parameter("weight").shape[0]

@@ -13,10 +13,10 @@ from openrlhf.batches import Pairs
 from openrlhf.config.supervised import RMConfig
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.loading import Table
-from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
+from openrlhf.models.scalar import ScalarModel, check_scalar_weights, last_token_scores, load_scalar
 from openrlhf.observability.metrics import Deviation, Mean, Metric
 from openrlhf.trainers.preference import PairTask, pair_metrics
-from openrlhf.trainers.tasks import offline_task, trained_spec
+from openrlhf.trainers.tasks import load_spec, offline_task, trained_spec
 
 # Without an evaluation set: the part of the training rows that is measured, and the fewest rows.
 MEASURED, FEWEST = 0.01, 100
@@ -38,6 +38,11 @@ class RewardTask(PairTask[RMConfig, Pairs]):
     def measured_rows(self, train_rows: Any) -> Subset[PairRow]:
         """The first rows, because mean and deviation of the rewards are always needed."""
         return Subset(train_rows, range(max(min(FEWEST, len(train_rows)), int(len(train_rows) * MEASURED))))
+
+    def check_model(self) -> None:
+        """Raise ModelError unless the folder has a complete model that a scalar head fits on."""
+        prefix, reinit_head = self.config.ds.value_head_prefix, self.config.model.reinit_head
+        check_scalar_weights(load_spec(self.config), head_prefix=prefix, reinit_head=reinit_head)
 
     def load_model(self) -> ScalarModel:
         """A language model with a scalar head."""

@@ -14,7 +14,7 @@ from openrlhf.config.supervised import SFTConfig, SupervisedConfig
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.distributed.strategy import FrozenModel, Strategy
-from openrlhf.models.loading import LoadSpec, check_is_causal, configuration
+from openrlhf.models.loading import LoadSpec, check_causal_lm, configuration
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.workers.base import MicroBatchLimits, balancing_term
@@ -144,9 +144,9 @@ class LanguageTask(OfflineTask[Config, Row, Micro]):
     model_class: ClassVar[type[PolicyModel]] = PolicyModel
 
     def check_model(self) -> None:
-        """Raise ModelError unless the stored configurations are of language models that can be trained here."""
-        for path in (None, *self.frozen_paths().values()):
-            check_is_causal(load_spec(self.config, path))
+        """Raise ModelError unless the folders have complete language models that can be trained here."""
+        for path in {None, *self.frozen_paths().values()}:
+            check_causal_lm(load_spec(self.config, path))
 
     def load_model(self) -> PolicyModel:
         """A causal language model."""

@@ -1,0 +1,147 @@
+"""The check that a loaded model is the model in its files: every weight, with its size, and finite."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from openrlhf.config.flags import UserError
+
+SHOWN = 3  # names in a message
+OUTPUT_LAYER = "lm_head."  # which a scalar model replaces
+
+
+class ModelError(UserError, ValueError):
+    """A model cannot be loaded. The message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeights:
+    """The differences between the files in `path` and the weights of the architecture, by the architecture's names."""
+
+    path: str
+    missing: tuple[str, ...]
+    sizes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # of the file and of the architecture, if they differ
+    unused: tuple[str, ...]  # weights of the files without a place in the architecture
+    ignored: tuple[str, ...]  # unused weights of layers that the architecture has, and computes without them
+
+    @classmethod
+    def of(cls, path: str, model: nn.Module, report: Mapping[str, Any]) -> Self:
+        """Read Transformers' loading report about `model`."""
+        unused = sorted(report["unexpected_keys"])
+        ignored: list[str] = []
+        for name in unused:
+            if _is_left_out(model, name):
+                ignored.append(name)
+        sizes = {name: (tuple(stored), tuple(needed)) for name, stored, needed in report["mismatched_keys"]}
+        missing = tuple(sorted(report["missing_keys"] - sizes.keys()))
+        return cls(path=path, missing=missing, sizes=sizes, unused=tuple(unused), ignored=tuple(ignored))
+
+    @property
+    def lacking(self) -> set[str]:
+        """The weights of the architecture that the files do not give."""
+        return {*self.missing, *self.sizes}
+
+    def require_all(self, but: Collection[str] = ()) -> None:
+        """Raise ModelError unless the files give every weight of the architecture `but` these, and every layer's are used."""
+        problems: list[str] = []
+        sizes = {name: pair for name, pair in self.sizes.items() if name not in but}
+        if sizes:
+            name, (stored, needed) = min(sizes.items())
+            problems.append(
+                f"{len(sizes)} weights have another size than config.json asks for: {name} is {_by(stored)} in "
+                f"{_file_of(self.path, name)}, and should be {_by(needed)}"
+            )
+        if missing := [name for name in self.missing if name not in but]:
+            problems.append(f"{len(missing)} weights are missing: {_first(missing)}")
+        if ignored := [name for name in self.ignored if name not in but]:
+            problems.append(
+                f"{_file_of(self.path, ignored[0])} has weights that this architecture would leave out of its layers: "
+                f"{_first(ignored)}"
+            )
+        if not problems:
+            return
+        if missing and self.unused:
+            problems.append(f"the files have other names instead: {_first(self.unused)}")
+        raise ModelError(
+            f"the weights in {self.path} are not those of its config.json: {'; '.join(problems)}. "
+            "Download or export the model again, or correct config.json."
+        )
+
+    @property
+    def notice(self) -> str | None:
+        """A sentence about weights of the files that are not used."""
+        others = [name for name in self.unused if not name.startswith(OUTPUT_LAYER)]
+        if not others:
+            return None
+        return f"{self.path} has {len(others)} weights that its architecture does not use: {_first(others)}."
+
+
+def require_finite(model: nn.Module, path: str) -> None:
+    """Raise ModelError, with the names, if weights of a loaded model are NaN or infinite. Collective under ZeRO 3."""
+    found: list[str] = []
+    sharded = False
+    for name, weight in model.state_dict(keep_vars=True).items():
+        sharded = sharded or hasattr(weight, "ds_tensor")
+        if not is_finite(_held(weight)):
+            found.append(name)
+    if sharded:
+        parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, found)
+        found = [name for name in model.state_dict() if any(name in part for part in parts)]
+    if found:
+        raise ModelError(
+            f"{len(found)} weights in {path} are NaN or infinite: {_first(found)} ({_file_of(path, found[0])}). "
+            "Use an earlier checkpoint, or download the model again."
+        )
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Return whether no number is NaN or infinite."""
+    if not weight.is_floating_point():
+        return True
+    # A sum needs no memory, and is finite unless a number is not or it overflows.
+    return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
+
+
+def _held(weight: Any) -> Tensor:
+    """The numbers of a weight in this process: under ZeRO 3 its part, without the padding of the last part."""
+    if not hasattr(weight, "ds_tensor"):
+        return weight.detach()
+    part: Tensor = weight.ds_tensor.flatten()
+    begin = dist.get_rank(group=weight.ds_process_group) * len(part)
+    return part[: max(0, weight.ds_numel - begin)]
+
+
+def _is_left_out(model: nn.Module, name: str) -> bool:
+    """Return whether a layer that holds weights of its own has no place for the weight `name`."""
+    owner, _, leaf = name.rpartition(".")
+    try:
+        held = dict(model.get_submodule(owner).named_parameters(recurse=False))
+    except AttributeError:
+        return False
+    return bool(held) and leaf not in held
+
+
+def _file_of(path: str, name: str) -> str:
+    """The file with a weight, or the folder if that is not known."""
+    index = Path(path) / SAFE_WEIGHTS_INDEX_NAME
+    if index.exists():
+        file = json.loads(index.read_text())["weight_map"].get(name)
+        return str(index.with_name(file)) if file else path
+    single = Path(path) / SAFE_WEIGHTS_NAME
+    return str(single) if single.exists() else path
+
+
+def _by(size: tuple[int, ...]) -> str:
+    return " × ".join(map(str, size)) or "a number"
+
+
+def _first(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:SHOWN])
+    return f"{shown}, …" if len(names) > SHOWN else shown

@@ -1,0 +1,221 @@
+"""What is loaded is what was stored: every weight, of its size, finite, and used; in every command that reads a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from openrlhf.cli import main
+from openrlhf.evaluation import batch_inference, chat, runs
+from openrlhf.launch import offline, start
+from openrlhf.models.loading import ModelError, check_causal_lm, load_causal_lm
+from openrlhf.models.scalar import check_is_scalar, check_scalar_weights, load_scalar
+from tests.loading import load_spec
+from tests.tiny import save_reward_model, save_tiny_model
+
+Weights = dict[str, Tensor]
+DOWN, QUERY = "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+
+
+def without_one(weights: Weights) -> Weights:
+    return {name: weight for name, weight in weights.items() if name != DOWN}
+
+
+def prefixed(weights: Weights) -> Weights:
+    return {f"module.{name}": weight for name, weight in weights.items()}
+
+
+def with_base_layer(weights: Weights) -> Weights:
+    return {name.replace("q_proj.weight", "q_proj.base_layer.weight"): weight for name, weight in weights.items()}
+
+
+def with_another_size(weights: Weights) -> Weights:
+    return weights | {DOWN: torch.ones(32, 65)}
+
+
+def with_another_bias(weights: Weights) -> Weights:
+    return weights | {"model.layers.0.mlp.up_proj.bias": torch.ones(64)}
+
+
+def with_nan(weights: Weights) -> Weights:
+    weights[DOWN][3, 4] = torch.nan
+    return weights
+
+
+def with_infinity(weights: Weights) -> Weights:
+    weights["model.embed_tokens.weight"][63, 0] = torch.inf  # of a token that no proof at the start uses
+    return weights
+
+
+NAMES: dict[Callable[[Weights], Weights], list[str]] = {
+    without_one: [DOWN],
+    prefixed: ["model.embed_tokens.weight", "module.model."],
+    with_base_layer: [QUERY, "q_proj.base_layer.weight"],
+    with_another_size: [DOWN, "32 × 65", "32 × 64", "model.safetensors"],
+    with_another_bias: ["model.layers.0.mlp.up_proj.bias", "model.safetensors"],
+}
+NUMBERS = {with_nan: DOWN, with_infinity: "model.embed_tokens.weight"}
+
+
+def rewrite(folder: Path | str, change: Callable[[Weights], Weights]) -> Path:
+    """Change the weights in a model folder."""
+    file = Path(folder) / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    return Path(folder)
+
+
+def set_configuration(folder: Path, **entries: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+@pytest.mark.parametrize("change", NAMES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("kind", ["qwen2-tied", "llama"])
+def test_weights_that_do_not_fit_the_architecture_are_refused_by_name(
+    kind: str, change: Callable[[Weights], Weights], tmp_path: Path
+) -> None:
+    folder = rewrite(save_tiny_model(tmp_path / "lm", kind), change)
+    scalar = rewrite(save_reward_model(tmp_path / "rm", Path(save_tiny_model(tmp_path / "base", kind))), change)
+    for path, read in (
+        (folder, check_causal_lm),
+        (folder, load_causal_lm),
+        (folder, check_scalar_weights),
+        (scalar, check_is_scalar),
+        (scalar, load_scalar),
+    ):
+        with pytest.raises(ModelError) as refused:
+            read(load_spec(path))
+        assert all(word in str(refused.value) for word in [str(path), *NAMES[change]])
+
+
+@pytest.mark.parametrize("change", NUMBERS, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+def test_weights_that_are_not_finite_are_refused_by_name(
+    param_dtype: str, change: Callable[[Weights], Weights], tmp_path: Path
+) -> None:
+    folder = rewrite(save_tiny_model(tmp_path / "lm"), change)
+    for read in (load_causal_lm, load_scalar):
+        with pytest.raises(ModelError) as refused:
+            read(load_spec(folder, param_dtype=param_dtype))
+        assert NUMBERS[change] in str(refused.value)
+
+
+def test_an_untied_model_without_an_output_layer_is_refused(tmp_path: Path) -> None:
+    folder = Path(save_tiny_model(tmp_path, "qwen2-tied"))
+    set_configuration(folder, tie_word_embeddings=False)
+    for read in (check_causal_lm, load_causal_lm):
+        with pytest.raises(ModelError, match=r"lm_head\.weight"):
+            read(load_spec(folder))
+    load_scalar(load_spec(folder))  # has another head
+
+
+@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "qwen3-moe"])
+def test_the_loss_of_any_one_weight_is_noticed(kind: str, tmp_path: Path) -> None:
+    folder = Path(save_tiny_model(tmp_path / "whole", kind, num_hidden_layers=1))
+    check_causal_lm(load_spec(folder))
+    names = sorted(load_file(folder / "model.safetensors"))
+    for number, lost in enumerate(names):
+        broken = tmp_path / str(number)
+        shutil.copytree(folder, broken)
+        rewrite(broken, lambda weights, lost=lost: {name: weights[name] for name in weights if name != lost})
+        with pytest.raises(ModelError):
+            check_causal_lm(load_spec(broken))
+
+
+def test_a_missing_weight_of_several_files_is_named_with_its_file(tmp_path: Path) -> None:
+    folder = Path(save_tiny_model(tmp_path / "whole"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "cut", max_shard_size="20KB")
+    index = json.loads((tmp_path / "cut/model.safetensors.index.json").read_text())
+    file = tmp_path / "cut" / index["weight_map"][DOWN]
+    save_file(with_another_size(load_file(file)), file, {"format": "pt"})
+    with pytest.raises(ModelError, match=file.name):
+        load_causal_lm(load_spec(tmp_path / "cut"))
+
+
+def test_a_head_with_a_bias_is_refused_unless_a_new_head_is_made(tmp_path: Path) -> None:
+    base = Path(save_tiny_model(tmp_path / "base"))
+    spec = load_spec(rewrite(save_reward_model(tmp_path / "rm", base), lambda w: w | {"score.bias": torch.ones(1)}))
+    for read in (check_is_scalar, check_scalar_weights, load_scalar):
+        with pytest.raises(ModelError, match=r"score\.bias"):
+            read(spec)
+    check_scalar_weights(spec, reinit_head=True)
+    load_scalar(spec, reinit_head=True)
+
+
+def test_unused_weights_are_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = rewrite(save_tiny_model(tmp_path), lambda w: w | {"model.mtp.proj.weight": torch.ones(2, 2)})
+    check_causal_lm(load_spec(folder))
+    assert "model.mtp.proj.weight" in capsys.readouterr().err
+    load_causal_lm(load_spec(folder))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [{"num_hidden_layers": 1}, {"layer_types": ["full_attention"]}, {"num_attention_heads": 0}, {"vocab_size": 70}],
+    ids=str,
+)
+def test_a_configuration_that_contradicts_itself_or_the_weights_is_one_sentence(
+    entries: dict[str, object], tmp_path: Path
+) -> None:
+    folder = Path(save_tiny_model(tmp_path))
+    set_configuration(folder, **entries)
+    with pytest.raises(ModelError, match=str(folder)):
+        check_causal_lm(load_spec(folder))
+
+
+# Imported above, because a command would import them without PEFT, which other tests have imported.
+RUNNERS = (batch_inference.run_batch_inference, chat.run_chat, runs.run_evaluation, offline.run_offline, start.run_ppo)
+COMMANDS = {
+    "sft": "--model.model_name_or_path {lm} --data.dataset {rows}",
+    "kto": "--model.model_name_or_path {lm} --data.dataset {rows}",
+    "dpo": "--model.model_name_or_path {whole} --ref.model_name_or_path {lm} --data.dataset {rows}",
+    "kd": "--model.model_name_or_path {whole} --kd.teacher_model {lm} --data.dataset {rows}",
+    "prm": "--model.model_name_or_path {lm} --data.dataset {rows} --prm.placeholder_token ? --prm.reward_tokens + -",
+    "rm": "--model.model_name_or_path {rm} --data.dataset {rows}",
+    "ppo": "--actor.model_name_or_path {lm} --data.prompt_dataset {rows} --reward.remote_url r.py --dry_run",
+    "eval": "--model.model_name_or_path {lm} --eval.dataset {rows} --reward.remote_url r.py --dry_run",
+    "batch_inference": "--model.model_name_or_path {lm} --data.dataset {rows} --output_path {out} --dry_run",
+    "interactive_chat": "--model.model_name_or_path {lm}",
+    "serve_rm": "--reward.model_name_or_path {rm}",
+    "lora_combiner": "--model_path {lm} --lora_path {whole} --output_path {out}",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_an_incomplete_model_before_it_starts_a_process(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = save_tiny_model(tmp_path / "whole")
+    (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "b"}\n')
+    (tmp_path / "r.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n")
+    folders = {
+        "whole": whole,
+        "lm": str(rewrite(save_tiny_model(tmp_path / "lm"), without_one)),
+        "rm": str(rewrite(save_reward_model(tmp_path / "rm", Path(whole)), without_one)),
+        "rows": "rows.jsonl",
+        "out": "out",
+    }
+    with pytest.raises(SystemExit) as ended:
+        main.main([command, *COMMANDS[command].format(**folders).split()])
+    assert ended.value.code
+    assert DOWN in capsys.readouterr().err
+
+
+def test_a_tiny_architecture_without_differences_has_no_notice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny_model(tmp_path, "qwen2-untied")
+    check_causal_lm(load_spec(folder))
+    check_scalar_weights(load_spec(folder))  # whose head replaces the output layer
+    assert capsys.readouterr().err == ""
+    assert AutoConfig.from_pretrained(folder).tie_word_embeddings is False
