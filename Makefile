@@ -1,6 +1,7 @@
 # make demo [SEED=2]   a tiny model learns a task from nothing: SFT, then GRPO
 # make test            format, lint, types and tests; what CI runs
 # make verify          the long tests: packaging, learning curves, fault matrices
+#                      SHARD=2/6 runs one part of six; started again, it leaves out what has passed
 # make test-gpu        checks on one or two GPUs in at most 8 minutes; writes gpu.json
 # make bench           CPU seconds per step of this project and of TRL, side by side
 # make setup | lint | format | docs | compile | clean
@@ -44,7 +45,7 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m tests.gpu.run
 
 verify: $(STAMP)
-	$(BIN)/python -m pytest -m verify --durations=0
+	$(BIN)/python -m pytest -m verify --durations=0 $(if $(SHARD),--shard $(SHARD))
 
 bench: $(STAMP)
 	$(uv) install --quiet --python $(BIN)/python --no-deps --target .venv/peer -r benchmarks/requirements.txt

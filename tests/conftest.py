@@ -39,10 +39,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shard",
+        metavar="PART/PARTS",
+        help="with -m verify: one part of the tests, without what has passed on this code",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Outcomes of `-m verify` go on record, once per session: in the process that other workers report to."""
+    """Put outcomes of `-m verify` on record, once per session: in the process that other workers report to."""
     if config.option.markexpr == "verify" and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Verified())
+        config.pluginmanager.register(Verified(config.option.shard))
 
 
 @pytest.fixture(scope="session")

@@ -1,56 +1,228 @@
-"""A pytest plugin of tests/conftest.py: the last outcome of every test marked `verify`, on a page of docs/results/."""
+"""The records of `make verify`: the last outcome of every test marked `verify`, with its commit and date.
+
+`Verified` is a pytest plugin of tests/conftest.py. It writes an outcome as soon as a test has ended, so that a session that
+is stopped loses nothing, and leaves out tests that have passed on the same code. A shard, `--shard 2/5`, is a part of all
+tests of about the same time as the others.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 
 import pytest
 
 from tests.ranks import ROOT
-from tests.verify.results import FOLDER, versions, write_result
+from tests.verify.results import FOLDER, packages
 
 RECORDS = FOLDER / "verify.jsonl"
-Row = Mapping[str, object]
+PAGE = FOLDER / "verify.md"
+# What a verification depends on. Pages and records are not part of it.
+CODE = ("openrlhf", "tests", "examples", "benchmarks", "pyproject.toml", "requirements")
+UNKNOWN_SECONDS = 60.0  # of a test that has no record
+LARGE_FILE_SECONDS = (
+    1200.0  # tests of a larger file go to shards one by one; those of a smaller one share what they set up
+)
+MOST_MINUTES = 90.0  # of one shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The last outcome of a test. `commit`: full hash of the code that ran; `date`: the day, as 2026-11-26."""
+
+    test: str
+    outcome: str
+    seconds: int
+    commit: str
+    date: str
+    packages: str
+
+
+def read_records(path: Path = RECORDS) -> dict[str, Record]:
+    """Return the records by test."""
+    records = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = Record(**json.loads(line))
+            records[record.test] = record
+    return records
+
+
+def write_records(records: Iterable[Record], path: Path = RECORDS) -> None:
+    """Write the records, sorted by test."""
+    lines = [json.dumps(asdict(record)) + "\n" for record in sorted(records, key=lambda record: record.test)]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+# ---- git
+
+
+def git(*words: str) -> str:
+    """Return what a git command prints. Raises CalledProcessError if it fails."""
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def uncommitted() -> str:
+    """Return the changes of the code that belong to no commit, as git lists them."""
+    return git("status", "--porcelain", "--", *CODE)
+
+
+@cache
+def changes_since(commit: str) -> int | None:
+    """Return how many later commits changed the code; None if `commit` is not in the history of HEAD."""
+    known = subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True)
+    if known.returncode:
+        return None
+    return int(git("rev-list", "--count", f"{commit}..HEAD", "--", *CODE))
+
+
+# ---- the page
+
+
+def page(records: Sequence[Record], ages: dict[str, int | None]) -> str:
+    """Return the page of the records, the oldest first. `ages`: later commits that changed the code, by commit."""
+    by_age = sorted(records, key=lambda record: (record.date, -(ages[record.commit] or 0), record.test))
+    lines = ["# Long verifications", ""]
+    if by_age:
+        oldest = by_age[0]
+        lines.append(
+            f"**The oldest row is of {oldest.date}, commit {oldest.commit[:7]}; {ages[oldest.commit]} later commits changed "
+            "the code.** Ages are those of the day this page was written."
+        )
+    lines += [
+        "",
+        "`make verify` runs each test that `make test` leaves out, and puts its last outcome here. A test that is not here has not",
+        "been run yet, or has a page of its own.",
+        "",
+        "| test | outcome | seconds | commit | date | later commits |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for record in by_age:
+        name = record.test.replace("|", "\\|")
+        cells = (f"`{name}`", record.outcome, record.seconds, record.commit[:7], record.date, ages[record.commit])
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def write_page() -> None:
+    """Write the page anew from the records."""
+    records = list(read_records().values())
+    ages = {record.commit: changes_since(record.commit) for record in records}
+    PAGE.write_text(page(records, ages), encoding="utf-8")
+
+
+# ---- shards
+
+
+def shard_of(tests: Sequence[str], seconds: dict[str, float], part: int, parts: int) -> set[str]:
+    """Return the tests of one of `parts` shards (`part` counts from 1). Shards take about the same time.
+
+    Tests of a file stay together, because they share what they set up, unless the file takes long.
+    """
+    files: defaultdict[str, list[str]] = defaultdict(list)
+    for test in tests:
+        files[test.split("::")[0]].append(test)
+    groups: list[list[str]] = []
+    for members in files.values():
+        if sum(seconds.get(test, UNKNOWN_SECONDS) for test in members) > LARGE_FILE_SECONDS:
+            groups += [[test] for test in members]
+        else:
+            groups.append(members)
+
+    def duration(group: list[str]) -> float:
+        return sum(seconds.get(test, UNKNOWN_SECONDS) for test in group)
+
+    loads = [0.0] * parts
+    shards: list[set[str]] = [set() for _ in range(parts)]
+    for group in sorted(groups, key=lambda group: (-duration(group), group)):
+        shortest = loads.index(min(loads))
+        loads[shortest] += duration(group)
+        shards[shortest].update(group)
+    return shards[part - 1]
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return part and parts of `2/5`. Raises UsageError for anything else."""
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        raise pytest.UsageError(f"--shard {text}: give part/parts, such as 2/5")
+    return int(part), int(parts)
+
+
+# ---- the plugin
 
 
 class Verified:
-    """Collects the outcomes of a session, and puts them on record at its end."""
+    """Chooses the tests of a session of `-m verify`, and records their outcomes as they end.
 
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
+    Nothing is recorded from changes that are not committed: nobody could run them again.
+    """
+
+    def __init__(self, shard: str | None) -> None:
+        self.shard = parse_shard(shard) if shard else None
+        self.recorded = read_records()
+        self.changes = uncommitted()
+        self.commit = git("rev-parse", "HEAD")
+        self.left_out = 0
+        self.outcomes: dict[str, str] = {}
+
+    @pytest.hookimpl(trylast=True)  # after `-m verify` has chosen
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Keep the tests of the shard that have not passed on this code."""
+        wanted = {item.nodeid for item in items}
+        if self.shard:
+            seconds = {test: float(record.seconds) for test, record in self.recorded.items()}
+            wanted = shard_of(sorted(wanted), seconds, *self.shard)
+            minutes = sum(seconds.get(test, UNKNOWN_SECONDS) for test in wanted) / 60
+            if minutes > MOST_MINUTES:
+                print(f"This shard may take {minutes:.0f} minutes: cut the tests into more parts.")
+            passed = {test for test in wanted if self.has_passed(test)}
+            self.left_out = len(passed)
+            wanted -= passed
+        kept = [item for item in items if item.nodeid in wanted]
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
+        items[:] = kept
+
+    def has_passed(self, test: str) -> bool:
+        """Whether the test has passed on code that is the same as now."""
+        record = self.recorded.get(test)
+        return (
+            record is not None and record.outcome == "passed" and not self.changes and not changes_since(record.commit)
+        )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a verification that passed, or failed while it was set up, run or torn down."""
-        if "verify" in report.keywords and (report.failed or (report.when == "call" and report.passed)):
-            self.rows.append({"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration)})
+        """Record a test that passed, or failed while it was set up, run or torn down."""
+        if "verify" not in report.keywords or not (report.failed or (report.when == "call" and report.passed)):
+            return
+        if self.outcomes.get(report.nodeid) == "failed":
+            return
+        self.outcomes[report.nodeid] = report.outcome
+        if self.changes:
+            return
+        records = read_records()
+        records[report.nodeid] = Record(
+            test=report.nodeid,
+            outcome=report.outcome,
+            seconds=round(report.duration),
+            commit=self.commit,
+            date=time.strftime("%Y-%m-%d"),
+            packages=packages(),
+        )
+        write_records(records.values())
 
-    def pytest_sessionfinish(self) -> None:
-        """Replace the records of the tests that ran."""
-        if self.rows:
-            put_on_record(self.rows)
-
-
-def commit() -> str:
-    """The commit that is checked out, with a + if the package was changed since."""
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    changes = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "openrlhf"], cwd=ROOT)
-    return head.stdout.strip() + "+" * bool(changes.returncode)
-
-
-def put_on_record(rows: list[Row]) -> None:
-    """Add outcomes to the records, each in place of an earlier one of its test, and write the page anew."""
-    of_now = {"code": commit(), "versions": versions()}
-    lines = RECORDS.read_text(encoding="utf-8").splitlines() if RECORDS.exists() else []
-    kept = {row["test"]: row for row in [*map(json.loads, lines), *({**row, **of_now} for row in rows)]}
-    known = [kept[test] for test in sorted(kept)]
-    RECORDS.write_text("".join(json.dumps(row) + "\n" for row in known), encoding="utf-8")
-    write_result(
-        "verify",
-        "Long verifications",
-        "make verify",
-        ["test", "outcome", "seconds", "code"],
-        [["`" + row["test"].replace("|", "\\|") + "`", row["outcome"], row["seconds"], row["code"]] for row in known],
-        "The last outcome of each test that `make test` leaves out, and the commit that it ran on. A test that is not here has not been run yet, or has a page of its own.",
-    )
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say what was left out, and what was not recorded; write the page."""
+        if self.left_out:
+            terminalreporter.write_line(
+                f"{self.left_out} tests of this shard have passed on the same code and were left out."
+            )
+        if self.changes:
+            terminalreporter.write_line(f"Nothing was recorded, because of uncommitted changes:\n{self.changes}")
+        elif self.outcomes:
+            write_page()

