@@ -17,7 +17,7 @@ from openrlhf.config.flags import flags_in, flags_of, items, value_at
 from openrlhf.config.rollout import RemoteEnginesConfig, RewardConfig, RuleConfig
 from openrlhf.config.shared import LoadingConfig
 
-FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+FILE_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
 ATTENTIONS = ("flash_attention_2", "flash_attention_3", "flex_attention", "sdpa", "eager")
 PROBABILITY_SLACK = 2e-3  # 0.333,0.333,0.333 is meant as thirds
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -267,11 +268,16 @@ def _context(passage: Passage, known: Encoded, answer: range) -> list[int]:
 
 
 def _margin(row: Mapping[str, Any]) -> float:
-    if (value := row.get(MARGIN)) is None:
+    value = row.get(MARGIN)
+    if value is None:
         return 0.0
-    if kind(value) != "a number" or not math.isfinite(value):
+    margin = math.nan
+    if kind(value) in ("a number", "a string"):  # a cell of a CSV file is a string
+        with suppress(ValueError):
+            margin = float(value)
+    if not math.isfinite(margin):
         raise row_error(row, MARGIN, f"is {value!r}, not a finite number.")
-    return float(value)
+    return margin
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Dataset specs to one blended dataset: files, folders, hub names, splits, probabilities."""
 
+import glob
 import math
 import os
 from collections.abc import Collection
@@ -7,35 +8,35 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, DatasetDict, Features, Json, Value, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, Features, Value, load_dataset_builder, load_from_disk
 
 from openrlhf.data.errors import DataError, notice
 from openrlhf.data.rows import number_rows
+from openrlhf.data.text_files import ANY, AsWritten, read_as_written, without_added_nulls
 
-FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-GZIPPED = (".json.gz", ".jsonl.gz", ".csv.gz")
+TEXT_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
+FORMATS = {**TEXT_FORMATS, ".parquet": "parquet", ".arrow": "arrow"}
+GZIPPED = tuple(f"{extension}.gz" for extension in TEXT_FORMATS)
 SAVED = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
 Table = Dataset  # rows, not yet tokenized
 ALL_ROWS = 10**8
 SPLIT_FLAGS = "--data.dataset_split, --data.prompt_split or --eval.split"
 
 
-def load_datasets(
-    spec: str, *, split: str, probs: str | None = None, max_samples: int, seed: int, text: Collection[str] = ()
-) -> Dataset:
+def load_datasets(spec: str, *, split: str, probs: str | None = None, max_samples: int, seed: int) -> Dataset:
     """The datasets of a comma list, `split` of each, as one dataset of at most `max_samples` rows.
 
-    An item is a .json, .jsonl, .csv, .parquet or .arrow file (the first three also gzipped), a folder of such files, a
-    folder written by `save_to_disk`, or a hub name. `item@folder` reads the folder `folder` of the item. Each item is
-    cut to `max_samples` rows. Without `probs` the items follow each other. With `probs`, which the flags have checked,
-    rows are drawn from the items with these probabilities until every row was drawn. Columns named in `text` are read
-    as text from CSV files too, so that 007 stays 007. Two more columns give the origin of a row (`errors.SOURCE`,
-    `errors.ROW`).
+    An item is a .json, .jsonl, .csv, .tsv, .parquet or .arrow file (the first four also gzipped), a folder of such
+    files, a folder written by `save_to_disk`, or a hub name. `item@folder` reads the folder `folder` of the item. Each
+    item is cut to `max_samples` rows. Without `probs` the items follow each other. With `probs`, which the flags have
+    checked, rows are drawn from the items with these probabilities until every row was drawn. Values are those of the
+    files: every cell of a CSV file is text (007 stays 007), an empty cell is null. Two more columns give the origin of
+    a row (`errors.SOURCE`, `errors.ROW`).
 
     Raises DataError if an item cannot be read, has no such split or has no rows, or if the items cannot be blended.
     """
     items = [item.strip() for item in spec.split(",") if item.strip()]
-    parts = [_load_one(item, split, max_samples, text) for item in items]
+    parts = [_load_one(item, split, max_samples) for item in items]
     blend = _blend(parts, items, probs, max_samples, seed) if len(parts) > 1 else parts[0]
     return blend.select(range(min(max_samples, len(blend))))
 
@@ -46,17 +47,22 @@ def key_columns(data: Any) -> list[str]:
 
 
 def _blend(parts: list[Dataset], items: list[str], probs: str | None, max_samples: int, seed: int) -> Dataset:
-    parts = [_with_short_strings(part) for part in parts]
+    written: set[str] = set()
+    for part in parts:
+        written |= {name for name, type_ in part.features.items() if isinstance(type_, AsWritten)}
+    parts = [_store_as_written(_with_short_strings(part), written) for part in parts]
     try:
         if probs is None:
-            return datasets.concatenate_datasets(parts)
-        given = [float(number) for number in probs.split(",")]
-        weights = [number / math.fsum(given) for number in given]  # 0.333,0.333,0.333 means thirds
-        _announce_repeats(items, weights, [len(part) for part in parts], max_samples)
-        return datasets.interleave_datasets(parts, weights, seed=seed, stopping_strategy="all_exhausted")
+            blend = datasets.concatenate_datasets(parts)
+        else:
+            given = [float(number) for number in probs.split(",")]
+            weights = [number / math.fsum(given) for number in given]  # 0.333,0.333,0.333 means thirds
+            _announce_repeats(items, weights, [len(part) for part in parts], max_samples)
+            blend = datasets.interleave_datasets(parts, weights, seed=seed, stopping_strategy="all_exhausted")
     except ValueError as error:
         problem = f"{', '.join(items)} cannot be blended: {error}. Columns of the same name need the same type."
         raise DataError(problem) from error
+    return blend
 
 
 def _announce_repeats(items: list[str], weights: list[float], rows: list[int], max_samples: int) -> None:
@@ -69,6 +75,24 @@ def _announce_repeats(items: list[str], weights: list[float], rows: list[int], m
             )
 
 
+def _store_as_written(part: Dataset, written: Collection[str]) -> Dataset:
+    """Store these columns as the columns of JSON files with mixed values are stored."""
+    types = part.features
+    columns = [name for name in part.column_names if name in written and not isinstance(types[name], AsWritten)]
+    if not columns:
+        return part
+
+    def texts_of(rows: dict[str, list[Any]]) -> dict[str, list[str | None]]:
+        texts = {}
+        for name in columns:
+            texts[name] = [ANY.encode_example(without_added_nulls(value, types[name])) for value in rows[name]]
+        return texts
+
+    texts = Features(types | dict.fromkeys(columns, Value("string")))
+    part = part.map(texts_of, batched=True, features=texts, keep_in_memory=True, load_from_cache_file=False)
+    return part.cast(Features(types | dict.fromkeys(columns, ANY)))
+
+
 def _with_short_strings(part: Dataset) -> Dataset:
     """Strings of CSV files (64-bit) as strings of JSON files (32-bit), because the two types do not concatenate."""
     wide = [name for name, type_ in part.features.items() if type_ == Value("large_string")]
@@ -76,14 +100,12 @@ def _with_short_strings(part: Dataset) -> Dataset:
     return part.cast(short) if wide else part
 
 
-def _load_one(item: str, split: str, max_samples: int, text: Collection[str]) -> Dataset:
+def _load_one(item: str, split: str, max_samples: int) -> Dataset:
     path, _, folder = (item, "", "") if os.path.exists(item) else item.partition("@")
     try:
-        loaded = _read(path, folder or None, text)
-    except DataError:
-        raise
+        loaded = _read(path, folder or None)
     except Exception as error:  # the datasets library raises many kinds
-        raise DataError(_explain(item, path, error)) from error
+        raise _ours(error) or DataError(_explain(item, path, error)) from error
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
             there = ", ".join(repr(str(name)) for name in loaded)
@@ -94,30 +116,27 @@ def _load_one(item: str, split: str, max_samples: int, text: Collection[str]) ->
     return number_rows(loaded.select(range(min(max_samples, len(loaded)))), item)
 
 
-def _read(path: str, folder: str | None, text: Collection[str]) -> Dataset | DatasetDict:
+def _ours(error: BaseException | None) -> DataError | None:
+    """Return the error of our readers that an error of the library wraps."""
+    while error is not None and not isinstance(error, DataError):
+        error = error.__cause__
+    return error
+
+
+def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
     extension = os.path.splitext(path.removesuffix(".gz"))[1].lower()
-    as_text: dict[str, Any] = {"converters": dict.fromkeys(text, str), "keep_default_na": False, "na_values": [""]}
     if extension in FORMATS and (not path.endswith(".gz") or path.lower().endswith(GZIPPED)):
-        return _read_file(path, FORMATS[extension], as_text if FORMATS[extension] == "csv" else {})
+        options: dict[str, Any] = {"sep": "\t"} if extension == ".tsv" else {}
+        read = read_as_written(load_dataset_builder(FORMATS[extension], data_files=glob.escape(path), **options))
+        return read["train"]  # the library's name for all rows
     if os.path.isdir(path):
         inner = Path(path, folder or "")
         if any((inner / name).is_file() for name in SAVED):
             return load_from_disk(str(inner))
-        return load_dataset(path, data_dir=folder, **(as_text if any(inner.rglob("*.csv*")) else {}))
-    if os.path.isfile(path):
+    elif os.path.isfile(path):
         known = ", ".join([*FORMATS, *GZIPPED])
         raise DataError(f"{path} has an unknown format. Known are {known}: convert the file to one of them.")
-    return load_dataset(path, data_dir=folder)
-
-
-def _read_file(path: str, file_format: str, options: dict[str, Any]) -> Dataset:
-    loaded = load_dataset(file_format, data_files=path, split="train", **options)  # the library's name for all rows
-    values = {name: type_ for name, type_ in loaded.features.items() if isinstance(type_, Value)}
-    dates = [name for name, value in values.items() if value.dtype.startswith("timestamp")]
-    if file_format == "json" and dates:  # strings that look like dates: keep them strings
-        as_written = Features(loaded.features | dict.fromkeys(dates, Json()))
-        loaded = load_dataset(file_format, data_files=path, split="train", features=as_written)
-    return loaded
+    return read_as_written(load_dataset_builder(path, data_dir=folder))
 
 
 def _explain(item: str, path: str, error: Exception) -> str:

@@ -15,6 +15,7 @@ from openrlhf.data.layouts import DATASOURCE
 from openrlhf.data.rows import Result, TokenizedRows, contents_of, number_rows
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of, render, tools_of
+from openrlhf.data.text_files import without_added_nulls
 from openrlhf.trajectory import Prompt
 
 PromptSection = RLDataConfig | EvaluatedDataConfig | InferenceDataConfig  # columns and templates of prompts
@@ -49,7 +50,8 @@ class PromptDataset(TokenizedRows[Prompt]):
 
     def __getitem__(self, index: int) -> Prompt:
         extras = self._extras[index]
-        label = extras[self.data.label_key] if self.data.label_key else ""
+        key = self.data.label_key
+        label = without_added_nulls(extras[key], self._extras.features[key]) if key else ""
         return Prompt(**{**self._fields[index], "index": index}, label=label, images=extras.get(self.image_key))
 
     def contents(self) -> Iterator[bytes]:

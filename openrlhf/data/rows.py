@@ -20,6 +20,7 @@ from openrlhf.config.machine import usable_cores, world_size
 from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError
 from openrlhf.data.layouts import READERS, columns_read
 from openrlhf.data.templates import Encoded, Passage, encode
+from openrlhf.data.text_files import without_added_nulls
 
 MANY_ROWS = 20_000  # more are mapped by several processes, and their results kept on disk
 
@@ -62,9 +63,9 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         used = columns_read(dataset, tokenizer, data, self.keys)
         own = {field.name: STORED[field.type] for field in fields(self.row) if field.type in STORED}
         self.features = Features({**own, **NOTES})
-        mapped = once_per_machine(
-            lambda: map_rows(number_rows(dataset), used, self._encoded, self.features, "Tokenizing")
-        )
+        dataset = number_rows(dataset)
+        self._types = dataset.features
+        mapped = once_per_machine(lambda: map_rows(dataset, used, self._encoded, self.features, "Tokenizing"))
         if malformed := [problem for problem in mapped[MALFORMED][:] if problem]:
             count = f"\n{len(malformed)} of {len(mapped)} rows are malformed." * (len(malformed) > 1)
             raise DataError("\n".join(malformed[:MOST_NAMED]) + count)
@@ -90,11 +91,14 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
 
     def _encoded(self, columns: Columns) -> Columns:
         """Batches of columns as the columns of `features`. `dropped` and `MALFORMED` have the reason and the mistake, if any."""
-        values, read = zip(*columns.values(), strict=True), READERS.get(self.data.layout, dict)
-        rows = [attempt(read, dict(zip(columns, row, strict=True))) for row in values]
+        read = READERS.get(self.data.layout, dict)
+        kept = {}
+        for name, values in columns.items():
+            kept[name] = [without_added_nulls(value, self._types[name]) for value in values]
+        rows = [attempt(read, dict(zip(columns, row, strict=True))) for row in zip(*kept.values(), strict=True)]
         texts = [attempt(self.passages, row) for row in rows]
-        kept = [passage.text for text in texts if isinstance(text, list) for passage in text]
-        encoded = iter(encode(self.tokenizer, kept))
+        to_encode = [passage.text for text in texts if isinstance(text, list) for passage in text]
+        encoded = iter(encode(self.tokenizer, to_encode))
         results = [
             attempt(self.columns, row, text, [next(encoded) for _ in text]) if isinstance(text, list) else text
             for row, text in zip(rows, texts, strict=True)

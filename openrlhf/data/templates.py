@@ -53,8 +53,8 @@ def to_messages(value: Any, *, role: str = "user") -> list[Message]:
     """A value as chat messages. A string is one message of `role`, or a transcript of HH-RLHF; a list is checked.
 
     Messages may have `from` and `value`, as in ShareGPT; a single message needs no list; a content may be the parts of a
-    text. Null fields are left out, because Arrow adds them if other rows have a value there. Raises ValueError that
-    names the malformed message and its fault.
+    text. A null field of a message is the same as none; nulls inside tool calls stay. Raises ValueError that names the
+    malformed message and its fault.
     """
     if isinstance(value, str):
         return _turns(value) or [{"role": role, "content": value}]
@@ -76,7 +76,7 @@ def _turns(text: str) -> list[Message]:
 def _to_message(message: Any, number: int) -> Message:
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is {kind(message)}, not an object with role and content")
-    present = _without_nulls(message)
+    present = {field: part for field, part in message.items() if part is not None}
     if "role" not in present and {"from", "value"} <= present.keys():
         speaker, value = present.pop("from"), present.pop("value")
         said: Message = {"content": value}
@@ -91,31 +91,23 @@ def _to_message(message: Any, number: int) -> Message:
         raise ValueError(f"message {number} needs 'role' and 'content', but has {has}")
     role, content = present["role"], present.get("content", "")
     if _are_objects(content):
-        if other := {part.get("type", "text") for part in content} - {"text"}:
+        if other := {part.get("type") or "text" for part in content} - {"text"}:
             held = ", ".join(sorted(map(repr, other)))
             raise ValueError(f"the content of message {number} has parts of type {held}; the policy reads text only")
-        content = "".join(str(part.get("text", "")) for part in content)
+        content = "".join(str(part.get("text") or "") for part in content)
     if not isinstance(content, str):
         raise ValueError(f"the content of message {number} must be a string or a list of texts, not {kind(content)}")
     present["content"] = content
     if role not in ROLES:
         raise ValueError(f"the role of message {number} is {role!r}, not one of {', '.join(ROLES)}")
     calls = present.get("tool_calls") or []
-    if not _are_objects(calls) or not _are_objects([call.get("function", {}) for call in calls]):
+    if not _are_objects(calls) or not _are_objects([call.get("function") or {} for call in calls]):
         raise ValueError(f"the tool_calls of message {number} must be a list of objects, not {calls!r}")
     return with_parsed_arguments(present)
 
 
 def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(part, dict) for part in value)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_nulls(part) for part in value]
-    if isinstance(value, dict):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
-    return value
 
 
 def with_parsed_arguments(message: Message) -> Message:
@@ -135,7 +127,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The definitions of tools in the column `tools`, a list or JSON. Raises DataError for anything else."""
     tools = row.get(TOOLS)
     try:
-        tools = _without_nulls(json.loads(tools) if isinstance(tools, str) and tools else tools or [])
+        tools = json.loads(tools) if isinstance(tools, str) and tools else tools or []
     except ValueError as error:
         raise row_error(row, TOOLS, f"is a string, but no JSON: {error}.") from error
     if not _are_objects(tools):

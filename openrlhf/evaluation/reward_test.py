@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.reward_test import RewardTestConfig, ScoredDataConfig
 from openrlhf.data.errors import check_columns, text_of
-from openrlhf.data.loading import key_columns, load_datasets
+from openrlhf.data.loading import load_datasets
 from openrlhf.data.templates import fill_template, messages_of
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.observability.tables import print_texts
@@ -81,8 +81,8 @@ def show_printed(logs: Path) -> None:
 
 def read_requests(data: ScoredDataConfig, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[RewardRequest]:
     """A request per row. Without --data.output_key the label stands for a right answer. Raises DataError."""
-    most, split, probs, text = data.max_samples, data.prompt_split, data.prompt_probs, key_columns(data)
-    rows = load_datasets(data.prompt_dataset, split=split, probs=probs, max_samples=most, seed=0, text=text)
+    most, split, probs = data.max_samples, data.prompt_split, data.prompt_probs
+    rows = load_datasets(data.prompt_dataset, split=split, probs=probs, max_samples=most, seed=0)
     columns = {"--data.input_key": data.input_key, "--data.label_key": data.label_key}
     check_columns(rows.column_names, columns | {"--data.output_key": data.output_key})
     column = data.output_key or data.label_key

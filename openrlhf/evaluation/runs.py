@@ -145,8 +145,7 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
 def read_rows(config: EvaluationConfig) -> Table:
     """The rows of --eval.dataset."""
     held_out, most, seed = config.eval, config.data.max_samples, config.train.seed
-    text = [*key_columns(config.data), config.against.answer_key or ""]
-    return load_datasets(held_out.dataset, split=held_out.split, max_samples=most, seed=seed, text=text)
+    return load_datasets(held_out.dataset, split=held_out.split, max_samples=most, seed=seed)
 
 
 def read_answers(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, column: str) -> list[list[int]]:

@@ -143,14 +143,14 @@ def load_rows(task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokeni
     for flag, path in task.frozen_paths().items():
         if path is not None:
             require_vocabulary(tokenizer, path, flag=flag, owner=owner, trust_remote_code=trusts)
-    seed, text, split, probs = task.config.train.seed, key_columns(data), data.dataset_split, data.dataset_probs
-    read = load_datasets(data.dataset, split=split, probs=probs, max_samples=data.max_samples, seed=seed, text=text)
+    seed, split, probs = task.config.train.seed, data.dataset_split, data.dataset_probs
+    read = load_datasets(data.dataset, split=split, probs=probs, max_samples=data.max_samples, seed=seed)
     task.config = replace(task.config, data=recognise(read, task.config))
     train = task.rows(read, tokenizer)
     notice(*first_look_at(task, first_look.texts_of(read, key_columns(task.config.data)), train, tokenizer))
     if not evaluation.dataset:
         return train, None
-    held_out = load_datasets(evaluation.dataset, split=evaluation.split, max_samples=ALL_ROWS, seed=seed, text=text)
+    held_out = load_datasets(evaluation.dataset, split=evaluation.split, max_samples=ALL_ROWS, seed=seed)
     return train, task.rows(held_out, tokenizer)
 
 

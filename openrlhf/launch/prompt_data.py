@@ -13,7 +13,7 @@ from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
 from openrlhf.data.errors import notice
 from openrlhf.data.layouts import recognise
-from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
+from openrlhf.data.loading import ALL_ROWS, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.tokenizer import get_tokenizer, require_vocabulary
@@ -94,7 +94,7 @@ def read_prompts(
 
     `part`: split, max_samples and probs of `load_datasets`.
     """
-    rows = load_datasets(spec, seed=config.train.seed, text=key_columns(config.data), **part)
+    rows = load_datasets(spec, seed=config.train.seed, **part)
     return rows_of(rows, tokenizer, recognise(rows, config, "text"))
 
 
@@ -152,8 +152,8 @@ def end_ids(path: str) -> list[int]:
 def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:
     """The rows of --algo.ptx.dataset; every token of them is a target. Raises DataError."""
     ptx, data = config.algo.ptx, config.data
-    most, seed, text = data.max_samples, config.train.seed, [data.input_key]
-    rows = load_datasets(ptx.dataset or "", split=ptx.split, probs=ptx.probs, max_samples=most, seed=seed, text=text)
+    most, seed = data.max_samples, config.train.seed
+    rows = load_datasets(ptx.dataset or "", split=ptx.split, probs=ptx.probs, max_samples=most, seed=seed)
     text = SFTDataset(rows, tokenizer, SFTDataConfig(max_len=data.max_len, input_key=data.input_key), pretrain=True)
     return PretrainingMix(text, batch_size=config.train.batch_size, seed=config.train.seed)
 

@@ -111,7 +111,7 @@ def test_a_margin_is_a_number_and_nothing_is_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "seen"), [("0.5", "'0.5', not a finite number"), (True, "True, not"), (float("nan"), "nan, not")]
+    ("value", "seen"), [("half", "'half', not a finite number"), (True, "True, not"), (float("nan"), "nan, not")]
 )
 def test_a_margin_that_is_no_number_is_named_by_row_and_column(value: Any, seen: str) -> None:
     rows = [{"chosen": "a", "rejected": "b", "margin": None}, {"chosen": "a", "rejected": "b", "margin": value}]

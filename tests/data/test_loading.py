@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import gzip
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict, Features, Value
 
@@ -188,16 +188,29 @@ def test_rows_that_are_drawn_again_and_again_are_announced(two_files: str, capsy
 
 
 def test_only_an_empty_cell_of_a_csv_file_is_null(write: Write) -> None:
-    rows = load(write("x.csv", "output,number\nNone,1\nNA,\nnull,3\n"), text=["output"])
-    assert rows["output"] == ["None", "NA", "null"] and rows["number"] == [1.0, None, 3.0]
+    rows = load(write("x.csv", "output,number\nNone,1\nNA,\nnull,3\n"))
+    assert rows["output"] == ["None", "NA", "null"] and rows["number"] == ["1", None, "3"]
 
 
-@pytest.mark.parametrize("place", ["x.csv", "folder/train.csv"])
-def test_digits_of_a_named_column_of_a_csv_file_stay_text(place: str, write: Write) -> None:
-    path = write(place, "input,label,margin\na,007,0.5\nb,,1.5\n")
-    rows = load(path if place == "x.csv" else str(Path(path).parent), text=["label", "another"])
-    assert rows["label"][:] == ["007", None]
-    assert rows["margin"][:] == [0.5, 1.5]
+@pytest.mark.parametrize("place", ["x.csv", "folder/train.csv", "x.tsv"])
+def test_cells_of_a_csv_file_stay_text_over_many_rows(place: str, write: Write) -> None:
+    answers = ["yes"] * 10_000 + [f"{number:05d}" for number in range(10_000)] + ["1.50", "True", "1e5", "-0"]
+    separator = "\t" if place.endswith("tsv") else ","
+    path = write(place, "".join(f"{cell}{separator}x\n" for cell in ["output", *answers]))
+    rows = load(path if place.startswith("x") else str(Path(path).parent), max_samples=10**6)
+    assert rows["output"][:] == answers
+
+
+def test_a_csv_file_of_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes('\ufeffinput;output\r\n"a;\r\nb";x,y\r\n'.encode())
+    assert [(row["input"], row["output"]) for row in load(str(path))] == [("a;\r\nb", "x,y")]
+
+
+def test_a_csv_cell_holds_quotes_line_breaks_and_a_long_text(write: Write) -> None:
+    long = "x" * 300_000
+    rows = load(write("x.csv", f'input,output\n"say ""hi"",\n\nnow",{long}\n'))
+    assert rows[0]["input"] == 'say "hi",\n\nnow' and rows[0]["output"] == long
 
 
 # ---- mistakes
@@ -230,7 +243,7 @@ def test_a_loading_script_is_refused_with_what_to_do(write: Write, tmp_path: Pat
 
 def test_a_file_of_an_unknown_kind_is_answered_with_the_kinds_there_are(write: Write) -> None:
     with pytest.raises(DataError, match=r"unknown format. Known are \.json, \.jsonl"):
-        load(write("x.tsv", "a"))
+        load(write("x.xlsx", "a"))
 
 
 @pytest.mark.parametrize(
@@ -256,10 +269,20 @@ def test_a_saved_dataset_without_rows_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "complaint"),
     [
-        ("x.jsonl", '{"a": 1}\n{"a": 2\n{"a": 3}\n', r"x\.jsonl could not be read.*JSON.* in row 1"),
-        ("x.jsonl", "1\n2\n", "could not be read.*JSON.* in row 0"),
-        ("x.json", '[{"a": 1},\n{"a": 2]', r"x\.json could not be read.*position 18"),
-        ("x.csv", "a,b\n1,2\n1,2,3\n", r"x\.csv could not be read.*line 3"),
+        ("x.jsonl", '{"a": 1}\n{"a": 2\n{"a": 3}\n', r"x\.jsonl, line 2: .*JSON"),
+        ("x.jsonl", '{"a": 1}\n' * 5000 + '{"a": 2\n' + '{"a": 1}\n' * 5000, r"x\.jsonl, line 5001: .*JSON"),
+        ("x.jsonl", '{"a": 1}\n\n{"a": 1, "a": 2}\n', r"x\.jsonl, line 3: .*'a' twice"),
+        ("x.jsonl", '{"a": "\\ud83d"}\n', r"x\.jsonl, line 1: "),
+        ("x.jsonl", "\n1\n2\n", r"x\.jsonl, line 2: .*a number"),
+        ("x.json", '[{"a": 1},\n{"a": 2]', r"x\.json, line 2: .*JSON"),
+        ("x.json", '{\n"a": 1\n}\n{\n"a" 2\n}', r"x\.json, line 5: .*JSON"),
+        ("x.json", '[{"a": 1}, [2]]', r"x\.json, row 2: .*a list"),
+        ("x.csv", "a,b\n1,2\n1,2,3\n", r"x\.csv, line 3: .*3 fields.* 2 "),
+        ("x.csv", 'a,b\n"1\n2",2\n\n1\n', r"x\.csv, line 5: .*1 fields.* 2 "),
+        ("x.csv", "input,output\n" + "Translate this, please: cat,chat\n" * 2, r"x\.csv, line 2: .*3 fields.* 2 "),
+        ("x.csv", 'a,b\n1,2\n"1,2\n1,2\n', r"x\.csv, line 3: .*quotes"),
+        ("x.csv", 'a,b\n1,"2"3\n', r"x\.csv, line 2: .*quotes"),
+        ("x.csv", "a,b,a\n1,2,3\n", r"x\.csv, line 1: .*'a'"),
         ("x.parquet", "hello", r"x\.parquet could not be read"),
         ("x.arrow", "hello", r"x\.arrow could not be read"),
     ],
@@ -276,22 +299,29 @@ def test_a_file_that_is_not_gzipped_but_says_so_is_an_error(tmp_path: Path) -> N
         load(str(path))
 
 
-def test_a_malformed_file_in_a_folder_is_named(
-    write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("datasets"), "propagate", True)
+def test_a_malformed_file_in_a_folder_is_named(write: Write, tmp_path: Path) -> None:
     write("data/one.jsonl", json_lines(ROWS))
     write("data/two.jsonl", '{"input": "a"\n')
-    with pytest.raises(DataError, match=r"data could not be read.*JSON"):
+    with pytest.raises(DataError, match=r"two\.jsonl, line 1"):
         load(str(tmp_path / "data"))
-    assert "two.jsonl" in caplog.text  # the library has said which
 
 
-def test_text_that_is_not_utf8_is_named_by_row(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"a": "x"}\n{"a": "\xff"}\n')
-    rows = load(str(path))
-    with pytest.raises(DataError, match=r"x\.jsonl, row 2: is not valid UTF-8 text"):
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv"])
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
+def test_a_file_that_is_not_utf8_is_named_with_the_line(name: str, encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    texts = {"x.jsonl": '{"a": "x"}\n{"a": "é"}\n', "x.json": '[{"a": "x"},\n{"a": "é"}]', "x.csv": "a\nx\né\n"}
+    path.write_bytes(texts[name].encode(encoding))
+    line = {"cp1252": 3 if name == "x.csv" else 2, "utf-16": 1}[encoding]
+    with pytest.raises(DataError, match=rf"{name}, line {line} .*UTF-8"):
+        load(str(path))
+
+
+def test_text_of_a_saved_dataset_that_is_not_utf8_is_named_by_row(tmp_path: Path) -> None:
+    broken = pa.array([b"x", b"\xff"]).view(pa.string())
+    Dataset(pa.table({"a": broken})).save_to_disk(tmp_path / "saved")
+    rows = load(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match=r"saved, row 2: is not valid UTF-8 text"):
         map_rows(rows, ["a"], lambda batch: {"a": batch["a"]}, Features({"a": Value("string")}), "Reading")
 
 

@@ -1,0 +1,427 @@
+"""Readers of CSV and JSON files that keep every value as it is written.
+
+The library's own readers guess types from a block of rows: 00109 becomes a number, a surplus field an index, a string
+that looks like a date a timestamp, and a key that a row lacks a null. These readers replace them; files, splits and
+cache are still the library's.
+"""
+
+import codecs
+import csv
+import io
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import chain
+from typing import IO, Any
+
+import datasets
+import pyarrow as pa
+from datasets import DatasetDict, Features, LargeList, List, Value
+from datasets.builder import Key
+from datasets.features.features import register_feature
+from datasets.packaged_modules.csv.csv import Csv, CsvConfig
+from datasets.packaged_modules.json.json import Json, JsonConfig
+from datasets.utils.file_utils import xopen
+
+from openrlhf.data.errors import DataError, kind
+
+VERSION = "1"  # of the rows that these readers make of a file; another version does not use the cached rows
+BATCH = 1000  # rows
+NOT_UTF8 = "is not UTF-8 text. Save the file as UTF-8 (Excel calls this format CSV UTF-8)"
+SEPARATORS = (",", ";", "\t")
+LONGEST_CELL = 2**31 - 1  # characters
+OPENINGS = (b"{", b"[", b",", b":")  # ends of a line after which a JSON value goes on
+
+Feature = Any  # a type of the library: a `Value`, a `List`, a dictionary of the fields of a struct, `AsWritten` …
+Row = dict[str, Any]
+Rows = Iterator[Row]
+
+
+def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
+    """Read the files that a builder of the library has found: CSV and JSON by our readers, other files by the library.
+
+    JSON files whose types a dataset's card declares are left to the library too.
+    """
+    config: Any = builder.config
+    reader = None
+    options: dict[str, Any] = {}
+    if isinstance(builder, Csv):
+        reader = CsvFiles
+        options["sep"] = config.delimiter or config.sep
+    elif isinstance(builder, Json):
+        declared = builder.info.features is not None or config.field is not None or config.encoding != "utf-8"
+        reader = None if declared else JsonFiles
+    if reader is not None:
+        builder = reader(
+            dataset_name=builder.dataset_name,
+            config_name=config.name,
+            hash=VERSION,
+            base_path=builder.base_path,
+            token=builder.token,
+            repo_id=builder.repo_id,
+            data_files=config.data_files,
+            storage_options=builder.storage_options,
+            **options,
+        )
+    builder.download_and_prepare()
+    read: Any = builder.as_dataset()
+    return read
+
+
+@dataclass(repr=False)
+class AsWritten:
+    """A type of columns whose values are any JSON, stored as text: what is read is what the file says."""
+
+    dtype = "string"
+    pa_type = pa.string()
+    _type: str = field(default="AsWritten", init=False)  # the library looks the class up by this name
+
+    def __call__(self) -> pa.DataType:
+        return self.pa_type
+
+    def encode_example(self, value: Any) -> str | None:
+        """Return the stored text of a value; null is stored as null."""
+        return None if value is None else json.dumps(value)
+
+    def decode_example(self, stored: str | None, token_per_repo_id: object = None) -> Any:
+        """Return the value of a stored text."""
+        return None if stored is None else json.loads(stored)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the library calls the registry of its types experimental
+    register_feature(AsWritten, "AsWritten")
+
+
+def without_added_nulls(value: Any, feature: Feature) -> Any:
+    """Return a value without the null fields of structs, which Arrow adds where another row has the field.
+
+    A null in a list, or in a column of the type `AsWritten`, was written by the user, and stays.
+    """
+    if isinstance(feature, List | LargeList) and isinstance(value, list):
+        return [without_added_nulls(part, feature.feature) for part in value]
+    if isinstance(feature, dict) and isinstance(value, dict):
+        kept = {}
+        for name, part in value.items():
+            if part is not None:
+                kept[name] = without_added_nulls(part, feature[name])
+        return kept
+    return value
+
+
+class _TextFiles(datasets.ArrowBasedBuilder):
+    """Rows of text files, in the splits and the cache of the library."""
+
+    def _info(self) -> datasets.DatasetInfo:
+        return datasets.DatasetInfo()
+
+    def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
+        dl_manager.download_config.extract_on_the_fly = True
+        found: Any = self.config.data_files
+        paths: dict[str, list[tuple[str, str]]] = {}
+        for split, names in found.items():
+            opened: Any = dl_manager.extract(dl_manager.download(list(names)))
+            paths[split] = [
+                (path, name.removeprefix(f"{os.getcwd()}/"))
+                for name, inner in zip(names, opened, strict=True)
+                for path in dl_manager.iter_files([inner])
+            ]
+        every = [file for files in paths.values() for file in files]
+        features = self._features(every)
+        if not features:
+            raise DataError(f"{', '.join(name for _, name in every)} has no rows.")
+        self.info.features = features
+        return [
+            datasets.SplitGenerator(name=split, gen_kwargs={"files": files})  # pyright: ignore[reportArgumentType]
+            for split, files in paths.items()
+        ]
+
+    # The library calls both with the keyword arguments of its split.
+    def _generate_shards(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, files: list[tuple[str, str]]
+    ) -> Iterator[str]:
+        for _, name in files:
+            yield name
+
+    def _generate_tables(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, files: list[tuple[str, str]]
+    ) -> Iterator[tuple[Key, pa.Table]]:
+        features: Any = self.info.features
+        yield Key(0, 0), _table([], features)  # a file without rows has its columns nevertheless
+        for shard, (path, name) in enumerate(files):
+            batch: list[Row] = []
+            number = 1
+            for row in self._rows(path, name):
+                batch.append(row)
+                if len(batch) == BATCH:
+                    yield Key(shard, number), _table(batch, features)
+                    batch = []
+                    number += 1
+            yield Key(shard, number), _table(batch, features)
+
+    def _features(self, files: list[tuple[str, str]]) -> Features:
+        """Return the types of all columns of all files."""
+        raise NotImplementedError
+
+    def _rows(self, path: str, name: str) -> Rows:
+        """Read the rows of a file; `name` is its name in error messages."""
+        raise NotImplementedError
+
+
+def _open(path: str) -> IO[bytes]:
+    opened: Any = xopen(path, "rb")
+    return opened
+
+
+def _table(rows: list[Row], features: Features) -> pa.Table:
+    columns: dict[str, list[Any]] = {}
+    for column, feature in features.items():
+        values = [row.get(column) for row in rows]
+        if isinstance(feature, AsWritten):
+            values = [feature.encode_example(value) for value in values]
+        columns[column] = values
+    return pa.Table.from_pydict(columns, schema=features.arrow_schema)
+
+
+# ---- CSV
+
+
+class CsvFiles(_TextFiles):
+    """CSV files: every cell is text, an empty cell is null, and every row has the fields of the header."""
+
+    BUILDER_CONFIG_CLASS = CsvConfig
+
+    def _features(self, files: list[tuple[str, str]]) -> Features:
+        columns: dict[str, Feature] = {}
+        for path, name in files:
+            with _open(path) as file:
+                header = next(csv_records(file, name, self._separator), (0, []))[1]
+            columns |= dict.fromkeys(header, Value("string"))
+        return Features(columns)
+
+    @property
+    def _separator(self) -> str:
+        config: Any = self.config
+        return config.delimiter or config.sep
+
+    def _rows(self, path: str, name: str) -> Rows:
+        with _open(path) as file:
+            records = csv_records(file, name, self._separator)
+            header = next(records, (0, []))[1]
+            for line, fields in records:
+                if len(fields) != len(header):
+                    raise DataError(
+                        f"{name}, line {line}: the row has {len(fields)} fields, but the header names {len(header)} "
+                        f"({', '.join(header)}). A text that contains the separator or a line break needs double "
+                        "quotes around it."
+                    )
+                yield {column: cell or None for column, cell in zip(header, fields, strict=True)}
+
+
+def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """Read the line number and the fields of each record: first the names of the columns, then the rows.
+
+    Empty lines are skipped. A header without `separator` is split at a comma, a semicolon or a tab instead. Columns
+    without a name are called as pandas calls them. Raises DataError, with the line, for text that is not UTF-8, for
+    quotes that do not match, and for two columns of one name.
+    """
+    csv.field_size_limit(LONGEST_CELL)
+    lines = _csv_lines(file, name)
+    first = next((line for line in lines if line.strip()), "")
+    if separator not in first:
+        separator = next((other for other in SEPARATORS if other in first), separator)
+    reader = csv.reader(chain([first], lines), delimiter=separator, strict=True)
+    line = 1
+    header: list[str] = []
+    try:
+        for fields in reader:
+            if fields and not header:
+                header = [_name_of(column, place) for place, column in enumerate(fields)]
+                _check_names(header, name, line)
+                yield line, header
+            elif fields:
+                yield line, fields
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f"{name}, line {line}: the quotes of this row do not match ({error}). A text that contains a double quote "
+            'is written in double quotes, with each double quote in it doubled: "He said ""yes""".'
+        ) from error
+
+
+def _csv_lines(file: IO[bytes], name: str) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        text = _decoded(line, name, number)
+        if number == 1:
+            text = text.removeprefix("\ufeff")  # Excel's mark of UTF-8
+        yield from io.StringIO(text, newline="")  # the lines of a file of an old Mac end in a carriage return
+
+
+def _name_of(column: str, place: int) -> str:
+    return column if column.strip() else f"Unnamed: {place}"
+
+
+def _check_names(header: list[str], name: str, line: int) -> None:
+    repeated = sorted({column for column in header if header.count(column) > 1})
+    if repeated:
+        raise DataError(
+            f"{name}, line {line}: the header names more than one column {', '.join(map(repr, repeated))}. "
+            "Give each column a name of its own."
+        )
+
+
+# ---- JSON
+
+
+class JsonFiles(_TextFiles):
+    """JSON files: lines, an array, or values one after the other. Columns of one simple type have it; others are `AsWritten`."""
+
+    BUILDER_CONFIG_CLASS = JsonConfig
+
+    def _features(self, files: list[tuple[str, str]]) -> Features:
+        columns: dict[str, Feature] = {}
+        for path, name in files:
+            for row in self._rows(path, name):
+                for column, value in row.items():
+                    before = columns.get(column, NULL)
+                    if before is not ANY:
+                        columns[column] = _common(before, _type_of(value))
+        return Features(columns)
+
+    def _rows(self, path: str, name: str) -> Rows:
+        with _open(path) as file:
+            yield from json_rows(file, name)
+
+
+NULL, ANY = Value("null"), AsWritten()
+SIMPLE: dict[type, Feature] = {
+    type(None): NULL,
+    str: Value("string"),
+    bool: Value("bool"),
+    int: Value("int64"),
+    float: Value("float64"),
+}
+
+
+def _type_of(value: Any) -> Feature:
+    if isinstance(value, list):
+        inner = reduce(_common, map(_type_of, value), NULL)
+        return ANY if inner is ANY else List(inner)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return ANY
+    return SIMPLE.get(type(value), ANY)
+
+
+def _common(a: Feature, b: Feature) -> Feature:
+    """Return the type of values of two types."""
+    if b is NULL or a is b:
+        return a
+    if a is NULL:
+        return b
+    if isinstance(a, List) and isinstance(b, List):
+        inner = _common(a.feature, b.feature)
+        return ANY if inner is ANY else List(inner)
+    return ANY
+
+
+def json_rows(file: IO[bytes], name: str) -> Rows:
+    """Read the objects of a JSON file. A string in place of an object is a row with the column `text`.
+
+    Raises DataError, with the line, for text that is not UTF-8, for broken JSON, for an object that has a key twice,
+    for half of a surrogate pair, and for a value that is no row.
+    """
+    before = 0  # lines
+    opening = b""
+    while not opening.strip():
+        opening = file.readline()
+        if not opening:
+            return
+        if not before:
+            opening = opening.removeprefix(codecs.BOM_UTF8)
+        before += 1
+    if opening.lstrip().startswith(b"[") or opening.rstrip().endswith(OPENINGS):
+        yield from _whole_file("\n" * (before - 1) + _decoded(opening + file.read(), name, before), name)
+        return
+    for number, line in enumerate(chain([opening], file), before):
+        text = _decoded(line, name, number)
+        if text.strip():
+            try:
+                value = DECODER.decode(text)
+            except ValueError as error:
+                raise _broken(error, name, number) from error
+            yield _row(value, f"{name}, line {number}", escaped=_escapes_surrogates(text))
+
+
+def _whole_file(text: str, name: str) -> Rows:
+    """Read the rows of a text that is one array, or values that go over several lines."""
+    escaped = _escapes_surrogates(text)
+    number = 1
+    place = _after_space(text, 0)
+    while place < len(text):
+        try:
+            value, place = DECODER.raw_decode(text, place)
+        except json.JSONDecodeError as error:
+            raise _broken(error, name, error.lineno) from error
+        except ValueError as error:
+            raise _broken(error, name, text.count("\n", 0, place) + 1) from error
+        rows = value if isinstance(value, list) else [value]
+        for row in rows:
+            yield _row(row, f"{name}, row {number}", escaped=escaped)
+            number += 1
+        place = _after_space(text, place)
+
+
+def _decoded(text: bytes, name: str, line: int) -> str:
+    """Return the text of a file from `line` on."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        line += text.count(b"\n", 0, error.start)
+        raise DataError(f"{name}, line {line} {NOT_UTF8}.") from error
+
+
+def _broken(error: ValueError, name: str, line: int) -> DataError:
+    reason = str(error)
+    if isinstance(error, json.JSONDecodeError):
+        reason = f"the JSON is broken: {error.msg}, at column {error.colno}"
+    return DataError(f"{name}, line {line}: {reason}.")
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> Row:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {repeated!r} twice")
+    return made
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
+SPACE = re.compile(r"\s*")
+
+
+def _after_space(text: str, place: int) -> int:
+    found = SPACE.match(text, place)
+    assert found
+    return found.end()
+
+
+def _escapes_surrogates(text: str) -> bool:
+    return "\\ud" in text.lower()
+
+
+def _row(value: Any, place: str, *, escaped: bool) -> Row:
+    """Return a value as a row. If surrogates are `escaped` in the text, they are looked at."""
+    row = {"text": value} if isinstance(value, str) else value
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: a row is {kind(row)}, not an object with columns.")
+    if escaped:
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{place}: a text has half of a surrogate pair, {error.object[error.start]!r}.") from error
+    return row
