@@ -1,5 +1,6 @@
 """Hugging Face exports: a folder that `from_pretrained` and a stock vLLM server load; of adapters, one that PEFT loads."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -42,6 +43,7 @@ def export_hf(
         state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
         with torch.no_grad():  # tied weights stay single, as Transformers writes them
             model.save_pretrained(aside, state_dict=state, safe_serialization=True)
+        _declare_precision(aside / "config.json", state)
     tokenizer.save_pretrained(aside)
     final.mkdir(exist_ok=True)
     earlier = ("model*.safetensors*", "adapter_*")  # perhaps with more shards than this export, or of another kind
@@ -52,3 +54,10 @@ def export_hf(
             shutil.rmtree(final / made.name, ignore_errors=True)
         os.replace(made, final / made.name)
     aside.rmdir()
+
+
+def _declare_precision(file: Path, state: dict[str, Tensor]) -> None:
+    """Write the data type of the exported weights to the configuration. Transformers writes that of the model in memory."""
+    config = json.loads(file.read_text())
+    config["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from openrlhf.distributed.masters import own_part, own_shard, set_own_master, set_own_shard, whole_master
 from openrlhf.distributed.strategy import Strategy
 
 logger = logging.getLogger(__name__)
@@ -16,19 +17,26 @@ logger = logging.getLogger(__name__)
 class WeightAverage:
     """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32. The average starts at the current weights.
 
-    With ZeRO 3 each rank averages its shards. Otherwise all ranks have the same weights, and rank 0 averages them.
+    The weights of bfloat16 training are its float32 masters. With ZeRO 3 each rank averages its shards. Otherwise rank 0
+    averages whole weights.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, beta: float) -> None:
         self.beta, self.strategy = beta, strategy
         self.sharded = strategy.config.zero_stage == 3
+        self.masters = strategy.config.param_dtype != "fp32"
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.averages = self._copied(torch.float32)
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of each weight. ZeRO 3 leaves an empty parameter with the shard as an attribute."""
+        """Yield the weights by name: this rank's shards with ZeRO 3, else whole ones. Collective."""
         for name, parameter in self.parameters.items():
-            yield name, getattr(parameter, "ds_tensor", parameter).data
+            if not self.masters:
+                yield name, _model_weight(parameter)
+            elif self.sharded:
+                yield name, own_shard(parameter)
+            else:
+                yield name, whole_master(parameter)
 
     def _copied(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Copies of the weights that this rank averages."""
@@ -52,11 +60,19 @@ class WeightAverage:
             self._set(kept)
 
     def _set(self, weights: dict[str, Tensor]) -> None:
-        for name, held in self._held():
+        """Set the model's weights, and its masters if it has some, on every rank. Collective."""
+        for name, parameter in self.parameters.items():
+            held = _model_weight(parameter)
+            weight = torch.empty_like(held, dtype=torch.float32)
             if name in weights:
-                held.copy_(weights[name])
+                weight.copy_(weights[name])
             if not self.sharded:
-                torch.distributed.broadcast(held, src=0)
+                torch.distributed.broadcast(weight, src=0)
+            held.copy_(weight)
+            if self.masters and self.sharded:
+                set_own_shard(parameter, weight)
+            elif self.masters:
+                set_own_master(parameter, own_part(parameter, weight))
 
     def save(self, directory: str, tag: str) -> None:
         """Write the average beside the engine's files."""
@@ -76,3 +92,8 @@ class WeightAverage:
 
     def _file(self, directory: str, tag: str) -> Path:
         return Path(directory) / tag / f"average_{self.strategy.rank}.pt"
+
+
+def _model_weight(parameter: nn.Parameter) -> Tensor:
+    """Return the weight that the model computes with. ZeRO 3 leaves an empty parameter with the shard as an attribute."""
+    return getattr(parameter, "ds_tensor", parameter).data

@@ -26,7 +26,7 @@ from openrlhf.config.shared import OptimizerConfig
 from openrlhf.distributed import devices, ds_config
 from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.buckets import cut_into_buckets
-from openrlhf.distributed.masters import restore_masters, round_new_weights
+from openrlhf.distributed.masters import ChangedShare, restore_masters, round_new_weights, whole_master
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.distributed.quiet_deepspeed import OffloadStateTypeEnum, deepspeed
 from openrlhf.distributed.strategy import Strategy, initialize
@@ -47,11 +47,16 @@ class NonFiniteError(UserError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of one optimizer step. `grad_norm` is before clipping; a step without a finite norm was skipped."""
+    """The result of one optimizer step. `grad_norm` is before clipping; a step without a finite norm was skipped.
+
+    `changed`: the share of the rounded weights that the step changed. None in float32, where no weight is rounded, and
+    for a skipped step.
+    """
 
     applied: bool
     grad_norm: float
     lr: float
+    changed: float | None = None
     metrics: Metrics = field(default_factory=dict)
 
 
@@ -83,6 +88,7 @@ class TrainEngine:
         )
         if rounded:
             restore_masters(engine.module, new)
+        self.changed_share = ChangedShare(engine.module) if rounded else None  # None: no weight is rounded
         self.engine, self.strategy, self.name = engine, strategy, name
         self.sleeps = strategy.config.sleeps  # its training state is in CPU memory between uses
         self.partial = not all(p.requires_grad for p in engine.module.parameters())  # some weights are frozen
@@ -200,7 +206,8 @@ class TrainEngine:
         return dict(zip(names, self.strategy.all_reduce(sums), strict=True)) if names else {}
 
     def _step(self, shares: list[_Share], broken: list[str], max_nonfinite: int) -> StepResult:
-        lr = self._lr()
+        lr, changed = self._lr(), None
+        before = self.changed_share.sample() if self.changed_share else None
         if self._wrapped:
             self.engine.step()  # DeepSpeed itself skips a step whose norm is not finite
             norm = None if getattr(self.engine.optimizer, "overflow", False) else self.engine.get_global_grad_norm()
@@ -212,6 +219,9 @@ class TrainEngine:
         applied = math.isfinite(grad_norm)
         if applied and self.average:
             self.average.update()
+        if applied and self.changed_share and before is not None:
+            moved, sampled = self.strategy.all_reduce(self.changed_share.since(before))
+            changed = moved / sampled
         self.nonfinite_steps += not applied
         self.nonfinite_in_a_row = 0 if applied else self.nonfinite_in_a_row + 1
         if self.nonfinite_in_a_row >= max_nonfinite:
@@ -221,7 +231,7 @@ class TrainEngine:
                 "Lower the learning rate, look at the rewards and data of these steps, or raise --train.max_nonfinite."
             )
         metrics = merge_all(metrics for _, metrics in shares)
-        return StepResult(applied=applied, grad_norm=grad_norm, lr=lr, metrics=metrics)
+        return StepResult(applied=applied, grad_norm=grad_norm, lr=lr, changed=changed, metrics=metrics)
 
     @contextmanager
     def _watched_gradients(self) -> Iterator[list[str]]:
@@ -310,9 +320,17 @@ class TrainEngine:
         """
         return self._gathered(whole_tensors(self.hf), bucket_bytes)
 
-    def exported_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """As `full_parameters`, but of a model with frozen weights the trained parameters as they are: the adapters."""
-        return self._gathered((trained_tensors if self.partial else whole_tensors)(self.hf), bucket_bytes)
+    def exported_parameters(self, bucket_bytes: int, *, masters: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+        """As `full_parameters`, but of a model with frozen weights the trained parameters as they are: the adapters.
+
+        `masters`: the float32 masters instead of the rounded weights. The engine must be awake.
+        """
+        tensors = (trained_tensors if self.partial else whole_tensors)(self.hf)
+        if not masters or self.changed_share is None:
+            yield from self._gathered(tensors, bucket_bytes)
+            return
+        for bucket in cut_into_buckets(tensors, lambda each: each.nbytes, bucket_bytes):
+            yield [(each.name, whole_master(each.parts[0])) for each in bucket]
 
     def _gathered(self, tensors: Iterable[Whole], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         self._forget_gathered()

@@ -42,6 +42,13 @@ from openrlhf.termination import asked, in_order
 
 USED = re.compile(r"\$\{([\w-]+)\}")
 PLACES = {"run.dir": ".", "ckpt.output_dir": "", "output_path": "", "ckpt.path": "checkpoints"}  # "": the result
+TRAINED = {
+    "model.model_name_or_path",
+    "actor.model_name_or_path",
+    "critic.model_name_or_path",
+}  # flags of trained models
+MERGED = {"lora_path", "model_path"}  # flags of what `lora_combiner` merges
+PRECISION = {"lora_combiner": {"ds.param_dtype": "fp32"}}  # other commands: --ckpt.export_fp32
 DONE, GOES_ON = "done", "goes on"
 GRACE_S = 60.0  # for a stage to end that is asked to, and then is killed
 
@@ -187,9 +194,32 @@ class Pipeline:
             if path in flags_of(stage.root)
         }
         path = self.folder / f"{stage.name}.yaml"
-        filled = json.loads(self.filled(stage, json.dumps({**stage.flags, **places}, default=str)))
+        precision = self.precision(stage)
+        filled = json.loads(self.filled(stage, json.dumps({**precision, **stage.flags, **places}, default=str)))
         write_atomically(path, yaml.safe_dump(filled, sort_keys=False, allow_unicode=True, width=1000))
         return path
+
+    def precision(self, stage: Stage) -> dict[str, Any]:
+        """Return the flags that keep float32 weights in a result that a later stage trains further."""
+        kept = PRECISION.get(stage.command, {"ckpt.export_fp32": True})
+        known, given = flags_of(stage.root), stage.values
+        if not self.is_trained_further(stage) or any(path in given or path not in known for path in kept):
+            return {}
+        return kept
+
+    def is_trained_further(self, stage: Stage) -> bool:
+        """Return whether a later stage trains the result of this one, perhaps merged by a stage in between."""
+        reference = f"${{{stage.name}}}"
+        for later in self.stages[self.stages.index(stage) + 1 :]:
+            if not later.command or later.command not in STAGES:
+                continue
+            reads = {path for path, value in later.values.items() if str(value) == reference}
+            trains = "ckpt.export_fp32" in flags_of(later.root)
+            if trains and reads & TRAINED:
+                return True
+            if reads & MERGED and self.is_trained_further(later):
+                return True
+        return False
 
     def inputs(self, stage: Stage) -> dict[str, Any]:
         """All that the result of a stage is made from. Not the launcher: the number of devices may change on the way."""

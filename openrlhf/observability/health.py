@@ -76,7 +76,7 @@ class Health:
         for number, name in sorted((number, each) for each in names for number in _rules_of(each)):
             rule, curve = RULES[number], self._curves[name]
             first, latest = curve[0], curve[-rule.points :]
-            known = {rule.sickness, CAUSES.get(rule.sickness)} & self._reported
+            known = {rule.sickness, *_causes_of(rule.sickness)} & self._reported
             if known or rule.at_end > ended or len(latest) < rule.points:
                 continue
             if rule.holds(first, latest):
@@ -92,6 +92,15 @@ def notices_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """All notices about a run, given the rows of its metrics.jsonl."""
     health = Health()
     return health.read(rows) + health.end()
+
+
+def _causes_of(sickness: str) -> list[str]:
+    """Return the cause of a sickness, the cause of that, and so on."""
+    causes: list[str] = []
+    while sickness in CAUSES:
+        sickness = CAUSES[sickness]
+        causes.append(sickness)
+    return causes
 
 
 @cache

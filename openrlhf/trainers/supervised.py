@@ -85,6 +85,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
             "train/grad_norm": Last(result.grad_norm),
             "train/nonfinite_steps": Max(float(self.engine.nonfinite_steps)),
         }
+        if result.changed is not None:
+            numbers["train/changed_weights"] = Last(result.changed)
         self.after_step(result.metrics | numbers)
 
     def _loss(self, micro: Micro, totals: Mapping[str, float]) -> tuple[torch.Tensor, dict[str, Metric]]:
@@ -248,7 +250,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def export(self, path: str) -> None:
         """Write the model in Transformers' format, or its adapters in PEFT's; with --train.enable_ema the average. Collective."""
         with self.engine.averaged():
-            buckets = self.engine.exported_parameters(1 << 30)
+            buckets = self.engine.exported_parameters(1 << 30, masters=self.ckpt.export_fp32)
             export_hf(buckets, self.engine.hf, self.tokenizer, path, writes=self.strategy.is_main)
             self.strategy.barrier()
 

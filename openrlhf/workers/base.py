@@ -161,6 +161,9 @@ class TrainedWorker(ABC, Generic[Job]):
             f"train/{self.name}_grad_norm": Last(results[-1].grad_norm),
             "train/nonfinite_steps": Max(float(self.engine.nonfinite_steps)),
         }
+        shares = [result.changed for result in results if result.changed is not None]
+        if shares:
+            step_metrics[f"train/{self.name}_changed_weights"] = Last(sum(shares) / len(shares))
         return merge_all([*(result.metrics for result in results), step_metrics])
 
     def window(self, job: Job, number: int) -> list[Any]:
@@ -188,7 +191,7 @@ class TrainedWorker(ABC, Generic[Job]):
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         """Write the model, or its adapters, or the average of what is trained if there is one. Collective."""
-        with self.engine.averaged():
-            buckets = self.engine.exported_parameters(self.bucket_bytes)
+        with self.engine.awake(), self.engine.averaged():
+            buckets = self.engine.exported_parameters(self.bucket_bytes, masters=self.config.ckpt.export_fp32)
             export_hf(buckets, self.engine.hf, tokenizer, path, writes=self.strategy.is_main)
             self.strategy.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, LoraConfig, OptimizerConfig
+from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.masters import whole_master
 from openrlhf.distributed.strategy import Strategy
@@ -18,7 +20,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scalar import load_scalar
 from tests.loading import load_spec
 
-STEPS, RATE = 64, 1e-3
+STEPS, RATE, BETA = 64, 1e-3, 0.75
 # Near 1 the spacing of bfloat16 is 2⁻⁸ = 0.0039 below and 0.0078 above: a step of 0.001 alone rounds to no step.
 OPTIMIZER = OptimizerConfig(adam=AdamConfig(lr=RATE), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.0)
 
@@ -67,6 +69,36 @@ def masters_of(strategy: Strategy, path: str, kind: str) -> dict[str, tuple[Tens
     }
 
 
+def masters_in(engine: TrainEngine) -> dict[str, Tensor]:
+    """Copies of the masters by name."""
+    buckets = engine.exported_parameters(1 << 16, masters=True)
+    return {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket}
+
+
+def averaged(strategy: Strategy, path: str) -> dict[str, Any]:
+    """The masters before and after each of two steps, and what an export has of their average: masters and weights."""
+    optimizer = replace(OPTIMIZER, adam=AdamConfig(lr=1e-5))
+    engine = TrainEngine(strategy, lambda: load(path, "policy", "bf16"), optimizer, total_steps=STEPS)
+    engine.average = WeightAverage(engine.module, strategy, BETA)
+    tokens, offsets = torch.arange(4, 20), torch.tensor([0, 9, 16])
+    course, changed = [masters_in(engine)], []
+    for _ in range(2):
+        result = engine.optimize(
+            [tokens],
+            counts=lambda _: {"rows": 1.0},
+            loss=lambda rows, totals: (-engine(rows, offsets, rows > 0).logprobs.sum() / totals["rows"], {}),
+        )
+        course.append(masters_in(engine))
+        changed.append(result.changed)
+    weights = {n: t.clone() for bucket in engine.exported_parameters(1 << 16) for n, t in bucket}
+    with engine.averaged():
+        masters = masters_in(engine)
+        rounded = {n: t.cpu().clone() for bucket in engine.exported_parameters(1 << 16) for n, t in bucket}
+    after = {n: t.clone() for bucket in engine.exported_parameters(1 << 16) for n, t in bucket}
+    assert all(torch.equal(after[name], weight) for name, weight in weights.items())
+    return {"course": course, "changed": changed, "masters": masters, "rounded": rounded, "after": masters_in(engine)}
+
+
 def main() -> None:
     """Arguments: output file, and the cases of masters as `stage,offload,kind,model folder`."""
     out, *cases = sys.argv[1:]
@@ -78,7 +110,7 @@ def main() -> None:
         stage, offload, kind, path = case.split(",")
         ds = DeepSpeedConfig(zero_stage=int(stage), param_dtype="bf16", adam_offload=offload == "offload")
         strategy = Strategy(ds, seed=0)
-        masters[case] = masters_of(strategy, path, kind)
+        masters[case] = averaged(strategy, path) if kind == "averaged" else masters_of(strategy, path, kind)
     if strategy.is_main:
         torch.save({"weights": weights, "masters": masters}, Path(out))
     torch.distributed.barrier()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.distributed.precision_worker import RATE, STEPS, load
+from tests.distributed.precision_worker import BETA, RATE, STEPS, load
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
 
@@ -17,6 +19,7 @@ STORED = {"float32": "qwen2-tied", "float32-experts": "qwen3-moe", "float16": "l
 EVERY_STAGE = [(kind, "float32", stage, "plain") for kind in ("policy", "adapters", "scalar") for stage in range(4)]
 OTHER_FILES = [("policy", stored, stage, "plain") for stored in list(STORED)[1:] for stage in (2, 3)]
 OFFLOADED = [(kind, "float32", stage, "offload") for kind in ("policy", "adapters") for stage in (1, 2, 3)]
+AVERAGED = [("averaged", "float32", stage, "plain") for stage in (1, 2, 3)]
 Masters = dict[str, dict[str, tuple[Tensor, Tensor]]]
 
 
@@ -34,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def masters(models: Path) -> Masters:
-    return measured(models, EVERY_STAGE + OTHER_FILES)
+    return measured(models, EVERY_STAGE + OTHER_FILES + AVERAGED)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,25 @@ def test_masters_of_a_new_engine_are_not_rounded(
     if (kind, stored) == ("policy", "float32"):
         file = load_file(models / stored / "model.safetensors")
         assert all(torch.equal(found[name][0], file[name]) for name in file)
+
+
+@pytest.mark.parametrize(("kind", "stored", "stage", "offload"), AVERAGED)
+def test_average_is_of_the_masters_and_a_step_counts_the_weights_that_it_changed(
+    models: Path, masters: dict[str, Any], kind: str, stored: str, stage: int, offload: str
+) -> None:
+    found = masters[f"{stage},{offload},{kind},{models / stored}"]
+    start, *path = found["course"]
+    for name, weight in start.items():
+        average = weight.double()
+        for later in path:
+            average = BETA * average + (1 - BETA) * later[name].double()
+        torch.testing.assert_close(found["masters"][name].double(), average, atol=1e-8, rtol=1e-6, msg=name)
+        assert torch.equal(found["rounded"][name], found["masters"][name].to(torch.bfloat16)), name
+        assert torch.equal(found["after"][name], path[-1][name]), name  # the training goes on from its own masters
+    for (before, after), share in zip(pairwise(found["course"]), found["changed"], strict=True):
+        changed = sum(int((after[n].bfloat16() != before[n].bfloat16()).sum()) for n in start)
+        assert share == pytest.approx(changed / sum(weight.numel() for weight in start.values()))
+        assert 0 < share < 0.5
 
 
 @pytest.mark.verify

@@ -16,7 +16,7 @@ from openrlhf.config.flags import ConfigError, amend, flags_of
 from openrlhf.config.pipeline import STAGES
 from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.layouts import recognise
-from openrlhf.launch.pipeline import read_stages
+from openrlhf.launch.pipeline import Pipeline, read_stages
 from openrlhf.launch.pipeline_report import Result, interval, write_pipeline_report
 from tests.config.commands import ROOTS
 from tests.data.small import PLAIN_CHAT, build_tokenizer
@@ -348,3 +348,29 @@ def test_the_report_has_a_line_for_each_stage_and_intervals_over_seeds(tmp_path:
     assert all(text in page for text in ("sort pass@1 0.400", "<td>DPO</td><td>3</td><td>0.500 ± 0.248</td>"))
     assert 'href="dpo2/report.html"' in page
     assert (interval([]), interval([0.25]), interval([1.0, 3.0])) == ("", "0.250", "2.000 ± 12.7")
+
+
+def test_stages_that_are_trained_further_keep_float32_weights(tmp_path: Path) -> None:
+    """Also an adapter and what it is merged into. A flag of the file wins, and other results stay as they are."""
+    file = tmp_path / "chain.yaml"
+    data = "data.dataset: d.jsonl"
+    file.write_text(
+        "stages:\n"
+        f"  sft: {{command: sft, flags: {{model.model_name_or_path: m, {data}}}}}\n"
+        f"  adapter: {{command: sft, flags: {{model.model_name_or_path: '${{sft}}', {data}, ds.lora.rank: 4}}}}\n"
+        "  merged: {command: lora_combiner, flags: {model_path: '${sft}', lora_path: '${adapter}'}}\n"
+        f"  given: {{command: sft, flags: {{model.model_name_or_path: '${{merged}}', {data}, ckpt.export_fp32: false}}}}\n"
+        f"  last: {{command: dpo, flags: {{model.model_name_or_path: '${{given}}', {data}}}}}\n"
+        "  answers: {command: batch_inference, flags: {model.model_name_or_path: '${last}'}}\n"
+    )
+    chain = Pipeline(file=file, folder=tmp_path, stages=read_stages(file, ""))
+    kept = {stage.name: dict(chain.precision(stage)) for stage in chain.stages if stage.command}
+    wide = {"ckpt.export_fp32": True}
+    assert kept == {
+        "sft": wide,
+        "adapter": wide,
+        "merged": {"ds.param_dtype": "fp32"},
+        "given": {},
+        "last": {},
+        "answers": {},
+    }

@@ -147,7 +147,16 @@ def test_equal_rewards_explain_a_gradient_of_zero() -> None:
     rows = [{"step": n, "train/dead_groups": 1.0, "train/reward": 0.0, "train/actor_grad_norm": 0.0} for n in range(9)]
     (notice,) = notices_of(rows)
     assert notice.endswith(MEANING["same rewards"])
-    assert CAUSES == {"no update": "same rewards"}
+    assert CAUSES == {"no update": "same rewards", "rounded away": "no update"}
+
+
+def test_bfloat16_weights_that_hardly_change_are_reported_unless_nothing_is_learned() -> None:
+    still = [{"step": n, "train/actor_changed_weights": 0.0002, "train/actor_lr": 1e-6} for n in range(9)]
+    (notice,) = notices_of(still)
+    assert notice.endswith(MEANING["rounded away"]) and "0.0002" in notice
+    assert notices_of([row | {"train/actor_changed_weights": 0.01} for row in still]) == []
+    (notice,) = notices_of([row | {"train/dead_groups": 1.0, "train/reward": 0.0} for row in still])
+    assert notice.endswith(MEANING["same rewards"])
 
 
 def test_a_warm_up_from_zero_is_healthy() -> None:

@@ -23,6 +23,10 @@ BETA = 0.75
 
 
 def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
+    """The weights that are averaged: of bfloat16 training the masters."""
+    if policy.engine.changed_share and not policy.engine.partial:
+        buckets = policy.engine.exported_parameters(1 << 14, masters=True)
+        return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
     return {name: tensor.clone() for bucket in policy.engine.full_parameters(1 << 14) for name, tensor in bucket}
 
 
