@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from openrlhf.processes.system_calls import seccomp_filter
+
 _libc = ctypes.CDLL(None, use_errno=True)
 UIDS = range(0x7000_0000, 0x7FFF_FFFF)  # no distribution, container or service takes users from here
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SYS_ADMIN, CAP_SYS_RESOURCE = 1, 2, 21, 24
@@ -24,13 +26,9 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_SECUREBITS, PR_CAP_AMBIENT = 38, 22, 28, 47
 NO_SETUID_FIXUP = 1 << 2  # a change of user keeps capabilities, and access() knows them
 CLONE_NEWUSER = 0x1000_0000
-# Numbers for x86-64, the platform. socketpair stays: asyncio needs it, and it leads nowhere.
-DENIED_CALLS = {
-    "socket": 41, "io_uring_setup": 425,
-    "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "pidfd_send_signal": 424,
-    "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "unshare": 272, "setns": 308, "mount": 165,
-    "shmget": 29, "msgget": 68, "semget": 64, "mq_open": 240, "keyctl": 250, "add_key": 248, "bpf": 321,
-}  # fmt: skip
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # system calls, the same on all platforms
+LANDLOCK_TRUNCATE, LANDLOCK_NETWORK, LANDLOCK_SIGNALS = 3, 4, 6  # versions that brought a protection
+BIND_AND_CONNECT, SOCKETS_AND_SIGNALS = 0b11, 0b11
 READ, FILE_WRITE = 0b1101, 0b0110 | 1 << 14  # Landlock: execute, read file, read folder; read, write, truncate a file
 
 
@@ -113,35 +111,45 @@ def keep_capabilities(kept: Iterable[int]) -> None:
             _prctl(PR_CAP_AMBIENT, 2, number)
 
 
+def landlock_version() -> int:
+    """Return the version of the kernel's Landlock. Raises OSError if the kernel has none."""
+    return _call(_libc.syscall(LANDLOCK_CREATE, None, 0, 1))
+
+
 def restrict_files(*, read: Iterable[str], write: str) -> None:
-    """Leave these paths readable and the folder `write` writable, and no other file at all (Landlock)."""
-    version = _call(_libc.syscall(444, None, 0, 1))
+    """Leave these paths readable, the folder `write` writable, and no other file within reach (Landlock).
+
+    A newer Landlock also refuses TCP connections, and signals and abstract sockets that lead to other processes.
+    Raises OSError if the kernel has no Landlock.
+    """
+    version = landlock_version()
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rules = struct.pack("Q", every)
-    ruleset = _call(_libc.syscall(444, rules, len(rules), 0))
+    if version >= LANDLOCK_NETWORK:
+        rules += struct.pack("Q", BIND_AND_CONNECT)
+    if version >= LANDLOCK_SIGNALS:
+        rules += struct.pack("Q", SOCKETS_AND_SIGNALS)
+    ruleset = _call(_libc.syscall(LANDLOCK_CREATE, rules, len(rules), 0))
     for path, allowed in [*((path, READ) for path in read), ("/dev/null", FILE_WRITE), (write, every)]:
         with suppress(FileNotFoundError):
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
             allowed = allowed if os.path.isdir(path) else allowed & (0b0111 | 1 << 14)
-            _call(_libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed & every, opened), 0))
+            _call(_libc.syscall(LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", allowed & every, opened), 0))
             os.close(opened)
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    _call(_libc.syscall(446, ruleset, 0))
+    _call(_libc.syscall(LANDLOCK_RESTRICT, ruleset, 0))
     os.close(ruleset)
 
 
-def deny_calls() -> None:
-    """Have the kernel refuse `DENIED_CALLS`: no network, no signals, no reach into other processes (seccomp)."""
+def restrict_calls() -> None:
+    """Have the kernel refuse all system calls that `system_calls` does not list (seccomp).
+
+    Raises OSError if the kernel has no seccomp, or on another platform than x86-64.
+    """
     if platform.machine() != "x86_64":
         raise OSError(f"the list of system calls is one for x86-64, not {platform.machine()}")
-    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
-    allow, refuse, kill = 0x7FFF_0000, 0x0005_0001, 0x8000_0000
-    program = [(load, 0, 0, 4), (equal, 1, 0, 0xC000_003E), (end, 0, 0, kill)]  # another architecture's numbers
-    program += [(load, 0, 0, 0), (at_least, 0, 1, 0x4000_0000), (end, 0, 0, kill)]
-    for number in DENIED_CALLS.values():
-        program += [(equal, 0, 1, number), (end, 0, 0, refuse)]
-    program.append((end, 0, 0, allow))
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    program = seccomp_filter()
+    code = ctypes.create_string_buffer(b"".join(program))
     described = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)))
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     _prctl(PR_SET_SECCOMP, 2, ctypes.addressof(described))

@@ -12,9 +12,11 @@ import resource
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ from openrlhf.processes import confinement
 MEMORY_BYTES = 2 << 30  # address space of each process
 FILE_BYTES = 16 << 20  # of each file, the output among them
 PROCESSES, OPEN_FILES = 32, 128
+FOLDER_ENTRIES, FOLDER_BYTES = 4096, 256 << 20  # of all that a program leaves in its folder at a time
+LOOK_SECONDS = 0.05  # between two looks at the folder
 SPARE_SECONDS = 30  # for the launcher, beyond the program's own deadline
 OK, FAILED, LATE = 0, 100, 101  # how a launcher ends; anything else is a defect of ours
 LAUNCH = (
@@ -61,11 +65,8 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
 
     Raises SandboxError if it cannot be started.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder,  # the launcher removes it
-        tempfile.TemporaryFile() as output,
-        tempfile.TemporaryFile() as errors,
-    ):
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        folder = tempfile.mkdtemp(prefix="sandbox-")  # the launcher removes it
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
         uid = random.choice(confinement.UIDS)  # used by root
         try:
@@ -81,10 +82,12 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired as error:
+            shutil.rmtree(folder, ignore_errors=True)
             raise SandboxError(f"the sandbox did not end {SPARE_SECONDS} s after its program's deadline") from error
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
         said = errors.read().decode(errors="replace")
         if status not in (OK, FAILED, LATE):
+            shutil.rmtree(folder, ignore_errors=True)
             raise SandboxError(f"the sandbox does not work here:\n{said}")
         output.seek(0)
         return Ran(ok=status == OK, late=status == LATE, output=output.read().decode(errors="replace"), errors=said)
@@ -111,11 +114,91 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
         start_new_session=True,
         preexec_fn=lambda: _confine(seconds, readable, unprotected),
     )
-    on_time = select.select([os.pidfd_open(child.pid)], [], [], 2 * seconds)[0]
+    on_time, full = _wait(child.pid, 2 * seconds)
     status = confinement.end_all(child.pid)
-    shutil.rmtree(os.getcwd(), ignore_errors=True)
+    if full:
+        limits = f"{FOLDER_ENTRIES:,} files and folders or {FOLDER_BYTES >> 20} MiB"
+        os.write(2, f"The program's folder holds more than {limits}.\n".encode())
     late = not on_time or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU)
-    os._exit(LATE if late else FAILED if status else OK)
+    if full:
+        ending = FAILED
+    elif late:
+        ending = LATE
+    elif status:
+        ending = FAILED
+    else:
+        ending = OK
+    with suppress(OSError):  # without another process, the folder is removed before the report
+        if os.fork():
+            os._exit(ending)
+    with suppress(OSError):
+        remove_folder(os.getcwd())
+    os._exit(ending)
+
+
+def _wait(child: int, seconds: float) -> tuple[bool, bool]:
+    """Wait until a program ends or fills its folder. Returns whether it is in time, and whether its folder is too full."""
+    deadline = time.monotonic() + seconds
+    ended = os.pidfd_open(child)
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([ended], [], [], min(left, LOOK_SECONDS))[0]:
+            return True, False
+        if is_too_full("."):
+            return True, True
+    return False, False
+
+
+def is_too_full(folder: str) -> bool:
+    """Return True if a program's folder exceeds its limits, or if it has been made unreadable."""
+    entries, size = 0, 0
+    pending = [folder]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as found:
+                for entry in found:
+                    status = entry.stat(follow_symlinks=False)
+                    entries += 1
+                    size += 512 * status.st_blocks
+                    if stat.S_ISDIR(status.st_mode):
+                        pending.append(entry.path)
+                    if entries > FOLDER_ENTRIES or size > FOLDER_BYTES:
+                        return True
+        except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
+            continue
+        except OSError:  # for example, a path that is too long
+            return True
+    return False
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder of any depth: subfolders move up before they are emptied, which keeps their paths short.
+
+    Nobody else may change the folder meanwhile.
+    """
+    prefix = os.path.join(folder, f"{random.getrandbits(64):x}-")
+    pending = [folder]
+    moved = 0
+    while pending:
+        current = pending.pop()
+        _make_writable(current)
+        with os.scandir(current) as found:
+            entries = list(found)
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                _make_writable(entry.path)
+                moved += 1
+                os.rename(entry.path, f"{prefix}{moved}")
+                pending.append(f"{prefix}{moved}")
+            else:
+                os.unlink(entry.path)
+        if current != folder:
+            os.rmdir(current)
+    os.rmdir(folder)
+
+
+def _make_writable(folder: str) -> None:
+    with suppress(OSError):  # of another owner: capabilities may do without
+        os.chmod(folder, 0o700)
 
 
 def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> None:
@@ -136,7 +219,27 @@ def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> Non
         unprotected.append(f"files that this account may read or write are not out of reach (no Landlock: {error})")
     confinement.keep_capabilities(kept)
     try:
-        confinement.deny_calls()
+        confinement.restrict_calls()
     except OSError as error:
-        unprotected.append(f"there is a network, and other processes can be signalled (no seccomp: {error})")
+        unprotected += _open_without_seccomp(error)
     os.environ["UNPROTECTED"] = json.dumps(unprotected)
+
+
+def _open_without_seccomp(error: OSError) -> list[str]:
+    """Return, in words, what Landlock alone does not refuse in its version of this kernel."""
+    try:
+        version = confinement.landlock_version()
+    except OSError:
+        version = 0
+    unprotected = [f"permissions, owner and times of this account's files can be changed (no seccomp: {error})"]
+    if version < confinement.LANDLOCK_SIGNALS:
+        unprotected.append(f"other processes of this account can be signalled and limited (no seccomp: {error})")
+    else:
+        unprotected.append(f"other processes of this account can be limited and slowed down (no seccomp: {error})")
+    if version < confinement.LANDLOCK_NETWORK:
+        unprotected.append(f"there is a network (no seccomp: {error})")
+    else:
+        unprotected.append(f"there is a network, without TCP (no seccomp: {error})")
+    if 0 < version < confinement.LANDLOCK_TRUNCATE:
+        unprotected.append(f"files of the interpreter can be emptied (Landlock of version {version}, no seccomp)")
+    return unprotected

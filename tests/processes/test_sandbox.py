@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
+import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -38,7 +43,10 @@ def processes(mark: str) -> list[str]:
 def run(program: str, stdin: str = "", seconds: float = SECONDS) -> Ran:
     before = set(Path(tempfile.gettempdir()).glob("sandbox-*"))
     ran = run_program(program, stdin, seconds=seconds)
-    assert set(Path(tempfile.gettempdir()).glob("sandbox-*")) <= before, "it cleans up"
+    deadline = time.monotonic() + 60
+    while not set(Path(tempfile.gettempdir()).glob("sandbox-*")) <= before:
+        assert time.monotonic() < deadline, "the folder of the program is left"
+        time.sleep(0.01)
     return ran
 
 
@@ -149,6 +157,142 @@ def test_files_elsewhere_the_network_and_other_processes_are_out_of_reach(tmp_pa
     assert not ran.ok
     assert "PermissionError" in ran.errors
     assert outside.read_text() == "42"
+
+
+# Each reaches for the process or the file of its first two arguments, which belong to the user of the sandbox.
+ESCAPES = {
+    "signal on input": """
+import fcntl, os, signal, socket
+near, far = socket.socketpair()
+fcntl.fcntl(near, fcntl.F_SETOWN, process)
+fcntl.fcntl(near, 10, signal.SIGKILL)
+fcntl.fcntl(near, fcntl.F_SETFL, os.O_ASYNC)
+far.send(b"x")
+""",
+    "signal on input, by ioctl": """
+import array, fcntl, socket
+near, far = socket.socketpair()
+fcntl.ioctl(near, 0x8901, array.array("i", [process]))
+fcntl.ioctl(near, 0x5452, array.array("i", [1]))
+far.send(b"x")
+""",
+    "asynchronous input": """
+import fcntl, os, socket
+near, far = socket.socketpair()
+fcntl.fcntl(near, fcntl.F_SETFL, os.O_NONBLOCK)
+fcntl.fcntl(near, fcntl.F_SETFL, os.O_ASYNC)
+""",
+    "limits": "import resource; resource.prlimit(process, resource.RLIMIT_CPU, (1, 1))",
+    "limits, read": "import resource; resource.prlimit(process, resource.RLIMIT_CPU)",
+    "priority": "os.setpriority(os.PRIO_PROCESS, process, 19)",
+    "processor": "os.sched_setaffinity(process, {0})",
+    "scheduler": "os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))",
+    "handle of a process": "os.pidfd_open(process)",
+    "signal": "os.kill(process, 9)",
+    "signal to a thread": "import ctypes; call(ctypes.CDLL(None, use_errno=True).syscall(200, process, 9))",
+    "trace": "import ctypes; call(ctypes.CDLL(None, use_errno=True).ptrace(16, process, None, None))",
+    "permissions": "os.chmod(file, 0o777)",
+    "permissions of a folder": "os.chmod(os.path.dirname(file), 0)",
+    "permissions of an open library": "os.fchmod(os.open(os.__file__, os.O_RDONLY), 0o777)",
+    "owner": "os.chown(file, os.getuid(), os.getgid())",
+    "times": "os.utime(file, (0, 0))",
+    "attribute": "os.setxattr(file, 'user.mark', b'x')",
+    "length": "os.truncate(file, 0)",
+    "length of a library": "os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)",
+    "datagrams": "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "namespace": "import ctypes; call(ctypes.CDLL(None, use_errno=True).unshare(0x10000000))",
+    "io_uring": "import ctypes; call(ctypes.CDLL(None, use_errno=True).syscall(425, 1, None))",
+    "shared memory": "import ctypes; call(ctypes.CDLL(None, use_errno=True).shmget(1, 4096, 0o1600))",
+}
+# Runs as the user of the sandbox; prints the escapes that succeeded, and whether process and file are as before.
+TRY_ESCAPES = """
+import json, os, pathlib, subprocess, sys, tempfile
+from openrlhf.processes.sandbox import run_program
+
+escapes, begin = json.load(sys.stdin)
+tempfile.tempdir = sys.argv[1]
+file = pathlib.Path(tempfile.mkdtemp(), "answers.json")
+file.write_text("42")
+process = subprocess.Popen(["sleep", "600"])
+before = (os.stat(file), os.stat(file.parent).st_mode, os.sched_getaffinity(process.pid))
+escaped = []
+for name, program in escapes.items():
+    ran = run_program(begin + program, f"{process.pid} {file}", seconds=5)
+    if ran.ok or "Error" not in ran.errors:
+        escaped.append((name, ran.errors))
+after = (os.stat(file), os.stat(file.parent).st_mode, os.sched_getaffinity(process.pid))
+same = before == after and process.poll() is None and os.getpriority(os.PRIO_PROCESS, process.pid) == os.nice(0)
+process.kill()
+process.wait()
+print(json.dumps([escaped, same]))
+"""
+BEGIN = """
+import os
+process, file = input().split()
+process = int(process)
+def call(result):
+    if result < 0:
+        raise OSError
+"""
+
+
+@needs_everything
+@pytest.mark.parametrize("user", ["the tester", "an ordinary user"])
+def test_no_escape_reaches_a_process_or_a_file_of_the_same_user(user: str) -> None:
+    uid, interpreter = os.getuid(), sys.executable
+    if user == "an ordinary user":
+        interpreter = shutil.which("python3", path="/usr/bin")  # which every user may read
+        if uid != 0 or interpreter is None:
+            pytest.skip("needs root, who may become an ordinary user, and the interpreter of the system")
+        uid = 65534
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        ended = subprocess.run(
+            [interpreter, "-c", TRY_ESCAPES, folder],
+            input=json.dumps([ESCAPES, BEGIN]),
+            capture_output=True,
+            text=True,
+            user=uid,
+            env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[2])},
+            timeout=300,
+            check=False,
+        )
+    if user == "an ordinary user" and "ImportError" in ended.stderr:
+        pytest.skip("the interpreter of the system is too old for the package")
+    if user == "an ordinary user" and "ModuleNotFoundError" in ended.stderr:
+        pytest.skip("an ordinary user cannot read the package here")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == [[], True]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "for number in range(10**9): os.mkdir(str(number))",
+        "while True: os.mkdir('inside'); os.chdir('inside')",
+        "for number in range(10**9): open(str(number), 'w').close()",
+        "for number in range(60): open(str(number), 'wb').write(bytes(10 << 20))",
+    ],
+)
+def test_a_program_that_fills_its_folder_fails_at_once_and_leaves_nothing(program: str) -> None:
+    ran = run("import os, time\n" + program, seconds=30)
+    assert not ran.ok and not ran.late
+
+
+def test_a_folder_of_any_depth_is_removed_whatever_its_permissions(tmp_path: Path) -> None:
+    folder = tmp_path / "sandbox"
+    folder.mkdir()
+    deepest = os.open(folder, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("inside", dir_fd=deepest)
+        os.symlink(tmp_path, "outside", dir_fd=deepest)
+        below = os.open("inside", os.O_RDONLY, dir_fd=deepest)
+        os.close(deepest)
+        deepest = below
+    os.close(deepest)
+    (folder / "closed").mkdir(mode=0)
+    sandbox.remove_folder(str(folder))
+    assert list(tmp_path.iterdir()) == []
 
 
 @needs_everything
