@@ -28,7 +28,7 @@ class Rule:
     """A sickness, the metrics that show it (`metric` matches their whole names), and how their curves look then.
 
     The latest `points` (0: all) pass the test `looks`, one of `TESTS`. Its limit is `limit`, plus `of_start` times the
-    first value of the curve. With `at_end`, only a run that has ended is tested.
+    first value of the curve. With `at_end`, only a run that has ended is tested. A curve has `least` points.
     """
 
     sickness: str
@@ -38,6 +38,7 @@ class Rule:
     limit: float = 0.0
     of_start: float = 0.0
     at_end: bool = False
+    least: int = 1
 
     def holds(self, first: Point, latest: Sequence[Point]) -> bool:
         """Whether the latest points of a curve with this first one show the sickness."""
@@ -77,7 +78,7 @@ class Health:
             rule, curve = RULES[number], self._curves[name]
             first, latest = curve[0], curve[-rule.points :]
             known = {rule.sickness, *_causes_of(rule.sickness)} & self._reported
-            if known or rule.at_end > ended or len(latest) < rule.points:
+            if known or rule.at_end > ended or len(latest) < max(rule.points, rule.least):
                 continue
             if rule.holds(first, latest):
                 self._reported.add(rule.sickness)

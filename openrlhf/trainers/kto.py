@@ -123,6 +123,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         metrics: dict[str, Metric] = {
             "train/kto_loss": Mean(float(losses.detach().sum()), answers),
             "train/chosen_reward": Mean(float(rewards[desirable].sum()), good),
+            "train/chosen_logratio": Mean(float(ratio.detach()[desirable].sum()), good),
             "train/reject_reward": Mean(float(rewards[~desirable].sum()), answers - good),
             "train/kto_kl": Mean(max(kl, 0.0) * answers, answers),
         }

@@ -129,4 +129,6 @@ class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, Pai
         gained = ours - theirs if self.config.needs_reference else judged.means.flatten()
         rewards = flags.beta * gained.detach()
         metrics = pair_metrics(losses, rewards) | {"train/nll_loss": Mean(float(nll.detach().sum()), pairs)}
+        if self.config.needs_reference:
+            metrics["train/chosen_logratio"] = Mean(float(gained.detach()[0::2].sum()), pairs)
         return self.share(summed, scores.aux_loss, pairs, totals["pairs"], metrics)

@@ -100,7 +100,7 @@ def test_a_mean_is_not_more_than_its_maximum():
 
 def test_every_metric_but_signed_ones_has_a_least_value():
     signed = {name for name, spec in GLOSSARY.items() if range_of(spec) == "any"}
-    names = "reward|return|values|score|pass|margin|policy_loss|diff|ppo_kl|vllm_kl"
+    names = "reward|return|values|score|pass|margin|policy_loss|diff|ppo_kl|vllm_kl|logratio"
     of_any_task = {"train/loss", "train/loss_mean", "eval/eval_loss"}  # robust DPO's is signed
     assert of_any_task == {name for name in signed if not re.search(names, name)}
     assert {range_of(spec) for spec in GLOSSARY.values()} == {"any", "≥ 0", "0 to 1", "0 to 100", "-10 to 10"}

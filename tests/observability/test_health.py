@@ -137,10 +137,27 @@ def test_a_reward_model_at_chance_says_so_at_its_end(steps: int, accuracy: float
     assert told_when([{"step": n, "train/acc": accuracy + 0.1 * (-1) ** n} for n in range(steps)]) == told
 
 
-def test_a_run_whose_only_step_had_a_learning_rate_of_zero_says_so() -> None:
-    assert told_when([{"step": 1, "train/lr": 0.0}]) == "end"
+def test_a_run_whose_steps_all_had_a_learning_rate_of_zero_says_so_but_not_if_it_ends_after_the_first_of_a_warm_up() -> (
+    None
+):
+    assert told_when([{"step": 1, "train/lr": 0.0}]) == "never"
+    assert told_when([{"step": n, "train/lr": 0.0} for n in range(2)]) == "end"
     assert told_when([{"step": n, "train/lr": rate} for n, rate in enumerate([0.0, 1e-5])]) == "never"
     assert told_when([{"step": n, "train/lr": rate} for n, rate in enumerate([1e-5, 0.0])]) == "never"
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [([0], "end"), ([0, 0, 0], "end"), ([0, 0, 8], "never"), ([8, 0, 0], "never"), ([8] + [0] * 5, "running")],
+)
+def test_steps_without_an_episode_to_train_on_are_noticed(kept: list[int], told: str) -> None:
+    assert told_when([{"step": n, "rollout/num_samples": float(x)} for n, x in enumerate(kept)]) == told
+
+
+@pytest.mark.parametrize(("last", "told"), [(-20.0, "running"), (-4.0, "never"), (10.0, "never")])
+def test_chosen_answers_that_become_less_likely_are_noticed(last: float, told: str) -> None:
+    rows = [{"step": n, "train/chosen_logratio": last * n / 20, "train/acc": 0.9} for n in range(21)]
+    assert told_when(rows) == told
 
 
 def test_equal_rewards_explain_a_gradient_of_zero() -> None:
