@@ -7,7 +7,7 @@ is in its metadata: select, split and move read it. `Layout` turns columns into 
 # ruff: noqa: RUF009 — `per_token` and `per_sample` are `dataclasses.field` under names that say the role.
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -215,6 +215,7 @@ class Experience(Ragged):
     group_ids: Int[Tensor, " B"] = per_sample()  # same prompt
     rewards: Float[Tensor, " B"] = per_sample()  # NaN until a reward worker has scored the sample
     truncated: Bool[Tensor, " B"] = per_sample()
+    trajectory_ids: Int[Tensor, " B"] | None = per_sample(default=None)  # same episode; None: every row is an episode
 
     rollout_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
     turn_rewards: Float[Tensor, " N"] | None = per_token(default=None)  # parts of the reward, at the ends of turns
@@ -230,22 +231,52 @@ class Experience(Ragged):
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Self:
         """Flatten finished episodes, with the columns that all of them have.
 
-        The group of a sample is the running number of its prompt.
+        The group of a sample is the running number of its prompt. An episode of several conversations has a row for
+        each, with the episode's reward.
         """
-        known = [
-            name for first in trajectories[:1] for name in first.columns if all(name in t.columns for t in trajectories)
-        ]
+        rows: list[Trajectory] = []
+        episodes: list[int] = []  # of each row
+        for number, trajectory in enumerate(trajectories):
+            rows += trajectory.conversations
+            episodes += [number] * len(trajectory.conversations)
+        known = [name for name in (rows[0].columns if rows else ()) if all(name in row.columns for row in rows)]
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
+        by_episode: dict[str, Tensor] = {
+            "group_ids": torch.tensor([t.prompt.index for t in trajectories], dtype=torch.long),
+            "rewards": torch.tensor(rewards, dtype=torch.float32),
+            "truncated": torch.tensor([t.truncated for t in trajectories], dtype=torch.bool),
+        }
+        index = torch.tensor(episodes, dtype=torch.long)
         return cls.of(
-            [t.tokens for t in trajectories],
-            action_mask=_flat([t.action_mask for t in trajectories], torch.bool),
-            rollout_logprobs=_flat([t.rollout_logprobs for t in trajectories], torch.float32),
-            group_ids=torch.tensor([t.prompt.index for t in trajectories], dtype=torch.long),
-            rewards=torch.tensor(rewards, dtype=torch.float32),
-            truncated=torch.tensor([t.truncated for t in trajectories], dtype=torch.bool),
+            [row.tokens for row in rows],
+            action_mask=_flat([row.action_mask for row in rows], torch.bool),
+            rollout_logprobs=_flat([row.rollout_logprobs for row in rows], torch.float32),
             turn_rewards=turn_reward_column(trajectories),
-            **{name: _flat([t.columns[name] for t in trajectories], torch.float32) for name in known},
+            trajectory_ids=index if len(rows) > len(trajectories) else None,
+            **{name: column[index] for name, column in by_episode.items()},
+            **{name: _flat([row.columns[name] for row in rows], torch.float32) for name in known},
         )
+
+    @property
+    def episode_of_row(self) -> Int[Tensor, " B"]:
+        """The place of each row's episode among the episodes of the batch."""
+        if self.trajectory_ids is None:
+            return torch.arange(self.num_samples, device=self.offsets.device)
+        untyped = cast(Any, torch)
+        return untyped.unique(self.trajectory_ids, return_inverse=True)[1]
+
+    @property
+    def last_rows(self) -> Int[Tensor, " E"]:
+        """The last row of each episode: the one row of most."""
+        places = self.episode_of_row
+        number = int(places.max()) + 1 if len(places) else 0
+        rows = torch.arange(self.num_samples, device=places.device)
+        return rows.new_zeros(number).scatter_reduce(0, places, rows, "amax", include_self=False)
+
+    def rows_of(self, episodes: Sequence[int]) -> Int[Tensor, " M"]:
+        """The rows of some of the batch's episodes, in order."""
+        wanted = torch.as_tensor(episodes, dtype=torch.long, device=self.offsets.device)
+        return torch.isin(self.episode_of_row, wanted).nonzero().flatten()
 
     def targets(self) -> TokenRows:
         """The columns from which workers compute log-probabilities of the sampled tokens; nothing else is sent."""
@@ -276,10 +307,13 @@ def turn_reward_column(trajectories: Sequence[Trajectory]) -> Float[Tensor, " N"
     """Each turn's reward at the last token of the turn, zero elsewhere; None if no episode has rewards of turns."""
     if not any(t.turn_rewards for t in trajectories):
         return None
-    column = [0.0] * sum(len(t.tokens) for t in trajectories)
-    start = 0
+    rows: list[Trajectory] = []
     for trajectory in trajectories:
-        for position, reward in trajectory.turn_rewards:
+        rows += trajectory.conversations
+    column = [0.0] * sum(len(row.tokens) for row in rows)
+    start = 0
+    for row in rows:
+        for position, reward in row.turn_rewards:
             column[start + position] += reward
-        start += len(trajectory.tokens)
+        start += len(row.tokens)
     return torch.tensor(column)

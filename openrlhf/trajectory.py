@@ -75,6 +75,9 @@ class Trajectory:
     # Columns of the batch that are computed already, by name; length T. The controller adds them.
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     filtered: bool = False  # dynamic filtering rejected the prompt: shown, never trained on
+    turns: int | None = None  # of an agent's episode: how often the policy was asked, in all conversations
+    # The conversations of an agent before the last one, which is this object's. They share its reward.
+    earlier: "tuple[Trajectory, ...]" = ()
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.action_mask) == len(self.rollout_logprobs), "lists of different lengths"
@@ -93,7 +96,13 @@ class Trajectory:
             action_mask=cast(Sequence[bool], array("b", self.action_mask)),
             rollout_logprobs=array("f", self.rollout_logprobs),
             columns={name: array("f", column) for name, column in self.columns.items()},
+            earlier=tuple(conversation.packed() for conversation in self.earlier),
         )
+
+    @property
+    def conversations(self) -> "tuple[Trajectory, ...]":
+        """The token sequences of the episode, in order: more than one if an agent opened a new conversation."""
+        return (*self.earlier, self)
 
     @property
     def failed(self) -> bool:
@@ -107,8 +116,8 @@ class Trajectory:
 
     @property
     def num_actions(self) -> int:
-        """Number of sampled tokens."""
-        return sum(self.action_mask)
+        """Number of sampled tokens, in all conversations."""
+        return sum(sum(conversation.action_mask) for conversation in self.conversations)
 
 
 class TrajectoryBuilder:

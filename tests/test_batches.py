@@ -236,6 +236,22 @@ def test_episodes_become_rows_in_their_order() -> None:
     assert batch.rollout_logprobs.dtype == torch.float32
 
 
+def test_conversations_of_an_episode_are_rows_with_its_reward() -> None:
+    plain = episode(4, 1, 0.0, StopReason.STOP)
+    several = replace(episode(4, 0, 1.0, StopReason.LENGTH), earlier=(episode(2, 0, None, StopReason.STOP), plain))
+    batch = Experience.from_trajectories([several, plain])
+    assert batch.lengths.tolist() == [4, 7, 6, 7]
+    assert batch.group_ids.tolist() == [4, 4, 4, 4]
+    assert batch.rewards.tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert batch.truncated.tolist() == [True, True, True, False]
+    assert batch.episode_of_row.tolist() == [0, 0, 0, 1]
+    assert batch.last_rows.tolist() == [2, 3]
+    assert batch.rows_of([1]).tolist() == [3]
+    assert batch.select(batch.rows_of([0])).last_rows.tolist() == [2]
+    assert several.num_actions == int(batch.num_actions[:3].sum())
+    assert Experience.from_trajectories([several.packed(), plain.packed()]).tokens.tolist() == batch.tokens.tolist()
+
+
 def test_a_reward_that_is_still_to_come_is_not_a_number() -> None:
     batch = Experience.from_trajectories([episode(0, 0, None, StopReason.STOP)])
     assert batch.rewards.isnan().tolist() == [True]

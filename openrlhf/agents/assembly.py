@@ -32,6 +32,8 @@ class Assembled:
     builder: TrajectoryBuilder
     reward: RewardResult
     truncated: bool
+    turns: int
+    earlier: Sequence[TrajectoryBuilder] = ()  # the conversations before the last one
     turn_rewards: tuple[tuple[int, float], ...] = ()  # position of a turn's last token, and the turn's reward
     oddities: Sequence[str] = ()  # why log-probabilities are not the policy's
     notices: Mapping[str, str] = field(default_factory=dict[str, str])  # sentences about the tokens, by kind
@@ -44,30 +46,64 @@ def assemble(result: Mapping[str, Any], samples: Sequence[Asked], max_length: in
     `rollout_log_probs` count only for tokens that the engine did not sample. Raises EpisodeMistake, and UserCodeError
     for a sample that the engine could not finish.
     """
-    tokens, ranges = _tokens(result, samples, vocabulary), _ranges(result)
+    sampled = _Samples(samples)
+    earlier: list[TrajectoryBuilder] = []
+    turns = 0
+    for conversation in _earlier(result):
+        builder, ranges, _ = _built(conversation, sampled, max_length, vocabulary)
+        turns += len(ranges)
+        if any(builder.action_mask):
+            earlier.append(builder)
+    builder, ranges, uncut = _built(result, sampled, max_length, vocabulary)
     try:
-        given = _numbers(result, "rollout_log_probs", len(tokens), "tokens")
         turn_rewards = _numbers(result, "turn_rewards", len(ranges), "action ranges")
         reward = _reward(result, turn_rewards)
     except (ValueError, OverflowError) as error:
         raise EpisodeMistake(f"execute or step {error}") from error
-    sampled = _Samples(samples)
-    builder, turns = TrajectoryBuilder(tokens[: ranges[0][0]]), list[tuple[int, float]]()
-    for number, (start, end) in enumerate(ranges):
-        builder.append_feedback(tokens[len(builder.tokens) : start])
-        sampled.append_action(builder, tokens, end, given)
-        if turn_rewards and end > start:
-            turns.append((min(end, max_length) - 1, turn_rewards[number]))
-    builder.append_feedback(tokens[len(builder.tokens) :])
-    builder.cut(max_length)
+    rewarded: list[tuple[int, float]] = []
+    for (start, end), amount in zip(ranges, turn_rewards or (), strict=False):
+        if end > start:
+            rewarded.append((min(end, max_length) - 1, amount))
+    versions = {version for part in (*earlier, builder) for version in part.weight_versions}
+    builder.weight_versions = sorted(versions) if earlier else builder.weight_versions
     return Assembled(
         builder=builder,
         reward=reward,
-        truncated=bool(result.get("truncated")) or len(tokens) > max_length,
-        turn_rewards=tuple(turns),
+        truncated=bool(result.get("truncated")) or uncut > max_length,
+        turns=turns + len(ranges),
+        earlier=earlier,
+        turn_rewards=tuple(rewarded),
         oddities=sampled.oddities,
         notices=_notices(result),
     )
+
+
+def _built(
+    conversation: Mapping[str, Any], sampled: "_Samples", max_length: int, vocabulary: int
+) -> tuple[TrajectoryBuilder, list[tuple[int, int]], int]:
+    """Return the tokens of a conversation, cut to `max_length`, its action ranges, and its length before the cut."""
+    tokens, ranges = _tokens(conversation, sampled.samples, vocabulary), _ranges(conversation)
+    try:
+        given = _numbers(conversation, "rollout_log_probs", len(tokens), "tokens")
+    except (ValueError, OverflowError) as error:
+        raise EpisodeMistake(f"execute or step {error}") from error
+    builder = TrajectoryBuilder(tokens[: ranges[0][0]])
+    for start, end in ranges:
+        builder.append_feedback(tokens[len(builder.tokens) : start])
+        sampled.append_action(builder, tokens, end, given)
+    builder.append_feedback(tokens[len(builder.tokens) :])
+    builder.cut(max_length)
+    return builder, ranges, len(tokens)
+
+
+def _earlier(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the conversations before the last one."""
+    given = result.get("earlier") or []
+    if not isinstance(given, list) or not all(isinstance(conversation, Mapping) for conversation in given):
+        raise EpisodeMistake(
+            f"earlier must be a list of dicts with observation_tokens and action_ranges, and is {shown(given)}"
+        )
+    return given
 
 
 class _Samples:

@@ -60,7 +60,9 @@ class Asked:
             raise ChatMistake(str(error), "messages") from error
 
 
-def asked_for(messages: Any, tools: Sequence[dict[str, Any]] | None, variables: Mapping[str, Any] | None) -> Asked:
+def asked_for(
+    messages: Any, tools: Sequence[dict[str, Any]] | None = None, variables: Mapping[str, Any] | None = None
+) -> Asked:
     """Return the fields of a request in one object. Raises ChatMistake for malformed messages."""
     try:
         return Asked(messages=to_messages(messages), tools=tools or (), variables=variables or {})
@@ -99,20 +101,18 @@ class ChatSession:
         self._reply: Message = {}  # the answer to it
         self._ended = False  # whether the last token of that answer ended it
 
-    def prompt_for(
-        self, messages: Any, tools: Sequence[dict[str, Any]] | None = None, variables: Mapping[str, Any] | None = None
-    ) -> list[int]:
+    def prompt_for(self, asked: Asked) -> list[int]:
         """Return the tokens that the policy is to continue. Raises ChatMistake, ContextFull."""
         try:
-            self._pending = self._prompt(asked_for(messages, tools, variables))
+            self._pending = self._prompt(asked)
         except ContextFull:
             self.truncated = True
             raise
         return self._pending.tokens
 
     def _prompt(self, asked: Asked) -> Prompt:
-        if self._answered is not None:
-            self._check_continues(asked, self._answered)
+        if reason := self.parting(asked):
+            raise ChatMistake(f"the request does not continue the conversation: {reason}", "messages")
         whole = asked.rendered(self.tokenizer)
         check_size(whole, self.max_length)
         if self._answered is None:
@@ -128,30 +128,33 @@ class ChatSession:
             )
         return prompt
 
-    def _check_continues(self, asked: Asked, before: Asked) -> None:
-        """Raise ChatMistake if the request would change what the policy has read or said."""
+    def parting(self, asked: Asked) -> str | None:
+        """Return why a request does not continue this conversation, or None if it does."""
+        before = self._answered
+        if before is None:
+            return None
         count = len(before.messages)
-        same = asked.messages[:count] == before.messages and len(asked.messages) > count
-        if not same or not _same(asked.messages[count], self._reply):
-            raise ChatMistake(
-                "these messages do not continue the conversation of this session: they must begin with the messages of the last "
-                "request, and the reply to it unchanged. Several conversations need several sessions",
-                "messages",
-            )
-        changed = []
+        place = in_common(asked.messages, before.messages)
+        if place < count:
+            return f"its message {place} is not that of the last request"
+        if len(asked.messages) <= count or not _same(asked.messages[count], self._reply):
+            return f"its message {count} is not the reply to the last request, unchanged"
+        changed: list[str] = []
         if list(asked.tools) != list(before.tools):
             changed.append("tools")
         if asked.variables != before.variables:
             changed.append("chat_template_kwargs")
-        if not changed:
-            return
         seen = [*before.messages, with_parsed_arguments(self._reply)]
-        if asked.rendered(self.tokenizer, seen, prompt=False) != before.rendered(self.tokenizer, seen, prompt=False):
-            raise ChatMistake(
-                f"{' and '.join(changed)} differ from the last request of this conversation. The chat template shows them in "
-                "text that the policy has already read, which cannot be changed",
-                changed[0],
-            )
+        if changed and self._renders_otherwise(seen, asked, before):
+            return f"its {' and '.join(changed)} change text that the policy has read"
+        return None
+
+    def _renders_otherwise(self, seen: list[Message], asked: Asked, before: Asked) -> bool:
+        try:
+            now, then = (each.rendered(self.tokenizer, seen, prompt=False) for each in (asked, before))
+        except ChatMistake:  # the template refuses one of them
+            return True
+        return now != then
 
     def _added(self, asked: Asked, before: Asked) -> str:
         """Return the text that follows the last reply, without the end of turn that the policy has sampled."""

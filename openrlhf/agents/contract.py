@@ -68,7 +68,9 @@ class AgentExecutorBase(ABC):
         - `rollout_log_probs`: of the sampled tokens, 0.0 for others; None takes the log-probabilities that the engine gave;
         - `reward`, `scores`, `extra_logs` (optional): a reward model scores what has no reward;
         - `truncated` (optional): the episode ended for want of room or turns;
-        - `turn_rewards` (optional): a number per action range; `reward` is their sum by default.
+        - `turn_rewards` (optional): a number per action range; `reward` is their sum by default;
+        - `earlier` (optional): conversations before this one, which share its reward: dicts with `observation_tokens` and
+          `action_ranges`.
         """
 
 

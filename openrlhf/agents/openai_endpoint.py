@@ -1,6 +1,6 @@
 """An OpenAI-compatible endpoint in front of the policy, on loopback in each process of agents: any agent that speaks it can be trained.
 
-Every session is one conversation and one episode. What the policy sampled is kept as tokens, with their log-probabilities;
+Every session is one episode, of one conversation or several. What the policy sampled is kept as tokens, with their log-probabilities;
 the text that clients see is never tokenised again.
 """
 
@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
 from openrlhf.agents.chat_request import ChatRequest, TokenizeRequest, reason_of
-from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull, asked_for, check_size
+from openrlhf.agents.chat_session import Asked, ChatMistake, ChatSession, ContextFull, asked_for, check_size
 from openrlhf.agents.continuation import encode
 from openrlhf.agents.contract import AgentExecutorBase, Engine
 from openrlhf.data.templates import Message
@@ -45,12 +45,33 @@ KEEP_ALIVE_S = 24 * 3600
 class _Open:
     """A session while its agent runs."""
 
-    chat: ChatSession
+    new_chat: Callable[[], ChatSession]
     engine: Engine
     params: SamplingParams
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # requests of one conversation follow each other
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # under way
+    chats: list[ChatSession] = field(default_factory=list[ChatSession])  # conversations, by their last replies
+    notices: dict[str, str] = field(default_factory=dict[str, str])
+    truncated: bool = False  # the last request or reply met a limit of the run
     answered: tuple[dict[str, Any], dict[str, Any]] | None = None  # the last request, and its answer
+
+    def chat_for(self, asked: Asked) -> ChatSession:
+        """Return the conversation that a request continues, the longest if there are several, else a new one."""
+        continued = [chat for chat in self.chats if not chat.parting(asked)]
+        if continued:
+            return max(continued, key=lambda chat: len(chat.tokens))
+        if self.chats:
+            self.notices["conversation"] = (
+                f"a request opens a new conversation of its episode, because {self.chats[-1].parting(asked)}. The "
+                "conversations of an episode share its reward (rollout/conversations_mean)"
+            )
+        return self.new_chat()
+
+    def heard(self, chat: ChatSession) -> None:
+        """Note that a conversation has got a reply."""
+        self.chats = [other for other in self.chats if other is not chat]
+        self.chats.append(chat)
+        self.truncated = chat.truncated
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):
@@ -95,8 +116,8 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         if self._serving is None:
             self._serving = self._start()
         session_id = uuid.uuid4().hex
-        chat = ChatSession(hf_tokenizer, max_length, max_new_tokens=sampling_params.max_tokens)
-        session = _Open(chat=chat, engine=llm_engine, params=sampling_params)
+        new_chat = partial(ChatSession, hf_tokenizer, max_length, max_new_tokens=sampling_params.max_tokens)
+        session = _Open(new_chat=new_chat, engine=llm_engine, params=sampling_params)
         self._sessions[session_id] = session
         waits = inspect.iscoroutinefunction(self.run_agent)
         run = self.run_agent if waits else partial(asyncio.to_thread, self.run_agent)
@@ -106,20 +127,25 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             del self._sessions[session_id]
             for request in session.requests:
                 request.cancel()
-        if not chat.ranges:
+        if not session.chats:
             raise ChatMistake("the agent made no request to its session, so there is nothing to train on")
         result = returned if isinstance(returned, Mapping) else {"reward": returned}
+        *earlier, last = session.chats
+        notices = dict(session.notices)
+        for chat in session.chats:
+            notices |= chat.notices
         return {
             "prompt": prompt,
             "label": label,
-            "observation_tokens": chat.tokens,
-            "action_ranges": chat.ranges,
+            "observation_tokens": last.tokens,
+            "action_ranges": last.ranges,
+            "earlier": [{"observation_tokens": chat.tokens, "action_ranges": chat.ranges} for chat in earlier],
             "rollout_log_probs": None,  # the engine's own
             "reward": result.get("reward"),
             "scores": result.get("scores"),
             "extra_logs": result.get("extra_logs"),
-            "truncated": chat.truncated,
-            "notices": chat.notices,
+            "truncated": session.truncated,
+            "notices": notices,
         }
 
     def _start(self) -> asyncio.Task[None]:
@@ -130,7 +156,11 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         settings = uvicorn.Config(
             self._app(), log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S, lifespan="off"
         )
-        return asyncio.create_task(_Server(settings).serve(sockets=[listener]))
+        return asyncio.create_task(self._serve(settings, listener))
+
+    async def _serve(self, settings: uvicorn.Config, listener: socket.socket) -> None:
+        with listener:
+            await _Server(settings).serve(sockets=[listener])
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
@@ -192,9 +222,16 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             content = request.content()
             if session.answered and session.answered[0] == content:
                 return session.answered[1]
-            prompt = session.chat.prompt_for(request.messages, request.tools, request.chat_template_kwargs)
+            asked = asked_for(request.messages, request.tools, request.chat_template_kwargs)
+            chat = session.chat_for(asked)
+            try:
+                prompt = chat.prompt_for(asked)
+            except ContextFull:
+                session.truncated = True
+                raise
             output = (await session.engine.generate(prompt, params)).outputs[0]
-            message = session.chat.heard(prompt, output, tools=request.reads_calls)
+            message = chat.heard(prompt, output, tools=request.reads_calls)
+            session.heard(chat)
             answer = self._completion(prompt, output, message, logprobs=bool(request.logprobs))
             session.answered = (content, answer)
             return answer

@@ -23,6 +23,7 @@ from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilde
 
 logger = logging.getLogger(__name__)
 EPISODES = 128  # of a process at a time; more wait outside, where no deadline runs
+NEW_CONVERSATION = "\n\n[new conversation]\n"  # between texts, in samples.jsonl
 GRACE_S = 5.0  # for a cancelled episode to end
 
 
@@ -121,7 +122,13 @@ class AgentEpisodes:
 
     def _finished(self, prompt: Prompt, sample: int, episode: Assembled) -> Trajectory:
         builder, reward = episode.builder, episode.reward
-        first = builder.action_mask.index(True) if any(builder.action_mask) else len(builder.tokens)
+        first, *others = (*episode.earlier, builder)
+        start = first.action_mask.index(True) if any(first.action_mask) else len(first.tokens)
+        texts = [self._decode(first.tokens[start:]), *(self._decode(other.tokens) for other in others)]
+        earlier = [
+            conversation.finish(prompt=prompt, sample_index=sample, stop_reason=StopReason.STOP)
+            for conversation in episode.earlier
+        ]
         return builder.finish(
             prompt=prompt,
             sample_index=sample,
@@ -130,7 +137,9 @@ class AgentEpisodes:
             score=reward.score,
             extra_logs=reward.extra_logs,
             turn_rewards=episode.turn_rewards,
-            response_text=self._decode(builder.tokens[first:]),
+            response_text=NEW_CONVERSATION.join(texts),
+            turns=episode.turns,
+            earlier=tuple(earlier),
         )
 
     def _failed(self, prompt: Prompt, sample: int, samples: list[Asked], error: UserCodeError) -> Trajectory:

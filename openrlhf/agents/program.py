@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CLASS = "AgentExecutor"
 RESULT = {
     "observation_tokens", "action_ranges", "rollout_log_probs", "reward", "scores", "extra_logs", "truncated",
-    "turn_rewards", "notices",
+    "turn_rewards", "notices", "earlier",
 }  # fmt: skip
 OLD_QUEUE = (
     "is written for releases 0.8.7 to 0.9.0. Let its class take no arguments, let its method be\n"

@@ -73,6 +73,9 @@ class RunFolder:
 def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -> dict[str, Any]:
     """The line of samples.jsonl about an episode that was generated for `step`, or to evaluate the weights after `step`."""
     score = {} if trajectory.score is None else {"score": trajectory.score}
+    played: dict[str, Any] = {}
+    if trajectory.turns is not None:
+        played = {"turns": trajectory.turns, "conversations": len(trajectory.conversations)}
     return {
         "step": step,
         "prompt_index": trajectory.prompt.index,
@@ -82,6 +85,7 @@ def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -
         "reward": trajectory.reward,
         "scores": score | dict(trajectory.extra_logs),  # the numbers of the user's code, too
         "stop_reason": trajectory.stop_reason,
+        **played,  # of an agent's episode
         "weight_versions": trajectory.weight_versions,
         "error": trajectory.error,
         "failure": trajectory.failure,  # the kind of the error

@@ -31,6 +31,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajector
         "train/score": Mean(sum(t.score for t in kept if t.score is not None), sum(t.score is not None for t in kept)),
         "train/failed_episodes": Last(float(sum(t.failed for t in trajectories))),
     }
+    if played := [t for t in kept if t.turns is not None]:
+        metrics["rollout/turns_mean"] = Mean(sum(t.turns or 0 for t in played), len(played))
+        metrics["rollout/conversations_mean"] = Mean(sum(len(t.conversations) for t in played), len(played))
     for failure, number in Counter(t.failure for t in trajectories if t.failure).items():
         metrics[f"train/failed_{failure}"] = Last(float(number))
     if left_out:

@@ -24,7 +24,7 @@ from openrlhf.workers.policy import kl_metrics
 class Annotated:
     """A batch with the columns that the workers computed.
 
-    `trajectories` are all episodes with their rewards; `kept` are the rows of `experience`.
+    `trajectories` are all episodes with their rewards; `kept` are the episodes of `experience`.
     """
 
     experience: Experience
@@ -88,14 +88,15 @@ class ExperienceMaker:
                 clock("reward_models")
             place = {(t.prompt.index, t.sample_index): t for t in kept}
             trajectories = [place.get((t.prompt.index, t.sample_index), t) for t in trajectories]
-            rewards = torch.tensor([t.reward or 0.0 for t in kept])
+            rewards = torch.tensor([t.reward or 0.0 for t in kept])[experience.episode_of_row]
             experience = replace(experience, rewards=rewards, turn_rewards=turn_reward_column(kept))
         for name, pending in columns.items():
             experience = replace(experience, **{name: pending.collect(timeout_s)})
             clock(name)
         rows = trainable(kept, needs_groups=needs_groups)  # a reward model's number may not have been finite
         if len(rows) < len(kept):
-            experience, kept = experience.select(rows), [kept[i] for i in rows]
+            experience = experience.select(experience.rows_of(rows))
+            kept = [kept[i] for i in rows]
         return Annotated(experience=experience, trajectories=list(trajectories), kept=kept, timing=timing)
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
@@ -109,7 +110,9 @@ class ExperienceMaker:
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
         assert experience.values is not None or not estimator.needs_critic
         rewards = self._penalised(experience)
-        shaped = clip_rewards(shape_rewards(rewards, experience.group_ids, estimator), *self.config.reward.clip_range)
+        once = experience.last_rows  # an episode counts once in a baseline, however many conversations it has
+        shaped = shape_rewards(rewards[once], experience.group_ids[once], estimator)
+        shaped = clip_rewards(shaped, *self.config.reward.clip_range)[experience.episode_of_row]
         kl = self._reward_kl(experience)
         columns = {name: torch.zeros(experience.num_tokens) for name in ("token_rewards", "advantages", "returns")}
         row_of_token = experience.sample_of_token()
@@ -158,12 +161,15 @@ class ExperienceMaker:
         flags, rewards = self.config.reward, experience.rewards
         if flags.overlong_buffer_len is not None:
             prompts = experience.lengths - experience.num_actions
-            rewards = rewards + overlong_penalty(
+            penalties = overlong_penalty(
                 experience.num_actions,
                 max_length=self.config.rollout.max_new_tokens or self.config.data.max_len - prompts,
                 buffer=flags.overlong_buffer_len,
                 factor=flags.overlong_penalty_factor,
             )
+            episodes = experience.episode_of_row  # the longest conversation of an episode counts
+            worst = penalties.scatter_reduce(0, episodes, penalties, "amin", include_self=False)
+            rewards = rewards + worst[episodes]
         if flags.stop_properly_penalty_coef is not None:
             rewards = stop_properly_penalty(rewards, experience.truncated, flags.stop_properly_penalty_coef)
         return rewards
@@ -176,18 +182,21 @@ class ExperienceMaker:
         return kl_estimate(experience.old_logprobs, experience.ref_logprobs, self.config.algo.kl.estimator)
 
     def _metrics(self, experience: Experience, kl: Tensor | None) -> dict[str, Metric]:
-        count, actions = experience.num_samples, experience.num_actions
+        once = experience.last_rows
+        count, actions = len(once), experience.num_actions
         mask = experience.action_mask
         assert experience.token_rewards is not None
         metrics: dict[str, Metric] = {
-            "train/reward": Mean(float(experience.rewards.sum()), count),
-            "train/return": Mean(float(experience.token_rewards.sum()), count),
+            "train/reward": Mean(float(experience.rewards[once].sum()), count),
+            "train/return": Mean(float(experience.token_rewards.sum()), experience.num_samples),
             "train/response_length": Mean(float(actions.sum()), count),
             "train/total_length": Mean(float(experience.num_tokens), count),
-            "train/truncated": Mean(float(experience.truncated.sum()), count),
-            "train/response_clip_ratio": Mean(float((experience.lengths >= self.config.data.max_len).sum()), count),
+            "train/truncated": Mean(float(experience.truncated[once].sum()), count),
+            "train/response_clip_ratio": Mean(
+                float((experience.lengths >= self.config.data.max_len).sum()), experience.num_samples
+            ),
         }
-        metrics |= group_metrics(experience.rewards, experience.group_ids)
+        metrics |= group_metrics(experience.rewards[once], experience.group_ids[once])
         if kl is not None:
             assert experience.old_logprobs is not None and experience.ref_logprobs is not None
             metrics |= kl_metrics(kl, experience.old_logprobs - experience.ref_logprobs, mask)

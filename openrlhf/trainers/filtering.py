@@ -33,7 +33,7 @@ class DynamicFilter:
 
 def thrown_away(trajectory: Trajectory) -> Trajectory:
     """An episode of a rejected prompt, marked as filtered and without its tokens."""
-    return replace(trajectory, filtered=True, tokens=[], action_mask=[], rollout_logprobs=[], columns={})
+    return replace(trajectory, filtered=True, tokens=[], action_mask=[], rollout_logprobs=[], columns={}, earlier=())
 
 
 def pass_rate(trajectories: Sequence[Trajectory]) -> Mean:

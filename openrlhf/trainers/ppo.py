@@ -166,15 +166,14 @@ class PPOTrainer:
 
         While the critic warms up (--critic.freezing_steps), the policy is not updated.
         """
-        lengths = experience.lengths.tolist()
         launched: list[Call] = []
         if self.critic:
             read = experience.only(*CriticWorker.reads)
-            plans = self._plans(lengths, self.critic.slices)
+            plans = self._plans(experience, self.critic.slices)
             jobs = [Update(experience=read.select(plan.rows), steps=plan.steps) for plan in plans]
             launched += self.critic.launch(CriticWorker.update, jobs)
         if not self.policy_is_frozen:
-            plans = self._plans(lengths, self.policy.slices)
+            plans = self._plans(experience, self.policy.slices)
             texts = self._pretraining_text(len(plans[0].steps))
             read = experience.only(*PolicyWorker.reads)
             jobs = [
@@ -191,10 +190,11 @@ class PPOTrainer:
                 launched += self.policy.launch(PolicyWorker.update, jobs)
         return merge_all(self._gather(launched, "update the models"))
 
-    def _plans(self, lengths: list[int], ranks: int) -> list[RankUpdate]:
+    def _plans(self, experience: Experience, ranks: int) -> list[RankUpdate]:
         """Each rank's rows of every optimizer step. All roles take the same steps in the same order."""
         return plan_update(
-            lengths,
+            experience.lengths.tolist(),
+            episodes=experience.episode_of_row.tolist(),
             ranks=ranks,
             batch_size=self.config.train.batch_size,
             epochs=self.config.train.max_epochs,

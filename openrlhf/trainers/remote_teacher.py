@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +12,7 @@ from openrlhf.config.options import ConfigError
 from openrlhf.data.errors import DataError
 from openrlhf.rewards.remote_engines import RemoteEngine, in_background, remote_engine
 from openrlhf.rewards.servers import ServerError
+from openrlhf.trainers.stages import with_column
 from openrlhf.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,10 @@ class RemoteTeacher:
         if trajectory.failed or trajectory.filtered:
             return trajectory
         try:
-            scored = {"teacher_logprobs": await self._logprobs(trajectory.tokens)}  # nats; 0.0 for the first token
-            return replace(trajectory, columns={**trajectory.columns, **scored})
+            # nats; 0.0 for the first token
+            scored = [await self._logprobs(conversation.tokens) for conversation in trajectory.conversations]
+            [annotated] = with_column([trajectory], "teacher_logprobs", scored)
+            return annotated
         except ServerError as error:
             return trajectory.failing(f"{self.flag}: {error}", error.failure)
 

@@ -60,8 +60,10 @@ class RewardModels:
         self.workers, self.reward = workers, reward
 
     def launch(self, experience: Experience) -> "PendingRewards":
-        """The rewards of every model for every row, on their way."""
+        """The rewards of every model for every episode, on their way. Models read the last conversation of an episode."""
         whole = steps = None
+        if experience.trajectory_ids is not None:
+            experience = experience.select(experience.last_rows)
         if self.workers and self.reward.scalars:
             whole = Pending(experience.texts(), self.workers, RewardWorker.rewards, per_sample=True)
         if self.workers and self.reward.process_model:
@@ -111,6 +113,19 @@ class EarlyStages:
         done = rewards.added_to(finished, self.timeout_s)
         for name, column in pending.items():
             rows = column.collect(self.timeout_s).split(experience.lengths.tolist())
-            done = [replace(t, columns={**t.columns, name: row.tolist()}) for t, row in zip(done, rows, strict=True)]
+            done = with_column(done, name, [row.tolist() for row in rows])
         of = {id(before): after for before, after in zip(finished, done, strict=True)}
         return [of.get(id(t), t) for t in trajectories]
+
+
+def with_column(trajectories: Sequence[Trajectory], name: str, rows: Sequence[Sequence[float]]) -> list[Trajectory]:
+    """Return the episodes with a column for every conversation; `rows` has them in order."""
+    left = iter(rows)
+    done: list[Trajectory] = []
+    for trajectory in trajectories:
+        conversations = [
+            replace(conversation, columns={**conversation.columns, name: next(left)})
+            for conversation in trajectory.conversations
+        ]
+        done.append(replace(conversations[-1], earlier=tuple(conversations[:-1])))
+    return done

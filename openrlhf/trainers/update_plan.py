@@ -5,6 +5,7 @@ The set of rows of an optimizer step does not depend on the number of ranks; onl
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -19,18 +20,32 @@ class RankUpdate:
     steps: list[list[int]]
 
 
-def plan_update(lengths: Sequence[int], *, ranks: int, batch_size: int, epochs: int, seed: int) -> list[RankUpdate]:
-    """Cut rows of `lengths` tokens into optimizer steps of `batch_size` rows, balanced over the ranks.
+def plan_update(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    batch_size: int,
+    epochs: int,
+    seed: int,
+    episodes: Sequence[int] | None = None,
+) -> list[RankUpdate]:
+    """Cut rows of `lengths` tokens into optimizer steps of `batch_size` episodes, balanced over the ranks.
 
-    Each epoch has its own order. The remaining rows make a last, smaller step, because they were generated at full
+    `episodes`: the number of each row's episode; by default, every row is an episode. The rows of an episode are in one
+    step. Each epoch has its own order. The remaining rows make a last, smaller step, because they were generated at full
     cost. The plan depends only on the arguments.
     """
     generator = torch.Generator().manual_seed(seed)
     per_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
+    rows_of: dict[int, list[int]] = {}  # by episode
+    for row, episode in enumerate(range(len(lengths)) if episodes is None else episodes):
+        rows_of.setdefault(episode, []).append(row)
+    every_episode = list(rows_of.values())
     for _ in range(epochs):
-        order = torch.randperm(len(lengths), generator=generator).tolist()
+        order = torch.randperm(len(every_episode), generator=generator).tolist()
         for first in range(0, len(order), batch_size):
-            for rank, rows in enumerate(share(lengths, order[first : first + batch_size], ranks)):
+            chosen = [every_episode[place] for place in order[first : first + batch_size]]
+            for rank, rows in enumerate(share(lengths, list(chain.from_iterable(chosen)), ranks)):
                 per_rank[rank].append(rows)
     return [_with_local_rows(steps) for steps in per_rank]
 

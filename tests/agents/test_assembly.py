@@ -171,3 +171,21 @@ def test_a_sample_that_the_engine_could_not_finish_fails_the_episode_that_uses_i
         assemble(result, [broken], 100, vocabulary=1000)
     assert error.value.failure is Failure.ENGINE
     assert assemble(result, [sample, replace(broken, question={"prompt": [9]})], 100, vocabulary=1000)  # not used
+
+
+def test_conversations_of_an_episode_are_built_from_its_samples() -> None:
+    result, calls = played([0, 1], [([2, 3], [0])])
+    last, more = played([0, 2], [([2, 3], []), ([1], [])])
+    versions = [replace(each, answer=replace(each.answer, weight_versions=(7,))) for each in more]
+    assembled = assemble({**last, "earlier": [result]}, [*calls, *versions], 1000, vocabulary=1000)
+    [earlier] = assembled.earlier
+    assert (earlier.tokens, earlier.rollout_logprobs[2:4]) == ([0, 1, 2, 3, 0], calls[0].answer.logprobs)
+    assert assembled.builder.tokens == last["observation_tokens"]
+    assert (assembled.turns, assembled.builder.weight_versions, earlier.weight_versions) == (3, [0, 7], [0])
+
+
+@pytest.mark.parametrize("earlier", [5, [5], [{}], [{"observation_tokens": [1], "action_ranges": [[0, 1]]}]])
+def test_conversations_that_are_none_are_refused(earlier: Any) -> None:
+    result, calls = played([0], [([1], [])])
+    with pytest.raises(EpisodeMistake):
+        assemble({**result, "earlier": earlier}, calls, 1000, vocabulary=1000)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from examples.agents.calculator_task import CALL, CALLED, TEMPLATE, calculator_tokenizer
 from openrlhf.agents.answers import CompletionOutput
-from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull, parse_reply
+from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull, asked_for, parse_reply
 from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
 
 TOKENIZER = calculator_tokenizer()
@@ -46,7 +46,7 @@ def test_the_tokens_of_a_session_are_the_template_around_what_was_sampled(turns:
     for question, said, finish in turns:
         messages.append(user(question))
         expected += ids(f"<|user|>{question}<|end|><|assistant|>")
-        prompt = session.prompt_for(messages)
+        prompt = session.prompt_for(asked_for(messages))
         assert prompt == expected
         output = sampled(said, finish=finish)
         messages.append(session.heard(prompt, output, tools=False))
@@ -58,10 +58,12 @@ def test_the_tokens_of_a_session_are_the_template_around_what_was_sampled(turns:
 
 def test_a_request_that_was_not_answered_may_be_made_again() -> None:
     session = ChatSession(TOKENIZER, 1000)
-    reply = session.heard(session.prompt_for([user("2+3")]), sampled("5"), tools=False)
+    reply = session.heard(session.prompt_for(asked_for([user("2+3")])), sampled("5"), tools=False)
     asked = [user("2+3"), reply, user("4")]
-    assert session.prompt_for(asked) == session.prompt_for(asked)  # the first time, the engine refused
-    assert session.prompt_for([user("2+3"), reply, user("7")])[-3:] == ids("7<|end|><|assistant|>")
+    assert session.prompt_for(asked_for(asked)) == session.prompt_for(
+        asked_for(asked)
+    )  # the first time, the engine refused
+    assert session.prompt_for(asked_for([user("2+3"), reply, user("7")]))[-3:] == ids("7<|end|><|assistant|>")
 
 
 def test_what_stopped_a_reply_stays_in_its_tokens_and_is_not_shown() -> None:
@@ -69,23 +71,25 @@ def test_what_stopped_a_reply_stays_in_its_tokens_and_is_not_shown() -> None:
     output = replace(sampled("12+", finish="length"), finish_reason="stop", stop_reason="+")
     twice = replace(sampled("1++", finish="length"), finish_reason="stop", stop_reason="+")  # of a token that holds two
     other = ChatSession(TOKENIZER, 1000)
-    assert other.heard(other.prompt_for([user("2")], TOOLS), twice, tools=True)["content"] == "1"
-    reply = session.heard(session.prompt_for([user("2")]), output, tools=False)
+    assert other.heard(other.prompt_for(asked_for([user("2")], TOOLS)), twice, tools=True)["content"] == "1"
+    reply = session.heard(session.prompt_for(asked_for([user("2")])), output, tools=False)
     assert reply["content"] == "12"
     assert session.tokens[-3:] == ids("12+")
-    assert session.prompt_for([user("2"), reply, user("4")])[-5:] == ids("<|end|><|user|>4<|end|><|assistant|>")
+    assert session.prompt_for(asked_for([user("2"), reply, user("4")]))[-5:] == ids(
+        "<|end|><|user|>4<|end|><|assistant|>"
+    )
 
 
 def test_the_parts_of_a_text_are_its_text_and_other_parts_are_refused() -> None:
     session = ChatSession(TOKENIZER, 1000)
     asked = {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3"}]}
-    prompt = session.prompt_for([asked])
+    prompt = session.prompt_for(asked_for([asked]))
     assert prompt == ids("<|user|>2+3<|end|><|assistant|>")
     session.heard(prompt, sampled("5"), tools=False)
     echoed = {"role": "assistant", "content": [{"type": "text", "text": "5"}]}
-    assert session.prompt_for([asked, echoed, user("4")])[: len(prompt)] == prompt
+    assert session.prompt_for(asked_for([asked, echoed, user("4")]))[: len(prompt)] == prompt
     with pytest.raises(ChatMistake, match="parts of type 'image_url'; the policy reads text only"):
-        session.prompt_for([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+        session.prompt_for(asked_for([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]))
 
 
 def test_a_template_that_wants_to_see_the_call_before_its_result_gets_to() -> None:
@@ -98,12 +102,12 @@ def test_a_template_that_wants_to_see_the_call_before_its_result_gets_to() -> No
     plain, strict = ChatSession(TOKENIZER, 1000), ChatSession(tokenizer, 1000)
     prompts = []
     for session in (plain, strict):
-        prompt = session.prompt_for([user("2+3")], TOOLS)
+        prompt = session.prompt_for(asked_for([user("2+3")], TOOLS))
         reply = session.heard(prompt, sampled(f"{CALL}2+3{CALLED}"), tools=True)
         [made] = reply["tool_calls"]
         assert re.fullmatch("[0-9a-z]{9}", made["id"])
         result = {"role": "tool", "tool_call_id": made["id"], "content": "5"}
-        prompts.append(session.prompt_for([user("2+3"), reply, result], TOOLS))
+        prompts.append(session.prompt_for(asked_for([user("2+3"), reply, result], TOOLS)))
     assert prompts[0] == prompts[1] and prompts[0][-3:] == ids("5<|end|><|assistant|>")
 
 
@@ -112,16 +116,16 @@ def test_what_the_template_would_change_stays_as_it_was_sampled() -> None:
     tokenizer = calculator_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] | trim('1') }}")
     session = ChatSession(tokenizer, 1000)
-    prompt = session.prompt_for([user("2+3")])
+    prompt = session.prompt_for(asked_for([user("2+3")]))
     reply = session.heard(prompt, sampled("11511"), tools=False)
     assert reply["content"] == "11511"
-    again = session.prompt_for([user("2+3"), reply, user("4")])
+    again = session.prompt_for(asked_for([user("2+3"), reply, user("4")]))
     assert again == ids("<|user|>2+3<|end|><|assistant|>11511<|end|><|user|>4<|end|><|assistant|>")
 
 
 def test_calls_of_tools_are_read_from_the_text_and_their_results_follow() -> None:
     session = ChatSession(TOKENIZER, 1000)
-    prompt = session.prompt_for([user("2+3")], TOOLS)
+    prompt = session.prompt_for(asked_for([user("2+3")], TOOLS))
     output = sampled(f"{CALL}2+3{CALLED}")
     reply = session.heard(prompt, output, tools=True)
     [call] = reply["tool_calls"]
@@ -130,7 +134,7 @@ def test_calls_of_tools_are_read_from_the_text_and_their_results_follow() -> Non
     assert (choice["message"], choice["finish_reason"]) == (reply, "tool_calls")
     assert call["function"] == {"name": "calculator", "arguments": '{"expression": "2+3"}'}
     result = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
-    asked = session.prompt_for([user("2+3"), {**reply, "refusal": None}, result], TOOLS)
+    asked = session.prompt_for(asked_for([user("2+3"), {**reply, "refusal": None}, result], TOOLS))
     assert asked == ids(f"<|user|>2+3<|end|><|assistant|>{CALL}2+3{CALLED}<|end|><|tool|>5<|end|><|assistant|>")
 
 
@@ -168,7 +172,7 @@ def test_a_response_template_of_the_tokenizer_is_used() -> None:
         },
     }
     session = ChatSession(tokenizer, 1000)
-    prompt = session.prompt_for([user("2+3")], TOOLS)
+    prompt = session.prompt_for(asked_for([user("2+3")], TOOLS))
     reply = session.heard(prompt, sampled("socall2+3end"), tools=True)
     assert [call["function"] for call in reply["tool_calls"]] == [{"name": "calculator", "arguments": "2+3"}]
     assert reply["content"] == "so"
@@ -185,20 +189,20 @@ def test_a_response_template_of_the_tokenizer_is_used() -> None:
 )
 def test_messages_that_do_not_continue_the_conversation_are_refused(messages: list[dict[str, Any]]) -> None:
     session = ChatSession(TOKENIZER, 1000)
-    session.heard(session.prompt_for([user("2+3")]), sampled("5"), tools=False)
-    with pytest.raises(ChatMistake, match="do not continue the conversation"):
-        session.prompt_for(messages)
+    session.heard(session.prompt_for(asked_for([user("2+3")])), sampled("5"), tools=False)
+    with pytest.raises(ChatMistake, match="does not continue the conversation"):
+        session.prompt_for(asked_for(messages))
 
 
 def test_a_full_context_is_refused_and_the_session_is_truncated() -> None:
     session = ChatSession(TOKENIZER, 12)
-    reply = session.heard(session.prompt_for([user("2+3")]), sampled("5"), tools=False)
+    reply = session.heard(session.prompt_for(asked_for([user("2+3")])), sampled("5"), tools=False)
     with pytest.raises(ContextFull, match=r"--data\.max_len 12"):
-        session.prompt_for([user("2+3"), reply, user("4")])
+        session.prompt_for(asked_for([user("2+3"), reply, user("4")]))
     assert session.truncated and session.ranges == [(6, 8)]
 
 
 @pytest.mark.parametrize("messages", [None, [], [{"role": "user"}], [{"content": "x"}], 5])
 def test_malformed_messages_are_told_of(messages: Any) -> None:
     with pytest.raises(ChatMistake, match="messages"):
-        ChatSession(TOKENIZER, 100).prompt_for(messages)
+        ChatSession(TOKENIZER, 100).prompt_for(asked_for(messages))

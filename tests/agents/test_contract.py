@@ -320,6 +320,18 @@ def of_episode(engine: Engine, trajectory: Trajectory) -> list[tuple[list[int], 
     return [next(asked for asked in engine.asked if asked[1].seed == seed) for seed in seeds]
 
 
+def test_conversations_of_an_episode_are_recorded_token_by_token(clients: Stand) -> None:
+    clients.engine.asked.clear()
+    [trajectory] = clients.rollout(prompt("1+3", "summarise"), n_samples_per_prompt=1)
+    assert (trajectory.reward, trajectory.turns, len(trajectory.conversations)) == (1.0, 3, 2), trajectory.error
+    first, second = trajectory.conversations
+    assert second.tokens == clients.engine.asked[2][0] + answer(*clients.engine.asked[2]).tokens
+    for conversation, turns in ((first, (0, 1)), (second, (2,))):
+        sampled = [answer(*clients.engine.asked[turn]) for turn in turns]
+        chosen = [p for p, acted in zip(conversation.rollout_logprobs, conversation.action_mask, strict=True) if acted]
+        assert chosen == [logprob for sample in sampled for logprob in sample.logprobs]
+
+
 @pytest.mark.parametrize("label", ["stream", "look", "err"])
 def test_the_endpoint_does_what_stock_clients_expect(clients: Stand, label: str) -> None:
     for trajectory in clients.rollout(prompt("1+3=", label)):

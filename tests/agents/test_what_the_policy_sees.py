@@ -68,6 +68,11 @@ class ScriptedEngine:
         return self.tokenizer.eos_token_id  # type: ignore[return-value]
 
 
+def whole_prompt(engine: ScriptedEngine, messages: list[Any], **options: Any) -> list[int]:
+    text = engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    return ids(engine.tokenizer, str(text))
+
+
 class Agent(OpenAIAgentExecutor):
     """Runs a coroutine of the test with a client of its session."""
 
@@ -159,22 +164,28 @@ def spans_match(whole: list[int], context: list[int], sampled: list[bool]) -> bo
     return place <= len(whole) - len(pieces[-1]) and whole[len(whole) - len(pieces[-1]) :] == pieces[-1]
 
 
-def check_prompts(
-    engine: ScriptedEngine, requests: list[tuple[list[Any], dict[str, Any]]], notices: dict[str, str]
-) -> None:
+@dataclass(kw_only=True)
+class Request:
+    """What an agent said: the messages and tools of a request. `before`: the earlier turns of its conversation."""
+
+    messages: list[Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    before: list[int] = field(default_factory=list)
+
+
+def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict[str, str]) -> None:
     """Every prompt is the whole rendering of its messages, or there is a notice; what was sampled stays."""
-    end = 0
-    for turn, (messages, options) in enumerate(requests):
+    for turn, request in enumerate(requests):
         prompt = engine.prompts[turn]
-        assert prompt[:end] == [*engine.prompts[turn - 1], *engine.samples[turn - 1]][:end]
         sampled = [False] * len(prompt)
-        for before in range(turn):
+        for before in request.before:
             start = len(engine.prompts[before])
-            sampled[start : start + len(engine.samples[before])] = [True] * len(engine.samples[before])
-        end = len(prompt) + len(engine.samples[turn])
-        text = engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        if not spans_match(ids(engine.tokenizer, text), prompt, sampled):
-            assert notices, (text, engine.tokenizer.convert_ids_to_tokens(prompt))
+            end = start + len(engine.samples[before])
+            assert prompt[:end] == [*engine.prompts[before], *engine.samples[before]]
+            sampled[start:end] = [True] * (end - start)
+        whole = whole_prompt(engine, request.messages, **request.options)
+        if not spans_match(whole, prompt, sampled):
+            assert notices, engine.tokenizer.convert_ids_to_tokens(prompt)
 
 
 @st.composite
@@ -189,7 +200,7 @@ def replies(draw: st.DrawFn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[i
     return tokens or ids(tokenizer, "a"), finish
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_every_prompt_is_the_whole_rendering_or_a_notice_says_where_not(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(sorted(TOKENIZERS)))
@@ -200,19 +211,26 @@ def test_every_prompt_is_the_whole_rendering_or_a_notice_says_where_not(data: st
     asked = data.draw(st.lists(WORDS, min_size=len(script), max_size=len(script)))
     streamed = data.draw(st.booleans())
     tools = data.draw(st.sampled_from([None, [ZEBRA]]))
-    requests: list[tuple[list[Any], dict[str, Any]]] = []
+    restarts = data.draw(st.lists(st.booleans(), min_size=len(script), max_size=len(script)))
+    requests: list[Request] = []
 
     async def conversation(client: AsyncOpenAI) -> None:
         messages: list[Any] = []
-        for text in asked:
-            messages.append(user(text))
+        before: list[int] = []
+        for turn, text in enumerate(asked):
+            if restarts[turn]:
+                messages, before = [], []
+            messages.append(user(f"{text}{turn}"))
             options = {"tools": tools} if tools else {}
-            requests.append((copy.deepcopy(messages), options))
-            reply = await say(client, messages, **options, **({"stream": True} if streamed else {}))
-            messages.append(reply)
+            requests.append(Request(messages=copy.deepcopy(messages), options=options, before=list(before)))
+            messages.append(await say(client, messages, **options, **({"stream": True} if streamed else {})))
+            before.append(turn)
 
     result = play(engine, conversation)
     check_prompts(engine, requests, result["notices"])
+    conversations = [*result["earlier"], result]
+    assert len(conversations) == 1 + sum(restarts[1:])
+    assert sum(len(each["action_ranges"]) for each in conversations) == len(script)
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
@@ -223,13 +241,13 @@ def test_a_template_with_end_marks_gives_the_whole_rendering_without_notice(kind
     engine = ScriptedEngine(
         tokenizer=tokenizer, script=[([*ids(tokenizer, "a b"), tokenizer.eos_token_id], "stop"), cut]
     )
-    requests: list[tuple[list[Any], dict[str, Any]]] = []
+    requests: list[Request] = []
 
     async def conversation(client: AsyncOpenAI) -> None:
         messages: list[Any] = []
-        for text in ("ab", "b\na", " a"):
+        for turn, text in enumerate(("ab", "b\na", " a")):
             messages.append(user(text))
-            requests.append((copy.deepcopy(messages), {}))
+            requests.append(Request(messages=copy.deepcopy(messages), before=list(range(turn))))
             messages.append(await say(client, messages))
 
     result = play(engine, conversation)
@@ -413,19 +431,70 @@ def test_variables_of_the_template_are_shown_to_the_policy() -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [(None, [ZEBRA]), ([ZEBRA], None), ([ZEBRA], [ZEBRA | {"type": "other"}])]
 )
-def test_a_change_of_tools_that_the_policy_cannot_see_is_refused(first: Any, second: Any) -> None:
-    seen: list[Any] = []
+def test_a_change_of_tools_is_shown_to_the_policy(first: Any, second: Any) -> None:
+    requests: list[Request] = []
 
     async def conversation(client: AsyncOpenAI) -> None:
-        messages = [user("a")]
-        messages += [await say(client, messages, **({"tools": first} if first else {})), user("b")]
-        try:
-            await say(client, messages, **({"tools": second} if second else {}))
-        except APIStatusError as error:
-            seen.append((error.status_code, error.param))
+        messages: list[Any] = []
+        for tools in (first, second):
+            messages.append(user("a"))
+            options = {"tools": tools} if tools else {}
+            requests.append(Request(messages=copy.deepcopy(messages), options=options))
+            messages.append(await say(client, messages, **options))
 
-    play(byte_level_engine(), conversation)
-    assert seen == [(400, "tools")]
+    engine = byte_level_engine()
+    result = play(engine, conversation)
+    assert engine.prompts == [whole_prompt(engine, each.messages, **each.options) for each in requests]
+    assert (len(result["earlier"]), list(result["notices"])) == (1, ["conversation"])
+
+
+# Several conversations of one episode
+
+
+def test_an_agent_that_summarises_opens_a_new_conversation_of_its_episode() -> None:
+    async def conversation(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [user("a")]
+        for _ in range(2):
+            messages += [await say(client, messages), user("b")]
+        await say(client, [user("a"), user("so far: ab")])
+
+    engine = byte_level_engine()
+    result = play(engine, conversation)
+    [earlier] = result["earlier"]
+    assert len(earlier["action_ranges"]) == 2 and len(result["action_ranges"]) == 1
+    assert earlier["observation_tokens"] == [*engine.prompts[1], *engine.samples[1]]
+    assert result["observation_tokens"] == [*engine.prompts[2], *engine.samples[2]]
+    assert engine.prompts[2] == whole_prompt(engine, [user("a"), user("so far: ab")])
+    assert "conversation" in result["notices"]
+
+
+def test_conversations_of_an_episode_may_take_turns() -> None:
+    async def conversation(client: AsyncOpenAI) -> None:
+        chats: list[list[Any]] = [[user("a")], [user("b")], [user("a"), user("b")]]
+        for _ in range(2):
+            for messages in chats:
+                messages += [await say(client, messages), user("b a")]
+
+    engine = byte_level_engine(*[(text, "stop") for text in ("a", "b", "ab", "ba", "a b", "b a")])
+    result = play(engine, conversation)
+    for first, second in ((0, 3), (1, 4), (2, 5)):
+        assert engine.prompts[second][: len(engine.prompts[first])] == engine.prompts[first]
+    assert [len(each["action_ranges"]) for each in (*result["earlier"], result)] == [2, 2, 2]
+
+
+def test_a_request_that_is_refused_opens_no_conversation() -> None:
+    refused: list[str | None] = []
+
+    async def conversation(client: AsyncOpenAI) -> None:
+        await say(client, [user("a")])
+        try:
+            await say(client, [user("b " * MAX_LENGTH)])
+        except APIStatusError as error:
+            refused.append(error.code)
+
+    result = play(byte_level_engine(), conversation)
+    assert refused == ["context_length_exceeded"]
+    assert result["earlier"] == [] and result["truncated"]
 
 
 def test_calls_are_text_where_the_request_does_not_want_calls() -> None:

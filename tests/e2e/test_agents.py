@@ -132,3 +132,22 @@ def test_an_agent_that_cannot_be_loaded_is_told_of_before_anything_starts(worksp
     done = run("train_ppo_ray", agent_flags(workspace, tmp_path / "run", file), status=2)
     assert "has no class AgentExecutor; its classes are: Agent" in done.errors
     assert "Traceback" not in done.errors
+
+
+@pytest.mark.verify
+def test_an_agent_that_opens_new_conversations_trains_with_one_reward_per_episode(own_folder: Path) -> None:
+    workspace = own_folder / "summaries"
+    workspace.mkdir()
+    template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    save_tiny_model(workspace / "model", max_position_embeddings=1024, chat_template=template, **HEADS)
+    write_rows(workspace / "prompts.jsonl", [{"input": f"{i}", "answer": "1"} for i in range(12)])
+    flags = agent_flags(workspace, workspace / "run", AGENTS / "summarises.py", **{"rollout.max_turns": None})
+    run("train_ppo_ray", {name: value for name, value in flags.items() if value is not None})
+    folder = workspace / "run"
+    assert len(numbers(folder)) == 3
+    assert column(folder, "rollout/num_samples") == [16, 16, 16]
+    assert column(folder, "rollout/conversations_mean") == [2, 2, 2]
+    assert column(folder, "rollout/turns_mean") == [3, 3, 3]
+    assert column(folder, "train/failed_episodes") == [0, 0, 0]
+    assert all(gap < 1e-3 for gap in column(folder, "train/logprob_gap_max"))
+    assert all(row["conversations"] == 2 and row["turns"] == 3 for row in samples(folder))

@@ -40,9 +40,12 @@ def anything(draw: st.DrawFn) -> Trajectory:
         "rollout_logprobs": st.lists(st.floats(width=32), min_size=length, max_size=length),
         "extra_logs": st.dictionaries(st.text(), st.floats(), max_size=3),
         "columns": st.dictionaries(st.text(), st.lists(st.floats(), max_size=3), max_size=2),
+        "earlier": st.just(()),
         "prompt": st.builds(Prompt, label=JSON, images=JSON, datasource=st.text()),
     }
-    return Trajectory(**{name: draw(value) for name, value in values.items()})
+    fields = {name: draw(value) for name, value in values.items()}
+    plain = Trajectory(**fields)
+    return replace(plain, earlier=(plain,) * draw(st.integers(0, 2)))
 
 
 def written(folder: Path, *episodes: Trajectory) -> EpisodeFolder:

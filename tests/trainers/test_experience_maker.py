@@ -18,7 +18,7 @@ from openrlhf.observability.metrics import values
 from openrlhf.rewards.protocol import combined
 from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker, group_metrics, trainable
 from openrlhf.trainers.filtering import thrown_away
-from openrlhf.trainers.stages import EarlyStages, PendingRewards, RewardModels, Stage
+from openrlhf.trainers.stages import EarlyStages, PendingRewards, RewardModels, Stage, with_column
 from openrlhf.workers.critic import CriticWorker
 from tests.reference import credit as reference
 from tests.trainers.episodes import episode, failed
@@ -426,3 +426,45 @@ def test_truncated_samples_may_be_left_out_of_the_loss_and_count_in_baselines_an
     for column in ("tokens", "offsets", "action_mask", "advantages", "returns", "group_ids"):
         assert torch.equal(getattr(left, column), getattr(expected, column))
     assert metrics == same and metrics["train/truncated"] == len(truncated) / 4
+
+
+# Episodes of several conversations
+
+
+def split_first(experience: Experience) -> Experience:
+    """The batch in which the first episode has had a conversation before, with two sampled tokens."""
+    twice = experience.select([0, 0, 1, 2, 3])
+    return replace(twice, trajectory_ids=torch.tensor([0, 0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo", "reinforce_baseline"])
+def test_an_episode_counts_once_in_the_baseline_however_many_conversations_it_has(estimator: str) -> None:
+    whole = batch([1.0, 0.0, 2.0, 0.5])
+    once, metrics = credited(whole, estimator=estimator, kl_in_reward=False, scale_advantages=False)
+    twice, more = credited(split_first(whole), estimator=estimator, kl_in_reward=False, scale_advantages=False)
+    assert once.token_rewards is not None and twice.token_rewards is not None
+    same = replace(once, offsets=once.offsets).select([0, 0, 1, 2, 3])
+    assert torch.equal(twice.token_rewards, same.token_rewards)
+    assert more["train/reward"] == metrics["train/reward"]
+    assert more["train/group_reward_std"] == metrics["train/group_reward_std"]
+    assert more["train/truncated"] == metrics["train/truncated"]
+    assert more["train/response_length"] == metrics["train/response_length"] + 2 / 4
+
+
+def test_penalties_of_an_episode_are_those_of_its_longest_conversation() -> None:
+    whole = split_first(batch([1.0, 0.0, 2.0, 0.5]))
+    rows = whole.select([4, 0, 2, 3, 1])
+    mixed = replace(rows, trajectory_ids=torch.tensor([0, 0, 1, 2, 3]), group_ids=torch.tensor([7, 7, 7, 9, 9]))
+    mixed = replace(mixed, rewards=torch.tensor([1.0, 1.0, 0.0, 2.0, 0.5]), truncated=torch.zeros(5, dtype=torch.bool))
+    experience, _ = credited(mixed, overlong_buffer=2.0, overlong_factor=1.0, kl_in_reward=False)
+    assert experience.rewards[0] == experience.rewards[1] == 0.5
+
+
+def test_a_column_of_an_early_stage_reaches_every_conversation() -> None:
+    earlier = episode(score=1.0)
+    whole = replace(episode(score=1.0), earlier=(earlier,))
+    count = len(earlier.tokens)
+    [done] = with_column([whole], "old_logprobs", [[0.5] * count, [0.25] * count])
+    experience = Experience.from_trajectories([done])
+    assert experience.old_logprobs is not None
+    assert experience.old_logprobs.tolist() == [0.5] * count + [0.25] * count

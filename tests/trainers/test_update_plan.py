@@ -127,3 +127,21 @@ def test_rows_of_a_rank_are_in_order_so_that_samples_of_a_prompt_are_neighbours(
     for plan in plan_update([row % 7 + 1 for row in range(64)], ranks=2, batch_size=32, epochs=1, seed=0):
         assert [plan.rows[place] for step in plan.steps for place in step] != plan.rows
         assert all(step == sorted(step) for step in plan.steps)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 5))
+def test_the_rows_of_an_episode_are_in_one_optimizer_step(
+    conversations: list[int], ranks: int, batch_size: int
+) -> None:
+    episodes = [number for number, count in enumerate(conversations) for _ in range(count)]
+    lengths = [number % 5 + 1 for number in episodes]
+    plans = plan_update(lengths, ranks=ranks, batch_size=batch_size, epochs=1, seed=0, episodes=episodes)
+    seen: list[int] = []
+    for step in range(len(plans[0].steps)):
+        rows = [plan.rows[place] for plan in plans for place in plan.steps[step]]
+        chosen = {episodes[row] for row in rows}
+        assert len(chosen) <= batch_size
+        assert sorted(rows) == [row for row, episode in enumerate(episodes) if episode in chosen]
+        seen += rows
+    assert sorted(seen) == list(range(len(episodes)))
+    assert len(plans[0].steps) == -(-len(conversations) // batch_size)

@@ -97,5 +97,14 @@ class AgentExecutor(OpenAIAgentExecutor):
         with suppress(APIError):
             client.chat.completions.create(model="any", messages=messages)
 
+    def summarise(self, client, prompt, session_id):
+        """Two turns, and a new conversation."""
+        messages = [{"role": "user", "content": prompt}]
+        first = client.chat.completions.create(model="any", messages=messages).choices[0].message
+        messages += [first, {"role": "user", "content": "+1"}]
+        client.chat.completions.create(model="any", messages=messages)
+        client.chat.completions.create(model="any", messages=[{"role": "user", "content": "12"}])
+        return 1.0
+
     def silent(self, client, prompt, session_id):
         return 1.0
