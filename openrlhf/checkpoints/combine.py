@@ -1,5 +1,6 @@
 """`lora_combiner`: merges a LoRA adapter into its base model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
@@ -8,12 +9,17 @@ from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoadingConfig
 from openrlhf.data.errors import notice
+from openrlhf.models.adapters import untie_adapted
 from openrlhf.models.loading import DTYPES, STEP_TOKENS, LoadSpec, load_causal_lm
+from openrlhf.models.probe import LARGEST_GAPS, logit_gap, probe_logits
 from openrlhf.models.scalar import load_scalar
+from openrlhf.models.weights import require_finite
 
 
 def combine(config: CombinerConfig) -> None:
     """Write the merged model and its tokenizer: merged in float32, in CPU memory, and rounded once.
+
+    The written model is read again, and its logits are compared with those of the base with the adapter beside it.
 
     The adapter's folder has what a reward model needs besides weights: the name of its head and the statistics of its
     rewards, or the tokens of a process reward model. Raises UserError for an adapter of another model.
@@ -35,7 +41,25 @@ def combine(config: CombinerConfig) -> None:
             raise ValueError(f"only one of them has {', '.join(sorted(other)[:3])} ({len(other)} in all)")
     except (AttributeError, OSError, RuntimeError, ValueError) as error:
         raise UserError(f"--lora_path {folder} is no adapter of --model_path {config.model_path}: {error}") from error
+    require_finite(adapted, str(folder))
+    expected = probe_logits(adapted)
+    if untie_adapted(base):
+        notice(
+            f"{folder} adapts the output layer or the embeddings, which {config.model_path} ties: the merged model "
+            "stores both (tie_word_embeddings false)."
+        )
     adapted.merge_and_unload().to(DTYPES[config.ds.param_dtype]).save_pretrained(config.output_path)
+    del adapted, base
+    written = replace(spec, path=config.output_path)
+    merged = load_scalar(written, require_head=True).hf if config.is_rm else load_causal_lm(written)
+    gap = logit_gap(expected, probe_logits(merged))
+    if not gap <= LARGEST_GAPS[config.ds.param_dtype]:
+        for file in Path(config.output_path).glob("model*.safetensors*"):
+            file.unlink()
+        raise UserError(
+            f"the merge of --lora_path {folder} into --model_path {config.model_path} is not written: its logits are "
+            f"{gap:.2g} standard deviations away from those of the model with the adapter beside it."
+        )
     tokenizer = folder if (folder / "tokenizer_config.json").exists() else config.model_path
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(config.output_path)
     print(f"{config.output_path}: the merged model, in {config.ds.param_dtype} (--ds.param_dtype).")

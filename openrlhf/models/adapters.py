@@ -77,6 +77,33 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list
     return list(wanted)
 
 
+def untie_adapted(model: PreTrainedModel) -> bool:
+    """Give a model with adapters an output layer of its own if it is tied to the embeddings, and one of both is adapted.
+
+    Merged into a tied weight, an adapter of one would change the other too. Returns whether the weights were tied.
+    """
+    output: Any = model.get_output_embeddings()
+    embeddings: Any = model.get_input_embeddings()
+    if output is None or not (_is_adapted(output) or _is_adapted(embeddings)):
+        return False
+    layer, source = _plain_layer(output), _plain_layer(embeddings)
+    if layer.weight is not source.weight:
+        return False
+    layer.weight = nn.Parameter(source.weight.detach().clone(), requires_grad=False)
+    model.config.get_text_config().tie_word_embeddings = False
+    model.config.tie_word_embeddings = False
+    return True
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    return hasattr(layer, "base_layer") or hasattr(layer, "modules_to_save")
+
+
+def _plain_layer(layer: Any) -> Any:
+    """The layer inside PEFT's wrapper."""
+    return getattr(layer, "base_layer", getattr(layer, "original_module", layer))
+
+
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Within it, the model computes what it computed before the training: the reference."""

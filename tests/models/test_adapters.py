@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, get_peft_model
+from peft import LoraConfig as PeftConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -154,6 +155,50 @@ def test_a_merged_process_reward_model_names_its_tokens(tmp_path: Path) -> None:
     adapter = export(hf, tmp_path / "adapter")
     lora_combiner.main(f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'm'}".split())
     assert step_tokens(load_spec(tmp_path / "m")) == ("?", ["+", "-"])
+
+
+@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"]},
+    ],
+    ids=str,
+)
+def test_a_merge_computes_what_the_base_computes_with_the_adapter_beside_it(
+    settings: dict[str, list[str]], kind: str, tmp_path: Path
+) -> None:
+    """Adapters of other frameworks adapt tied embeddings too."""
+    path = save_tiny_model(tmp_path / "base", kind)
+    beside = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(path), PeftConfig(r=4, task_type="CAUSAL_LM", **settings)
+    )
+    moved(beside).save_pretrained(str(tmp_path / "adapter"))
+    flags = (
+        f"--model_path {path} --lora_path {tmp_path / 'adapter'} --output_path {tmp_path / 'm'} --ds.param_dtype fp32"
+    )
+    lora_combiner.main(flags.split())
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "m")), logits(beside), atol=2e-5, rtol=0
+    )
+    load_causal_lm(load_spec(tmp_path / "m"))
+
+
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_tiny_model(tmp_path / "base")
+    hf = load_causal_lm(spec(path))
+    next(p for p in hf.parameters() if p.requires_grad).data[0, 0] = torch.nan
+    with pytest.raises(SystemExit):
+        lora_combiner.main(
+            f"--model_path {path} --lora_path {export(hf, tmp_path / 'adapter')} --output_path {tmp_path / 'm'}".split()
+        )
+    assert str(tmp_path / "adapter") in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
 
 
 def test_another_base_of_the_same_shape_is_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
