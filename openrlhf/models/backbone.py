@@ -50,6 +50,8 @@ class HeadedModel(nn.Module):
     load-balancing loss of a mixture of experts in training. Raises ModelError if `balancing` is set for another model.
     """
 
+    max_len: int | None = None  # tokens of the longest sequence of the run, if it is known
+
     def __init__(self, hf: PreTrainedModel, head: OutputHead, *, packing: bool, balancing: bool) -> None:
         super().__init__()
         if balancing and not has_balanced_experts(hf):

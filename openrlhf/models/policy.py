@@ -37,7 +37,9 @@ class PolicyModel(HeadedModel):
     @classmethod
     def load(cls, spec: LoadSpec, *, balancing: bool = False) -> Self:
         """The model of `spec`. Raises ModelError as `load_causal_lm`."""
-        return cls(load_causal_lm(spec), packing=spec.ds.packing_samples, balancing=balancing)
+        model = cls(load_causal_lm(spec), packing=spec.ds.packing_samples, balancing=balancing)
+        model.max_len = spec.max_len
+        return model
 
     def forward(
         self,

@@ -1,11 +1,13 @@
 """A proof at the start of a run that the layout of a model's batches changes no number."""
 
+import re
 from collections.abc import Callable
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.batches import Layout, offsets_of
 from openrlhf.models import packed_attention
@@ -15,6 +17,15 @@ from openrlhf.models.scalar import ScalarModel
 
 Proven = PolicyModel | ScalarModel
 LENGTHS = (11, 17)  # tokens of the two sequences
+BEYOND = (16, 32)  # tokens of the two long sequences, more than the model's attention reaches at once
+LONGEST = 4096  # reach that is tried where the longest sequence of the run is not known
+# Entries of a configuration that count tokens, or blocks of tokens, that attention keeps; and others that sound alike.
+UNITS = re.compile("block|chunk|compress_rate")
+KEPT = re.compile("window|topk|top_k")
+OTHERS = re.compile("expert|group|layer|moe|mlp|prob|pattern|method|num_|stage|step|mamba|rope|patch|conv")
+GRADIENT_TOKENS = (
+    1024  # in longer sequences only the numbers are compared, because a gradient would need their activations
+)
 LAYER_TYPES = ("layer_types", "layers_block_type", "block_types")  # of a configuration, where layers differ
 ALIKE = 8  # tokens with which both begin, where packed rows compute a common beginning once
 # Differences that rounding explains: of the numbers, mean in standard deviations; of the gradient, relative.
@@ -26,7 +37,7 @@ LEAK = 1e-5  # gradient by the tokens of another sequence, relative to the gradi
 def prove_layout(model: nn.Module) -> None:
     """Score two short sequences in the layout of the run, packed or padded, and each alone through plain Transformers.
 
-    The log-probabilities or values and one gradient must agree, and no token may depend on another sequence. Raises
+    If the model has windows, blocks, a top-k or compression of tokens that the run's sequences exceed, also two sequences that exceed them. The log-probabilities or values and one gradient must agree, and no token may depend on another sequence. Raises
     ModelError, naming the layer types, if they do not agree. Weights, gradients, random state and mode stay unchanged.
     Collective under ZeRO 3, where a DeepSpeed engine may wrap the model. A model that is neither a PolicyModel nor a
     ScalarModel is not checked, because it lays out its batches itself.
@@ -35,11 +46,17 @@ def prove_layout(model: nn.Module) -> None:
     if not isinstance(model, Proven):
         return
     weights, training = next(model.parameters()), model.training
-    texts = [tokens.to(weights.device) for tokens in _texts(model)]
+    texts: list[tuple[Tensor, tuple[int, ...], int]] = []  # tokens, lengths, and the sequence that is compared
+    for tokens in _texts(model):
+        texts += [(tokens.to(weights.device), LENGTHS, place) for place in range(len(LENGTHS))]
+    if reach := attention_reach(model.hf.config, model.max_len or LONGEST):
+        lengths = tuple(min(reach + more, model.max_len or reach + more) for more in BEYOND)
+        # A packed sequence may see the one before it, a padded one may see its padding.
+        texts.append((_tokens(model, sum(lengths)).to(weights.device), lengths, int(model.packing)))
     with torch.random.fork_rng(devices=[weights.device] if weights.is_cuda else []), torch.enable_grad():
         try:
             model.eval()
-            faults = [_fault(model, tokens, place, weights.dtype) for tokens in texts for place in range(len(LENGTHS))]
+            faults = [_fault(model, *text, weights.dtype) for text in texts]
         except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ModelError(_refusal(model, f"fails with {type(error).__name__}: {error}")) from error
         finally:
@@ -48,23 +65,48 @@ def prove_layout(model: nn.Module) -> None:
         raise ModelError(_refusal(model, found[-1]))
 
 
+def attention_reach(config: PretrainedConfig, max_len: int) -> int:
+    """Return the tokens that a sequence must exceed to use every window, block, top-k and compression that fits into `max_len`.
+
+    0 if there are none beyond the short sequences. A top-k of blocks reaches as far as all its blocks.
+    """
+    counts: dict[str, list[int]] = {}
+    for name, value in config.get_text_config().to_dict().items():
+        if not OTHERS.search(name):
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            counts[name] = [count for count in values if type(count) is int and count > 0]
+    units = [count for name in counts if UNITS.search(name) and not KEPT.search(name) for count in counts[name]]
+    kept = [count for name in counts if KEPT.search(name) for count in counts[name]]
+    reaches = [*units, *kept, *(unit * count for unit in units for count in kept)]
+    return max((reach for reach in reaches if sum(LENGTHS) < 2 * reach < 2 * max_len), default=0)
+
+
 def _texts(model: Proven) -> list[Tensor]:
-    """Tokens of two sequences, none of which begins, ends or pads a sequence; packed, also of two that begin alike."""
-    text = model.hf.config.get_text_config()
-    drawn = torch.randperm(text.vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
-    marks = (*end_tokens(model.hf.config), text.pad_token_id, text.bos_token_id)
-    ordinary = [token for token in drawn if token not in marks]
-    tokens = torch.tensor((ordinary * sum(LENGTHS))[: sum(LENGTHS)])
+    """Two sequences; packed, also two that begin alike."""
+    tokens = _tokens(model, sum(LENGTHS))
     alike = tokens.clone()
     alike[LENGTHS[0] :][:ALIKE] = alike[:ALIKE]
     return [tokens, alike] if model.packing else [tokens]
 
 
-def _fault(model: Proven, tokens: Tensor, place: int, dtype: torch.dtype) -> str | None:
+def _tokens(model: Proven, count: int) -> Tensor:
+    """Tokens, none of which begins, ends or pads a sequence."""
+    text = model.hf.config.get_text_config()
+    drawn = torch.randperm(text.vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
+    marks = (*end_tokens(model.hf.config), text.pad_token_id, text.bos_token_id)
+    ordinary = [token for token in drawn if token not in marks]
+    return torch.tensor(list(islice(cycle(ordinary), count)))
+
+
+def _fault(model: Proven, tokens: Tensor, lengths: tuple[int, ...], place: int, dtype: torch.dtype) -> str | None:
     """The fault of one sequence in the layout of the run, as the end of a message; None if there is no fault."""
-    offsets = offsets_of(LENGTHS).to(tokens.device)
+    offsets = offsets_of(lengths).to(tokens.device)
     own = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     own[offsets[place] : offsets[place + 1]] = True
+    if len(tokens) > GRADIENT_TOKENS:
+        with torch.no_grad():
+            numbers, expected = _laid_out(model, tokens, offsets)[own], _alone(model, tokens[own])
+        return _gap_fault(numbers[-BEYOND[0] :], expected[-BEYOND[0] :], dtype)  # tokens beyond the model's reach
     expected, expected_gradient = _differentiated(model.hf, lambda: _alone(model, tokens[own]))
     # A forward for each sequence: ZeRO 3 knows no second backward of one forward.
     numbers, gradient = _differentiated(model.hf, lambda: _laid_out(model, tokens, offsets)[own])
@@ -78,12 +120,19 @@ def _fault(model: Proven, tokens: Tensor, place: int, dtype: torch.dtype) -> str
     if leak > LEAK:
         share = f"{leak:.1g} of its gradient; largest difference {gaps.max():.3g}"
         return f"mixes them: a token depends on other sequences ({share})"
+    if fault := _gap_fault(numbers, expected, dtype):
+        return fault
+    if not turned <= TOLERANCES[dtype][1]:
+        return f"computes another gradient than Transformers for each sequence alone ({turned:.1%} away)"
+    return None
+
+
+def _gap_fault(numbers: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
+    gaps = (numbers - expected).abs()
     # Trained reward models may give nearly equal numbers far from 0, whose rounding exceeds their deviation.
     rounding = 4 * torch.finfo(dtype).eps * float(expected.square().mean().sqrt())
     if not float(gaps.mean()) <= TOLERANCES[dtype][0] * float(expected.std()) + rounding:
         return f"computes other numbers than Transformers for each sequence alone (largest difference {gaps.max():.3g})"
-    if not turned <= TOLERANCES[dtype][1]:
-        return f"computes another gradient than Transformers for each sequence alone ({turned:.1%} away)"
     return None
 
 
@@ -118,7 +167,8 @@ def _alone(model: Proven, sequence: Tensor) -> Tensor:
             model.hf.set_attn_implementation(packed_attention.NAME)
     if isinstance(model, ScalarModel):
         return outputs[0].reshape(-1).float()
-    of_next = logits[0, :-1].float().log_softmax(-1).gather(1, sequence[1:, None])[:, 0]
+    chunks = zip(logits[0, :-1].split(256), sequence[1:].split(256), strict=True)
+    of_next = torch.cat([rows.float().log_softmax(-1).gather(1, next[:, None])[:, 0] for rows, next in chunks])
     return torch.cat([of_next.new_zeros(1), of_next])
 
 
@@ -140,6 +190,6 @@ def _refusal(model: Proven, what: str) -> str:
     else:
         how, advice = "padded to one length", "Try --ds.packing_samples"
     return (
-        f"{model.hf.name_or_path or 'the model'}, of type {config.model_type}{layers}, was given two short sequences "
+        f"{model.hf.name_or_path or 'the model'}, of type {config.model_type}{layers}, was given two sequences "
         f"{how}, and {what}. {advice}, or use another architecture."
     )

@@ -101,7 +101,9 @@ def load_scalar(
         setattr(hf, name, _new_head(head, seed))
         hf.config.update({"mean": 0.0, "std": 1.0} if "mean" in hf.config.to_dict() else {})
     hf = loading.prepared(hf, spec, head=name)
-    return ScalarModel(hf, packing=spec.ds.packing_samples, normalize=normalize, balancing=balancing)
+    model = ScalarModel(hf, packing=spec.ds.packing_samples, normalize=normalize, balancing=balancing)
+    model.max_len = spec.max_len
+    return model
 
 
 def check_is_scalar(spec: LoadSpec, *, head_prefix: str = NATIVE_HEAD, normalize: bool = False) -> None:

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+# Tensors among the arguments of attention functions that change nothing, or that the functions heed or refuse.
+KNOWN_TENSORS = {"attention_mask", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "s_aux"}
 WORTH = 0.05  # of the tokens: below this share, the copies cost more than is saved
 
 
@@ -45,12 +47,18 @@ class SharedPrefixes:
 
 
 def sharing(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    """An attention function of Transformers that takes rows with shared prefixes too: it then attends in the whole row."""
+    """An attention function of Transformers that takes rows with shared prefixes too: it then attends in the whole row.
+
+    It raises ValueError for a tensor that it does not know, which may decide what a token sees.
+    """
 
     @wraps(attend)
     def attend_in_whole_row(
         module: Any, *given: Any, shared_prefixes: SharedPrefixes | None = None, **options: Any
     ) -> tuple[Tensor, Any]:
+        for name, value in options.items():
+            if isinstance(value, Tensor) and name not in KNOWN_TENSORS:
+                raise ValueError(f"this model's attention depends on `{name}`, which {attend.__name__} would leave out")
         if shared_prefixes is None:
             return attend(module, *given, **options)
         states, mask = given[:3], given[3:]  # query, key and value (1, H, M, D); the mask may be in `options`

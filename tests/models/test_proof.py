@@ -26,7 +26,7 @@ from openrlhf.models.loading import (
     load_causal_lm,
 )
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.proof import prove_layout
+from openrlhf.models.proof import LENGTHS, attention_reach, prove_layout
 from openrlhf.models.scalar import ScalarModel, load_scalar
 from tests import tiny
 from tests.loading import load_spec
@@ -105,6 +105,73 @@ def test_a_mask_that_packed_attention_leaves_out_is_found() -> None:
             parameter.data.normal_()
     with pytest.raises(ModelError, match="computes other numbers than Transformers"):
         prove_layout(PolicyModel(hf, packing=True))
+
+
+def windowed(window: int, *, packing: bool) -> PolicyModel:
+    torch.manual_seed(0)
+    config = tiny_config("llama", max_position_embeddings=2048).to_dict() | {"sliding_window": window}
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config | {"model_type": "mistral"}))
+    if packing:
+        hf.set_attn_implementation(packed_attention.NAME)
+    return PolicyModel(hf, packing=packing)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("window", [40, 700])
+def test_a_right_window_passes_however_wide_it_is(window: int, packing: bool) -> None:
+    prove_layout(windowed(window, packing=packing))
+
+
+@pytest.mark.parametrize("window", [4, 40, 700])
+def test_attention_that_forgets_its_window_is_found_however_wide_the_window_is(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_attention, "_window_mask", lambda *_: None)
+    model = windowed(window, packing=True)
+    with pytest.raises(ModelError, match=r"another gradient|other numbers"):
+        prove_layout(model)
+    model.max_len = window  # no sequence of the run is longer
+    if window > sum(LENGTHS):
+        prove_layout(model)
+
+
+SPARSE: dict[str, Any] = {
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "dense_intermediate_size": 64,
+    "shared_intermediate_size": 32,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
+}
+
+
+def test_attention_to_chosen_blocks_is_refused_in_packed_rows() -> None:
+    hf = random_model("minimax_m3_vl_text", packing=True, **SPARSE)
+    with pytest.raises(ModelError, match=r"`block_indices`.*Drop --ds\.packing_samples"):
+        prove_layout(PolicyModel(hf, packing=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "max_len", "reach"),
+    [
+        ("llama", {}, 4096, 0),
+        ("mistral", {"sliding_window": 128}, 4096, 128),
+        ("mistral", {"sliding_window": 128}, 128, 0),
+        ("mistral", {"sliding_window": 8}, 4096, 0),
+        ("doge", {"keep_window_size": 300}, 4096, 300),
+        ("minimax_m3_vl_text", {"index_block_size": 32, "index_topk_blocks": 4}, 4096, 128),
+        ("deepseek_v4", {"sliding_window": 32, "index_topk": 8}, 4096, 1024),
+        ("deepseek_v32", {"index_topk": 64}, 4096, 64),
+        ("qwen3_moe", {"num_experts": 128, "num_experts_per_tok": 64}, 4096, 0),
+    ],
+)
+def test_the_reach_of_attention_is_read_from_the_configuration(
+    kind: str, changes: dict[str, Any], max_len: int, reach: int
+) -> None:
+    assert attention_reach(AutoConfig.for_model(kind, **changes), max_len) == reach
 
 
 @pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
