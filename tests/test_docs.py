@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,18 @@ def test_the_commands_of_the_pages_on_evaluation_and_inference_are_accepted(
     for written_by_an_earlier_command in (word for word in words if re.fullmatch(r"\w+\.jsonl", word)):
         (tmp_path / written_by_an_earlier_command).touch()
     assert parse_config(ROOTS[command], words, command=command).check() == []
+
+
+def test_commands_of_the_page_on_inference_read_what_is_given_or_what_an_earlier_command_has_written() -> None:
+    known = {"runs/sft/model", "runs/rm/model", "prompts.jsonl"}
+    unknown = []
+    for line in INFERENCE:
+        words = shlex.split(line.replace("\\\n", " "))
+        written = {value for flag, value in pairwise(words) if flag in ("--output_path", "--ckpt.output_dir")}
+        named = {word for word in words if re.fullmatch(r"runs/\S+|\w+\.jsonl", word)}
+        unknown += sorted(named - written - known)
+        known |= written
+    assert unknown == []
 
 
 def test_those_pages_have_a_command_for_each_task() -> None:
