@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
 
+import datasets.config
 import torch.distributed as dist
 import torch.utils.data
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.machine import usable_cores, world_size
-from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError
+from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError, notice
 from openrlhf.data.layouts import READERS, columns_read
 from openrlhf.data.templates import Encoded, Passage, encode
 from openrlhf.data.text_files import without_added_nulls
+from openrlhf.termination import asked
 
 MANY_ROWS = 20_000  # more are mapped by several processes, and their results kept on disk
 
@@ -172,26 +174,44 @@ def map_rows(
 ) -> Dataset:
     """The columns that `function` makes of batches of these columns and of the rows' origins.
 
-    Nothing is cached, because a cached result would outlive a change of this code. `dataset` is a result of
-    `number_rows`. Raises DataError for text that is not UTF-8, and every error of `function`.
+    Nothing is cached, because a cached result would outlive a change of this code: the tables of many rows are on disk
+    while the process uses them, and their folder is gone at once. `dataset` is a result of `number_rows`. Raises
+    DataError for text that is not UTF-8 and for a full disk, SystemExit if the process is asked to end, and every error
+    of `function`.
     """
     dataset = dataset.select_columns(list(dict.fromkeys([*columns, SOURCE, ROW])))
-    large = len(dataset) > MANY_ROWS
-    workers = min(8, usable_cores())
+    options: dict[str, Any] = {"keep_in_memory": True}
+    folder = None
+    if len(dataset) > MANY_ROWS:
+        workers = min(8, usable_cores())
+        cache = Path(datasets.config.HF_DATASETS_CACHE)
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="openrlhf-rows-", dir=cache))
+        options = {"cache_file_name": str(folder / "rows.arrow"), "num_proc": workers if workers > 1 else None}
+        notice(f"{title} {len(dataset)} rows; processes: {workers}.")
     try:
         return dataset.map(
             function,
             batched=True,
             batch_size=500,
-            num_proc=workers if large and workers > 1 else None,
             remove_columns=dataset.column_names,
             features=features,
-            keep_in_memory=not large,
             load_from_cache_file=False,
             desc=title,
+            **options,
         )
     except UnicodeDecodeError as error:
         raise DataError(f"{_first_unreadable(dataset)} is not valid UTF-8 text.") from error
+    except Exception as error:
+        if asked():  # the library replaces SystemExit by the time-out of a process that it waits for
+            raise SystemExit(asked()) from None
+        if folder and isinstance(error, OSError):
+            problem = f"Rows cannot be written to {folder}: {error}. HF_DATASETS_CACHE names another folder."
+            raise DataError(problem) from error
+        raise
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)  # the system keeps mapped files while they are in use
 
 
 def _first_unreadable(dataset: Dataset) -> str:
