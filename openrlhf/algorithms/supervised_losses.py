@@ -28,7 +28,9 @@ def soft_cross_entropy(
     """−Σ_v p_T(v) log p_S(v) of every place, in nats.     Hinton et al. 2015, arXiv:1503.02531
 
     `teacher`: its logits for all tokens, or for the k `tokens` that it gives most to, whose probabilities then sum to 1.
+    A token that the teacher rules out adds 0, even if the student rules it out too (both logits −∞).
     """
     logprobs = torch.log_softmax(logits, -1)
     chosen = logprobs if tokens is None else logprobs.gather(1, tokens)
-    return -(torch.softmax(teacher.to(logits.dtype), -1) * chosen).sum(-1)
+    weights = torch.softmax(teacher.to(logits.dtype), -1)
+    return -(weights * chosen.masked_fill(weights == 0, 0.0)).sum(-1)

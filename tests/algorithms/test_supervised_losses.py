@@ -101,3 +101,19 @@ def test_the_pairwise_loss_agrees_with_the_reference_and_knows_differences_only(
     assert loss(0.0, None) == pytest.approx(supervised.pairwise(chosen, rejected), abs=1e-12)
     assert loss(shift, None) == pytest.approx(loss(0.0, None), abs=1e-12)
     assert loss(0.0, margin) == pytest.approx(supervised.pairwise(chosen, rejected, margin), abs=1e-12)
+
+
+@pytest.mark.parametrize("top_k", [False, True])
+def test_a_token_that_teacher_and_student_rule_out_adds_nothing(top_k: bool) -> None:
+    """As padding of the vocabulary. The other tokens give what they give without it, and a finite gradient."""
+    teacher = torch.tensor([[0.5, -torch.inf, 1.5, -0.5]], dtype=torch.float64)
+    logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    loss = soft_cross_entropy(logits, teacher, torch.arange(4)[None] if top_k else None)
+    kept = [0, 2, 3]
+    torch.testing.assert_close(loss, soft_cross_entropy(logits[:, kept], teacher[:, kept]))
+    loss.sum().backward()
+    assert logits.grad is not None and logits.grad.isfinite().all()
+
+
+def test_a_token_that_the_student_alone_rules_out_costs_infinity() -> None:
+    assert soft_cross_entropy(torch.tensor([[0.0, -torch.inf]]), torch.zeros(1, 2)).isinf().all()
