@@ -87,10 +87,17 @@ class _BroadcastChannel:
             # are slow.
             before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-            self.backend = dist.ProcessGroupNCCL(store, rank, group.world_size, options)
-            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
+            try:
+                self.backend = dist.ProcessGroupNCCL(store, rank, group.world_size, options)
+            except RuntimeError as error:
+                raise _broken(group, "the group could not be formed", error) from error
+            finally:
+                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
         else:
-            self.backend = dist.ProcessGroupGloo(store, rank, group.world_size, timeout)
+            try:
+                self.backend = dist.ProcessGroupGloo(store, rank, group.world_size, timeout)
+            except RuntimeError as error:
+                raise _broken(group, "a member left while the group formed", error) from error
 
     def send(self, buffer: Tensor) -> None:
         try:

@@ -171,6 +171,24 @@ def test_a_sender_joins_again_after_a_failure(threads):
     assert set(worker.result(20)[0]) == set(TENSORS)
 
 
+def test_a_peer_that_leaves_while_the_group_forms_is_a_publication_error_and_the_sender_joins_the_next(threads):
+    def join_and_leave(group: WeightGroup) -> None:
+        store = torch.distributed.TCPStore(group.host, group.port, is_master=False, wait_for_workers=False)
+        torch.distributed.PrefixStore(group.name, store).set("joined/1", "")
+
+    sender = WeightSender()
+    first = new_group(timeout_s=2.0)
+    peer = threads.submit(join_and_leave, first)
+    with pytest.raises(PublicationError):
+        sender.join(first)
+    peer.result(20)
+    second = new_group()
+    worker = threads.submit(take, second, 1)
+    sender.join(second)
+    sender.send(MANIFEST, TENSORS.items())
+    assert set(worker.result(20)[0]) == set(TENSORS)
+
+
 class LosesAMember:
     """Torch's NCCL group, as far as a channel uses it: reads its settings when it is made, and fails in `wait`."""
 
