@@ -15,6 +15,7 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.errors import DataError
+from openrlhf.data.findings import Finding, Level
 from openrlhf.data.layouts import LOOKED_AT
 from openrlhf.data.loading import Table
 from openrlhf.data.templates import render, texts_in
@@ -160,6 +161,27 @@ def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[
         f"The tokenizer joins the space at the end of {used.flags} with an answer's first word. So a prompt ends in another "
         f"token in generation than in training, and answers may be empty: use --data.input_template ${template[:-1]!r}"
     ]
+
+
+def check_room(lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None) -> Finding:
+    """Return what happens to prompts of so many tokens: a warning if some are cut, a failure if no room is left for answers."""
+    whole = Finding(
+        check="prompt lengths", level=Level.PASS, seen=f"All {len(lengths)} prompts leave room for an answer."
+    )
+    room = max_len - (max_new_tokens or 1)
+    if max_new_tokens:
+        long = sum(length > room for length in lengths)
+        if not long:
+            return whole
+        seen = f"{long} of {len(lengths)} prompts keep only their last {room} tokens: the longest has {max(lengths)}."
+        fix = f"Raise --data.max_len {max_len}, which counts prompt and answer (--rollout.max_new_tokens {max_new_tokens})."
+        return Finding(check="prompt lengths", level=Level.WARNING, seen=seen, fix=fix)
+    long = sum(length >= room for length in lengths)
+    if not long:
+        return whole
+    seen = f"{long} of {len(lengths)} prompts leave no room for an answer in --data.max_len {max_len}: the longest has {max(lengths)} tokens."
+    fix = "Raise --data.max_len, or set --rollout.max_new_tokens: longer prompts then keep their last tokens."
+    return Finding(check="prompt lengths", level=Level.FAILURE, seen=seen, fix=fix)
 
 
 # ---- the end of an answer

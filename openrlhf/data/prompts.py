@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.learning import RLDataConfig
-from openrlhf.data.errors import ROW, notice, row_error, text_of
+from openrlhf.data.errors import ROW, SOURCE, notice, row_error, text_of
 from openrlhf.data.layouts import DATASOURCE
 from openrlhf.data.rows import Result, TokenizedRows, contents_of, number_rows
 from openrlhf.data.sft import SFTDataset
@@ -46,7 +46,24 @@ class PromptDataset(TokenizedRows[Prompt]):
             notice(
                 f"{answered} prompts end with turns of the assistant, which are left out: the policy answers instead."
             )
-        self._extras = rows.select_columns([*{*rows.column_names} & {data.label_key, image_key, ROW}])
+        self._extras = rows.select_columns([*{*rows.column_names} & {data.label_key, image_key, SOURCE, ROW}])
+
+    def lengths(self) -> list[int]:
+        """Return the number of tokens of each prompt."""
+        found: list[int] = []
+        batches: Any = self._fields.select_columns(["tokens"]).with_format("arrow").iter(1000)
+        for batch in batches:
+            found += batch.column("tokens").combine_chunks().value_lengths().to_pylist()
+        return found
+
+    def labels(self) -> list[Any]:
+        """Return the label of each prompt; none without a label column."""
+        return list(self._extras[self.data.label_key]) if self.data.label_key else []
+
+    def origin(self, index: int) -> str:
+        """Return the dataset and the row of a prompt."""
+        row = self._extras[index]
+        return f"{row[SOURCE]}, row {row[ROW]}"
 
     def __getitem__(self, index: int) -> Prompt:
         extras = self._extras[index]

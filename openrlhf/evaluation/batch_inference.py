@@ -69,6 +69,7 @@ def read_rows(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) 
     dataset: Any = read_prompts(config, rows_of, tokenizer, data.dataset, split=split, probs=probs, max_samples=most)
     if config.samples_answers:
         look_at_prompts(config, dataset, tokenizer, policy=str(config.model.model_name_or_path), flag=MODEL)
+        prompt_data.check_prompts(config, dataset)
     else:
         record(tokenizer, used := TextFormat.of(dataset.data, tokenizer))
         prompt_data.check_reward_formats(config, used, [dataset[0].text])

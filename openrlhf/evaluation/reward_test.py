@@ -15,12 +15,14 @@ from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.reward_test import RewardTestConfig, ScoredDataConfig
+from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.data.errors import check_columns, text_of
+from openrlhf.data.findings import report
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.templates import fill_template, messages_of
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.observability.tables import print_texts
+from openrlhf.rewards.labels import check_labels, math_answers
 from openrlhf.rewards.preview import answered, wrong_requests
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rewards.remote_engines import offer_engines
@@ -45,7 +47,7 @@ def try_reward(config: RewardTestConfig) -> NoReturn:
     """Score the rows, print the scores, and end with status 0, or with 1 above --reward.max_error_rate."""
     path = config.actor.model_name_or_path
     tokenizer = get_tokenizer(path, flag="--actor.model_name_or_path") if path else None
-    requests = list(read_requests(config.data, tokenizer))
+    requests = list(read_requests(config, tokenizer))
     wrong = [] if config.data.output_key else wrong_requests(requests[:WRONG], tokenizer)
     offer_engines(config.rollout, config.reward)
     logs = Path(f"runs/reward_test-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}/logs")
@@ -79,19 +81,28 @@ def show_printed(logs: Path) -> None:
         shutil.rmtree(logs.parent)
 
 
-def read_requests(data: ScoredDataConfig, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[RewardRequest]:
+def read_requests(config: RewardTestConfig, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[RewardRequest]:
     """A request per row. Without --data.output_key the label stands for a right answer. Raises DataError."""
+    data, verifier = config.data, config.reward.verifier
     most, split, probs = data.max_samples, data.prompt_split, data.prompt_probs
     rows = load_datasets(data.prompt_dataset, split=split, probs=probs, max_samples=most, seed=0)
     columns = {"--data.input_key": data.input_key, "--data.label_key": data.label_key}
     check_columns(rows.column_names, columns | {"--data.output_key": data.output_key})
-    column = data.output_key or data.label_key
-    assert column
+    if verifier and data.label_key:
+        labels, source = rows[data.label_key], data.prompt_dataset
+        report(check_labels(verifier, labels, column=data.label_key, origin=lambda row: f"{source}, row {row + 1}"))
     for row in rows:
         assert isinstance(row, dict)
         prompt = fill_template(data.input_template, _prompt(row, data.input_key))
         label = row[data.label_key] if data.label_key else ""
-        yield answered(tokenizer, prompt, label, text_of(row, column))
+        if data.output_key:
+            response = text_of(row, data.output_key)
+        elif verifier == "math":
+            response = math_answers(label)[0]
+        else:
+            assert data.label_key
+            response = text_of(row, data.label_key)
+        yield answered(tokenizer, prompt, label, response)
 
 
 def _prompt(row: Mapping[str, Any], column: str) -> str:

@@ -28,7 +28,13 @@ from openrlhf.evaluation.comparing import Columns, Comparison
 from openrlhf.launch import prompt_data, settings
 from openrlhf.launch.agents import check_agents, make_agents
 from openrlhf.launch.processes import connect_hosts, make_hosts
-from openrlhf.launch.prompt_data import check_reward_models, look_at_prompts, policy_tokenizer, read_prompts
+from openrlhf.launch.prompt_data import (
+    check_prompts,
+    check_reward_models,
+    look_at_prompts,
+    policy_tokenizer,
+    read_prompts,
+)
 from openrlhf.launch.reinforcement import show_prompts
 from openrlhf.observability.metrics import Metric
 from openrlhf.observability.recorder import Recorder
@@ -67,7 +73,7 @@ def run_pass_k(config: EvaluationConfig) -> None:
     """Sample answers to every prompt, reward them, and report pass@1 and pass@k per data source."""
     model, k = read_candidate(config, "model"), config.eval.n_samples_per_prompt
     if config.dry_run:
-        return show_prompts(model.prompts)
+        return show_prompts(config, model.prompts)
     with started(config) as recorder:
         evaluation = Evaluation(config, recorder)
         answers = evaluation.rewarded(evaluation.answers(model, "vllm"))
@@ -106,7 +112,7 @@ def run_win_rate(config: EvaluationConfig) -> None:
     if judge:
         asyncio.run(judge.engine.servers.check())
     if config.dry_run:
-        return show_prompts(model.prompts)
+        return show_prompts(config, model.prompts)
     with started(config) as recorder:
         evaluation = Evaluation(config, recorder)
         ours = evaluation.answers(model, "vllm")
@@ -139,6 +145,7 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
     source, split, most = config.eval.dataset, config.eval.split, config.data.max_samples
     prompts = read_prompts(config, PromptDataset, tokenizer, source, split=split, max_samples=most)
     look_at_prompts(config, prompts, tokenizer, policy=path, flag=flag)
+    check_prompts(config, prompts)
     return Candidate(path=path, tokenizer=tokenizer, prompts=prompts)
 
 

@@ -16,6 +16,7 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data import first_look
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import DataError, notice
+from openrlhf.data.findings import report
 from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
 from openrlhf.data.shown import SHOWN, show_batch, show_template
@@ -25,13 +26,14 @@ from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.launch.identity import offline_identity
 from openrlhf.launch.precompute import with_reference
+from openrlhf.launch.run_length import check_steps
 from openrlhf.models.loading import ModelError, configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows, load_spec
 
-FEW_STEPS = 10  # fewer hardly train, with the default learning rates
+MORE_STEPS = "For more steps lower --train.batch_size, raise --train.max_epochs or use more rows."
 
 
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
@@ -55,7 +57,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     total_steps = steps_per_epoch(config, train_rows) * config.train.max_epochs
     size = config.train.batch_size
     plan = f"{train_rows.summary} {total_steps} optimizer step(s) of {size} rows; {len(train_rows) % size} left over."
-    plan += " More steps: a smaller --train.batch_size, more --train.max_epochs." * (total_steps < FEW_STEPS)
+    report(check_steps(total_steps, config, fix=MORE_STEPS))
     if eval_rows is None and (eval_rows := task.measured_rows(train_rows)):
         plan += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
     if not strategy:

@@ -12,6 +12,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
 from openrlhf.data.errors import notice
+from openrlhf.data.findings import report
 from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, load_datasets
 from openrlhf.data.prompts import PromptDataset
@@ -20,6 +21,7 @@ from openrlhf.data.tokenizer import get_tokenizer, require_vocabulary
 from openrlhf.launch import settings
 from openrlhf.models.loading import check_causal_lm, check_positions, step_tokens
 from openrlhf.models.scalar import check_is_scalar, check_scalar_weights
+from openrlhf.rewards.labels import check_labels
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 
 T = TypeVar("T")
@@ -50,11 +52,15 @@ def load_prompts(config: PPOConfig) -> PromptData:
     prompts = partial(read_prompts, config, partial(PromptDataset, image_key=data.image_key), tokenizer)
     train = prompts(data.prompt_dataset, split=data.prompt_split, probs=data.prompt_probs, max_samples=data.max_samples)
     look_at_prompts(config, train, tokenizer, policy=config.actor.model_name_or_path, flag="--actor.model_name_or_path")
-    held_out = config.eval.dataset
+    check_prompts(config, train)
+    held_out = None
+    if config.eval.dataset:
+        held_out = prompts(config.eval.dataset, split=config.eval.split, max_samples=ALL_ROWS)
+        check_prompts(config, held_out)
     return PromptData(
         tokenizer=tokenizer,
         train=train,
-        eval=prompts(held_out, split=config.eval.split, max_samples=ALL_ROWS) if held_out else None,
+        eval=held_out,
         pretraining=load_pretraining_text(config, tokenizer) if config.algo.ptx.dataset else None,
     )
 
@@ -110,12 +116,6 @@ def look_at_prompts(
     used, trained = first_look.TextFormat.of(prompts.data, tokenizer), first_look.recorded(tokenizer)
     found = first_look.round_trip(tokenizer, texts, prompts=True) + first_look.joined_border(used, tokenizer)
     found += first_look.compare_formats(f"{flag} {policy}", trained, used, texts)
-    room = settings.train_sampling(config).prompt_room
-    long = sum(len(prompt.tokens) > room for prompt in first)
-    if long and not config.train.agent_func_path:  # an agent makes its own prompts
-        found.append(
-            f"{long} of the first {len(first)} prompts keep only their last {room} tokens: raise --data.max_len."
-        )
     check_reward_formats(config, used, texts)
     if trained and trained.ending:
         used = replace(used, ending=trained.ending)
@@ -124,6 +124,21 @@ def look_at_prompts(
         found += first_look.chat_end(tokenizer, ends_of_generation(config, tokenizer, policy))
     first_look.record(tokenizer, used)
     notice(*found)
+
+
+def check_prompts(config: settings.Sampling, prompts: PromptDataset) -> None:
+    """Check the length and the label of every prompt. Raises DataError; without agents, which make prompts of their own."""
+    if config.train.agent_func_path:
+        return
+    findings = [
+        first_look.check_room(
+            prompts.lengths(), max_len=config.data.max_len, max_new_tokens=config.rollout.max_new_tokens
+        )
+    ]
+    verifier, column = config.reward.verifier, config.data.label_key
+    if verifier and column:
+        findings.append(check_labels(verifier, prompts.labels(), column=column, origin=prompts.origin))
+    report(*findings)
 
 
 def check_reward_formats(config: settings.Sampling, used: first_look.TextFormat, texts: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.batching import ResumableSampler
+from openrlhf.data.findings import report
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.distributed.cluster import expected_machines
@@ -19,6 +20,7 @@ from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder
 from openrlhf.launch.run import Run
+from openrlhf.launch.run_length import check_steps
 from openrlhf.models.proof import UNPROVEN
 from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
@@ -27,6 +29,9 @@ from openrlhf.rollout.engine_settings import Device
 from openrlhf.trainers.ppo import SOURCE
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 
+MORE_STEPS = (
+    "For more steps lower --train.batch_size or --rollout.batch_size, raise --train.num_episodes or use more prompts."
+)
 PREVIEWED = 4  # rows whose labels are scored before the run
 
 
@@ -48,6 +53,9 @@ def train(config: PPOConfig, processes: Processes) -> None:
     if checkpoint and restarted and checkpoint.state.run_dir != os.path.abspath(config.run.dir):
         checkpoint = None
     data = load_prompts(config)
+    if not config.rollout.only:
+        total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)
+        report(check_steps(total_steps, config.actor, fix=MORE_STEPS))
     if generates:
         check_agents(config, data.tokenizer)
         first = [] if config.train.agent_func_path else range(min(PREVIEWED, len(data.train)))
@@ -78,12 +86,20 @@ def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
     steps = len(config.step_sizes(len(data.train)))
     most = "at most " if config.algo.dynamic_filtering_enable else ""
     print(f"{len(data.train)} prompts, {most}{steps} steps of {config.rollout.batch_size} prompts")
-    show_prompts(data.train, ResumableSampler(len(data.train), seed=config.train.seed, drop_last=False))
+    order = ResumableSampler(len(data.train), seed=config.train.seed, drop_last=False)
+    show_prompts(config, data.train, order)
     print(UNPROVEN)
 
 
-def show_prompts(prompts: PromptDataset, rows: Iterable[int] | None = None) -> None:
-    """Print the format of the prompts, and the first of them as the policy will see them."""
+def show_prompts(config: settings.Sampling, prompts: PromptDataset, rows: Iterable[int] | None = None) -> None:
+    """Print the format of the prompts, and the first of them as the policy will see them: cut, if they are too long."""
     print(show_template(prompts.tokenizer))
-    for row in (prompts[i] for i in islice(range(len(prompts)) if rows is None else rows, SHOWN)):
-        print(show_text(f"prompt of row {row.index + 1}, label {row.label!r}", row.tokens, prompts.tokenizer))
+    order = range(len(prompts)) if rows is None else rows
+    for index in islice(order, SHOWN):
+        row = prompts[index]
+        title, tokens = f"prompt of row {row.index + 1}, label {row.label!r}", row.tokens
+        if not config.train.agent_func_path:
+            tokens = tokens[-settings.train_sampling(config).prompt_room :]
+        if len(tokens) < len(row.tokens):
+            title += f", the end of {len(row.tokens)} tokens"
+        print(show_text(title, tokens, prompts.tokenizer))

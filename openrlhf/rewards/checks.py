@@ -54,13 +54,19 @@ def grade_length(response: str, label: str) -> float:
 
     Outside it falls linearly: to 0 at no words, and at twice the upper bound.
     """
-    bounds = _RANGE.fullmatch(label)
-    if bounds is None or int(bounds[2]) < max(1, int(bounds[1] or 0)):
-        raise ValueError(f"--reward.verifier length takes a label like 200 or 100-200, in words, not {label[:200]!r}")
-    low, high, words = int(bounds[1] or 0), int(bounds[2]), len(response.split())
+    low, high = word_bounds(label)
+    words = len(response.split())
     if words < low:
         return words / low
     return max(0.0, 1 - max(0, words - high) / high)
+
+
+def word_bounds(label: str) -> tuple[int, int]:
+    """Return the least and the largest number of words that a label asks for. Raises ValueError."""
+    bounds = _RANGE.fullmatch(label)
+    if bounds is None or int(bounds[2]) < max(1, int(bounds[1] or 0)):
+        raise ValueError(f"--reward.verifier length takes a label like 200 or 100-200, in words, not {label[:200]!r}")
+    return int(bounds[1] or 0), int(bounds[2])
 
 
 @dataclass(frozen=True, kw_only=True)

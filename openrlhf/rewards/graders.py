@@ -13,6 +13,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from openrlhf.config.flags import toml_beside
+from openrlhf.rewards.labels import math_answers
 
 SYMBOLIC_SECONDS = 5  # for reading, and again for comparing, a pair of answers
 LONGEST_ANSWER = 1000  # characters; more is not read: a babbling policy is to cost little
@@ -72,13 +73,21 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
     return bool(given) and all(_same_value(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def grade_math(response: str, label: str) -> float:
-    r"""1.0 if the response's final answer is the label's, else 0.0.
+def grade_math(response: str, label: Any) -> float:
+    r"""1.0 if the response's final answer is the label's, or one of those in a list of labels, else 0.0.
 
     The final answer is what the last box holds, else what follows `####`, else what math-verify
     finds in the last 1,000 characters (a formula or number, rather after "answer"). A label is a
-    bare answer (`72`, `\frac{1}{2}`) or a solution with a box or `####` in it.
+    bare answer (`72`, `\frac{1}{2}`) or a solution with a box or `####` in it. Raises ValueError for
+    a label without an answer.
     """
+    for right in math_answers(label):
+        if grade := _grade_one(response, right):
+            return grade
+    return 0.0
+
+
+def _grade_one(response: str, label: str) -> float:
     truth = extract_boxed_answer(label) or gsm8k_answer(label) or label.strip()
     answer = extract_boxed_answer(response) or gsm8k_answer(response)
     if grade_answer(answer, truth):

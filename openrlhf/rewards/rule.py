@@ -1,6 +1,5 @@
 """The reward that the flags name, if code or a server gives it: a function, a verifier, HTTP servers."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from openrlhf.config.rollout import RuleConfig
 from openrlhf.observability.once import warn_once
 from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
+from openrlhf.rewards.labels import label_text
 from openrlhf.rewards.protocol import Reward, RewardRequest, columns
 from openrlhf.rewards.servers import HTTPServers
 
@@ -74,6 +74,8 @@ class VerifierReward(Reward):
     async def ask(self, requests: list[RewardRequest]) -> Any:
         """What the verifier says of one response."""
         [request] = requests
-        label = request.label if isinstance(request.label, str) else json.dumps(request.label)
+        label = request.label
+        if self.source != VERIFIERS["math"]:  # which reads lists
+            label = label_text(label)
         limits = [self.timeout] if self.sandboxed else []
         return await self.pool.call(self.source, request.answer, label, *limits, timeout=self.timeout)

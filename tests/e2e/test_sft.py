@@ -411,7 +411,7 @@ def test_the_first_rows_tell_what_will_not_fit_together(whole: Path, workspace: 
     done = run("train_ppo_ray", reinforced)
     trained = f"--actor.model_name_or_path {whole / 'model'} was trained with --data.input_template ${TEMPLATE!r}"
     assert f"{trained}, but this run uses no template" in done.errors
-    assert re.search(r"\d of the first 8 prompts keep only their last 8 tokens", done.errors), done.errors
+    assert re.search(rf"\d+ of {TRAIN_ROWS} prompts keep only their last 8 tokens", done.errors), done.errors
 
 
 def test_a_mistake_ends_the_process_with_status_2_and_nothing_but_the_message(workspace: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.errors import DataError
 from openrlhf.launch.prompt_data import load_pretraining_text, load_prompts
+from openrlhf.launch.reinforcement import show_prompts
 from openrlhf.models.loading import ModelError
 from tests.e2e.commands import as_arguments
 from tests.tiny import character_tokenizer, save_reward_model, save_tiny_model
@@ -58,3 +60,44 @@ def test_a_reward_model_without_mean_and_deviation_is_refused_before_the_start(t
     }
     with pytest.raises(ModelError, match=r"rm stores no mean and standard deviation.*--reward\.normalize_enable"):
         load_prompts(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
+
+
+def prompts_of(tmp_path: Path, lengths: list[int], **flags: object) -> PPOConfig:
+    """The configuration of a run with prompts of so many tokens."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"input": "1" * length, "label": "2"}) + "\n" for length in lengths))
+    smallest = {
+        "actor.model_name_or_path": save_tiny_model(tmp_path / "model"),
+        "data.prompt_dataset": str(rows),
+        "data.label_key": "label",
+        "data.max_len": 32,
+        "reward.verifier": "math",
+        "ckpt.path": str(tmp_path / "ckpt"),
+    }
+    return parse_config(PPOConfig, as_arguments({**smallest, **flags}), command="train_ppo_ray")
+
+
+def test_prompts_that_are_cut_are_counted_beyond_the_first_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prompts_of(tmp_path, [4] * 20 + [30] * 3, **{"rollout.max_new_tokens": 8})
+    data = load_prompts(config)
+    assert "3 of 23 prompts" in capsys.readouterr().err
+    show_prompts(config, data.train, [22])
+    assert "24 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("section", ["data.prompt_dataset", "eval.dataset"])
+def test_a_cut_that_leaves_no_room_for_an_answer_is_refused(tmp_path: Path, section: str) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"input": "1" * 31, "label": "2"}) + "\n")
+    config = prompts_of(tmp_path, [4] * 20, **{section: str(long)})
+    with pytest.raises(DataError, match=r"1 of 1 prompts.*--data\.max_len 32.*--rollout\.max_new_tokens"):
+        load_prompts(config)
+
+
+def test_rows_without_a_label_for_the_verifier_are_refused_with_the_first_named(tmp_path: Path) -> None:
+    rows = tmp_path / "labels.jsonl"
+    rows.write_text("".join(json.dumps({"input": "1", "label": label}) + "\n" for label in ["2", "", ""]))
+    with pytest.raises(DataError, match=r"2 of 3 labels.*labels\.jsonl, row 2, column 'label'"):
+        load_prompts(prompts_of(tmp_path, [4], **{"data.prompt_dataset": str(rows)}))

@@ -1,0 +1,35 @@
+"""What a check at start learns: a value with a level, what was seen, and the fix."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from openrlhf.data.errors import DataError, notice
+
+
+class Level(StrEnum):
+    """How much a finding matters."""
+
+    PASS = "pass"
+    WARNING = "warning"  # the run starts, with a notice
+    FAILURE = "failure"  # the run does not start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a check learned. `seen` and `fix` are sentences; a check that passes needs no fix."""
+
+    check: str
+    level: Level
+    seen: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.seen} {self.fix}".rstrip()
+
+
+def report(*findings: Finding) -> None:
+    """Print each warning as a notice. Raises DataError with all failures."""
+    notice(*[str(finding) for finding in findings if finding.level is Level.WARNING])
+    failures = [str(finding) for finding in findings if finding.level is Level.FAILURE]
+    if failures:
+        raise DataError("\n".join(failures))

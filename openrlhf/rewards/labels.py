@@ -1,0 +1,78 @@
+"""Labels that the built-in verifiers can read, checked before anything is sampled."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from openrlhf.data.findings import Finding, Level
+from openrlhf.rewards.checks import CodeTests, word_bounds
+
+LONGEST_SHOWN = 100  # characters of a label
+
+
+def math_answers(label: Any) -> list[str]:
+    """Return the right answers that a label names: its text or number, or those of a list. Raises ValueError if there are none."""
+    values = label if isinstance(label, list) else [label]
+    answers: list[str] = []
+    for value in values:
+        if isinstance(value, str) and value.strip():
+            answers.append(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            answers.append(json.dumps(value))
+        else:
+            raise ValueError(f"--reward.verifier math takes a text, a number, or a list of them, not {_shown(label)}")
+    if not answers:
+        raise ValueError("--reward.verifier math takes a list of answers with at least one answer, not []")
+    return answers
+
+
+def label_text(label: Any) -> str:
+    """Return a label as the text that a verifier reads."""
+    return label if isinstance(label, str) else json.dumps(label)
+
+
+def _read_pattern(label: str) -> None:
+    try:
+        re.compile(label)
+    except re.error as error:
+        raise ValueError(
+            f"--reward.verifier format takes a regular expression, not {_shown(label)}: {error}"
+        ) from error
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "math": math_answers,
+    "code": lambda label: CodeTests.parse(label_text(label)),
+    "format": lambda label: _read_pattern(label_text(label)),
+    "length": lambda label: word_bounds(label_text(label)),
+}
+
+
+def check_labels(verifier: str, labels: Iterable[Any], *, column: str, origin: Callable[[int], str]) -> Finding:
+    """Return a failure that counts the labels that a verifier cannot read and names the first; else a pass.
+
+    `origin` returns the dataset and row of a label, by its number.
+    """
+    read, unreadable, count, first = READERS[verifier], 0, 0, ""
+    for number, label in enumerate(labels):
+        count += 1
+        try:
+            read(label)
+        except ValueError as error:
+            unreadable += 1
+            first = first or f"{origin(number)}, column {column!r}: {error}"
+    if not unreadable:
+        return Finding(check="labels", level=Level.PASS, seen=f"All {count} labels can be read.")
+    return Finding(
+        check="labels",
+        level=Level.FAILURE,
+        seen=f"{unreadable} of {count} labels cannot be read, so their answers could earn nothing. The first: {first}.",
+        fix="Remove or correct these rows, or name another column with --data.label_key.",
+    )
+
+
+def _shown(label: Any) -> str:
+    text = repr(label)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"

@@ -1,0 +1,38 @@
+"""Runs that are too short to change a model are found at start."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from openrlhf.config.shared import OptimizerConfig
+from openrlhf.data.findings import Level
+from openrlhf.distributed.optimizers import make_schedule
+from openrlhf.launch.run_length import FEWEST_STEPS, IDLE_SHARE, check_steps
+
+
+def idle_steps(schedule: OptimizerConfig, steps: int) -> int:
+    """Count the steps that the real schedule takes with a rate of 0."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    rates = make_schedule(optimizer, schedule, steps)
+    idle = 0
+    for _ in range(steps):
+        idle += rates.get_last_lr()[0] == 0
+        optimizer.step()
+        rates.step()
+    return idle
+
+
+@pytest.mark.parametrize("scheduler", ["cosine_with_min_lr", "constant", "linear", "constant_with_warmup"])
+@pytest.mark.parametrize("ratio", [0.0, 0.03, 0.5])
+@pytest.mark.parametrize("steps", [1, 3, 19, 20, 200])
+def test_a_run_is_too_short_by_the_rates_of_its_real_schedule(scheduler: str, ratio: float, steps: int) -> None:
+    schedule = OptimizerConfig(lr_scheduler=scheduler, lr_warmup_ratio=ratio)
+    idle = idle_steps(schedule, steps)
+    short = steps < FEWEST_STEPS or idle > math.floor(IDLE_SHARE * steps)
+    found = check_steps(steps, schedule, fix="More rows.")
+    assert (found.level is Level.WARNING) == short
+    if short:
+        assert str(steps) in found.seen and ("warm-up" in found.seen) == bool(idle) and found.fix == "More rows."

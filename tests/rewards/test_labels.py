@@ -1,0 +1,64 @@
+"""Labels that a built-in verifier cannot read are found before a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from openrlhf.data.findings import Level
+from openrlhf.rewards.graders import grade_math
+from openrlhf.rewards.labels import check_labels
+
+UNREADABLE: list[tuple[str, Any]] = [
+    ("math", ""),
+    ("math", "  "),
+    ("math", None),
+    ("math", []),
+    ("math", [42, ""]),
+    ("math", {"answer": 42}),
+    ("math", True),
+    ("math", float("nan")),
+    ("code", ""),
+    ("code", "assert f(1) == 1"),
+    ("code", {"inputs": ["1"], "outputs": []}),
+    ("length", ""),
+    ("length", "20-10"),
+    ("format", "("),
+]
+READABLE: list[tuple[str, Any]] = [
+    ("math", "42"),
+    ("math", 42),
+    ("math", [42, 43.5]),
+    ("math", ["a", "b"]),
+    ("math", r"\text{no}"),
+    ("code", {"tests": "assert f(1) == 1"}),
+    ("length", 200),
+    ("format", ""),
+]
+
+
+@pytest.mark.parametrize(("verifier", "label"), UNREADABLE)
+def test_an_unreadable_label_is_a_failure_that_counts_and_names_the_first(verifier: str, label: Any) -> None:
+    readable = next(each for name, each in READABLE if name == verifier)
+    found = check_labels(
+        verifier, [readable, label, label], column="answer", origin=lambda row: f"rows.jsonl, row {row}"
+    )
+    assert found.level is Level.FAILURE
+    assert "2 of 3" in found.seen and "rows.jsonl, row 1, column 'answer'" in found.seen and found.fix
+
+
+@pytest.mark.parametrize(("verifier", "label"), READABLE)
+def test_a_readable_label_passes(verifier: str, label: Any) -> None:
+    assert check_labels(verifier, [label], column="answer", origin=str).level is Level.PASS
+
+
+def test_any_answer_in_a_list_of_labels_is_right() -> None:
+    assert [grade_math(rf"\boxed{{{answer}}}", [42, "43"]) for answer in (42, 43, 44)] == [1.0, 1.0, 0.0]
+    assert grade_math(r"\boxed{7}", 7) == 1.0
+
+
+@pytest.mark.parametrize("label", [each for name, each in UNREADABLE if name == "math"])
+def test_a_label_without_an_answer_is_an_error_and_no_reward_of_zero(label: Any) -> None:
+    with pytest.raises(ValueError):
+        grade_math("42", label)
