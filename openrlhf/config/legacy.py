@@ -10,7 +10,9 @@ from openrlhf.config.flags import Flag, tables
 
 TABLES = tables(__file__)
 NAMES, RL_NAMES, ELSEWHERE = TABLES["names"], TABLES["rl_names"], TABLES["elsewhere"]
+MOVED = TABLES["moved"]
 SWITCHES, IGNORED, REMOVED = TABLES["switches"], TABLES["ignored"], TABLES["removed"]
+OF_CRITICS = ("algo.advantage.lambd", "critic.value_clip")
 OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # 1024 if not given
 MOST_RENAMES = 3  # that a notice spells out
 Group = tuple[str, list[str]]  # a flag as it is typed, without its dashes, and the words that follow it
@@ -65,8 +67,26 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
     if lengths or alone:
         renamed |= _translate_lengths(lengths, "".join(typed.get("rollout.max_new_tokens", [])), result)
     if renamed:
-        result.notices.insert(0, _renames(renamed, flags))
+        moved = _moved_defaults(dict(result.groups), flags)
+        result.notices.insert(0, " ".join([_renames(renamed, flags), *moved]))
     return result
+
+
+def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag]) -> list[str]:
+    """Return one sentence about the flags that a command line leaves out and whose default was another one in older releases."""
+    if "config" in typed:  # a file may set them
+        return []
+    compares = typed.get("algo.advantage.estimator", ["gae"]) != ["gae"]  # without a critic
+    changed: list[str] = []
+    for path, before in MOVED.items():
+        if path not in flags or path in typed or str(flags[path].default) == before:
+            continue
+        idle = (path == "eval.split" and "eval.dataset" not in typed) or (path in OF_CRITICS and compares)
+        if not idle:
+            changed.append(f"--{path} {flags[path].default} (was {before})")
+    if not changed:
+        return []
+    return [f"Defaults have changed since older releases, and this command leaves out {', '.join(changed)}."]
 
 
 def _renames(renamed: Mapping[str, str], flags: Mapping[str, Flag]) -> str:

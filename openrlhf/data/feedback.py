@@ -18,6 +18,7 @@ from openrlhf.data.layouts import DATASOURCE, DROPPED, MARGIN
 from openrlhf.data.rows import Result, TokenizedRows, contents_of
 from openrlhf.data.sft import SFTDataset, SFTRow
 from openrlhf.data.templates import Encoded, Message, Passage, Span, cut, fill_template, in_common, messages_of
+from openrlhf.data.tokenizer import Ends
 
 PairSection = PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig  # columns, templates and `max_len` of pairs
 SAME_TEXT = "whose chosen and rejected text are the same"
@@ -137,7 +138,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     def __init__(
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: PairSection, *, needs_prompt: bool = False
     ) -> None:
-        self.needs_prompt = needs_prompt
+        self.needs_prompt, self.ends = needs_prompt, Ends.of(tokenizer)
         super().__init__(dataset, tokenizer, data)
         if needs_prompt and not any(self.rows["prompt_length"]):
             notice(
@@ -155,8 +156,8 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             return str(row[DROPPED])
         read = self._conversations if self.data.apply_chat_template else self._plain
         sides = read(row)
-        end_of_text = str(self.tokenizer.eos_token)
-        return [side.closed(end_of_text) for side in sides]
+        marks = self.ends.marks if self.data.apply_chat_template else []
+        return [side.closed(self.ends.texts, marks) for side in sides]
 
     def _plain(self, row: Mapping[str, Any]) -> list[Side]:
         prompt = ""
@@ -215,6 +216,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             raise ValueError("the last message is not the assistant's, so there is no answer to judge")
         if judged:
             passage = templates.render_conversation(self.tokenizer, messages, turns=judged, tools=tools)
+            passage = passage.with_ended_turns(self.ends.texts)
             return Side(text=passage.text, spans=passage.spans, response=passage.spans[0][0], exchange=True)
         text = templates.render(self.tokenizer, messages, tools=tools)
         answer = self._answer(prompt or messages[:-1], messages, text, tools)
@@ -224,15 +226,18 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         """The character where the answer begins; the start of the last answer if the template rewrites history."""
         if not self.needs_prompt:
             return 0
-        before = templates.render(self.tokenizer, prompt, add_generation_prompt=True, tools=tools) if prompt else ""
-        if text.startswith(before):
-            return len(before)
+        with suppress(ValueError):  # a beginning that the template forbids, for example without a user
+            before = ""
+            if prompt:
+                before = templates.render(self.tokenizer, prompt, add_generation_prompt=True, tools=tools)
+            if text.startswith(before):
+                return len(before)
         return templates.render_conversation(self.tokenizer, messages, tools=tools).response
 
     def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
         """The columns of a tokenized pair, or the reason why the pair is dropped."""
         margin, limit, prompt_length = _margin(row), self.data.max_len - 2, 0
-        chosen, rejected = (cut(known.tokens, self.data.max_len, self.tokenizer) for known in encoded)
+        chosen, rejected = (cut(known.tokens, self.data.max_len, self.tokenizer, self.ends.ids) for known in encoded)
         contexts: list[list[int]] = [[], []]
         if self.needs_prompt:
             starts = [known.tokens_of(text.spans[0]).start for known, text in zip(encoded, passages, strict=True)]

@@ -19,6 +19,7 @@ from openrlhf.data.findings import Finding, Level
 from openrlhf.data.layouts import LOOKED_AT
 from openrlhf.data.loading import Table
 from openrlhf.data.templates import render, texts_in
+from openrlhf.data.tokenizer import Ends, added_tokens
 
 RECORD = "openrlhf_format"  # in tokenizer_config.json, which goes wherever the model goes
 ANSWER = "(the answer)"
@@ -139,6 +140,43 @@ def compare_formats(model: str, trained: TextFormat | None, used: TextFormat, pr
     return [f"{model} was trained with {other}: its prompts look different here."]
 
 
+def unused_chat_template(
+    model: str, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, applied: bool
+) -> list[str]:
+    """Return a notice if a model has a chat template that neither the flags nor the texts use.
+
+    `model` is the flag that names the model, with its value. A model that an earlier stage exported says itself what it
+    was trained with: `compare_formats`.
+    """
+    if applied or recorded(tokenizer) or not tokenizer.chat_template:
+        return []
+    try:
+        rendered = render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
+    except ValueError:  # a template that needs more, a system message for instance
+        rendered = str(tokenizer.chat_template)
+    marks = [token for token in added_tokens(tokenizer) if token in rendered]
+    if any(mark in text for mark in marks for text in texts):
+        return []  # the rows are rendered already
+    return [
+        f"{model} has a chat template, but this run does not use it: prompts look different from the model's own chats. Pass "
+        "--data.apply_chat_template, unless this is a base model that was never trained on chats."
+    ]
+
+
+def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[str]:
+    """Return a notice if each of these prompts ends, and each answer begins, with a word, and nothing is put between them."""
+    pairs = [
+        (prompt.rstrip(".?!"), answer) for prompt, answer in zip(prompts, answers, strict=False) if prompt and answer
+    ]
+    if not pairs or not all(prompt[-1:].isalpha() and answer[0].isalnum() for prompt, answer in pairs):
+        return []
+    example = f"{prompts[0][-20:]}{answers[0][:20]}"
+    return [
+        f"Nothing separates prompts from answers: the first row is joined as {example!r}. Pass --data.apply_chat_template, or "
+        "--data.input_template with {} and a separator."
+    ]
+
+
 def filled_already(used: TextFormat, texts: Sequence[str]) -> list[str]:
     """A notice if texts of the data begin with the words of the template that they are put into."""
     words = (used.input_template or "").partition("{}")[0].strip()
@@ -188,8 +226,17 @@ def check_room(lengths: Sequence[int], *, max_len: int, max_new_tokens: int | No
 
 
 def ending_of(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The ending of most of these training rows: end-of-text, perhaps after a space, or "" if no row ends so."""
-    eos = str(tokenizer.eos_token)
+    """Return the ending of most of these training rows: end-of-text, perhaps after a space, or another end of generation.
+
+    Returns "" if no row ends so.
+    """
+    eos, ends = str(tokenizer.eos_token), Ends.of(tokenizer)
+    last = [tokens[-1] for tokens in rows]
+    others = [
+        text for text, number in zip(ends.texts[1:], ends.ids[1:], strict=True) if 2 * last.count(number) > len(rows)
+    ]
+    if others:
+        return others[0]
     before = [tokenizer.decode(tokens[-2:-1]) for tokens in rows if tokens[-1] == tokenizer.eos_token_id]
     if not before:
         return ""

@@ -126,5 +126,5 @@ class AnsweredDataset(SFTDataset):
         prompt, answer = passage.text[: passage.response], passage.text[passage.response :]
         if not data.apply_chat_template:  # not as it was ended
             prompt, answer = fill_template(data.input_template, row[data.input_key]), row[data.output_key]
-        tokens = cut(known.tokens, data.max_len, self.tokenizer)
+        tokens = cut(known.tokens, data.max_len, self.tokenizer, self.ends.ids)
         return {"text": prompt, "label": answer, "tokens": tokens, "cut": len(known.tokens) > data.max_len}

@@ -45,7 +45,13 @@ MOST_NAMED = 5  # malformed rows
 STORED = {bool: Value("bool"), int: Value("int32"), float: Value("float64"), str: Value("string")}
 STORED |= {list[kind]: List(value) for kind, value in STORED.items()}
 # Columns besides the fields of a row.
-NOTES = {MALFORMED: STORED[str], "dropped": STORED[str], "cut": STORED[bool], "rewritten": STORED[int]}
+NOTES = {
+    MALFORMED: STORED[str],
+    "dropped": STORED[str],
+    "cut": STORED[bool],
+    "rewritten": STORED[int],
+    "unended": STORED[int],
+}
 
 
 class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
@@ -105,7 +111,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
             attempt(self.columns, row, text, [next(encoded) for _ in text]) if isinstance(text, list) else text
             for row, text in zip(rows, texts, strict=True)
         ]
-        blank = {"dropped": "", "cut": False, "rewritten": 0}
+        blank = {"dropped": "", "cut": False, "rewritten": 0, "unended": 0}
         made = [{"dropped": result} if isinstance(result, str) else blank | result for result in results]
         return {name: [row.get(name) for row in made] for name in self.features}
 

@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data import templates
-from openrlhf.data.errors import DataError, row_error, text_of
+from openrlhf.data.errors import DataError, notice, row_error, text_of
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of
+from openrlhf.data.tokenizer import Ends
 
 TextSection = SFTDataConfig | KTODataConfig | InferenceDataConfig  # columns, templates and `max_len` of texts
 NO_PROMPT, NO_RESPONSE = "with an empty prompt", "with an empty response"
@@ -61,7 +62,14 @@ class SFTDataset(TokenizedRows[SFTRow]):
             raise DataError("--data.multiturn needs --data.apply_chat_template: only a chat has turns.")
         if pretrain:
             data = replace(data, output_key=None, apply_chat_template=False)
+        self.ends = Ends.of(tokenizer)
         super().__init__(dataset, tokenizer, data)
+        if unended := sum(self.rows["unended"]):
+            notice(
+                f"{unended} learned turns before the last end without a token at which generation stops "
+                f"({', '.join(self.ends.texts)}): add the end of a turn to eos_token_id in generation_config.json, or to the "
+                "chat template."
+            )
         if rewritten := sum(self.rows["rewritten"]):
             self.summary += f" {rewritten} assistant turns are not learned, because the chat template rewrites them."
 
@@ -78,7 +86,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
             return NO_RESPONSE if prompt else NO_PROMPT
         text = prompt + response
         passage = Passage(text=text, spans=[(len(prompt), len(text))], response=len(prompt))
-        return [passage.closed(str(self.tokenizer.eos_token))]
+        return [passage.closed(self.ends.texts)]
 
     def _conversation(self, row: Mapping[str, Any]) -> list[Passage] | str:
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
@@ -99,7 +107,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
             passage = templates.render_conversation(self.tokenizer, messages, first=first, turns=turns, tools=tools)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
-        return [passage.closed(str(self.tokenizer.eos_token))]
+        return [passage.with_ended_turns(self.ends.texts).closed(self.ends.texts, self.ends.marks)]
 
     def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
         """The columns of a row whose text is tokens now, or the reason why the row is dropped."""
@@ -115,6 +123,12 @@ class SFTDataset(TokenizedRows[SFTRow]):
             learned = range(max(places.start, 1), min(places.stop, len(tokens)))
             mask[learned.start : learned.stop] = [True] * len(learned)
         if not self.pretrain:
-            tokens, mask[-1] = cut(tokens, self.data.max_len, self.tokenizer), True
+            tokens, mask[-1] = cut(known.tokens, self.data.max_len, self.tokenizer, self.ends.ids), True
         was_cut = len(known.tokens) > len(tokens)
-        return {"tokens": tokens, "loss_mask": mask, "rewritten": passage.rewritten, "cut": was_cut}
+        return {
+            "tokens": tokens,
+            "loss_mask": mask,
+            "rewritten": passage.rewritten,
+            "unended": passage.unended,
+            "cut": was_cut,
+        }

@@ -3,7 +3,7 @@
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -204,16 +204,43 @@ class Passage:
     spans: list[Span]
     response: int
     rewritten: int = 0  # assistant turns that are no targets, because the template changes them
+    unended: int = 0  # targets before the last one that end without a text at which generation stops
 
-    def closed(self, end_of_text: str) -> Self:
-        """The passage without trailing newlines and with `end_of_text` at its end, after a space if it was missing.
+    def closed(self, ends: Sequence[str], marks: Sequence[str] = ()) -> Self:
+        """Return the passage without trailing newlines and with an end: one of `ends`, at which generation stops.
 
-        The added end is a target if the text before it is one.
+        If it has none of them, the first is added, after a space unless one of `marks` is there. The added end is a target
+        if the text before it is one.
         """
         text = self.text.rstrip("\n")
-        closed = text if text.endswith(end_of_text) else f"{text} {end_of_text}"
-        spans = [(start, len(closed) if end >= len(text) else end) for start, end in self.spans]
+        if text.endswith(tuple(ends)):
+            closed = text
+        elif text.endswith(tuple(marks)):
+            closed = text + ends[0]
+        else:
+            closed = f"{text} {ends[0]}"
+        spans: list[Span] = []
+        for start, end in self.spans:
+            if end >= len(text):
+                end = len(closed)
+            spans.append((start, end))
         return replace(self, text=closed, spans=spans)
+
+    def with_ended_turns(self, ends: Sequence[str]) -> Self:
+        """Return the passage with the role marker after each turn as a target, if generation stops at the marker.
+
+        Some templates close a turn with nothing but the marker of the next turn. `unended` counts the turns before the
+        last that have no end even so.
+        """
+        spans, unended = list[Span](), 0
+        for start, end in self.spans:
+            marker = next((mark for mark in ends if self.text.startswith(mark, end)), "")
+            if any(mark in self.text[start:end] for mark in ends):
+                marker = ""
+            elif not marker and end < len(self.text.rstrip("\n")):
+                unended += 1
+            spans.append((start, end + len(marker)))
+        return replace(self, spans=spans, unended=unended)
 
 
 def render_conversation(
@@ -258,7 +285,12 @@ def _marked(
     """The marked spans from message `first` on, or those of `turns`, found by counting the marks before each turn."""
 
     def before(turn: int) -> int:
-        return len(draw(messages[:turn])[1]) if turn else 0
+        if not turn:
+            return 0
+        try:
+            return len(draw(messages[:turn])[1])
+        except ValueError:  # a beginning that the template forbids, for example without a user
+            return sum(message["role"] == "assistant" for message in messages[:turn])
 
     if not turns:
         return marked[before(first) :] or marked[-1:]
@@ -268,11 +300,12 @@ def _marked(
 
 
 def _find_turn(draw: Draw, messages: Sequence[Message], turn: int, text: str) -> Span | None:
-    through, _ = draw(messages[: turn + 1])
     if turn:
-        prompt, _ = draw(messages[:turn], add_generation_prompt=True)
-        if text.startswith(prompt) and text.startswith(through) and len(prompt) < len(through):
-            return len(prompt), len(through)
+        with suppress(ValueError):  # a beginning that the template forbids, for example without a user
+            through, _ = draw(messages[: turn + 1])
+            prompt, _ = draw(messages[:turn], add_generation_prompt=True)
+            if text.startswith(prompt) and text.startswith(through) and len(prompt) < len(through):
+                return len(prompt), len(through)
     if any(messages[turn].get(field) for field in REASONING):
         return None
     return _find_content(draw, messages, turn, text)
@@ -286,7 +319,11 @@ def _find_content(draw: Draw, messages: Sequence[Message], turn: int, text: str)
     found = text.startswith(before) and text.endswith(after)
     if not found or text[len(before) : end].strip() != messages[turn]["content"].strip():
         return None
-    end_of_turn = draw(past)[0].partition(STAND_IN)[2]
+    try:
+        last, _ = draw(past)
+    except ValueError:  # a beginning that the template forbids: take the end of the whole conversation
+        last, _ = draw([*messages[:-1], {**messages[-1], "content": STAND_IN}])
+    end_of_turn = last.partition(STAND_IN)[2]
     return len(before), end + in_common(end_of_turn, after)
 
 
@@ -326,8 +363,12 @@ class Encoded:
         return in_common(self.tokens, before)
 
 
-def cut(tokens: Sequence[int], max_len: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """At most `max_len` tokens, the last of which is end-of-text."""
+def cut(
+    tokens: Sequence[int], max_len: int, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()
+) -> list[int]:
+    """Return at most `max_len` tokens, the last of which is end-of-text, or one of `ends` if nothing is cut."""
+    if len(tokens) <= max_len and tokens[-1] in ends:
+        return list(tokens)
     end_of_text: Any = tokenizer.eos_token_id
     return [*tokens[:max_len][:-1], end_of_text]
 

@@ -1,8 +1,10 @@
 """Loads a tokenizer for any stage: padding token, padding side, chat template."""
 
 import os
+from dataclasses import dataclass
+from typing import Any, Self
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from openrlhf.data.errors import DataError, notice
 
@@ -44,6 +46,42 @@ def get_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def end_ids(path: str) -> list[int]:
+    """Return the tokens at which a model ends a text, by its generation_config.json; none without that file."""
+    try:
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    except (OSError, ValueError):
+        return []
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """The tokens at which generation ends: end-of-text, which comes first, and those of generation_config.json."""
+
+    texts: list[str]
+    ids: list[int]
+    marks: list[str]  # tokens that stand for no text, such as the end of a turn
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Return the ends of the model that a tokenizer belongs to."""
+        ids = [int(str(tokenizer.eos_token_id))]
+        if tokenizer.name_or_path:
+            known = len(tokenizer)
+            ids += [number for number in end_ids(tokenizer.name_or_path) if number not in ids and number < known]
+        texts = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
+        return cls(texts=texts, ids=ids, marks=added_tokens(tokenizer))
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the tokens that stand beside the vocabulary, such as the end of a turn."""
+    vocabulary: Any = tokenizer.get_added_vocab  # typed as the value of a special token
+    return list(vocabulary())
 
 
 def require_vocabulary(

@@ -13,9 +13,9 @@ from openrlhf.config.inference import ChatConfig
 from openrlhf.data.first_look import TextFormat, joined_border, recorded
 from openrlhf.data.shown import show_text
 from openrlhf.data.templates import Message, encode, fill_template, render
-from openrlhf.data.tokenizer import require_chat_template
+from openrlhf.data.tokenizer import end_ids, require_chat_template
 from openrlhf.launch import settings
-from openrlhf.launch.prompt_data import end_ids, policy_tokenizer
+from openrlhf.launch.prompt_data import policy_tokenizer
 from openrlhf.models.loading import load_causal_lm
 
 PLAIN = "User: {}\nAssistant: "  # for a model of which nothing is known

@@ -11,14 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.batches import TokenRows
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
+from openrlhf.config.effects import unmet
+from openrlhf.config.flags import flags_of
 from openrlhf.config.machine import is_first
-from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedConfig
 from openrlhf.data import first_look
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import DataError, notice
 from openrlhf.data.findings import report
 from openrlhf.data.layouts import recognise
-from openrlhf.data.loading import ALL_ROWS, key_columns, load_datasets
+from openrlhf.data.loading import ALL_ROWS, Table, key_columns, load_datasets
 from openrlhf.data.shown import SHOWN, show_batch, show_template
 from openrlhf.data.tokenizer import get_tokenizer, require_vocabulary
 from openrlhf.distributed.averaging import WeightAverage
@@ -150,10 +152,27 @@ def load_rows(task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokeni
     task.config = replace(task.config, data=recognise(read, task.config))
     train = task.rows(read, tokenizer)
     notice(*first_look_at(task, first_look.texts_of(read, key_columns(task.config.data)), train, tokenizer))
+    notice(*look_at_borders(task.config, read))
     if not evaluation.dataset:
         return train, None
     held_out = load_datasets(evaluation.dataset, split=evaluation.split, max_samples=ALL_ROWS, seed=seed)
     return train, task.rows(held_out, tokenizer)
+
+
+def look_at_borders(config: SupervisedConfig, rows: Table) -> list[str]:
+    """Return a notice if a prompt column and an answer column are joined with nothing between them."""
+    data = config.data
+    if data.apply_chat_template or data.input_template:
+        return []
+    columns: tuple[str | None, str | None] = (None, None)
+    if isinstance(data, PreferenceDataConfig):
+        columns = (data.prompt_key, data.chosen_key)
+    elif isinstance(data, SFTDataConfig):
+        columns = (data.input_key, data.output_key)
+    prompt, answer = columns
+    if not prompt or not answer:
+        return []
+    return first_look.glued(first_look.texts_of(rows, [prompt]), first_look.texts_of(rows, [answer]))
 
 
 def first_look_at(
@@ -168,12 +187,15 @@ def first_look_at(
     first = [task.collate([rows[number]]) for number in range(min(first_look.LOOKED_AT, len(rows)))]
     ending = first_look.ending_of([row.tokens.tolist() for row in first], tokenizer)
     trained, used = first_look.recorded(tokenizer), task.text_format(tokenizer, ending)
+    model = f"--model.model_name_or_path {task.config.model.model_name_or_path}"
+    if not unmet(task.config, flags_of(task.config.__class__)["data.apply_chat_template"]):
+        applied = task.config.data.apply_chat_template
+        found += first_look.unused_chat_template(model, tokenizer, texts, applied=applied)
     if used:
         try:
             found += first_look.round_trip(tokenizer, [(used.input_template or "").replace("{}", "")])
         except DataError as error:  # rows may go without the template's words
             found.append(f"--data.input_template: {error}")
-        model = f"--model.model_name_or_path {task.config.model.model_name_or_path}"
         found += first_look.compare_formats(model, trained, used, texts) + first_look.filled_already(used, texts)
         found += first_look.joined_border(used, tokenizer)
         found += first_look.end_notices(ending, tokenizer, "Responses") if isinstance(first[0], TokenRows) else []

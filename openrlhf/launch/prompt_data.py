@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import ModelCommand
 from openrlhf.config.ppo import PPOConfig
@@ -17,7 +17,7 @@ from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
-from openrlhf.data.tokenizer import get_tokenizer, require_vocabulary
+from openrlhf.data.tokenizer import end_ids, get_tokenizer, require_vocabulary
 from openrlhf.launch import settings
 from openrlhf.models.loading import check_causal_lm, check_positions, step_tokens
 from openrlhf.models.scalar import check_is_scalar, check_scalar_weights
@@ -116,6 +116,9 @@ def look_at_prompts(
     used, trained = first_look.TextFormat.of(prompts.data, tokenizer), first_look.recorded(tokenizer)
     found = first_look.round_trip(tokenizer, texts, prompts=True) + first_look.joined_border(used, tokenizer)
     found += first_look.compare_formats(f"{flag} {policy}", trained, used, texts)
+    if not config.train.agent_func_path:  # an agent renders its own prompts
+        applied = prompts.data.apply_chat_template
+        found += first_look.unused_chat_template(f"{flag} {policy}", tokenizer, texts, applied=applied)
     check_reward_formats(config, used, texts)
     if trained and trained.ending:
         used = replace(used, ending=trained.ending)
@@ -147,21 +150,13 @@ def check_reward_formats(config: settings.Sampling, used: first_look.TextFormat,
         judge = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
         flag, trained = f"--reward.model_name_or_path {path}", first_look.recorded(judge)
         notice(*first_look.compare_formats(flag, trained, used, texts))
+        notice(*first_look.unused_chat_template(flag, judge, texts, applied=bool(used.chat_template)))
 
 
 def ends_of_generation(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, policy: str) -> set[str]:
     """The texts at which the engine stops, from the tokenizer, the model's generation_config.json and the flags."""
     numbers = [*end_ids(policy), *config.rollout.stop_token_ids]
     return {str(tokenizer.eos_token), *config.rollout.stop, *map(str, tokenizer.convert_ids_to_tokens(numbers))}
-
-
-def end_ids(path: str) -> list[int]:
-    """The tokens at which a model ends a text, by its generation_config.json; none without that file."""
-    try:
-        ids = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
-        return []
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:

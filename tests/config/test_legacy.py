@@ -208,3 +208,28 @@ def test_the_local_ppo_command_takes_the_names_of_rl() -> None:
     line = "--pretrain m --prompt_data d --advantage_estimator reinforce --label_key l --reward.verifier math"
     config = parse_config(PPOConfig, line.split(), command="train_ppo")
     assert value_at(config, "actor.model_name_or_path") == "m"
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "named"),
+    [
+        ("train_ppo_ray", "--pretrain m", {"lambd 1.0", "value_clip 0.5", "attn_implementation", "param_dtype"}),
+        (
+            "train_ppo_ray",
+            "--pretrain m --eval_dataset e",
+            {"lambd", "value_clip", "split train", "attn_imp", "param_d"},
+        ),
+        ("train_ppo_ray", "--pretrain m --lambd 0.95 --value_clip 0.2 --bf16 --flash_attn", set()),
+        ("train_ppo_ray", "--pretrain m --advantage_estimator rloo --bf16 --flash_attn", set()),
+        ("train_ppo_ray", "--actor.model_name_or_path m", set()),
+        ("train_sft", "--pretrain m", {"attn_implementation", "param_dtype"}),
+    ],
+)
+def test_a_script_of_flat_flags_names_the_moved_defaults_that_it_leaves_out_once(
+    command: str, line: str, named: set[str]
+) -> None:
+    groups = [(part.split()[0], part.split()[1:]) for part in line.split("--")[1:]]
+    said = [text for text in legacy.translate(groups, flags_of(ROOTS[command])).notices if "(was " in text]
+    assert len(said) == bool(named)
+    for text in said:
+        assert text.count("(was ") == len(named) and all(name in text for name in named)

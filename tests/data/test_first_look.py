@@ -19,11 +19,13 @@ from openrlhf.data.first_look import (
     end_notices,
     ending_of,
     filled_already,
+    glued,
     joined_border,
     record,
     recorded,
     round_trip,
     texts_of,
+    unused_chat_template,
 )
 from openrlhf.data.templates import encode
 from tests.data.small import MARKED_CHAT, PLAIN_CHAT, build_tokenizer, spaced_tokenizer
@@ -197,3 +199,24 @@ def test_a_template_whose_last_space_the_tokenizer_joins_with_the_answer_is_poin
     for template in ("User: {}\nAssistant:", "User: {}\nAssistant", "{}", None):
         assert joined_border(TextFormat(input_template=template), tokenizer) == []
     assert joined_border(TextFormat(input_template="User: {}\nAssistant: "), build_tokenizer()) == []
+
+
+def test_a_chat_template_that_neither_flags_nor_texts_use_is_pointed_out() -> None:
+    tokenizer = build_tokenizer(PLAIN_CHAT)
+    said = unused_chat_template("--model.model_name_or_path m", tokenizer, ["a"], applied=False)
+    assert "--data.apply_chat_template" in said[0]
+    assert unused_chat_template("m", tokenizer, ["a"], applied=True) == []
+    assert unused_chat_template("m", tokenizer, ["<|user|>a<|end|>"], applied=False) == []
+    assert unused_chat_template("m", build_tokenizer(), ["a"], applied=False) == []
+    record(tokenizer, TextFormat())
+    assert unused_chat_template("m", tokenizer, ["a"], applied=False) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "pointed_out"),
+    [("Hi there", "you", True), ("Is it?", "Yes", True), ("2+2=", "4", False), ("a ", "b", False), ("a", " b", False)],
+)
+def test_prompts_and_answers_with_nothing_in_between_are_pointed_out(
+    prompt: str, answer: str, pointed_out: bool
+) -> None:
+    assert bool(glued([prompt], [answer])) == pointed_out

@@ -130,9 +130,9 @@ def test_a_pretraining_text_of_one_token_is_left_out() -> None:
 
 def test_a_chat_by_id() -> None:
     row = dataset([{"input": [user("a"), assistant("ok")]}], build_tokenizer(PLAIN_CHAT), apply_chat_template=True)[0]
-    #                <|user|> a <|end|> \n <|assistant|> ok <|end|>  " " <eos>
-    assert row.tokens == [3, 74, 5, 8, 4, 106, 5, 9, 1]
-    assert row.loss_mask == [False] * 5 + [True] * 4
+    #                <|user|> a <|end|> \n <|assistant|> ok <|end|> <eos>
+    assert row.tokens == [3, 74, 5, 8, 4, 106, 5, 1]
+    assert row.loss_mask == [False] * 5 + [True] * 3
 
 
 def test_a_template_that_ends_with_the_tokenizers_end_of_text_gets_no_second_one() -> None:

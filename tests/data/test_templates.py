@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -13,9 +15,20 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import ByteLevel as ByteLevelOffsets
 from tokenizers.trainers import BpeTrainer
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from openrlhf.data.templates import encode, fill_template, learned_turns, render, render_conversation, to_messages
+from openrlhf.config.supervised import SFTDataConfig
+from openrlhf.data.sft import SFTDataset
+from openrlhf.data.templates import (
+    Message,
+    encode,
+    fill_template,
+    learned_turns,
+    render,
+    render_conversation,
+    to_messages,
+)
+from openrlhf.data.tokenizer import get_tokenizer
 from tests.data.small import FORGETFUL_CHAT, MARKED_CHAT, PLAIN_CHAT, SPACED_CHAT, THINKING_CHAT, build_tokenizer
 
 
@@ -256,3 +269,69 @@ def test_a_prompt_that_ends_in_a_space_loses_no_first_token() -> None:
     encoded = encode(tokenizer, [passage.text])[0]
     learned = [tokenizer.convert_ids_to_tokens(encoded.tokens)[t] for t in encoded.tokens_of(passage.spans[0])]
     assert learned == [" b", "e", "e", "\n"]
+
+
+# ---- the end of a turn, and beginnings that a template forbids
+
+ROLE_MARKED_CHAT = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+NEEDS_USER = (
+    "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+    "{{ raise_exception('no user query') }}{% endif %}"
+)
+
+
+def tokenizer_that_stops_at(folder: Path, template: str, *ends: str) -> PreTrainedTokenizerBase:
+    """A tokenizer whose model ends generation at <eos> and at `ends`."""
+    tokenizer = build_tokenizer(template)
+    tokenizer.save_pretrained(folder)
+    numbers = [tokenizer.convert_tokens_to_ids(token) for token in ("<eos>", *ends)]
+    GenerationConfig(eos_token_id=numbers).save_pretrained(folder)
+    return get_tokenizer(str(folder))
+
+
+def learned(rows: SFTDataset, number: int = 0) -> tuple[str, str]:
+    """The text of a row, and its targets."""
+    row, names = rows[number], rows.tokenizer.convert_ids_to_tokens(rows[number].tokens)
+    return "".join(names), "".join(name for name, target in zip(names, row.loss_mask, strict=True) if target)
+
+
+def chats(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **flags: Any) -> SFTDataset:
+    data = SFTDataConfig(input_key="messages", apply_chat_template=True, max_len=99, **flags)
+    return SFTDataset(Dataset.from_list([{"messages": messages}]), tokenizer, data)
+
+
+SAID = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+def test_nothing_is_appended_to_a_chat_that_ends_where_generation_stops(tmp_path: Path) -> None:
+    assert learned(chats(tokenizer_that_stops_at(tmp_path / "1", PLAIN_CHAT, "<|end|>"), SAID))[1] == "d<|end|>"
+    assert learned(chats(tokenizer_that_stops_at(tmp_path / "2", PLAIN_CHAT), SAID))[1] == "d<|end|><eos>"
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_role_marker_that_ends_a_turn_is_a_target_if_generation_stops_at_it_and_is_pointed_out_if_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stops: bool
+) -> None:
+    tokenizer = tokenizer_that_stops_at(tmp_path, ROLE_MARKED_CHAT, *["<|user|>"] * stops)
+    text, targets = learned(chats(tokenizer, SAID, multiturn=True))
+    assert text == "<|user|>a<|assistant|>b<|user|>c<|assistant|>d <eos>"
+    assert targets == ("b<|user|>d <eos>" if stops else "bd <eos>")
+    assert ("1 learned turns" in capsys.readouterr().err) == (not stops)
+
+
+@pytest.mark.parametrize("template", [PLAIN_CHAT, MARKED_CHAT, ROLE_MARKED_CHAT])
+@pytest.mark.parametrize("multiturn", [True, False])
+def test_a_conversation_that_begins_with_the_assistant_is_read_if_the_whole_renders(
+    template: str, multiturn: bool
+) -> None:
+    messages = [{"role": "assistant", "content": "x"}, *SAID]
+    free = learned(chats(build_tokenizer(template), messages, multiturn=multiturn))
+    assert learned(chats(build_tokenizer(NEEDS_USER + template), messages, multiturn=multiturn)) == free
