@@ -20,7 +20,7 @@ from openrlhf.data.templates import encode
 from openrlhf.evaluation.comparing import given_text
 from openrlhf.evaluation.journal import Journal
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, by_input
-from openrlhf.evaluation.runs import engines, reward_models, started
+from openrlhf.evaluation.runs import NOTE_EVERY_S, engines, reward_models, say_engines_start, started
 from openrlhf.files import write_atomically
 from openrlhf.launch import prompt_data, settings
 from openrlhf.launch.identity import inference_identity
@@ -34,7 +34,6 @@ from openrlhf.rollout.generator import Request, RolloutGenerator
 from openrlhf.trajectory import Prompt, Trajectory
 
 MODEL = "--model.model_name_or_path"
-NOTE_EVERY_S = 30.0  # where no progress bar says how far the command is
 
 
 def run_batch_inference(config: BatchInferenceConfig) -> None:
@@ -51,6 +50,8 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
         recorder.display.note(f"{len(prompts)} rows, {len(missing)} to do. Results so far: {journal.path}")
         recorder.display.begin(len(prompts), done=len(journal.results))
         work = answered if config.samples_answers else scored
+        if config.samples_answers:
+            say_engines_start(recorder, config, str(config.model.model_name_or_path))
         with work(config, tokenizer, missing, recorder.folder.logs) as groups:
             failed = keep(groups, journal, recorder)
         if journal.results:

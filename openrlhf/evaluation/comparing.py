@@ -155,7 +155,7 @@ def reward_metrics(pairs: Sequence[Comparison]) -> dict[str, float]:
 
 def row_of(pair: Comparison) -> dict[str, Any]:
     """The line of samples.jsonl: `response` and `reward` are of our answer; `win` is 1.0 if our answer is the better one."""
-    return sample_row(0, pair.ours) | {
+    return sample_row(0, pair.ours, evaluation=True) | {
         "against": pair.theirs.response_text,
         "against_reward": pair.theirs.reward,
         "win": pair.win,

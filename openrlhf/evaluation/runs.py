@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Literal, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -57,6 +58,7 @@ from openrlhf.trainers.stages import EarlyStages, RewardModels
 from openrlhf.trajectory import Trajectory
 from openrlhf.workers.frozen import RewardWorker
 
+NOTE_EVERY_S = 30.0  # of progress, where there is no bar
 T = TypeVar("T")
 
 
@@ -77,7 +79,7 @@ def run_pass_k(config: EvaluationConfig) -> None:
     with started(config) as recorder:
         evaluation = Evaluation(config, recorder)
         answers = evaluation.rewarded(evaluation.answers(model, "vllm"))
-        evaluation.recorder.folder.log_samples(sample_row(0, answer) for answer in answers)
+        evaluation.recorder.folder.log_samples(sample_row(0, answer, evaluation=True) for answer in answers)
         evaluation.report(evaluation_metrics(answers, k=k), rows_of(answers, lambda t: t, partial(source_columns, k=k)))
         evaluation.errors.check(answers)
 
@@ -176,6 +178,7 @@ class Evaluation:
         config = self.config
         spec = settings.eval_sampling(config)
         self.recorder.display.note(f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each.")
+        say_engines_start(self.recorder, config, model.path)
         with engines(config, model.path, model.tokenizer, name=name, logs=self.logs) as fleet:
             scored_later = config.reward.models or config.judge.url
             agents = make_agents(config, model.tokenizer, needs_reward=not scored_later, log_dir=self.logs)
@@ -197,7 +200,16 @@ class Evaluation:
             closing(agents) if agents else nullcontext(),
         ):
             generator = RolloutGenerator(engines, model.tokenizer, rule, agents=agents, fallback=config.reward.fallback)
-            return evaluate(model.prompts, generator, loop, spec, step=0, timeout_s=config.train.step_timeout)
+            progress = Progress(self.recorder, prompts=len(model.prompts))
+            return evaluate(
+                model.prompts,
+                generator,
+                loop,
+                spec,
+                step=0,
+                timeout_s=config.train.step_timeout,
+                finished=progress.count,
+            )
 
     def rewarded(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
         """The answers with the sums of their rewards. Reward models run only meanwhile."""
@@ -229,6 +241,29 @@ class Evaluation:
         self.report({**comparing.metrics_of(pairs, columns), **(rewards or {})}, rows)
         failed = [pair.error for pair in pairs if pair.win is None]
         self.errors.check_errors(failed, of=len(pairs), what="pairs could not be judged")
+
+
+class Progress:
+    """Shows how many prompts of an evaluation have all their answers: beside the bar, or in a line every half minute."""
+
+    def __init__(self, recorder: Recorder, *, prompts: int) -> None:
+        self.display, self.prompts = recorder.display, prompts
+        self.done, self.noted = 0, monotonic()
+
+    def count(self, group: Sequence[Trajectory]) -> None:
+        """Count a prompt whose answers are finished and rewarded."""
+        self.done += 1
+        text = f"{self.done} of {self.prompts} prompts answered"
+        self.display.status(text)
+        if not self.display.live and monotonic() - self.noted >= NOTE_EVERY_S:
+            self.noted = monotonic()
+            self.display.note(f"{text}.")
+
+
+def say_engines_start(recorder: Recorder, config: settings.Engines, path: str) -> None:
+    """Say that engines load a model, which takes a while in which nothing else is printed."""
+    recorder.display.status("starting engines")
+    recorder.display.note(f"Starting {config.vllm.num_engines} engine(s) of {path}; logs: {recorder.folder.logs}")
 
 
 @contextmanager

@@ -83,9 +83,11 @@ def train(config: PPOConfig, processes: Processes) -> None:
 def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
     """Print the host groups, the number of steps and the first prompts, for --dry_run."""
     print(plan.describe(plan.check(expected_machines(plan.on_gpus, config.placement.cluster))))
-    steps = len(config.step_sizes(len(data.train)))
+    sizes = config.step_sizes(len(data.train))
     most = "at most " if config.algo.dynamic_filtering_enable else ""
-    print(f"{len(data.train)} prompts, {most}{steps} steps of {config.rollout.batch_size} prompts")
+    steps = f"{len(sizes)} step" if len(sizes) == 1 else f"{len(sizes)} steps"
+    short = f" (--rollout.batch_size {config.rollout.batch_size})" if max(sizes) < config.rollout.batch_size else ""
+    print(f"{len(data.train)} prompts, {most}{steps} of {max(sizes)} prompts{short}")
     order = ResumableSampler(len(data.train), seed=config.train.seed, drop_last=False)
     show_prompts(config, data.train, order)
     print(UNPROVEN)

@@ -163,7 +163,11 @@ def read_samples(rows: Iterable[Row]) -> Samples:
         pairs = [(first[kind][prompt], row) for prompt, row in again[kind].items()]
     else:
         caption = "of the first and of the newest step; no prompt of the first step was drawn again" if latest else ""
-        pairs = list(zip_longest((first[False] or first[True]).values(), latest.values()))
+        earlier = list((first[False] or first[True]).values())
+        if latest:
+            pairs = list(zip_longest(earlier, latest.values()))
+        else:
+            pairs = list(zip_longest(earlier[0::2], earlier[1::2]))  # of one step: two beside each other
     return Samples(caption=caption, pairs=pairs[:SAMPLE_PAIRS], errors=list(errors), error_count=error_count)
 
 

@@ -81,6 +81,7 @@ def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -
         "prompt_index": trajectory.prompt.index,
         "sample_index": trajectory.sample_index,
         "prompt": trajectory.prompt.text,
+        "label": trajectory.prompt.label,
         "response": trajectory.response_text,
         "reward": trajectory.reward,
         "scores": score | dict(trajectory.extra_logs),  # the numbers of the user's code, too

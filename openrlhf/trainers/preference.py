@@ -73,9 +73,10 @@ class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
 
 
 def pair_metrics(losses: Tensor, rewards: Tensor) -> dict[str, Metric]:
-    """Loss, accuracy and mean rewards of pairs. Rewards 2i and 2i + 1 are those of the chosen and rejected text of pair i."""
+    """Loss, accuracy and mean rewards of pairs. A pair of equal rewards is half right. Rewards 2i and 2i + 1 are those of the chosen and rejected text of pair i."""
     chosen, rejected, pairs = rewards[0::2], rewards[1::2], len(losses)
-    accuracy = Mean(float((chosen > rejected).sum()), pairs)
+    right = (chosen > rejected).float() + (chosen == rejected).float() / 2
+    accuracy = Mean(float(right.sum()), pairs)
     return {
         "train/loss": Mean(float(losses.detach().sum()), pairs),
         "train/acc": accuracy,

@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
@@ -192,8 +192,16 @@ def evaluate(
     *,
     step: int,
     timeout_s: float,
+    finished: Callable[[Group], None] = lambda group: None,
 ) -> list[Trajectory]:
-    """Episodes of every evaluation prompt for the weights after `step`, as many prompts at a time as training has in a step."""
+    """Episodes of every evaluation prompt for the weights after `step`, as many prompts at a time as training has in a step.
+
+    `finished` is called with the episodes of each prompt when they have finished.
+    """
     every_prompt, request = (prompts[row] for row in range(len(prompts))), Request(spec=spec, step=step)
     stream = generator.stream(every_prompt, request, groups=len(prompts), at_once=spec.rollout.batch_size)
-    return in_prompt_order(loop.iterate(stream, timeout_s))
+    groups: list[Group] = []
+    for group in loop.iterate(stream, timeout_s):
+        groups.append(group)
+        finished(group)
+    return in_prompt_order(groups)

@@ -73,6 +73,7 @@ def test_a_sample_has_the_documented_keys(tmp_path):
             "prompt_index": 7,
             "sample_index": 3,
             "prompt": "2+2=",
+            "label": "",
             "response": "4",
             "reward": 0.5,
             "scores": {"score": 1.0, "format": 0.25},
