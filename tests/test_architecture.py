@@ -13,7 +13,7 @@ LEVELS = {
     room: level
     for level, rooms in enumerate(
         (
-            ("config", "files", "termination", "trajectory"),
+            ("config", "files", "locks", "termination", "trajectory"),
             ("batches", "algorithms", "observability"),
             ("models", "data", "distributed"),
             ("processes", "checkpoints"),
@@ -44,7 +44,7 @@ HOMES = {
     "uvicorn": ["serving.server", "agents.openai_endpoint"],
 }
 # What a module may load at import besides the standard library and our own modules.
-STANDARD_LIBRARY_ONLY = ["config*", "termination", "trajectory", "utils", "cli*"]
+STANDARD_LIBRARY_ONLY = ["config*", "locks", "termination", "trajectory", "utils", "cli*"]
 WITHOUT_TORCH = ["processes*", "agents.contract", "agents.program", "rewards*"]
 MODULES = sorted(package().values(), key=str)
 

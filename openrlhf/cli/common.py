@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from tempfile import TemporaryFile
@@ -12,12 +12,15 @@ from typing import NoReturn, TypeVar
 
 from openrlhf.config import machine
 from openrlhf.config.commands import VERBS, Command, Root
-from openrlhf.config.flags import UserError, flags_in, toml_beside
+from openrlhf.config.flags import UserError, flags_of, toml_beside, value_at
 from openrlhf.config.options import parse_config
+from openrlhf.config.places import model_in, outputs
+from openrlhf.locks import InUseError, locked
 from openrlhf.termination import in_order
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables of a launcher
 OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
+SHARED = ("events",)  # kinds of places to which several commands may write at once
 C = TypeVar("C", bound=Command)
 
 
@@ -79,7 +82,7 @@ def plain_ends() -> Iterator[None]:
     """A user's mistake ends the process with its message and status 2, Ctrl-C with 130, anything else with a traceback."""
     try:
         yield
-    except UserError as error:
+    except (UserError, InUseError) as error:
         fail(error)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -88,13 +91,14 @@ def plain_ends() -> Iterator[None]:
 
 def train_offline(config: Root, task: str) -> None:
     """Train an offline task, a built-in one or a plug-in's, as the flags say."""
-    with machine.quick_imports():  # after the flags: --help and mistakes answer without loading torch
-        from openrlhf.launch.offline import run_offline
-        from openrlhf.trainers import distill, kto, preference, process_reward, reward, sft  # noqa: F401  they register themselves
-        from openrlhf.trainers.tasks import OFFLINE_TASKS
+    with plain_ends(), writing_alone(config):
+        with machine.quick_imports():  # after the flags: --help and mistakes answer without loading torch
+            from openrlhf.launch.offline import run_offline
+            from openrlhf.trainers import distill, kto, preference, process_reward, reward, sft  # noqa: F401  they register themselves
+            from openrlhf.trainers.tasks import OFFLINE_TASKS
 
-    with plain_ends(), in_order():
-        run_offline(OFFLINE_TASKS[task](config))
+        with in_order():
+            run_offline(OFFLINE_TASKS[task](config))
     leave(0)
 
 
@@ -121,9 +125,9 @@ def command(verb: str, module: str) -> Callable[..., None]:
         config = flags_or_exit(flags, words, command=name, on_ray=on_ray)
         if on_ray:
             check_versions()
-        with machine.quick_imports():
-            run = resolve_name(about["run"])
-        with plain_ends():
+        with plain_ends(), writing_alone(config):
+            with machine.quick_imports():
+                run = resolve_name(about["run"])
             run(config)
 
     if module == "__main__":
@@ -131,32 +135,55 @@ def command(verb: str, module: str) -> Callable[..., None]:
     return main
 
 
-WRITTEN = ("ckpt.output_dir", "ckpt.path", "run.dir", "rollout.dump_dir", "output_path")
 STACKS: dict[str, dict[str, str]] = toml_beside(__file__, "stacks.toml")
 
 
 def check_folders(config: Command) -> None:
-    """End with status 2 if a folder that the run writes to at its end, perhaps weeks later, cannot be written."""
+    """End with status 2 if a place that the command writes to at its end, perhaps weeks later, cannot be written.
+
+    Print a notice about a model that the command replaces.
+    """
     relative: list[str] = []
-    for flag, value in flags_in(config):
-        if flag.path not in WRITTEN or not value:
-            continue
-        named, folder = flag.typed(value), Path(value)
-        folder = folder.parent if flag.path == "output_path" else folder  # that is a file
+    for output in outputs(config):
+        folder = Path(output.path)
+        folder = folder.parent if output.is_file else folder
         there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.exists(place))
         try:
             with TemporaryFile(dir=there):
                 pass
         except OSError as error:
-            fail(f"{named} cannot be written to: {there}: {error.strerror}. Choose another folder.")
+            fail(f"{output.named} cannot be written to: {there}: {error.strerror}. Choose another folder.")
         if not folder.is_absolute():
-            relative.append(named)
+            relative.append(output.named)
+        if output.kind == "model" and (model := model_in(output.path)) and machine.is_first():
+            print(
+                f"[notice] {output.named} has a model ({model}). It is replaced when the new one is complete. Another folder "
+                "keeps both.",
+                file=sys.stderr,
+            )
     if relative and "working_dir_files" in Path.cwd().parts:  # where Ray keeps the working directories of jobs
         print(
             f"[notice] {', '.join(relative)}: relative to {Path.cwd()}, the copy of the working directory that Ray made "
             "for this job and may delete. Absolute paths outlive it.",
             file=sys.stderr,
         )
+
+
+@contextmanager
+def writing_alone(config: Command) -> Iterator[None]:
+    """Hold the locks of the places that the command writes to until the block exits.
+
+    Raises InUseError if another process holds one. The folder of a resumed run is known to its `RunFolder` alone. In a
+    launcher the first process has the locks; a dry run needs none.
+    """
+    dry = "dry_run" in flags_of(type(config)) and value_at(config, "dry_run")
+    with ExitStack() as locks:
+        for output in outputs(config) if machine.is_first() and not dry else ():
+            resumed = output.kind == "run" and ("run.dir" not in config.given or config.given.get("ckpt.load_enable"))
+            if output.kind in SHARED or resumed:
+                continue
+            locks.enter_context(locked(Path(output.path), output.named, is_file=output.is_file))
+        yield
 
 
 def check_versions() -> None:

@@ -17,6 +17,6 @@ class CombinerConfig(Command):
     """Merge an adapter into its base model."""
     model_path: str = required("Folder or hub name of the base model.", holds="model")
     lora_path: str = required("Folder of the adapter.", holds="place")
-    output_path: str = required("Folder of the merged model.", holds="place")
+    output_path: str = required("Folder of the merged model.", holds="place", writes="model")
     is_rm: bool = option(False, "The adapter is a reward model's or critic's.")
     ds: MergedConfig = MergedConfig()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, ClassVar, Self
 
-from openrlhf.config import machine, rules, shared
+from openrlhf.config import machine, places, rules, shared
 from openrlhf.config.effects import Effects, Sentences, combined, without_effect
 from openrlhf.config.flags import Section, amend, bound_violations, mentions, option, spelled_out, toml_beside
 from openrlhf.config.unsupported import refusals
@@ -63,7 +63,15 @@ class Command(Section):
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        return rules.sources_exist(self)
+        return [*rules.sources_exist(self), *places.overwriting(self)]
+
+    def idle_places(self) -> set[str]:
+        """The paths of flags for places to write to at which this command, with these flags, writes nothing."""
+        return set()
+
+    def further_places(self) -> list[tuple[str, str, str]]:
+        """Places that the command writes to without a flag of their own: name, path, and kind (`places`)."""
+        return []
 
 
 # fmt: off
@@ -132,6 +140,18 @@ class Root(RecordedCommand):
     eval: shared.EvalConfig = shared.EvalConfig()
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig()
     local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best evaluation is kept."""
+        key, evaluates = self.ckpt.best_metric_key, bool(self.eval.dataset) or self.measures_training_rows
+        return evaluates and key != "none" and bool(key or self.eval.patience)
+
+    def idle_places(self) -> set[str]:
+        """The folder of checkpoints, if the run neither writes nor reads there."""
+        ckpt = self.ckpt
+        writes = (ckpt.saves or self.keeps_best) and (ckpt.save_hf or not ckpt.disable_ds)
+        return set() if writes or ckpt.load_enable else {"ckpt.path"}
 
     def notices(self) -> Sentences:
         """Checkpoints that hold nothing."""

@@ -72,6 +72,7 @@ class Flag:
     le: float | None = None
     lt: float | None = None
     holds: Literal["model", "dataset", "place"] | None = None  # paths or hub names, by comma; a path of this machine
+    writes: str = ""  # the kind of output that the command writes to this place: `places`
     needs: tuple[str, ...] = ()  # conditions under which it has an effect: `effects`
     required: bool = False  # None until it is given; `check()` asks for it
     saved: bool = True  # False: left out of configuration files

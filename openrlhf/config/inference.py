@@ -72,7 +72,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
     task: str = option(
         "generate", "Answer prompts (generate_vllm is the same), or score answers with reward models.",
         choices=("generate", "generate_vllm", "rm"))
-    output_path: str = required("File for the results, a JSON object per line. A killed command continues in it.", holds="place")
+    output_path: str = required("File for the results, a JSON object per line. A killed command continues in it.", holds="place", writes="file")
     best_of_n: int = option(1, "Answers to each prompt.", ge=1)
     iter: int | None = option(None, "Use the rows from iter x rollout.batch_size on, so many.", ge=0)
     post_processor: str = option(

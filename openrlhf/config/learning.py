@@ -181,6 +181,21 @@ class RLFlags(Root):
     logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_ppo"))
 
     @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best evaluation is kept. Without a name, pass@1 is followed."""
+        return bool(self.eval.dataset) and self.ckpt.best_metric_key != "none"
+
+    def idle_places(self) -> set[str]:
+        """All folders of models, if nothing is trained."""
+        return {"ckpt.path", "ckpt.output_dir"} if self.rollout.only else super().idle_places()
+
+    def further_places(self) -> list[tuple[str, str, str]]:
+        """The folder of the critic."""
+        writes_critic = self.estimator.needs_critic and self.critic.save_value_network and not self.rollout.only
+        folder = f"{self.ckpt.output_dir}_critic"
+        return [(f"{folder} (--critic.save_value_network)", folder, "model")] if writes_critic else []
+
+    @property
     def samples(self) -> int:
         """Samples of one iteration."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt

@@ -118,23 +118,14 @@ class Reader:
         return f"{self.command} has no flag {name}.{did_you_mean([name.removesuffix(bare) + path for path in paths])}"
 
     def _keep_apart(self, file: Path, written: set[str]) -> None:
-        """A file written by an earlier run names that run's folders.
-
-        Drop `run.dir`, and warn before the model there is replaced.
-        """
+        """Drop the `run.dir` of a file that an earlier run wrote, which is that run's own."""
         if file.name == "config_resolved.yaml":
             self.problems.append(f"--config {file} also has derived values: give config.yaml beside it.")
-        run, model = (self.given.get(path) if path in written else None for path in ("run.dir", "ckpt.output_dir"))
+        run = self.given.get("run.dir") if "run.dir" in written else None
         if run and Path(run).resolve() == file.resolve().parent:
             del self.given["run.dir"]
             self.notices.append(
                 f"--run.dir {run} belongs to the run that wrote {file}: this run has a folder of its own."
-            )
-        # os.walk finds nothing in a folder that may not be read: `check_folders` says so.
-        if model and not self.given.get("ckpt.load_enable") and any(dirs or files for _, dirs, files in os.walk(model)):
-            self.notices.append(
-                f"--ckpt.output_dir {model} comes from {file} and holds files: this run replaces the model there. "
-                "To keep it, give another --ckpt.output_dir."
             )
 
     def read_yaml(self, file: str) -> dict[str, Any]:

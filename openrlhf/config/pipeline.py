@@ -17,7 +17,7 @@ STAGES = {verb: about for verb, about in VERBS.items() if "result" in about}
 # fmt: off
 class PipelineRunConfig(Section):
     """Where everything goes."""
-    dir: str = derived("Folder of all stages; unset: ./runs/<name of the file>, with --settings behind it.", holds="place")
+    dir: str = derived("Folder of all stages; unset: ./runs/<name of the file>, with --settings behind it.", holds="place", writes="stages")
 
 class PipelineConfig(Command):
     """Stages in a file, one after the other."""

@@ -79,7 +79,7 @@ class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     max_turns: int | None = option(None, "Turns of an episode with an agent.", ge=1, needs=AGENT)
     step_timeout: float = option(600.0, "Seconds for one step of an agent.", gt=0, needs=AGENT)
     episode_timeout: float = option(3600.0, "Seconds for a whole episode.", gt=0, needs=AGENT)
-    dump_dir: str | None = option(None, "Write every episode into this folder, a file per step.", holds="place")
+    dump_dir: str | None = option(None, "Write every episode into this folder, a file per step.", holds="place", writes="episodes")
     replay_dir: str | None = option(None, "Train from the episodes in this folder, without engines.", holds="place")
     only: bool = option(False, "Generate and reward, and do not train.")
 

@@ -20,8 +20,8 @@ MUON = "optim=muon"
 
 class CheckpointConfig(Section):
     """Checkpoints and the exported model."""
-    output_dir: str = option("./ckpt", "Folder of the final model and tokenizer.", holds="place")
-    path: str = option("./ckpt/checkpoints", "Folder of the checkpoints of the run.", holds="place")
+    output_dir: str = option("./ckpt", "Folder of the final model and tokenizer.", holds="place", writes="model")
+    path: str = option("./ckpt/checkpoints", "Folder of the checkpoints of the run.", holds="place", writes="checkpoints")
     save_steps: int = option(-1, "Steps between checkpoints; -1: none.", ge=-1)
     save_hf: bool = option(False, "Export a Transformers model with every checkpoint.", needs=CHECKPOINTS)
     export_fp32: bool = option(False, "Export float32 weights, of bf16 training the optimizer's own: to train further.")
@@ -61,11 +61,11 @@ class LoggerConfig(Section):
     """Where numbers go besides the run folder."""
     logging_steps: int = option(1, "Steps between two entries.", ge=1)
     wandb: WandbConfig = WandbConfig()
-    tensorboard_dir: str | None = option(None, "Folder for TensorBoard's event files.", holds="place")
+    tensorboard_dir: str | None = option(None, "Folder for TensorBoard's event files.", holds="place", writes="events")
 
 class RunConfig(Section):
     """The run folder and the terminal."""
-    dir: str = derived("Run folder; unset: ./runs/<command>-<time>-<process>.", holds="place")
+    dir: str = derived("Run folder; unset: ./runs/<command>-<time>-<process>.", holds="place", writes="run")
     quiet: bool = option(False, "Plain lines on the terminal.")
     json: bool = option(False, "One JSON object per step on the terminal.")
 

@@ -153,6 +153,10 @@ class DPOConfig(ReferencedConfig):
         """Whether the loss reads a reference."""
         return choices.PREFERENCE_LOSSES[self.model.loss_type]
 
+    def idle_places(self) -> set[str]:
+        """The folder of checkpoints, if the run neither writes nor reads there. The scores of the reference go there."""
+        return set() if self.ref.precompute else super().idle_places()
+
     def derived_values(self) -> dict[str, Any]:
         """The loss that --model.ipo_enable means."""
         return super().derived_values() | ({"model.loss_type": "ipo"} if self.model.ipo_enable else {})

@@ -7,7 +7,6 @@ The folder of a pipeline has, for each stage, its folder, its flags (<stage>.yam
 (<stage>.json: what the result was made from). What is run anew is moved to earlier/<n>/ first.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -32,11 +31,12 @@ import yaml
 from jinja2 import Environment, StrictUndefined, TemplateError
 
 from openrlhf.config import machine
-from openrlhf.config.flags import ConfigError, UserError, did_you_mean, flags_of, items, nearest, text_of
+from openrlhf.config.flags import ConfigError, did_you_mean, flags_of, items, nearest, text_of
 from openrlhf.config.options import leaves, parse_config
 from openrlhf.config.pipeline import STAGES, PipelineConfig
 from openrlhf.files import BLOCK, SAMPLES, fingerprint, write_atomically
 from openrlhf.launch.pipeline_report import Result, write_pipeline_report
+from openrlhf.locks import locked
 from openrlhf.observability.run_folder import set_aside
 from openrlhf.termination import asked, in_order
 
@@ -156,10 +156,14 @@ class Pipeline:
         if unknown := [name for name in stage.uses if name not in before]:
             hint = did_you_mean(nearest(unknown[0], before))
             return [f"${{{unknown[0]}}} is no stage before this one ({', '.join(before) or 'the first'}).{hint}"]
-        if not stage.command:
-            return []
-        if stage.command not in STAGES:
+        if stage.command and stage.command not in STAGES:
             return [f"there is no command {stage.command}; known are {', '.join(STAGES)}."]
+        if self.file.resolve() in [(self.folder / f"{stage.name}{end}").resolve() for end in (".yaml", ".json")]:
+            return [
+                f"--run.dir {self.folder} has the file itself, under the name of a file of this stage: move one of them."
+            ]
+        if not stage.command:
+            return self.own_folder_read(stage)
         if taken := PLACES.keys() & stage.values.keys():
             return [f"--{path} is given by the pipeline: leave it out." for path in sorted(taken)]
         joined = machine.cluster_gpus
@@ -173,7 +177,13 @@ class Pipeline:
             return [text for text in said if not any(str(self.folder / name) in text for name in stage.uses)]
         finally:
             machine.cluster_gpus = joined
-        return []
+        return self.own_folder_read(stage)
+
+    def own_folder_read(self, stage: Stage) -> list[str]:
+        """What is wrong with a stage that reads its own folder, which is moved away before the stage runs anew."""
+        own = (self.folder / stage.name).resolve()
+        inside = [place for place in stage.reads if Path(place).resolve().is_relative_to(own)]
+        return [f"it reads {place}, in its own folder, which is moved away before it runs." for place in inside]
 
     def result(self, name: str) -> Path:
         """What `${name}` stands for in later stages: a model, a file of answers, or the stage's folder."""
@@ -233,25 +243,18 @@ class Pipeline:
 
     def run(self, *, dry: bool = False) -> None:
         """Check all stages, and run those that are not done. Raises SystemExit with the status of a stage that fails."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / ".lock", "w") as lock:  # a stage inherits it, and may outlive us
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"--run.dir {self.folder} is in use by another pipeline, or by a stage that outlived one: end it first."
-                ) from None
+        with locked(self.folder, f"--run.dir {self.folder}") as lock:  # a stage inherits it, and may outlive us
             self.check_all()
             try:
                 for stage in self.stages:
-                    self.run_stage(stage, lock.fileno(), dry=dry)
+                    self.run_stage(stage, lock, dry=dry)
             except (KeyboardInterrupt, SystemExit):
                 print("The same command goes on from here.", file=sys.stderr)
                 raise
         if not dry:
             print(f"All stages are done. Report: {self.report()}")
 
-    def run_stage(self, stage: Stage, lock: int, *, dry: bool) -> None:
+    def run_stage(self, stage: Stage, lock: int | None, *, dry: bool) -> None:
         """Run a stage, unless it is done and made from what is there now."""
         folder, path = self.folder / stage.name, self.folder / f"{stage.name}.json"
         inputs, record = self.inputs(stage), self.record(stage)
@@ -319,9 +322,10 @@ class Pipeline:
         return write_pipeline_report(self.folder / "report.html", results, title=self.file.stem)
 
 
-def execute(words: Sequence[str], lock: int) -> int:
+def execute(words: Sequence[str], lock: int | None) -> int:
     """Run a program to its end, and return its status. If this process is asked to end, the program ends first."""
-    with subprocess.Popen(words, env={**os.environ, "PATH": search_path()}, pass_fds=[lock]) as child:
+    inherited = [] if lock is None else [lock]
+    with subprocess.Popen(words, env={**os.environ, "PATH": search_path()}, pass_fds=inherited) as child:
         try:
             return child.wait()
         except BaseException:

@@ -80,8 +80,8 @@ class Recorder:
         self._show(self.health.end())
         self.display.close()
         self.trackers.close()
-        self.folder.close()
         self.display.note(f"report: {report_run(self.folder.path)}")
+        self.folder.close()
 
     def _show_errors(self, when: str, trajectories: Sequence[Trajectory]) -> None:
         """Show the first error of each kind of failure of the run."""

@@ -17,19 +17,25 @@ logged, so a killed process loses at most the line that it was writing.
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
+from openrlhf.config.places import OWNED
 from openrlhf.files import write_atomically
+from openrlhf.locks import locked
 from openrlhf.trajectory import Trajectory
 
 CONFIG, RESOLVED, METRICS, SAMPLES = "config.yaml", "config_resolved.yaml", "metrics.jsonl", "samples.jsonl"
-REPORT, LOGS, WANDB_ID = "report.html", "logs", "wandb_id"
-ENTRIES = (CONFIG, RESOLVED, METRICS, SAMPLES, REPORT, LOGS, WANDB_ID, "wandb")
+REPORT, LOGS, WANDB_ID, EARLIER = "report.html", "logs", "wandb_id", "earlier"
+ENTRIES = tuple(name for name in OWNED["run"] if name != EARLIER)
 
 
 class RunFolder:
-    """Writes the files of a run. Only one process may have it; others use the path."""
+    """Writes the files of a run. Only one living process may have it; others use the path.
+
+    Raises InUseError if another process has it.
+    """
 
     def __init__(self, path: Path | str, *, resume_step: int | None = None) -> None:
         """Start a new run in `path`; files of an earlier run are moved to the folder `earlier`, if there are any.
@@ -37,6 +43,8 @@ class RunFolder:
         With `resume_step`, continue the run that is there: the lines that it logged after this step are deleted.
         """
         self.path = Path(path)
+        self._lock = ExitStack()
+        self._lock.enter_context(locked(self.path, f"--run.dir {path}"))
         self.earlier = set_aside(self.path) if resume_step is None else None
         self.logs = (self.path / LOGS).absolute()
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -65,9 +73,10 @@ class RunFolder:
             self._samples.write(json_line(row))
 
     def close(self) -> None:
-        """Close the files; logging afterwards is an error."""
+        """Close the files, for good, and release the folder to other processes."""
         self._metrics.close()
         self._samples.close()
+        self._lock.close()
 
 
 def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import LoggerConfig, WandbConfig
+from openrlhf.locks import locked
 from openrlhf.observability.run_folder import WANDB_ID
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,9 @@ class TensorBoardTracker:
     """Event files, which can be read before the run ends."""
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
-        """Events after `resume_step` that an earlier process wrote are hidden."""
+        """Events after `resume_step` that an earlier process wrote are hidden. Raises InUseError for another run's folder."""
+        self._lock = ExitStack()
+        self._lock.enter_context(locked(directory, f"TensorBoard's folder {directory}"))
         self._writer = SummaryWriter(directory, purge_step=None if resume_step is None else resume_step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -69,6 +73,7 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self._writer.close()
+        self._lock.close()
 
 
 class WandbTracker:

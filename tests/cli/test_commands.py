@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,10 +14,13 @@ import pytest
 
 from openrlhf import __version__
 from openrlhf.cli import common, main
-from openrlhf.config.flags import ConfigError
+from openrlhf.config.flags import ConfigError, amend, flags_of
 from openrlhf.config.machine import installed
+from openrlhf.config.places import outputs
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed import cluster
+from openrlhf.locks import InUseError
+from tests.config.commands import COMMANDS
 
 
 def test_the_installed_versions_are_supported() -> None:
@@ -206,3 +210,81 @@ def test_a_ray_without_the_gpus_of_this_machine_is_no_reason_to_train_on_its_cpu
         common.flags_or_exit(PPOConfig, [], command="train_ppo_ray", on_ray=True)
     assert ended.value.code == 2
     assert "has no GPU, but this machine has 4: start Ray with --num-gpus 4" in capsys.readouterr().err
+
+
+HOLD = """
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from openrlhf.locks import locked
+with ExitStack() as locks:
+    for place in sys.argv[1:]:
+        locks.enter_context(locked(Path(place), place, is_file=place.endswith("jsonl")))
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+VALUES = {"ckpt.save_steps": 5, "critic.save_value_network": True, "algo.advantage.estimator": "gae"}
+
+
+def writing_to(command: str, places: dict[str, str]) -> Any:
+    """A configuration of a command that writes to these places, by flag."""
+    root = COMMANDS[command]
+    given = {path: value for path, value in (VALUES | places).items() if path in flags_of(root)}
+    return amend(root(), given | {"given": given})
+
+
+def test_no_command_writes_to_a_place_that_another_process_writes_to(tmp_path: Path) -> None:
+    held, free = tmp_path / "held", tmp_path / "free"
+    flags = {flag.path for root in COMMANDS.values() for flag in flags_of(root).values() if flag.writes} - {
+        "logger.tensorboard_dir"
+    }
+    ends = {"output_path": ".jsonl"}
+    taken = {path: f"{held}/{path}{ends.get(path, '')}" for path in flags}
+    others = {path: f"{free}/{path}{ends.get(path, '')}" for path in flags}
+    places = [*taken.values(), f"{taken['ckpt.output_dir']}_critic"]
+    words = [sys.executable, "-c", HOLD, *places]
+    tried = 0
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout and holder.stdout.readline() == "held\n"
+            for command in COMMANDS:
+                with common.writing_alone(writing_to(command, others)):
+                    pass
+                for output in outputs(writing_to(command, taken)):
+                    (path,) = [path for path in flags if output.path.startswith(taken[path])]
+                    if command == "lora_combiner":
+                        continue  # its output is a folder, and the process holds a file of that name
+                    tried += 1
+                    with (
+                        pytest.raises(InUseError, match=f"in use by process {holder.pid} "),
+                        common.writing_alone(writing_to(command, others | {path: taken[path]})),
+                    ):
+                        pass
+        finally:
+            holder.kill()
+    assert tried > 25
+    with common.writing_alone(writing_to("train_sft", taken)):
+        pass
+
+
+def test_other_ranks_and_dry_runs_take_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = writing_to("train_sft", {"run.dir": f"{tmp_path}/run", "ckpt.output_dir": f"{tmp_path}/model"})
+    with common.writing_alone(amend(config, {"dry_run": True})):
+        assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("RANK", "1")
+    with common.writing_alone(config):
+        assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("RANK", "0")
+    with common.writing_alone(config):
+        assert {path.name for path in tmp_path.iterdir()} == {"run", "model"}
+    assert not any(tmp_path.iterdir()), "what was not written to is gone"
+
+
+def test_a_model_that_is_replaced_is_named_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = writing_to("train_sft", {"ckpt.output_dir": f"{tmp_path}"})
+    common.check_folders(config)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    common.check_folders(config)
+    said = capsys.readouterr().err
+    assert f"--ckpt.output_dir {tmp_path}" in said and "LlamaForCausalLM" in said

@@ -284,7 +284,9 @@ def test_a_run_that_trains_nothing_names_the_flags_of_training(capsys: pytest.Ca
 
 
 def test_a_replay_needs_no_reward_and_names_the_flags_of_engines(capsys: pytest.CaptureFixture[str]) -> None:
-    ppo("--rollout.replay_dir . --vllm.num_engines 2 --eval.dataset e --rollout.dump_dir d --reward.clip_range -1 1")
+    ppo(
+        "--rollout.replay_dir . --vllm.num_engines 2 --eval.dataset e --rollout.dump_dir dumped --reward.clip_range -1 1"
+    )
     said = capsys.readouterr().err
     idle = "--eval.dataset, --reward.verifier, --rollout.dump_dir, --vllm.num_engines"
     assert f"{idle}: no effect with --rollout.replay_dir." in said

@@ -77,8 +77,8 @@ SUPPORTED = [
     ("train_ppo_ray", "--reward.overlong_buffer_len 64 --reward.stop_properly_penalty_coef 0"),
     ("train_ppo_ray", "--rollout.top_k 20 --rollout.top_p 0.9 --rollout.seeded on --rollout.max_new_tokens 64"),
     ("train_ppo_ray", "--eval.dataset e --eval.steps 5 --eval.at_start --eval.n_samples_per_prompt 2"),
-    ("train_ppo_ray", "--rollout.dump_dir d --rollout.only --rollout.batch_size 4"),
-    ("train_ppo_ray", "--rollout.dump_dir d --rollout.replay_dir ."),
+    ("train_ppo_ray", "--rollout.dump_dir dumped --rollout.only --rollout.batch_size 4"),
+    ("train_ppo_ray", "--rollout.dump_dir dumped --rollout.replay_dir ."),
     ("serve_rm", "--ds.param_dtype fp16 --ds.packing_samples --batch_size 8 --truncation_side right --port 0"),
     ("train_ppo_ray", "--critic.adam.lr 1e-5 --critic.model_name_or_path c --vllm.enable_sleep"),
     *[

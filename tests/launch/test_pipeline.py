@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -199,7 +200,7 @@ def test_two_pipelines_do_not_share_a_folder(file: Path, capfd: pytest.CaptureFi
     with pytest.raises(SystemExit) as ended:
         pipeline(file)
     assert ended.value.code == 2
-    assert "is in use by another pipeline" in capfd.readouterr().err
+    assert f"--run.dir {file.parent / 'run'} is in use by process {os.getpid()} " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
