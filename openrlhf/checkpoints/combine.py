@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
 
+from openrlhf.checkpoints.export import replacing, write_model
 from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoadingConfig
@@ -48,18 +49,18 @@ def combine(config: CombinerConfig) -> None:
             f"{folder} adapts the output layer or the embeddings, which {config.model_path} ties: the merged model "
             "stores both (tie_word_embeddings false)."
         )
-    adapted.merge_and_unload().to(DTYPES[config.ds.param_dtype]).save_pretrained(config.output_path)
-    del adapted, base
-    written = replace(spec, path=config.output_path)
-    merged = load_scalar(written, require_head=True).hf if config.is_rm else load_causal_lm(written)
-    gap = logit_gap(expected, probe_logits(merged))
-    if not gap <= LARGEST_GAPS[config.ds.param_dtype]:
-        for file in Path(config.output_path).glob("model*.safetensors*"):
-            file.unlink()
-        raise UserError(
-            f"the merge of --lora_path {folder} into --model_path {config.model_path} is not written: its logits are "
-            f"{gap:.2g} standard deviations away from those of the model with the adapter beside it."
-        )
     tokenizer = folder if (folder / "tokenizer_config.json").exists() else config.model_path
-    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(config.output_path)
+    merged = adapted.merge_and_unload().to(DTYPES[config.ds.param_dtype])
+    with replacing(Path(config.output_path)) as aside:
+        write_model(merged, merged.state_dict(), aside)
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(aside)
+        del adapted, base, merged
+        written = replace(spec, path=str(aside))
+        reloaded = load_scalar(written, require_head=True).hf if config.is_rm else load_causal_lm(written)
+        gap = logit_gap(expected, probe_logits(reloaded))
+        if not gap <= LARGEST_GAPS[config.ds.param_dtype]:
+            raise UserError(
+                f"the merge of --lora_path {folder} into --model_path {config.model_path} is not written: its logits are "
+                f"{gap:.2g} standard deviations away from those of the model with the adapter beside it."
+            )
     print(f"{config.output_path}: the merged model, in {config.ds.param_dtype} (--ds.param_dtype).")

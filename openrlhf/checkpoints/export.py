@@ -3,14 +3,27 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from openrlhf.config.flags import UserError
+from openrlhf.config.places import OWNED
 from openrlhf.models.adapters import save_adapter
+from openrlhf.models.stored_files import writable, write_generation
+
+ASIDE = ".export-"
+GIB = 2**30
+
+
+class ExportError(UserError, RuntimeError):
+    """A model cannot be written; the message says what has been written, and where."""
 
 
 def export_hf(
@@ -21,10 +34,10 @@ def export_hf(
     *,
     writes: bool,
 ) -> None:
-    """Write weights, configuration and tokenizer to the folder `path`, beside it first; other files there stay.
+    """Write weights, configuration and tokenizer to the folder `path`, in place of a model that is there.
 
     `buckets` stream the whole parameters, of a model with adapters the trained ones. They may be collective: every rank
-    iterates, the one that `writes` keeps them.
+    iterates, the one that `writes` keeps them. Raises ExportError.
     """
     state: dict[str, Tensor] = {}
     for bucket in buckets:
@@ -32,28 +45,80 @@ def export_hf(
             state |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket}
     if not writes:
         return
-    final = Path(path).absolute()
-    aside = final.with_name(f"{final.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    if hasattr(model, "peft_config"):
-        save_adapter(model, state, aside)
-    else:
-        persistent = set(model.state_dict())  # buffers that checkpoints carry, besides the parameters
-        state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
-        with torch.no_grad():  # tied weights stay single, as Transformers writes them
-            model.save_pretrained(aside, state_dict=state, safe_serialization=True)
-        _declare_precision(aside / "config.json", state)
-    tokenizer.save_pretrained(aside)
-    final.mkdir(exist_ok=True)
-    earlier = ("model*.safetensors*", "adapter_*")  # perhaps with more shards than this export, or of another kind
-    for weights in (file for pattern in earlier for file in final.glob(pattern)):
-        weights.unlink()
+    with replacing(Path(path)) as aside:
+        if hasattr(model, "peft_config"):
+            save_adapter(model, state, aside)
+        else:
+            persistent = set(model.state_dict())  # buffers that checkpoints carry, besides the parameters
+            state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
+            write_model(model, state, aside)
+            _declare_precision(aside / "config.json", state)
+        tokenizer.save_pretrained(aside)
+
+
+def write_model(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
+    """Write a whole model to `folder`. If its configuration cannot be written, the weights are, before the error is raised."""
+    try:
+        with torch.no_grad(), writable(model):  # tied weights stay single, as Transformers writes them
+            model.save_pretrained(folder, state_dict=dict(state), safe_serialization=True)
+        write_generation(model, folder)
+    except Exception:
+        if not any(folder.glob("*.safetensors")):
+            save_file({name: tensor.detach().clone() for name, tensor in state.items()}, folder / "model.safetensors")
+        raise
+
+
+@contextmanager
+def replacing(final: Path) -> Iterator[Path]:
+    """Yield a folder aside for the files of a new model, which then take the place of the model in `final`.
+
+    The folder aside is in `final`, so that its files need no other file system and no other rights. Other files of
+    `final` stay. If the block fails, the old model stays, and an ExportError says where the new files are.
+    """
+    final = final.absolute()
+    final.mkdir(parents=True, exist_ok=True)
+    left = list(final.glob(f"{ASIDE}*"))  # of exports that failed or were killed
+    aside = final / f"{ASIDE}{os.urandom(4).hex()}"
+    aside.mkdir()
+    try:
+        yield aside
+    except UserError:
+        shutil.rmtree(aside)
+        raise
+    except Exception as error:
+        kept = sorted(file.name for file in aside.iterdir())
+        raise ExportError(
+            f"The model could not be written to {final}: {type(error).__name__}: {error}. "
+            f"What has been written is in {aside}: {', '.join(kept) or 'nothing'}."
+        ) from error
+    names = {made.name for made in aside.iterdir()}
+    for old in [*final.iterdir()]:
+        if old.name in names or any(fnmatch(old.name, pattern) for pattern in OWNED["model"]):
+            _delete(old)
     for made in aside.iterdir():
-        if made.is_dir():
-            shutil.rmtree(final / made.name, ignore_errors=True)
         os.replace(made, final / made.name)
     aside.rmdir()
+    for folder in left:
+        _delete(folder)
+
+
+def check_room(path: str, size: int) -> None:
+    """Raise ExportError if the disk of the folder `path` has no room for a model of `size` bytes."""
+    folder = Path(path).absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    disk = shutil.disk_usage(there)
+    if disk.total and disk.free < size:  # some file systems report nothing
+        raise ExportError(
+            f"{folder} has room for {disk.free / GIB:.3g} GiB, and the model takes {size / GIB:.3g} GiB. Make room, or choose "
+            "another --ckpt.output_dir."
+        )
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _declare_precision(file: Path, state: dict[str, Tensor]) -> None:

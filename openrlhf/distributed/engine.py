@@ -332,6 +332,13 @@ class TrainEngine:
         for bucket in cut_into_buckets(tensors, lambda each: each.nbytes, bucket_bytes):
             yield [(each.name, whole_master(each.parts[0])) for each in bucket]
 
+    @property
+    def exported_bytes(self) -> int:
+        """The size of an export: of the plain model, or of the adapters. An average in float32 counts as the weights."""
+        tensors = (trained_tensors if self.partial else whole_tensors)(self.hf)
+        width = self.hf.dtype.itemsize
+        return sum(math.prod(each.shape) * width for each in tensors)
+
     def _gathered(self, tensors: Iterable[Whole], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         self._forget_gathered()
         for bucket in cut_into_buckets(tensors, lambda each: each.nbytes, bucket_bytes):

@@ -9,6 +9,7 @@ from itertools import islice
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import TokenRows
+from openrlhf.checkpoints.export import check_room
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.config.effects import unmet
@@ -31,6 +32,7 @@ from openrlhf.launch.precompute import with_reference
 from openrlhf.launch.run_length import check_steps
 from openrlhf.models.loading import ModelError, configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
+from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows, load_spec
@@ -45,12 +47,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     """
     config = task.config
     task.check_model()
-    tokenizer = get_tokenizer(
-        config.model.model_name_or_path,
-        padding_side=task.padding_side,
-        trust_remote_code=config.model.trust_remote_code,
-        chat_template=config.data.tokenizer_chat_template,
-    )
+    tokenizer = exportable_tokenizer(task)
     ds, train = config.ds, config.train
     # Before the rows, which the processes of a machine share.
     strategy = None if config.dry_run else Strategy(ds, seed=train.seed, full_determinism=train.full_determinism_enable)
@@ -99,6 +96,21 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         trainer.fit()
 
 
+def exportable_tokenizer(task: OfflineTask[Config, Row, Micro]) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the model, after a check that it and the model's other files can be exported."""
+    model = task.config.model
+    trusted = model.trust_remote_code
+    tokenizer = get_tokenizer(
+        model.model_name_or_path,
+        padding_side=task.padding_side,
+        trust_remote_code=trusted,
+        chat_template=task.config.data.tokenizer_chat_template,
+    )
+    if is_first():
+        notice(*check_can_be_exported(model.model_name_or_path, tokenizer, trust_remote_code=trusted))
+    return tokenizer
+
+
 def first_texts(task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """The first rows of the first optimizer step as the model will see them."""
     train = task.config.train
@@ -131,6 +143,8 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
     models = task.frozen_models().items()
     task.frozen = {name: FrozenModel(strategy, load, offload=task.offloads) for name, load in models}
     prove_layout(engine.module)
+    if strategy.is_main:
+        check_room(task.config.ckpt.output_dir, engine.exported_bytes)
     for frozen in task.frozen.values():
         prove_layout(frozen.on_device())
         frozen.rest()

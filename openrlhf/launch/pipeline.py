@@ -190,6 +190,13 @@ class Pipeline:
         command = next(stage.command for stage in self.stages if stage.name == name)
         return self.folder / name / STAGES.get(command, {}).get("result", "")
 
+    def has_result(self, name: str) -> bool:
+        """Whether the result of a stage is there. A folder with nothing in it but a lock is none."""
+        result = self.result(name)
+        if result.is_dir():
+            return any(not file.name.startswith(".") for file in result.iterdir())
+        return result.exists()
+
     def filled(self, stage: Stage, text: str) -> str:
         """A text with the places of results in it; the stage's own name stands for its folder."""
         places = {name: str(self.result(name)) for name in stage.uses} | {stage.name: str(self.folder / stage.name)}
@@ -271,7 +278,7 @@ class Pipeline:
         start, status = time.monotonic(), None
         try:
             status = execute(self.words(stage, goes_on=goes_on), lock)
-            if status == 0 and not self.result(stage.name).exists():
+            if status == 0 and not self.has_result(stage.name):
                 print(f"{self.file}: stage {stage.name} left no {self.result(stage.name)}.", file=sys.stderr)
                 status = 1
         finally:
@@ -292,7 +299,7 @@ class Pipeline:
             return f"runs again; changed: {', '.join(changed)}"
         if not record["finished"]:
             return GOES_ON if stage.command else "runs again; it did not finish"
-        return DONE if self.result(stage.name).exists() else "runs again; its result is gone"
+        return DONE if self.has_result(stage.name) else "runs again; its result is gone"
 
     def record(self, stage: Stage) -> dict[str, Any]:
         """What a stage's result was made from, how long that took, and when it was done."""

@@ -8,6 +8,7 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.batching import ResumableSampler
+from openrlhf.data.errors import notice
 from openrlhf.data.findings import report
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
@@ -22,6 +23,7 @@ from openrlhf.launch.replay import replay_folder
 from openrlhf.launch.run import Run
 from openrlhf.launch.run_length import check_steps
 from openrlhf.models.proof import UNPROVEN
+from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
@@ -56,6 +58,7 @@ def train(config: PPOConfig, processes: Processes) -> None:
     if not config.rollout.only:
         total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)
         report(check_steps(total_steps, config.actor, fix=MORE_STEPS))
+        check_exports(config, data)
     if generates:
         check_agents(config, data.tokenizer)
         first = [] if config.train.agent_func_path else range(min(PREVIEWED, len(data.train)))
@@ -78,6 +81,14 @@ def train(config: PPOConfig, processes: Processes) -> None:
     processes.start()
     with Run(config, data, start, kind, processes, checkpoints, checkpoint, replay).started() as trainer:
         trainer.fit()
+
+
+def check_exports(config: PPOConfig, data: PromptData) -> None:
+    """Print what is wrong with the generation configurations of the trained models. Raises UserError for unwritable files."""
+    critic = config.critic.model_name_or_path if config.critic.save_value_network else None
+    trusted = config.model.trust_remote_code
+    for path in dict.fromkeys([config.actor.model_name_or_path, critic or config.actor.model_name_or_path]):
+        notice(*check_can_be_exported(path, data.tokenizer, trust_remote_code=trusted))
 
 
 def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoraConfig
+from openrlhf.models.stored_files import writable_configuration
 
 PREFIX = "base_model.model."  # of the names in PEFT's files
 
@@ -125,4 +126,5 @@ def save_adapter(model: Any, trained: Mapping[str, Tensor], folder: Path) -> Non
     state |= {name: tensor for name, tensor in trained.items() if ".lora_" not in name}  # the scalar head
     save_file({PREFIX + name: tensor for name, tensor in state.items()}, folder / "adapter_model.safetensors")
     model.peft_config["default"].save_pretrained(folder)
-    model.config.save_pretrained(folder)
+    with writable_configuration(model.config):
+        model.config.save_pretrained(folder)

@@ -1,0 +1,100 @@
+"""The small files of a model's folder: configuration and generation configuration, written whatever the model came with.
+
+Transformers refuses to write values that it has read: sampling values without `do_sample`, or generation values in
+config.json. A run must not lose its weights for that, so these files are written with the values that were read.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from openrlhf.config.flags import UserError
+
+GENERATION = "generation_config.json"
+
+
+@contextmanager
+def writable_configuration(config: PreTrainedConfig) -> Iterator[None]:
+    """Take values that belong to a generation configuration out of `config` until the block exits.
+
+    A model that is loaded has these values in its generation configuration too.
+    """
+    values: dict[str, Any] = config._get_generation_parameters()
+    stored = vars(config)
+    moved = {name: stored.pop(name) for name in values if name in stored}
+    try:
+        yield
+    finally:
+        stored.update(moved)
+
+
+@contextmanager
+def writable(model: PreTrainedModel) -> Iterator[None]:
+    """Let `save_pretrained` of a model accept its configuration until the block exits.
+
+    The generation configuration is replaced by an empty one: `write_generation` writes it.
+    """
+    if not model.can_generate():
+        with writable_configuration(model.config):
+            yield
+        return
+    generation = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        with writable_configuration(model.config):
+            yield
+    finally:
+        model.generation_config = generation
+
+
+def write_generation(model: PreTrainedModel, folder: Path) -> None:
+    """Write the generation configuration of a model to `folder`, with the values that the model came with."""
+    if model.can_generate():
+        generation: Any = model.generation_config
+        generation.to_json_file(folder / GENERATION, use_diff=True, keys_to_pop=["compile_config"])
+
+
+def generation_complaint(path: str, config: PreTrainedConfig) -> str | None:
+    """Return what Transformers finds wrong with the generation configuration of a model, or None.
+
+    Without a generation_config.json, the values are those in config.json.
+    """
+    try:
+        try:
+            generation = GenerationConfig.from_pretrained(path)
+        except OSError:
+            generation = GenerationConfig.from_model_config(config)
+        generation.validate(strict=True)
+    except (ValueError, TypeError) as error:
+        found = [line.strip("- ") for line in str(error).splitlines() if line.startswith("- ")]
+        return " ".join(found) or str(error)
+    return None
+
+
+def check_can_be_exported(path: str, tokenizer: Any, *, trust_remote_code: bool = False) -> list[str]:
+    """Write configuration and tokenizer of a model as its export will. Returns sentences that the user should know.
+
+    Raises UserError if one of them cannot be written.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with TemporaryDirectory() as folder:
+        try:
+            with writable_configuration(config):
+                config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        except Exception as error:  # Transformers, its validation and the model's own code raise many kinds
+            raise UserError(
+                f"The files of {path} can be read but not written, so that no trained model could be exported: "
+                f"{type(error).__name__}: {error}. Correct its config.json or the files of its tokenizer."
+            ) from error
+    complaint = generation_complaint(path, config)
+    if not complaint:
+        return []
+    return [
+        f"The generation configuration of {path} contradicts itself, and is exported as Transformers reads it: "
+        f"{complaint} To correct it, change {GENERATION} (or config.json, if that has the values) of the model."
+    ]
