@@ -61,6 +61,7 @@ class RunState:
     evaluated_at: int = -1  # the step of the last evaluation
     planned_updates: int = 0  # optimizer steps of the whole run, which the learning rate's schedule has; 0: not known
     run_dir: str = ""
+    started: str = ""  # the moment of the run's first start; empty in older checkpoints
     engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part → layout
     identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that continues has to have in common
 

@@ -14,6 +14,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from openrlhf.data.clock import clock_of
 from openrlhf.data.errors import kind, row_error
 
 Message = dict[str, Any]
@@ -188,7 +189,7 @@ def render_marked(
             chat_template=template,
             return_assistant_tokens_mask="endgeneration" in template,
             add_generation_prompt=add_generation_prompt,
-            **(special_tokens | dict(variables or {})),
+            **(special_tokens | clock_of(tokenizer) | dict(variables or {})),
         )
     except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"the chat template cannot render these messages: {error}") from error

@@ -12,13 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.flags import UserError
 from openrlhf.config.inference import BatchInferenceConfig
+from openrlhf.data.clock import set_clock
 from openrlhf.data.errors import DataError, notice
 from openrlhf.data.first_look import TextFormat, record
 from openrlhf.data.prompts import AnsweredDataset, PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.data.templates import encode
 from openrlhf.evaluation.comparing import given_text
-from openrlhf.evaluation.journal import Journal
+from openrlhf.evaluation.journal import STARTED, Journal, first_start
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, by_input
 from openrlhf.evaluation.runs import NOTE_EVERY_S, engines, reward_models, say_engines_start, started
 from openrlhf.files import write_atomically
@@ -41,10 +42,13 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     check_engine_args(config.vllm.engine_args, engine_device())
     path = str(config.model.model_name_or_path)
     tokenizer = policy_tokenizer(config, path, flag=MODEL) if config.samples_answers else scorer_tokenizer(config)
+    final = Path(config.output_path)
+    begun = first_start(final)
+    notice(*set_clock(tokenizer, begun))
     prompts = read_rows(config, tokenizer)
     if config.dry_run:
         return show_rows(config, tokenizer, prompts)
-    journal = Journal(Path(config.output_path), inference_identity(config, prompts))
+    journal = Journal(final, {**inference_identity(config, prompts), STARTED: begun})
     with started(config) as recorder:
         missing = [prompt for prompt in prompts if prompt.index not in journal.results]
         recorder.display.note(f"{len(prompts)} rows, {len(missing)} to do. Results so far: {journal.path}")

@@ -2,13 +2,31 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from openrlhf.checkpoints.manifest import differences
+from openrlhf.data.clock import now
 from openrlhf.data.errors import DataError, notice
 from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import json_line, set_aside
+
+STARTED = "first start"  # the entry of an identity with the moment at which the command was begun
+
+
+def first_start(final: Path) -> str:
+    """Return the moment at which the command was begun whose results so far are beside its file; now without results."""
+    part = part_of(final)
+    if part.exists():
+        with suppress(ValueError):
+            return str(json.loads(part.read_bytes().partition(b"\n")[0]).get(STARTED) or now())
+    return now()
+
+
+def part_of(final: Path) -> Path:
+    """Return the file with the results so far."""
+    return final.with_name(f"{final.name}.part")
 
 
 class Journal:
@@ -21,7 +39,7 @@ class Journal:
     """
 
     def __init__(self, final: Path, identity: Mapping[str, Any]) -> None:
-        self.final, self.path = final, final.with_name(f"{final.name}.part")
+        self.final, self.path = final, part_of(final)
         self.identity, self.record = json.loads(json_line(identity)), final.with_name(f"{final.name}.request")
         if final.exists() and not self.path.exists():
             made = json.loads(self.record.read_bytes()) if self.record.exists() else {}

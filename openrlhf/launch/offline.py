@@ -16,7 +16,7 @@ from openrlhf.config.effects import unmet
 from openrlhf.config.flags import flags_of
 from openrlhf.config.machine import is_first
 from openrlhf.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedConfig
-from openrlhf.data import first_look
+from openrlhf.data import clock, first_look
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import DataError, notice
 from openrlhf.data.findings import report
@@ -51,6 +51,9 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     ds, train = config.ds, config.train
     # Before the rows, which the processes of a machine share.
     strategy = None if config.dry_run else Strategy(ds, seed=train.seed, full_determinism=train.full_determinism_enable)
+    checkpoints = CheckpointManager(config.ckpt, [""])
+    checkpoint = newest(checkpoints, strategy) if strategy and config.ckpt.load_enable else None
+    started = start_clock(tokenizer, checkpoint, strategy)
     train_rows, eval_rows = load_rows(task, tokenizer)
     config = task.config
     total_steps = steps_per_epoch(config, train_rows) * config.train.max_epochs
@@ -64,12 +67,10 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
             print(plan, show_template(tokenizer), *first_texts(task, train_rows, tokenizer), UNPROVEN, sep="\n")
         return
     run_dir, identity = os.path.abspath(config.run.dir), offline_identity(task, train_rows)
-    start = RunState(
-        step=0, run_dir=run_dir, engines={"": layout_of(strategy)}, identity=identity, planned_updates=total_steps
-    )
-    checkpoints = CheckpointManager(config.ckpt, [""])
-    checkpoint = to_continue(config, checkpoints, strategy, start) if config.ckpt.load_enable else None
+    start = RunState(step=0, run_dir=run_dir, started=started, identity=identity, planned_updates=total_steps)
+    start = replace(start, engines={"": layout_of(strategy)})
     if checkpoint:
+        check_continued(checkpoint, start, config)
         start = replace(start, run_dir=checkpoint.state.continued_folder(run_dir))
     engine = load_models(task, strategy, total_steps)
     resume_step = checkpoint and checkpoint.state.step
@@ -118,16 +119,24 @@ def first_texts(task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: Pr
     return show_batch(task.collate([rows[row] for row in islice(order, SHOWN)]), tokenizer, task.sample_names)
 
 
-def to_continue(
-    config: SupervisedConfig, checkpoints: CheckpointManager, strategy: Strategy, start: RunState
-) -> Checkpoint | None:
-    """The newest complete checkpoint, if there is one. Raises CheckpointError if this run cannot continue it."""
+def newest(checkpoints: CheckpointManager, strategy: Strategy) -> Checkpoint | None:
+    """Return the newest complete checkpoint, if there is one. Collective."""
     # One process looks: finding the newest checkpoint also tidies up after a save that was killed.
-    checkpoint: Checkpoint | None = strategy.broadcast(checkpoints.latest() if strategy.is_main else None)
-    if checkpoint:
-        flags = "number of processes, --ds.zero_stage and --ds.param_dtype"
-        checkpoint.check_continued_by(start, layout=flags, converts=config.ds.use_universal_ckpt)
-    return checkpoint
+    return strategy.broadcast(checkpoints.latest() if strategy.is_main else None)
+
+
+def start_clock(tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None, strategy: Strategy | None) -> str:
+    """Let a chat template write the date of the run's first start. Returns that moment, the same on all ranks."""
+    started = checkpoint.state.started if checkpoint and checkpoint.state.started else clock.now()
+    started = strategy.broadcast(started) if strategy else started
+    notice(*clock.set_clock(tokenizer, started))
+    return started
+
+
+def check_continued(checkpoint: Checkpoint, start: RunState, config: SupervisedConfig) -> None:
+    """Raise CheckpointError if this run cannot continue a checkpoint."""
+    flags = "number of processes, --ds.zero_stage and --ds.param_dtype"
+    checkpoint.check_continued_by(start, layout=flags, converts=config.ds.use_universal_ckpt)
 
 
 def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total_steps: int) -> TrainEngine:

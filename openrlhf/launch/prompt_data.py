@@ -11,6 +11,7 @@ from openrlhf.config.commands import ModelCommand
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
+from openrlhf.data.clock import now, set_clock
 from openrlhf.data.errors import notice
 from openrlhf.data.findings import report
 from openrlhf.data.layouts import recognise
@@ -37,10 +38,14 @@ class PromptData:
     pretraining: PretrainingMix | None
 
 
-def load_prompts(config: PPOConfig) -> PromptData:
-    """Tokenizer, training prompts, evaluation prompts and pretraining text. Raises DataError or ModelError."""
+def load_prompts(config: PPOConfig, *, started: str = "") -> PromptData:
+    """Return tokenizer, training prompts, evaluation prompts and pretraining text. Raises DataError or ModelError.
+
+    `started`: the moment of the run's first start, whose date a chat template writes.
+    """
     data = config.data
     tokenizer = policy_tokenizer(config, config.actor.model_name_or_path, flag="--actor.model_name_or_path")
+    notice(*set_clock(tokenizer, started or now()))
     policy = f"--actor.model_name_or_path {config.actor.model_name_or_path}"
     check_reward_models(config, tokenizer, policy=policy)
     if config.critic.model_name_or_path:

@@ -7,6 +7,7 @@ from itertools import islice
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.data import clock
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import notice
 from openrlhf.data.findings import report
@@ -19,7 +20,7 @@ from openrlhf.launch.agents import check_agents
 from openrlhf.launch.identity import rl_identity
 from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData, load_prompts
-from openrlhf.launch.replay import replay_folder
+from openrlhf.launch.replay import first_start, replay_folder
 from openrlhf.launch.run import Run
 from openrlhf.launch.run_length import check_steps
 from openrlhf.models.proof import UNPROVEN
@@ -54,7 +55,8 @@ def train(config: PPOConfig, processes: Processes) -> None:
     restarted = "ckpt.load_enable" not in config.given  # it continues this run, and no other with the same --ckpt.path
     if checkpoint and restarted and checkpoint.state.run_dir != os.path.abspath(config.run.dir):
         checkpoint = None
-    data = load_prompts(config)
+    started = (checkpoint.state.started if checkpoint else "") or first_start(config) or clock.now()
+    data = load_prompts(config, started=started)
     if not config.rollout.only:
         total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)
         report(check_steps(total_steps, config.actor, fix=MORE_STEPS))
@@ -69,7 +71,11 @@ def train(config: PPOConfig, processes: Processes) -> None:
     if checkpoint:
         run_dir = checkpoint.state.continued_folder(run_dir)
     start = RunState(
-        step=0, run_dir=run_dir, engines=settings.engine_layouts(config), identity=rl_identity(config, data.train)
+        step=0,
+        run_dir=run_dir,
+        started=started,
+        engines=settings.engine_layouts(config),
+        identity=rl_identity(config, data.train),
     )
     if checkpoint:
         words = "estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role"

@@ -15,7 +15,10 @@ from tokenizers.decoders import Fuse
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from openrlhf.batches import TokenRows
+from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.cli.common import train_offline
+from openrlhf.config.flags import UserError
 from openrlhf.config.options import parse_config
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.data.shown import LONGEST, show_batch, show_text
@@ -83,7 +86,7 @@ def test_only_the_first_process_of_a_launcher_shows_them(dry_run: Show, monkeypa
 def test_a_tracker_that_is_not_installed_is_named_before_the_reference_scores_all_rows(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    strategy = SimpleNamespace(is_main=True, dp_size=1, config=DeepSpeedConfig())
+    strategy = SimpleNamespace(is_main=True, dp_size=1, config=DeepSpeedConfig(), broadcast=lambda value: value)
     monkeypatch.setattr(offline, "Strategy", lambda *_, **__: strategy)
     monkeypatch.setattr(offline, "load_models", lambda *_: None)
     monkeypatch.setattr(offline, "with_reference", pytest.fail)
@@ -181,3 +184,36 @@ def test_a_frozen_model_with_another_vocabulary_is_refused(
     with pytest.raises(SystemExit):
         dry_run(task, [], f"{columns} {flag} {other}")
     assert f"{flag} {other} has another vocabulary than --model.model_name_or_path" in capsys.readouterr().err
+
+
+def test_rows_are_rendered_with_the_day_on_which_the_run_was_first_started(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint has the day. What follows the rendering is not run."""
+    written = Checkpoint(
+        directory=tmp_path,
+        tag="global_step1",
+        nonce="",
+        places=("global_step1",),
+        sequence=1,
+        files={},
+        metric_key=None,
+        metric_value=None,
+        state=RunState(step=1, started="2027-01-15T12:00:00"),
+    )
+    strategy = SimpleNamespace(is_main=True, dp_size=1, config=DeepSpeedConfig(), broadcast=lambda value: value)
+    rendered: list[str] = []
+
+    def stop(tokenizer: object, moment: str) -> list[str]:
+        rendered.append(moment)
+        raise UserError("enough")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(offline, "Strategy", lambda *_, **__: strategy)
+    monkeypatch.setattr(CheckpointManager, "latest", lambda self: written)
+    monkeypatch.setattr(offline.clock, "set_clock", stop)
+    (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "ok"}\n')
+    line = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --ckpt.load_enable"
+    with pytest.raises(SystemExit):
+        train_offline(parse_config(ROOTS["train_sft"], line.split(), command="train_sft"), "sft")
+    assert rendered == ["2027-01-15T12:00:00"]
