@@ -38,7 +38,7 @@ class EngineCommand(ModelCommand):
 
 class RepetitionConfig(Section):
     """Sampling."""
-    repetition_penalty: float = option(1.0, "Above 1: tokens that are there already become less likely.", gt=0)
+    repetition_penalty: float = option(1.0, "Above 1: tokens that have occurred become less likely. Unset in a chat: as the model's generation configuration says.", gt=0)
 
 class InferenceRolloutConfig(RepetitionConfig, RolloutConfig):
     """Sampling."""
@@ -130,7 +130,7 @@ class ChatConfig(ModelCommand):
 
     model: ChatModelConfig = ChatModelConfig()
     data: shared.FormatConfig = shared.FormatConfig(max_len=4096)
-    rollout: ChatSamplingConfig = ChatSamplingConfig(temperature=0.2, top_p=0.9, repetition_penalty=1.2, max_new_tokens=1024)
+    rollout: ChatSamplingConfig = ChatSamplingConfig(temperature=0.2, top_p=0.9, max_new_tokens=1024)
     csft: CsftConfig = CsftConfig()
     system: str | None = option(None, "System prompt.")
     preamble: str | None = option(None, "File whose text comes before the conversation.", holds="place")

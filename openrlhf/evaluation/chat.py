@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
-from openrlhf.config.flags import text_of
+from openrlhf.config.flags import amend, text_of
 from openrlhf.config.inference import ChatConfig
 from openrlhf.data.first_look import TextFormat, joined_border, recorded
 from openrlhf.data.shown import show_text
@@ -30,6 +30,7 @@ def run_chat(config: ChatConfig) -> None:
     if config.dry_run:
         return print(show_text("the prompt 'Hello'", chat.read("Hello"), tokenizer))
     model = load_causal_lm(replace(settings.load_spec(config, path), spread=True)).eval()
+    chat.config = decide_sampling(config, model)
     print("/reset begins anew, /exit ends, Ctrl-C stops an answer.", flush=True)
     with suppress(EOFError):
         while (message := input("> " if sys.stdin.isatty() else "").strip()) not in ("/exit", "exit"):
@@ -37,6 +38,19 @@ def run_chat(config: ChatConfig) -> None:
                 chat.turns.clear()
             elif message:
                 chat.answer(message, model)
+
+
+def decide_sampling(config: ChatConfig, model: Any) -> ChatConfig:
+    """Return the configuration with the repetition penalty in effect, and let the flags decide everything else.
+
+    Without `--rollout.repetition_penalty`, the penalty is the one of the model's generation configuration, or none.
+    `generate` would fill in other values of that configuration, such as `num_beams`, beside the flags.
+    """
+    recommended = model.generation_config.repetition_penalty
+    model.generation_config = GenerationConfig()
+    if "rollout.repetition_penalty" in config.given or not recommended:
+        return config
+    return amend(config, {"rollout.repetition_penalty": recommended})
 
 
 def template_of(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from openrlhf.config.flags import ConfigError
 from openrlhf.config.inference import ChatConfig
 from openrlhf.config.options import parse_config
 from openrlhf.data.first_look import TextFormat, record
 from openrlhf.evaluation import chat as chat_module
-from openrlhf.evaluation.chat import PLAIN, Chat, run_chat, template_of
+from openrlhf.evaluation.chat import PLAIN, Chat, decide_sampling, run_chat, template_of
 from tests.config.commands import parse
 from tests.data.small import spaced_tokenizer
 from tests.tiny import character_tokenizer, save_tiny_model
@@ -34,6 +37,7 @@ class Parrot:
     def __init__(self, answer: str, *, interrupts: int | None = None) -> None:
         self.tokens = character_tokenizer()(answer)["input_ids"]
         self.interrupts = interrupts
+        self.generation_config = GenerationConfig()
         self.asked: list[str] = []
         self.budgets: list[int] = []
 
@@ -109,6 +113,41 @@ def test_an_interrupt_ends_the_answer_and_what_was_said_is_remembered(capsys: py
     talk.answer("x", Parrot("abc", interrupts=2))
     assert capsys.readouterr().out == "ab [stopped]\n"
     assert talk.turns == [("x", "ab")]
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"num_beams": 4},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"suppress_tokens": [3, 10]},
+        {"min_new_tokens": 12},
+        {"no_repeat_ngram_size": 1},
+        {"do_sample": True, "min_p": 0.9},
+    ],
+)
+def test_chat_answers_as_the_flags_say_whatever_the_models_generation_configuration_has(
+    tmp_path: Path, stored: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = []
+    for name, values in (("plain", {}), ("stored", stored)):
+        save_tiny_model(tmp_path / name)
+        (tmp_path / name / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **values}))
+        monkeypatch.setattr("sys.stdin", io.StringIO("abc\n"))
+        torch.manual_seed(0)
+        line = f"--model.model_name_or_path {tmp_path / name} --data.input_template {{}} --rollout.max_new_tokens 24"
+        run_chat(parse("interactive_chat", f"{line} --data.max_len 60 --ds.param_dtype fp32"))
+        answers.append(capsys.readouterr().out.splitlines()[-1])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(("flag", "stored", "expected"), [("", 1.3, 1.3), ("", None, 1.0), ("1.1", 1.3, 1.1)])
+def test_repetition_penalty_is_the_flags_then_the_models_then_none(
+    flag: str, stored: float | None, expected: float
+) -> None:
+    model = SimpleNamespace(generation_config=GenerationConfig(repetition_penalty=stored))
+    config = parse("interactive_chat", f"--rollout.repetition_penalty {flag}" if flag else "")
+    assert decide_sampling(config, model).rollout.repetition_penalty == expected
 
 
 def test_the_format_is_that_of_the_flags_then_of_training_then_the_tokenizers() -> None:

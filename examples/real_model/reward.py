@@ -1,0 +1,15 @@
+"""The reward of the sums: 1 if the last number of the answer is the right one, else 0."""
+
+from __future__ import annotations
+
+import re
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, list[float]]:
+    """Score each query, which is its prompt followed by the response."""
+    rewards = []
+    for query, prompt, label in zip(queries, prompts, labels, strict=True):
+        response = query.removeprefix(prompt)
+        numbers = re.findall(r"\d+", response.replace(",", ""))
+        rewards.append(float(bool(numbers) and numbers[-1] == label))
+    return {"rewards": rewards, "scores": rewards}
