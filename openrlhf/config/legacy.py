@@ -67,8 +67,10 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
     if lengths or alone:
         renamed |= _translate_lengths(lengths, "".join(typed.get("rollout.max_new_tokens", [])), result)
     if renamed:
-        moved = _moved_defaults(dict(result.groups), flags)
-        result.notices.insert(0, " ".join([_renames(renamed, flags), *moved]))
+        notices = [_renames(renamed, flags)]
+        if any("." not in name for name in renamed):
+            notices += _moved_defaults(dict(result.groups), flags)
+        result.notices.insert(0, " ".join(notices))
     return result
 
 
