@@ -17,8 +17,9 @@ from transformers import AutoModelForSequenceClassification
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import parse_config
 from openrlhf.evaluation.runs import run_evaluation
+from openrlhf.observability.run_folder import read_lines
 from openrlhf.rewards.budget import RewardErrors
-from tests.e2e.commands import Finished, as_arguments, numbers, run, samples, write_rows
+from tests.e2e.commands import Finished, as_arguments, numbers, run, write_rows
 from tests.judge_server import judge_server
 from tests.tiny import HEADS, character_tokenizer, save_tiny_model, tiny_config
 
@@ -61,6 +62,13 @@ def answering(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:
     return flags(workspace, name, **{"model.model_name_or_path": workspace / "model", **sampling, **changes})
 
 
+def evaluated(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of samples.jsonl; all of them are of an evaluation."""
+    rows = list(read_lines(folder / "samples.jsonl"))
+    assert all(row["evaluation"] for row in rows)
+    return rows
+
+
 # ---- a command of its own
 
 
@@ -72,7 +80,7 @@ def pass_k(workspace: Path) -> Finished:
 
 
 def test_every_sample_of_every_prompt_is_written_down(pass_k: Finished, workspace: Path) -> None:
-    rows = samples(workspace / "pass_k")
+    rows = evaluated(workspace / "pass_k")
     assert [(row["prompt_index"], row["sample_index"]) for row in rows] == [
         (prompt, sample) for prompt in range(PROMPTS) for sample in range(SAMPLES)
     ]
@@ -83,7 +91,7 @@ def test_every_sample_of_every_prompt_is_written_down(pass_k: Finished, workspac
 def test_pass_at_k_is_that_of_the_samples_per_data_source(pass_k: Finished, workspace: Path) -> None:
     """The function's score decides who passes; the reward is the sum with the reward model's."""
     [metrics] = numbers(workspace / "pass_k")
-    rows = samples(workspace / "pass_k")
+    rows = evaluated(workspace / "pass_k")
     for source, first in (("even", 0), ("odd", 1)):
         groups = [[row for row in rows if row["prompt_index"] == n] for n in range(first, PROMPTS, 2)]
         scores = [[row["scores"]["score"] for row in group] for group in groups]
@@ -130,7 +138,7 @@ def test_the_accuracy_of_a_reward_model_is_that_of_plain_transformers(workspace:
         AutoModelForSequenceClassification.from_pretrained(workspace / "reward").eval(),
         character_tokenizer(),
     )
-    rows = samples(workspace / "accuracy")
+    rows = evaluated(workspace / "accuracy")
     margins = []
     with torch.no_grad():
         for row in rows:
@@ -151,7 +159,7 @@ def test_a_judge_says_how_often_a_model_wins_against_another(workspace: Path) ->
     against = {"task": "win_rate", "against.model_name_or_path": workspace / "other", "eval.temperature": 1.0}
     with judge_server() as judge:
         evaluate(answering(workspace, "judged", **against, **{"judge.url": judge.url, "judge.model": "digits"}))
-    rows = samples(workspace / "judged")
+    rows = evaluated(workspace / "judged")
     digits = [[sum(map(str.isdigit, row[side])) for side in ("response", "against")] for row in rows]
     more = [ours - theirs for ours, theirs in digits]
     assert [row["win"] for row in rows] == [1.0 if n > 0 else 0.0 if n < 0 else 0.5 for n in more]
@@ -168,7 +176,7 @@ def test_a_judge_that_mostly_fails_ends_the_command_after_all_is_written_down(wo
     column = {"task": "win_rate", "against.answer_key": "chosen"}
     with judge_server() as judge, pytest.raises(RewardErrors, match="21 of 21 pairs could not be judged"):
         evaluate(answering(workspace, "failing", **column, **{"judge.url": judge.url, "judge.model": "undecided"}))
-    rows = samples(workspace / "failing")
+    rows = evaluated(workspace / "failing")
     written = [json.loads(line)["chosen"] for line in (workspace / "rows.jsonl").read_text().splitlines()]
     assert [row["against"] for row in rows] == [f"{answer}<eos>" for answer in written for _ in range(SAMPLES)]
     assert {row["failure"] for row in rows} == {"result"}
