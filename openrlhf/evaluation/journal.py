@@ -16,17 +16,22 @@ STARTED = "first start"  # the entry of an identity with the moment at which the
 
 
 def first_start(final: Path) -> str:
-    """Return the moment at which the command was begun whose results so far are beside its file; now without results."""
-    part = part_of(final)
-    if part.exists():
-        with suppress(ValueError):
-            return str(json.loads(part.read_bytes().partition(b"\n")[0]).get(STARTED) or now())
+    """Return the moment at which the command began that wrote the file, or its results so far; now if there is none."""
+    for begun in (part_of(final), record_of(final)):
+        if begun.exists():
+            with suppress(ValueError):
+                return str(json.loads(begun.read_bytes().partition(b"\n")[0]).get(STARTED) or now())
     return now()
 
 
 def part_of(final: Path) -> Path:
     """Return the file with the results so far."""
     return final.with_name(f"{final.name}.part")
+
+
+def record_of(final: Path) -> Path:
+    """Return the file with the identity of the command that wrote the final file."""
+    return final.with_name(f"{final.name}.request")
 
 
 class Journal:
@@ -40,7 +45,7 @@ class Journal:
 
     def __init__(self, final: Path, identity: Mapping[str, Any]) -> None:
         self.final, self.path = final, part_of(final)
-        self.identity, self.record = json.loads(json_line(identity)), final.with_name(f"{final.name}.request")
+        self.identity, self.record = json.loads(json_line(identity)), record_of(final)
         if final.exists() and not self.path.exists():
             made = json.loads(self.record.read_bytes()) if self.record.exists() else {}
             if not differences(made, self.identity):

@@ -170,6 +170,13 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return [row for row in read_lines(folder / "samples.jsonl") if not row["evaluation"]]
 
 
+def evaluated(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of samples.jsonl of a command that only evaluates."""
+    rows = list(read_lines(folder / "samples.jsonl"))
+    assert all(row["evaluation"] for row in rows)
+    return rows
+
+
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Rows as a .jsonl file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

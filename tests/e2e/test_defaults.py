@@ -21,7 +21,7 @@ from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch.start import run_ppo
 from openrlhf.observability.glossary import find_spec
-from tests.e2e.commands import as_arguments, column, default_schedule, numbers, places, run, samples, write_rows
+from tests.e2e.commands import as_arguments, column, default_schedule, evaluated, numbers, places, run, write_rows
 from tests.e2e.servers import reward_model_server
 from tests.e2e.test_grpo import REWARDS, words
 from tests.pages import flag_sets
@@ -214,7 +214,7 @@ def test_a_model_is_evaluated(workspace: Path) -> None:
     run("main eval", required | {"run.dir": folder, "rollout.max_new_tokens": 8})
     all_plausible(folder)
     assert column(folder, "eval/eval_num_samples") == [24]
-    rewards = [row["reward"] for row in samples(folder)]
+    rewards = [row["reward"] for row in evaluated(folder)]
     assert column(folder, "eval/eval_words_reward_mean") == pytest.approx([sum(rewards) / 24])
 
 

@@ -17,9 +17,8 @@ from transformers import AutoModelForSequenceClassification
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import parse_config
 from openrlhf.evaluation.runs import run_evaluation
-from openrlhf.observability.run_folder import read_lines
 from openrlhf.rewards.budget import RewardErrors
-from tests.e2e.commands import Finished, as_arguments, numbers, run, write_rows
+from tests.e2e.commands import Finished, as_arguments, evaluated, numbers, run, write_rows
 from tests.judge_server import judge_server
 from tests.tiny import HEADS, character_tokenizer, save_tiny_model, tiny_config
 
@@ -60,13 +59,6 @@ def flags(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:
 def answering(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:
     sampling = {"rollout.max_new_tokens": 8, "rollout.batch_size": 4, "eval.n_samples_per_prompt": SAMPLES}
     return flags(workspace, name, **{"model.model_name_or_path": workspace / "model", **sampling, **changes})
-
-
-def evaluated(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of samples.jsonl; all of them are of an evaluation."""
-    rows = list(read_lines(folder / "samples.jsonl"))
-    assert all(row["evaluation"] for row in rows)
-    return rows
 
 
 # ---- a command of its own

@@ -373,7 +373,7 @@ def test_models_and_engines_on_the_same_devices_sleep_in_turn_and_come_to_the_sa
     start = ["engine 0 asleep", "actor asleep", *engine_wakes[:1]]
     steps = [*rollout, *update] * 2
     assert notes(folder)[: len(start) + len(steps)] == start + steps
-    assert notes(folder).count("actor awake") == STEPS + 2  # for two best checkpoints
+    assert notes(folder).count("actor awake") == STEPS + 3  # for two best checkpoints and the export
     assert notes(folder).count("engine 0 asleep") == 1 + STEPS + 2  # after two evaluations
 
 
