@@ -9,8 +9,9 @@ from openrlhf.config.commands import RecordedCommand
 from openrlhf.config.options import dump_yaml
 from openrlhf.observability.display import Display
 from openrlhf.observability.health import Health
+from openrlhf.observability.log_file import report_failed_write
 from openrlhf.observability.report import report_run
-from openrlhf.observability.run_folder import METRICS, RunFolder, read_lines, sample_row
+from openrlhf.observability.run_folder import METRICS, REPORT, RunFolder, read_lines, sample_row
 from openrlhf.observability.trackers import make_trackers
 from openrlhf.trajectory import Failure, Trajectory
 
@@ -80,7 +81,10 @@ class Recorder:
         self._show(self.health.end())
         self.display.close()
         self.trackers.close()
-        self.display.note(f"report: {report_run(self.folder.path)}")
+        try:
+            self.display.note(f"report: {report_run(self.folder.path)}")
+        except OSError as error:
+            report_failed_write(self.folder.path / REPORT, error)
         self.folder.close()
 
     def _show_errors(self, when: str, trajectories: Sequence[Trajectory]) -> None:

@@ -24,6 +24,7 @@ from typing import Any, cast
 from openrlhf.config.places import OWNED
 from openrlhf.files import write_atomically
 from openrlhf.locks import locked
+from openrlhf.observability.log_file import LogFile, report_failed_write
 from openrlhf.trajectory import Trajectory
 
 CONFIG, RESOLVED, METRICS, SAMPLES = "config.yaml", "config_resolved.yaml", "metrics.jsonl", "samples.jsonl"
@@ -52,15 +53,16 @@ class RunFolder:
             for file in (self.path / METRICS, self.path / SAMPLES):
                 kept = (json_line(row) for row in read_lines(file) if row["step"] <= resume_step)
                 write_atomically(file, kept)
-        self._metrics, self._samples = (
-            (self.path / name).open("a", encoding="utf-8", errors="replace", newline="\n", buffering=1)
-            for name in (METRICS, SAMPLES)
-        )
+        self._metrics = LogFile(self.path / METRICS)
+        self._samples = LogFile(self.path / SAMPLES)
 
     def write_config(self, given: str, resolved: str) -> None:
         """Write config.yaml and config_resolved.yaml, each whole or not at all."""
-        write_atomically(self.path / CONFIG, given)
-        write_atomically(self.path / RESOLVED, resolved)
+        for name, content in ((CONFIG, given), (RESOLVED, resolved)):
+            try:
+                write_atomically(self.path / name, content)
+            except OSError as error:
+                report_failed_write(self.path / name, error)
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append the numbers of a step, or of an evaluation after it."""

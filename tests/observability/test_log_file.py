@@ -1,0 +1,79 @@
+"""Logging on a disk that is full: nothing is raised, and lines are written once there is room."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config.options import parse_config
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.observability import log_file
+from openrlhf.observability.log_file import LogFile
+from openrlhf.observability.recorder import Recorder
+from openrlhf.observability.run_folder import METRICS, read_lines
+
+FULL = Path("/dev/full")  # every write fails as on a full disk
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let writes beyond `size` bytes of a file fail, with part of a line written before, as on a disk that fills up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_lines_of_a_full_disk_are_written_in_order_once_there_is_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = LogFile(tmp_path / "log")
+    file.write("first line\n")
+    with files_of_at_most(15):
+        file.write("second line\n")
+        file.write("third line\n")
+    file.write("fourth line\n")
+    file.close()
+    assert (tmp_path / "log").read_text() == "first line\nsecond line\nthird line\nfourth line\n"
+    assert capsys.readouterr().err.count(str(tmp_path / "log")) == 1
+
+
+@pytest.mark.usefixtures("capsys")  # what is printed would go to a file, too
+def test_lines_are_dropped_when_too_many_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_file, "MOST_PENDING_BYTES", 8)
+    file = LogFile(tmp_path / "log")
+    with files_of_at_most(0):
+        for number in range(100):
+            file.write(f"line {number}\n")
+    file.write("last\n")
+    file.close()
+    assert (tmp_path / "log").read_text() == "line 0\nline 1\nlast\n"
+
+
+def test_run_whose_folder_is_full_logs_what_it_can_and_ends_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model.model_name_or_path", "m", "--data.dataset", "d", "--run.dir", str(tmp_path / "run")]
+    recorder = Recorder(parse_config(SFTConfig, words, command="train_sft"), str(tmp_path / "run"))
+    recorder.step(1, {"train/gpt_loss": 1.0})
+    with files_of_at_most(0):
+        recorder.step(2, {"train/gpt_loss": 0.5})
+        recorder.folder.write_config("a: 1\n", "a: 1\n")
+    recorder.step(3, {"train/gpt_loss": 0.25})
+    with files_of_at_most(0):
+        recorder.close()
+    assert [row["step"] for row in read_lines(tmp_path / "run" / METRICS)] == [1, 2, 3]
+    assert "report.html" in capsys.readouterr().err
+
+
+def test_full_device_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    file = LogFile(FULL)
+    file.write("a\n")
+    file.close()
+    assert str(FULL) in capsys.readouterr().err
