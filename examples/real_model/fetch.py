@@ -36,8 +36,7 @@ def fetch(folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
         read = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)
         config = read.config
-        if hasattr(config, "quantization_config"):  # the weights are plain float32 now
-            del config.quantization_config
+        vars(config).pop("quantization_config", None)  # the weights are plain float32 now
         model = LlamaForCausalLM(config)
         model.load_state_dict(read.state_dict())
         model.generation_config = read.generation_config
