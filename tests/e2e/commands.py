@@ -79,13 +79,23 @@ def train_here(flags: Flags) -> None:
     run_ppo(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
 
 
-def launch(command: str, flags: Flags, launcher: Sequence[str] = PLAIN) -> subprocess.Popen[str]:
-    """Start `openrlhf.cli.<command>` (`main my_task`: a verb of its own) in a session of its own, with the tools of this environment on the path."""
-    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+def launch(
+    command: str,
+    flags: Flags,
+    launcher: Sequence[str] = PLAIN,
+    *,
+    folder: Path = ROOT,
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.Popen[str]:
+    """Start `openrlhf.cli.<command>` (`main my_task`: a verb of its own) in a session of its own, with the tools of this environment on the path.
+
+    `folder`: the working directory. `variables`: further ones of the environment.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | dict(variables or {})
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     return subprocess.Popen(
         [*launcher, *f"openrlhf.cli.{command}".split(), *as_arguments(flags)],
-        cwd=ROOT,
+        cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -28,23 +28,15 @@ from tests.e2e.commands import (
     steps_logged,
     write_rows,
 )
+from tests.goldens.record import make_models
+from tests.goldens.rows import EOS, words
 from tests.openai_server import openai_server
 from tests.reference.preferences import answer_loss, pair_loss
-from tests.tiny import HEADS, character_tokenizer, save_tiny_model
+from tests.tiny import character_tokenizer, save_tiny_model
 
-EOS, TEMPLATE, BATCH = "<eos>", "say {}=", 16
+TEMPLATE, BATCH = "say {}=", 16
 TRAIN_ROWS, EVAL_ROWS = 96, 13
 STEP, RIGHT, WRONG = "?", "+", "-"
-
-
-def words(count: int, seed: int) -> list[str]:
-    """Different words of two to seven letters."""
-    draw = random.Random(seed)
-    found: dict[str, None] = {}
-    while len(found) < count:
-        word = "".join(draw.choices("abcdefgh", k=draw.randint(2, 7)))
-        found[word] = None
-    return list(found)
 
 
 def digits(word: str) -> str:
@@ -81,13 +73,7 @@ def workspace(own_folder: Path) -> Path:
 
 def make_workspace(own_folder: Path) -> Path:
     """A tiny model, a teacher that is sure of what it says, and data for each task."""
-    sizes = {**HEADS, "vocab_size": len(character_tokenizer())}
-    save_tiny_model(own_folder / "model", **sizes)
-    save_tiny_model(own_folder / "teacher", seed=5, **sizes)
-    teacher = AutoModelForCausalLM.from_pretrained(own_folder / "teacher", dtype=torch.float32)
-    with torch.no_grad():
-        teacher.get_output_embeddings().weight.mul_(5)
-    teacher.save_pretrained(own_folder / "teacher")
+    make_models(own_folder)
     for task in ("dpo", "kto", "prm", "kd"):
         write_rows(own_folder / f"{task}.jsonl", rows_of(task, TRAIN_ROWS, seed=1))
         write_rows(own_folder / f"{task}-eval.jsonl", rows_of(task, EVAL_ROWS, seed=2))

@@ -10,10 +10,8 @@ checkpoints do not change.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from tests.e2e.commands import finish, kill_when, numbers, steps_logged, write_rows
+from tests.e2e.commands import finish, kill_when, launch, numbers, steps_logged, write_rows
 from tests.goldens.record import HERE, commit, machine
 from tests.goldens.rows import copying_rows, preference_rows
 from tests.ranks import ROOT
@@ -144,19 +142,10 @@ def prepare(kind: Kind, folder: Path) -> None:
     (folder / CONFIG).write_text(yaml.safe_dump(kind.flags), encoding="utf-8")
 
 
-def start(kind: Kind, folder: Path, *flags: str) -> subprocess.Popen[str]:
+def start(kind: Kind, folder: Path, **flags: bool) -> subprocess.Popen[str]:
     """Start the command in `folder`, from its configuration file."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(folder / "cache")}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    return subprocess.Popen(
-        [sys.executable, "-m", f"openrlhf.cli.{kind.command}", "--config", CONFIG, *flags],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    variables = {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(folder / "cache")}
+    return launch(kind.command, {"config": CONFIG, **flags}, folder=folder, variables=variables)
 
 
 def freeze(name: str) -> None:

@@ -31,7 +31,7 @@ def unpack(name: str, folder: Path) -> Path:
 
 
 def resume(name: str, folder: Path) -> Finished:
-    done = finish(start(KINDS[name], folder, "--ckpt.load_enable"))
+    done = finish(start(KINDS[name], folder, **{"ckpt.load_enable": True}))
     assert done.status == 0, done.errors
     return done
 
