@@ -33,7 +33,8 @@ class LogFile:
                 written = self._file.write(self._pending)
                 self._pending = self._pending[written:]
         except OSError as error:
-            report_failed_write(self.path, error, first=not self._has_failed)
+            if not self._has_failed:
+                report_failed_write(self.path, error)
             self._has_failed = True
         else:
             self._has_failed = False
@@ -44,8 +45,7 @@ class LogFile:
         self._file.close()
 
 
-def report_failed_write(path: Path, error: OSError, *, first: bool = True) -> None:
-    """Report that a file of the run folder could not be written, and that the run continues. Repetitions are not shown."""
-    if first:
-        reason = error.strerror or error
-        notice(f"{path} cannot be written: {reason}. Training continues. Make room on the disk to continue the log.")
+def report_failed_write(path: Path, error: OSError) -> None:
+    """Report that a file of the run folder could not be written, and that the run continues."""
+    reason = error.strerror or error
+    notice(f"{path} cannot be written: {reason}. Training continues. Make room on the disk to continue the log.")
