@@ -67,8 +67,14 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
             print(plan, show_template(tokenizer), *first_texts(task, train_rows, tokenizer), UNPROVEN, sep="\n")
         return
     run_dir, identity = os.path.abspath(config.run.dir), offline_identity(task, train_rows)
-    start = RunState(step=0, run_dir=run_dir, started=started, identity=identity, planned_updates=total_steps)
-    start = replace(start, engines={"": layout_of(strategy)})
+    start = RunState(
+        step=0,
+        run_dir=run_dir,
+        started=started,
+        engines={"": layout_of(strategy)},
+        identity=identity,
+        planned_updates=total_steps,
+    )
     if checkpoint:
         check_continued(checkpoint, start, config)
         start = replace(start, run_dir=checkpoint.state.continued_folder(run_dir))

@@ -123,13 +123,15 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def after_step(self, metrics: Mapping[str, Metric]) -> None:
         """Log, evaluate, checkpoint."""
-        merged = merge_all(self.strategy.gather(dict(metrics)))
+        every = self.strategy.gather((dict(metrics), termination.asked()))  # one collective of a step for both
+        merged = merge_all(numbers for numbers, _ in every)
+        terminated = max(asked for _, asked in every)
         if self.recorder:
             logged = {name: m for name, m in merged.items() if name.startswith("train/")}
             self.recorder.step(self.step, values(logged))
         if self.evaluation_is_due:
             self.evaluate()
-        terminated = self._asked_to_end()
+            terminated = self._asked_to_end()  # also during the evaluation
         if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or terminated):
             self.save()
         if terminated:
