@@ -63,8 +63,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     if eval_rows is None and (eval_rows := task.measured_rows(train_rows)):
         plan += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
     if not strategy:
-        if is_first():
-            print(plan, show_template(tokenizer), *first_texts(task, train_rows, tokenizer), UNPROVEN, sep="\n")
+        show_plan(plan, task, train_rows, tokenizer)
         return
     run_dir, identity = os.path.abspath(config.run.dir), offline_identity(task, train_rows)
     start = RunState(
@@ -116,6 +115,12 @@ def exportable_tokenizer(task: OfflineTask[Config, Row, Micro]) -> PreTrainedTok
     if is_first():
         notice(*check_can_be_exported(model.model_name_or_path, tokenizer, trust_remote_code=trusted))
     return tokenizer
+
+
+def show_plan(plan: str, task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print what a dry run has found out."""
+    if is_first():
+        print(plan, show_template(tokenizer), *first_texts(task, rows, tokenizer), UNPROVEN, sep="\n")
 
 
 def first_texts(task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

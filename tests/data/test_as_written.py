@@ -63,7 +63,8 @@ def test_every_cell_of_a_csv_file_is_read_as_written(
     header = ["a", "b", "c", "d"][: len(cells[0])] if cells else ["a", "b"]
     if len(header) == 1:
         separator = ","  # nothing shows which one a file of one column has
-    quoted = quoted or any("\r" in "".join(row) for row in cells)  # the writer leaves a lone one unquoted
+    # The writer leaves a line break unquoted where rows do not end in it: another row starts there.
+    quoted = quoted or any(sign in "".join(row) for row in cells for sign in "\r\n")
     style = {"delimiter": separator, "lineterminator": end, "quoting": csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL}
     text = "\ufeff" * marked + csv_text([header, *cells], **style)
     read = csv_records(io.BytesIO(text.encode()), "x.csv", ",")
