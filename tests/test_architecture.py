@@ -41,7 +41,7 @@ HOMES = {
     "peft": ["models.adapters", "checkpoints.combine"],
     "bitsandbytes": ["distributed.whole"],
     "fastapi": ["serving.server", "agents.openai_endpoint"],
-    "uvicorn": ["serving.server", "agents.openai_endpoint"],
+    "uvicorn": ["serving.server", "serving.connections", "agents.openai_endpoint"],
 }
 # What a module may load at import besides the standard library and our own modules.
 STANDARD_LIBRARY_ONLY = ["config*", "locks", "termination", "trajectory", "utils", "cli*"]

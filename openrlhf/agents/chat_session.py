@@ -12,12 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
 from openrlhf.agents.continuation import encode, encode_after
 from openrlhf.data.templates import STAND_IN, Message, Span, in_common, render, to_messages, with_parsed_arguments
+from openrlhf.data.tokenizer import most_characters
 
 HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 SHOWN = 60  # characters of a text in a notice
 CONTEXT = 200  # characters before a reply that are encoded with it
-CHARACTERS_PER_TOKEN = 64  # a longer text cannot fit, and is not tokenised: that could take minutes
-FEWEST_CHARACTERS = 1 << 16
 
 
 class ChatMistake(EngineRefusal):
@@ -34,7 +33,7 @@ class ContextFull(ChatMistake):
 
 def check_size(text: str, max_length: int) -> None:
     """Raise ContextFull for a text that cannot fit into `max_length` tokens and would take long to tokenise."""
-    limit = max(FEWEST_CHARACTERS, CHARACTERS_PER_TOKEN * max_length)
+    limit = most_characters(max_length)
     if len(text) > limit:
         raise ContextFull(
             f"{len(text)} characters do not fit into --data.max_len {max_length}: the limit is {limit} characters"

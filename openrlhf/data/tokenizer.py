@@ -8,6 +8,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from openrlhf.data.errors import DataError, notice
 
+CHARACTERS_PER_TOKEN = 64  # more than any text of words has: a longer one cannot fit, and can take minutes to tokenize
+FEWEST_CHARACTERS = 1 << 16
+
 
 def get_tokenizer(
     path: str,
@@ -46,6 +49,11 @@ def get_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def most_characters(max_tokens: int) -> int:
+    """Return the number of characters above which a text is refused where at most `max_tokens` tokens are read."""
+    return max(FEWEST_CHARACTERS, CHARACTERS_PER_TOKEN * max_tokens)
 
 
 def end_ids(path: str) -> list[int]:

@@ -4,24 +4,27 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, ValidationError
+from starlette.requests import ClientDisconnect
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.serving import ServeConfig
+from openrlhf.data.tokenizer import most_characters
 from openrlhf.serving.batcher import Batcher, Texts
+from openrlhf.serving.connections import CONNECTIONS, Connection, raise_connection_limit
 from openrlhf.serving.scorer import load_scorer
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = 1024  # at a time; further ones get status 503
+BITE = 1 << 18  # characters that are tokenized in one go; then it is the turn of another request
 SHUTDOWN_TIMEOUT_S = 10  # for the requests in progress when the server is stopped
 EXAMPLE = '{"query": ["prompt and response"]}'
 
@@ -31,15 +34,22 @@ def run_server(config: ServeConfig) -> None:
     listener = listen(config.host, config.port)
     tokenize, score = load_scorer(config)
     batcher = Batcher(score, max_tokens=config.max_batch_tokens, max_wait=config.max_batch_wait)
-    app = reward_app(tokenize, batcher, max_texts=config.max_request_texts, max_mib=config.max_request_mib)
+    app = reward_app(
+        tokenize,
+        batcher,
+        max_texts=config.max_request_texts,
+        max_mib=config.max_request_mib,
+        max_len=config.data.max_len,
+    )
     if config.dry_run:
         print(f"{config.reward.model_name_or_path} can be served.")
         return
     settings = uvicorn.Config(
         app,
+        http=Connection,
         log_level="warning",
         access_log=False,
-        limit_concurrency=CONNECTIONS,
+        limit_concurrency=raise_connection_limit(),
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
     )
     host = f"[{config.host}]" if ":" in config.host else config.host
@@ -57,8 +67,10 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host} --port {port}: the server cannot listen there: {error.strerror}.") from error
 
 
-def reward_app(tokenize: Callable[[list[str]], Texts], batcher: Batcher, *, max_texts: int, max_mib: float) -> FastAPI:
-    """The application. A request has at most `max_texts` texts and `max_mib` MiB.
+def reward_app(
+    tokenize: Callable[[list[str]], Texts], batcher: Batcher, *, max_texts: int, max_mib: float, max_len: int
+) -> FastAPI:
+    """Return the application. A request has at most `max_texts` texts and `max_mib` MiB; the model reads `max_len` tokens of a text.
 
     Requests are parsed, tokenized and scored in threads, so the event loop stays free.
     """
@@ -72,6 +84,10 @@ def reward_app(tokenize: Callable[[list[str]], Texts], batcher: Batcher, *, max_
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
 
+    @app.exception_handler(ClientDisconnect)
+    async def left(_: Request, error: Exception) -> Response:
+        return Response(status_code=400)  # nobody reads it
+
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
@@ -79,9 +95,13 @@ def reward_app(tokenize: Callable[[list[str]], Texts], batcher: Batcher, *, max_
     @app.post("/get_reward")
     async def get_reward(request: Request) -> JSONResponse:
         body = await read_body(request, max_mib=max_mib)
-
-        read = partial(read_texts, body, tokenize, max_texts=max_texts)
-        texts = await asyncio.get_running_loop().run_in_executor(reader, read)
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, reader)
+        query = await in_thread(partial(read_query, body, max_texts=max_texts, max_len=max_len))
+        texts: Texts = []
+        for bite in bites(query):  # each waits for its turn in the thread, so that requests alternate
+            texts += await in_thread(tokenize, bite)
+        if [] in texts:
+            raise _wrong(f"query.{texts.index([])}: The text has no tokens, so there is nothing to score")
         try:
             scores = await batcher.scores(texts)
         except Exception as error:
@@ -111,8 +131,8 @@ class RewardQuery(BaseModel):
     query: list[str] = Field(min_length=1)
 
 
-def read_texts(body: bytes, tokenize: Callable[[list[str]], Texts], *, max_texts: int) -> Texts:
-    """Token ids of the texts of a request, its `query`. Status 422 or 413."""
+def read_query(body: bytes, *, max_texts: int, max_len: int) -> list[str]:
+    """Return the texts of a request, its `query`. Raises HTTPException with status 422 or 413."""
     try:
         query = RewardQuery.model_validate_json(body).query
     except ValidationError as error:
@@ -121,10 +141,29 @@ def read_texts(body: bytes, tokenize: Callable[[list[str]], Texts], *, max_texts
         raise _wrong(f"{place}: {first['msg']}") from error
     if len(query) > max_texts:
         raise HTTPException(413, f"query has {len(query)} texts, and {max_texts} are allowed (--max_request_texts).")
-    texts = tokenize(query)
-    if [] in texts:
-        raise _wrong(f"query.{texts.index([])}: The text has no tokens, so there is nothing to score")
-    return texts
+    limit = most_characters(max_len)
+    for number, text in enumerate(query):
+        if len(text) > limit:
+            raise HTTPException(
+                413,
+                f"query.{number} has {len(text)} characters, and {limit} are allowed: the model reads {max_len} tokens "
+                "of a text (--data.max_len).",
+            )
+    return query
+
+
+def bites(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the texts in order, in lists of at most BITE characters or of one text."""
+    bite: list[str] = []
+    characters = 0
+    for text in texts:
+        if bite and characters + len(text) > BITE:
+            yield bite
+            bite = []
+            characters = 0
+        bite.append(text)
+        characters += len(text)
+    yield bite
 
 
 def _wrong(what: str) -> HTTPException:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from openrlhf.config.flags import amend
@@ -27,10 +31,20 @@ def characters(texts: list[str]) -> Texts:
     return [list(map(ord, text)) for text in texts]
 
 
-def post(body: Any, *, score: Callable[[Texts], list[float]] = lengths, texts: int = 4, mib: float = 0.001) -> Any:
-    """The answer of a server that takes four texts and about 1000 bytes."""
+def app(
+    *,
+    tokenize: Callable[[list[str]], Texts] = characters,
+    score: Callable[[Texts], list[float]] = lengths,
+    texts: int = 4,
+    mib: float = 0.001,
+) -> FastAPI:
     batcher = Batcher(score, max_tokens=100, max_wait=0.0)
-    with TestClient(reward_app(characters, batcher, max_texts=texts, max_mib=mib)) as client:
+    return reward_app(tokenize, batcher, max_texts=texts, max_mib=mib, max_len=100)
+
+
+def post(body: Any, *, mib: float = 0.001) -> Any:
+    """The answer of a server that takes four texts and about 1000 bytes."""
+    with TestClient(app(mib=mib)) as client:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return client.post("/get_reward", content=content)
 
@@ -82,8 +96,7 @@ def test_lists_in_lists_in_lists_are_no_json_either() -> None:
 
 
 def test_a_body_that_does_not_say_its_size_is_not_read_to_its_end() -> None:
-    batcher = Batcher(lengths, max_tokens=100, max_wait=0.0)
-    with TestClient(reward_app(characters, batcher, max_texts=4, max_mib=0.001)) as client:
+    with TestClient(app()) as client:
         answer = client.post("/get_reward", content=(b" " * 100 for _ in range(1000)))
     assert (answer.status_code, answer.request.headers.get("content-length")) == (413, None)
 
@@ -101,6 +114,43 @@ def test_a_score_that_is_no_number_is_a_failure() -> None:
     answer = post({"query": ["x", "x" * 17]})
     assert answer.status_code == 500
     assert answer.json() == {"detail": "The reward model's score of query[1] is nan."}
+
+
+def test_text_longer_than_the_model_can_read_is_refused_with_the_limit() -> None:
+    answer = post({"query": ["x", "x" * 65_537]}, mib=1.0)
+    assert answer.status_code == 413
+    assert "query.1 has 65537 characters, and 65536 are allowed" in answer.json()["detail"]
+    assert "100 tokens" in answer.json()["detail"] and "--data.max_len" in answer.json()["detail"]
+
+
+def test_requests_take_turns_while_texts_of_another_are_tokenized() -> None:
+    """A request with much text is tokenized piece by piece: one that came later is answered before its end."""
+    first_piece = threading.Event()
+    order: list[str] = []
+
+    def tokenize(texts: list[str]) -> Texts:
+        order.append(texts[0][0])
+        if len(order) == 1:
+            assert first_piece.wait(60)
+        return [[1] for _ in texts]
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app=served)
+        async with (
+            served.router.lifespan_context(served),
+            httpx.AsyncClient(transport=transport, base_url="http://server") as client,
+        ):
+            long = asyncio.create_task(client.post("/get_reward", json={"query": ["l" * 60_000] * 40}))
+            while not order:
+                await asyncio.sleep(0.001)
+            short = asyncio.create_task(client.post("/get_reward", json={"query": ["s"]}))
+            await asyncio.sleep(0.05)
+            first_piece.set()
+            assert [(await long).status_code, (await short).status_code] == [200, 200]
+
+    served = app(tokenize=tokenize, texts=40, mib=16)
+    asyncio.run(ask())
+    assert order[0] == "l" and "s" in order[1:4] and len(order) == 11
 
 
 def test_texts_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -121,6 +171,5 @@ def test_an_address_that_is_taken_or_not_of_this_machine_is_a_mistake_before_the
 
 
 def test_health_is_answered() -> None:
-    batcher = Batcher(lengths, max_tokens=100, max_wait=0.0)
-    with TestClient(reward_app(characters, batcher, max_texts=4, max_mib=1.0)) as client:
+    with TestClient(app()) as client:
         assert client.get("/health").json() == {"status": "ok"}

@@ -1,0 +1,86 @@
+"""Connections of the reward server: how many there may be, and how long a client may take to send a request."""
+
+import asyncio
+import resource
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+CONNECTIONS = 4096  # at a time
+OTHER_FILES = 128  # that the process has open beside its connections
+
+
+def raise_connection_limit() -> int:
+    """Let this process open files for CONNECTIONS connections, as far as the system allows; returns their number."""
+    wanted = CONNECTIONS + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return CONNECTIONS
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(1, allowed - OTHER_FILES)
+
+
+class Connection(H11Protocol):
+    """A connection whose client must send a whole request, headers and body, within `request_timeout_s`.
+
+    If there are as many connections as allowed, a new one takes the place of the one that has waited longest for its
+    client. Connections that wait for their answer stay; only if all do, a further request gets status 503.
+    """
+
+    request_timeout_s: ClassVar[float] = 60.0
+    _deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def waits_for_client(self) -> bool:
+        """True unless a whole request has arrived and is not yet answered."""
+        request = self.cycle
+        return request is None or request.more_body or request.response_complete
+
+    def connection_made(self, transport: Any) -> None:
+        """Make room for the connection, and start its time."""
+        limit = self.limit_concurrency
+        if limit is not None and len(self.connections) + 1 >= limit:
+            self._make_room()
+        super().connection_made(transport)
+        self._set_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the time."""
+        super().connection_lost(exc)
+        self._clear_deadline()
+
+    def data_received(self, data: bytes) -> None:
+        """Stop the time once a request is complete."""
+        super().data_received(data)
+        self._set_deadline()
+
+    def on_response_complete(self) -> None:
+        """Start the time of the next request, and of the rest of one that was answered before its end."""
+        super().on_response_complete()
+        self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        if not self.waits_for_client:
+            self._clear_deadline()
+        elif self._deadline is None and not self.transport.is_closing():
+            self._deadline = self.loop.call_later(self.request_timeout_s, self._drop)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _make_room(self) -> None:
+        waiting: list[tuple[float, Connection]] = []
+        for other in self.connections:
+            if isinstance(other, Connection) and other._deadline is not None:
+                waiting.append((other._deadline.when(), other))
+        if waiting:
+            _, longest = min(waiting, key=lambda each: each[0])
+            longest._drop()
+
+    def _drop(self) -> None:
+        self._clear_deadline()
+        self.connections.discard(self)
+        self.transport.abort()

@@ -1,0 +1,150 @@
+"""Clients that connect and do not ask: others are answered meanwhile, and nobody keeps a connection for ever."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import httpx
+import pytest
+import uvicorn
+
+from openrlhf.serving.batcher import Batcher, Texts
+from openrlhf.serving.connections import CONNECTIONS, Connection, raise_connection_limit
+from openrlhf.serving.server import listen, reward_app
+
+HALF_REQUESTS = [
+    b"",
+    b"POST /get_re",
+    b"POST /get_reward HTTP/1.1\r\nhost: a\r\nx: ",
+    b"POST /get_reward HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{",
+]
+MORE_THAN_ALLOWED = b"POST /get_reward HTTP/1.1\r\nhost: a\r\ncontent-length: 9000000\r\n\r\n" + b" " * 70_000
+
+
+class Hasty(Connection):
+    """A connection whose client has little time."""
+
+    request_timeout_s = 0.3
+
+
+class _Server(uvicorn.Server):
+    """Runs in a thread, where signals cannot be caught."""
+
+    ready: threading.Event
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+
+@contextmanager
+def serving(*, kind: type[Connection] = Connection, limit: int = 9) -> Iterator[int]:
+    """The port of a server with at most `limit` connections."""
+
+    def lengths(texts: Texts) -> list[float]:
+        return [float(len(text)) for text in texts]
+
+    def characters(texts: list[str]) -> Texts:
+        return [list(map(ord, text)) for text in texts]
+
+    app = reward_app(characters, Batcher(lengths, max_tokens=100, max_wait=0.0), max_texts=4, max_mib=0.05, max_len=100)
+    settings = uvicorn.Config(app, http=kind, log_level="warning", limit_concurrency=limit, timeout_graceful_shutdown=5)
+    server = _Server(settings)
+    server.ready = threading.Event()
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        assert server.ready.wait(60)
+        try:
+            yield port
+        finally:
+            server.should_exit = True
+            thread.join(60)
+
+
+def ask(port: int) -> int:
+    """The status of a request with a connection of its own."""
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    client.request("POST", "/get_reward", body=json.dumps({"query": ["text"]}))
+    try:
+        return client.getresponse().status
+    finally:
+        client.close()
+
+
+def half_request(port: int, start: bytes) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    client.sendall(start)
+    return client
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Return whether the server closes the connection; an answer may come before."""
+    try:
+        while client.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("start", HALF_REQUESTS, ids=["silent", "half a line", "half of its headers", "half a body"])
+def test_requests_are_answered_however_many_clients_do_not_end_theirs(start: bytes) -> None:
+    with serving() as port, ExitStack() as clients:
+        for _ in range(40):
+            clients.enter_context(half_request(port, start))
+            assert ask(port) == 200
+
+
+@pytest.mark.parametrize(
+    "start",
+    [*HALF_REQUESTS, MORE_THAN_ALLOWED],
+    ids=["silent", "half a line", "half its headers", "half a body", "refused"],
+)
+def test_a_client_that_does_not_end_its_request_in_time_loses_its_connection(
+    start: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR), serving(kind=Hasty) as port, half_request(port, start) as client:
+        assert is_closed(client)
+    assert not caplog.records
+
+
+def test_one_byte_at_a_time_does_not_keep_a_connection_open() -> None:
+    with serving(kind=Hasty) as port, half_request(port, HALF_REQUESTS[3]) as client:
+        client.settimeout(0.02)
+        with suppress(ConnectionError):
+            while not is_closed(client):
+                client.sendall(b" ")
+
+
+def test_a_connection_is_kept_for_further_requests() -> None:
+    body = json.dumps({"query": ["text"]})
+    with serving() as port, httpx.Client() as client:
+        sources: set[object] = set()
+        for _ in range(3):
+            answer = client.post(f"http://127.0.0.1:{port}/get_reward", content=body)
+            assert answer.json()["rewards"] == [4.0]
+            sources.add(answer.extensions["network_stream"].get_extra_info("client_addr"))
+    assert len(sources) == 1
+
+
+def test_the_limit_of_open_files_is_raised_for_the_connections() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+        allowed = raise_connection_limit()
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert allowed < files <= hard
+        assert allowed == CONNECTIONS or files == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
