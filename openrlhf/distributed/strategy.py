@@ -16,7 +16,7 @@ from torch import nn
 from transformers import enable_full_determinism, set_seed
 
 from openrlhf.config.shared import DeepSpeedConfig
-from openrlhf.distributed import devices, ds_config
+from openrlhf.distributed import devices, ds_config, rendezvous
 from openrlhf.distributed.layout import RankLayout
 from openrlhf.distributed.quiet_deepspeed import HfDeepSpeedConfig, deepspeed
 
@@ -36,7 +36,9 @@ class Strategy:
         self.device = torch.device("cuda", self.local_rank) if self.kind == "cuda" else torch.device("cpu")
         if not dist.is_initialized():
             backend = "nccl" if self.kind == "cuda" else "gloo"
-            deepspeed.init_distributed(backend, timeout=COLLECTIVE_TIMEOUT, verbose=False)
+            deepspeed.init_distributed(
+                backend, timeout=COLLECTIVE_TIMEOUT, verbose=False, init_method=rendezvous.INIT_METHOD
+            )
             if backend == "gloo":  # whose threads may abort a process that unloads its libraries
                 atexit.register(dist.destroy_process_group)
         self.rank, self.layout = dist.get_rank(), RankLayout(dp=dist.get_world_size())

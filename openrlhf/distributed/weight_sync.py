@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.multiprocessing.reductions import reduce_tensor
 
 from openrlhf.distributed.buckets import PublicationError, WeightManifest, bucket_hash, bucket_nbytes, pack
+from openrlhf.distributed.rendezvous import host_store, join_store
 
 Transport = Literal["gloo", "nccl", "ipc"]
 
@@ -41,10 +42,9 @@ class WeightGroup:
 def _meet(group: WeightGroup, rank: int) -> Store:
     timeout = timedelta(seconds=group.timeout_s)
     keys = {member: f"joined/{member}" for member in range(group.world_size)}
+    open_store = host_store if rank == 0 else join_store
     try:
-        tcp = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            group.host, group.port, is_master=rank == 0, timeout=timeout, wait_for_workers=False
-        )
+        tcp = open_store(group.host, group.port, timeout=timeout)
     except RuntimeError as error:
         role = "listen" if rank == 0 else "reach the trainer"
         raise _broken(group, f"rank {rank} could not {role} at {group.host}:{group.port}", error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from tests.distributed.listening import listening_addresses
 from tests.loading import load_spec
 
 STEPS = 2
@@ -85,6 +87,7 @@ def main() -> None:
             zero_stage=int(parts[0].removeprefix("zero")), param_dtype="bf16" if "bf16" in parts else "fp32"
         )
         strategy = Strategy(engine, seed=0)
+        assert listening_addresses(int(os.environ["MASTER_PORT"])) == {"127.0.0.1"}
         results[layout] = train(
             strategy,
             model,

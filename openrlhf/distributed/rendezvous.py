@@ -1,0 +1,74 @@
+"""Meeting points of process groups: torch's TCPStore, which listens at one address of its machine.
+
+By itself the store listens on all interfaces, and it asks for no password.
+"""
+
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+logger = logging.getLogger(__name__)
+
+INIT_METHOD = "openrlhf://"  # of `init_process_group`: the variables of env://, and this module's store
+BACKLOG = 2048  # connections of ranks that wait to be accepted
+
+
+def host_store(host: str, port: int, *, timeout: timedelta, world_size: int | None = None) -> Store:
+    """Return the store of rank 0, which listens at `host` alone; with `world_size`, after all ranks have come.
+
+    It listens on all interfaces if `host` is a name, which can mean loopback here and another address elsewhere, or if
+    this machine does not have the address, as behind a translation of addresses. Raises RuntimeError, as torch does.
+    """
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=world_size is not None,
+        master_listen_fd=_listen(host, port),
+    )
+
+
+def join_store(host: str, port: int, *, timeout: timedelta) -> Store:
+    """Return the store of another rank, connected to that of rank 0. Raises RuntimeError, as torch does."""
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host, port, is_master=False, timeout=timeout, wait_for_workers=False
+    )
+
+
+def _listen(host: str, port: int) -> int | None:
+    """Return the descriptor of a socket that listens at `host`; None if the store must listen on all interfaces."""
+    address = "127.0.0.1" if host == "localhost" else host
+    try:
+        version = ipaddress.ip_address(address).version
+    except ValueError:
+        return None
+    family = socket.AF_INET if version == 4 else socket.AF_INET6
+    try:
+        return socket.create_server((address, port), family=family, backlog=BACKLOG).detach()
+    except OSError as error:
+        logger.warning("The meeting point %s:%d listens on all interfaces: %s", host, port, error.strerror)
+        return None
+
+
+def _meet(url: str, timeout: timedelta, **settings: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yield store, rank and number of ranks, as torch's env:// does."""
+    rank = int(os.environ["RANK"])
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # which has opened the store itself
+    if rank > 0 or of_torchrun:
+        yield from dist.rendezvous("env://", timeout=timeout)
+        return
+    world_size = int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    yield host_store(host, port, timeout=timeout, world_size=world_size), rank, world_size
+
+
+dist.register_rendezvous_handler(INIT_METHOD.removesuffix("://"), _meet)
