@@ -27,10 +27,15 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(path: Path, contents: str | bytes | Iterable[str]) -> None:
-    """Replace `path` by a file with these contents, or parts of them. A kill leaves the old file or the new one."""
+def write_atomically(path: Path, contents: str | bytes | Iterable[str], *, mode: int | None = None) -> None:
+    """Replace `path` by a file with these contents, or parts of them. A kill leaves the old file or the new one.
+
+    `mode`: its permissions; None leaves them to the process's umask.
+    """
     new = path.with_name(f"{path.name}.new")
     with open(new, "wb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
         for part in [contents] if isinstance(contents, str | bytes) else contents:
             file.write(part.encode(errors="replace") if isinstance(part, str) else part)
         file.flush()

@@ -12,7 +12,7 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 
 
 class RewardServer(DoubleServer):
-    """Keeps what it was asked, in `bodies`; `url` is its address without a path.
+    """Keeps what it was asked, in `bodies`, `paths` and `authorizations`; `url` is its address without a path.
 
     The reward of a sample is the number of letters "e" after its prompt.
     """
@@ -20,6 +20,8 @@ class RewardServer(DoubleServer):
     def __init__(self) -> None:
         super().__init__(_Handler)
         self.bodies: list[dict[str, list[Any]]] = []
+        self.paths: list[str] = []
+        self.authorizations: list[str | None] = []
         self.url = self.root
         self.together = threading.Barrier(1)  # how many are answered at a time; a request beyond them waits for more
 
@@ -39,7 +41,9 @@ class _Handler(JSONHandler):
         pairs = zip(body["query"], body["prompts"], strict=True)
         rewards = [query.removeprefix(prompt).count("e") for query, prompt in pairs]
         good = {"rewards": rewards, "extra_logs": {"letters": [len(q) for q in body["query"]]}}
-        match self.path.strip("/"):
+        self.server.paths.append(self.path)
+        self.server.authorizations.append(self.headers["Authorization"])
+        match self.path.partition("?")[0].strip("/"):
             case "scores":
                 self.answer(200, good | {"scores": [0.25] * len(rewards)})
             case "busy_twice" if len(self.server.bodies) <= 2:

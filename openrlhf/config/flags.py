@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, dataclass_transform
 
 from openrlhf.config.machine import is_first
+from openrlhf.config.secrets import HIDDEN, hide, without_secrets
 
 T = TypeVar("T")
 Shape = Literal["switch", "one", "pair", "list", "json"]
@@ -36,20 +37,28 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 class UserError(Exception):
-    """A mistake of the user, or trouble that the user can do something about. Commands print the message alone."""
+    """A mistake of the user, or trouble that the user can do something about. Commands print the message alone.
+
+    Secrets in URLs are hidden: the message may end up in logs.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*map(hide, args))
 
 
 def notice(*sentences: str) -> None:
     """Print sentences that the user should know, in the first process of a launcher only."""
     for sentence in sentences if is_first() else ():
-        print(f"[notice] {sentence}", file=sys.stderr)
+        print(f"[notice] {without_secrets(sentence)}", file=sys.stderr)
 
 
 class ConfigError(UserError, ValueError):
     """Mistakes of the user in the flags. The message has a line for each of the `violations`."""
 
     def __init__(self, violations: str | Sequence[str]) -> None:
-        self.violations = [violations] if isinstance(violations, str) else list(violations)
+        self.violations = [
+            without_secrets(text) for text in ([violations] if isinstance(violations, str) else violations)
+        ]
         head = [f"{len(self.violations)} mistakes:"] if len(self.violations) > 1 else []
         super().__init__("\n  - ".join([*head, *self.violations]))
 
@@ -76,6 +85,7 @@ class Flag:
     needs: tuple[str, ...] = ()  # conditions under which it has an effect: `effects`
     required: bool = False  # None until it is given; `check()` asks for it
     saved: bool = True  # False: left out of configuration files
+    secret: bool = False  # never shown
 
     @property
     def name(self) -> str:
@@ -91,7 +101,10 @@ class Flag:
 
     def typed(self, value: Any) -> str:
         """The words of a command line that give it this value; a switch is only its name."""
-        values = value if self.shape in ("pair", "list") else [value]
+        if self.secret and value is not None:
+            value = HIDDEN
+        shown = hide(value)
+        values = shown if self.shape in ("pair", "list") else [shown]
         words = [f"{v:g}" if isinstance(v, float) else str(v) for v in values or ()]
         return " ".join([self.name, *(words if self.shape != "switch" else [])])
 

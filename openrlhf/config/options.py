@@ -17,6 +17,7 @@ from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
 from openrlhf.config.machine import is_first
 from openrlhf.config.plugins import load_plugins
+from openrlhf.config.secrets import hide, is_hidden, without_secrets
 from openrlhf.config.unsupported import is_refused
 
 MOST_HINTS = 4
@@ -40,7 +41,7 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
     violations = [*reader.problems, *broken]
     if is_first():
         for notice in reader.notices if violations else [*reader.notices, *notices]:
-            print(f"[notice] {notice}", file=sys.stderr)
+            print(f"[notice] {without_secrets(notice)}", file=sys.stderr)
     if violations:
         raise ConfigError(violations)
     return config
@@ -73,6 +74,10 @@ class Reader:
         for path, value in {"plugin": None, **written, **typed}.items():
             flag = self.flags[path]
             try:
+                if is_hidden(value):
+                    raise ConfigError(
+                        f"{flag.name} {hide(value)} lacks what was hidden when it was written: give {flag.name} on the command line."
+                    )
                 if value is not None or flag.default not in (None, ()):  # else null in a file: not given
                     self.given[path] = convert(flag, value)
             except ConfigError as error:
@@ -174,7 +179,7 @@ def leaves(node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str) -> I
 def dump_yaml(config: Command, *, given_only: bool = False) -> str:
     """The configuration as YAML: every value in effect, or what was given, which `--config` reads back.
 
-    What belongs to one launch (`--dry_run`, `--local_rank`) and the W&B key are left out.
+    What belongs to one launch (`--dry_run`, `--local_rank`) and the W&B key are left out; secrets in URLs are hidden.
     """
     import yaml  # only runs that write a file pay for it
 
@@ -185,6 +190,6 @@ def dump_yaml(config: Command, *, given_only: bool = False) -> str:
             node = tree
             for section in sections:
                 node = node.setdefault(section, {})
-            shown = config.given[flag.path] if given_only else value
+            shown = hide(config.given[flag.path] if given_only else value)
             node[leaf] = list(shown) if flag.shape in ("pair", "list") and shown else shown
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)

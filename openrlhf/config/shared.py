@@ -51,7 +51,7 @@ class CheckpointConfig(Section):
 
 class WandbConfig(Section):
     """Weights & Biases."""
-    key: str | None = option(None, "API key; any text if logged in; never saved.", saved=False)
+    key: str | None = option(None, "API key; any text if logged in; never saved.", saved=False, secret=True)
     org: str | None = option(None, "Entity: user or team.", needs="key")
     group: str | None = option(None, "Group of runs.", needs="key")
     project: str = option("openrlhf", "Project.", needs="key")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +65,11 @@ def _meet(url: str, timeout: timedelta, **settings: Any) -> Iterator[tuple[Store
     rank = int(os.environ["RANK"])
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # which has opened the store itself
     if rank > 0 or of_torchrun:
-        yield from dist.rendezvous("env://", timeout=timeout)
+        yield from rendezvous("env://", timeout=timeout)
         return
     world_size = int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     yield host_store(host, port, timeout=timeout, world_size=world_size), rank, world_size
 
 
-dist.register_rendezvous_handler(INIT_METHOD.removesuffix("://"), _meet)
+register_rendezvous_handler(INIT_METHOD.removesuffix("://"), _meet)

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.secrets import hide
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.rewards.judge import Judge, NoVerdict
 from openrlhf.rewards.servers import ServerError
@@ -159,6 +160,6 @@ def row_of(pair: Comparison) -> dict[str, Any]:
         "against": pair.theirs.response_text,
         "against_reward": pair.theirs.reward,
         "win": pair.win,
-        "error": pair.error,
+        "error": hide(pair.error),
         "failure": pair.failure,
     }

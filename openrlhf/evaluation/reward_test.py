@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.reward_test import RewardTestConfig
+from openrlhf.config.secrets import without_secrets
 from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.findings import report
 from openrlhf.data.loading import load_datasets
@@ -139,7 +140,7 @@ def print_scores(rows: Sequence[Scored], *, seconds: float, at_once: int) -> Non
         print_texts("Scored", ("reward", "label", "response"), examples)
     for row in errors_of(rows)[:ERRORS]:
         print(f"\n{row.result.failure}, with the response {_end(row.request.response)!r}")
-        print((row.result.error or "").strip())
+        print(without_secrets(row.result.error or "").strip())
 
 
 def rewards_of(rows: Sequence[Scored]) -> list[float]:

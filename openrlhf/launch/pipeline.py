@@ -34,6 +34,7 @@ from openrlhf.config import machine
 from openrlhf.config.flags import ConfigError, did_you_mean, flags_of, items, nearest, text_of
 from openrlhf.config.options import leaves, parse_config
 from openrlhf.config.pipeline import STAGES, PipelineConfig
+from openrlhf.config.secrets import hide, without_secrets
 from openrlhf.files import BLOCK, SAMPLES, fingerprint, write_atomically
 from openrlhf.launch.pipeline_report import Result, write_pipeline_report
 from openrlhf.locks import locked
@@ -213,7 +214,9 @@ class Pipeline:
         path = self.folder / f"{stage.name}.yaml"
         precision = self.precision(stage)
         filled = json.loads(self.filled(stage, json.dumps({**precision, **stage.flags, **places}, default=str)))
-        write_atomically(path, yaml.safe_dump(filled, sort_keys=False, allow_unicode=True, width=1000))
+        content = yaml.safe_dump(filled, sort_keys=False, allow_unicode=True, width=1000)
+        private = without_secrets(content) != content
+        write_atomically(path, content, mode=0o600 if private else None)
         return path
 
     def precision(self, stage: Stage) -> dict[str, Any]:
@@ -241,8 +244,8 @@ class Pipeline:
     def inputs(self, stage: Stage) -> dict[str, Any]:
         """All that the result of a stage is made from. Not the launcher: the number of devices may change on the way."""
         of_run = ("logger.", "ds.use_universal_ckpt")
-        made = {f"--{path}": value for path, value in stage.values.items() if not path.startswith(of_run)}
-        made |= {"command": stage.command, "run": stage.run}
+        made = {f"--{path}": hide(value) for path, value in stage.values.items() if not path.startswith(of_run)}
+        made |= {"command": stage.command, "run": without_secrets(stage.run)}
         made |= {place: content_of(Path(place)) for place in stage.reads}
         return json.loads(
             json.dumps(made | {f"${{{name}}}": self.finished.get(name) for name in stage.uses}, default=str)
@@ -305,6 +308,8 @@ class Pipeline:
         """What a stage's result was made from, how long that took, and when it was done."""
         path = self.folder / f"{stage.name}.json"
         record = json.loads(path.read_text()) if path.exists() else {"inputs": {}, "seconds": 0.0, "finished": None}
+        for name, value in record["inputs"].items():
+            record["inputs"][name] = hide(value)  # older releases wrote secrets
         answers = self.result(stage.name)
         if record["inputs"] and answers.is_file():  # complete, also if we were killed before it was noted
             record["finished"] = record["finished"] or answers.stat().st_mtime

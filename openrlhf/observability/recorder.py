@@ -7,6 +7,7 @@ from itertools import count
 
 from openrlhf.config.commands import RecordedCommand
 from openrlhf.config.options import dump_yaml
+from openrlhf.config.secrets import without_secrets
 from openrlhf.observability.display import Display
 from openrlhf.observability.health import Health
 from openrlhf.observability.log_file import report_failed_write
@@ -100,7 +101,7 @@ class Recorder:
 
     def _show(self, notices: Iterable[str]) -> None:
         for notice in notices:
-            self.display.note(f"Notice: {notice}")
+            self.display.note(f"Notice: {without_secrets(notice)}")
 
 
 def failed_of_every_kind(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

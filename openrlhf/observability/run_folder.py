@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from openrlhf.config.places import OWNED
+from openrlhf.config.secrets import hide
 from openrlhf.files import write_atomically
 from openrlhf.locks import locked
 from openrlhf.observability.log_file import LogFile, report_failed_write
@@ -99,7 +100,7 @@ def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -
         "stop_reason": trajectory.stop_reason,
         **played,  # of an agent's episode
         "weight_versions": trajectory.weight_versions,
-        "error": trajectory.error,
+        "error": hide(trajectory.error),
         "failure": trajectory.failure,  # the kind of the error
         "filtered": trajectory.filtered,  # whether dynamic filtering replaced its prompt
         "evaluation": evaluation,

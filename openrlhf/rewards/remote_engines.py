@@ -96,7 +96,7 @@ class RemoteEngine:
             place = ".".join(map(str, path))
             servers = self.servers
             raise ServerError(
-                f"{servers.kind} {servers.servers[0].url} sent no {kind.__name__} at {place}: {str(answered)[:200]!r}"
+                f"{servers.kind} {servers.servers[0].name} sent no {kind.__name__} at {place}: {str(answered)[:200]!r}"
             )
         return found
 

@@ -11,6 +11,7 @@ import httpx
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RuleConfig
+from openrlhf.config.secrets import without_secrets
 from openrlhf.trajectory import Failure
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,11 @@ class _Server:
     failures: int = 0  # since it last answered
     rests_until: float = 0.0  # time of the event loop
 
+    @property
+    def name(self) -> str:
+        """The URL as messages write it."""
+        return without_secrets(self.url)
+
     def answered(self) -> None:
         self.failures, self.rests_until = 0, 0.0
 
@@ -43,10 +49,10 @@ class _Server:
         now = asyncio.get_running_loop().time()
         if now >= self.rests_until:  # requests that were under way together count as one failure
             if self.failures == 0:
-                logger.warning(f"{self.kind} %s: %s", self.url, problem)
+                logger.warning(f"{self.kind} %s: %s", self.name, problem)
             self.failures = min(self.failures + 1, 10)
             self.rests_until = now + min(0.5 * 2**self.failures, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
-        return ServerError(f"{self.kind} {self.url}: {problem}")
+        return ServerError(f"{self.kind} {self.name}: {problem}")
 
 
 class HTTPServers:
@@ -101,11 +107,11 @@ class HTTPServers:
                 server.in_flight -= 1
         server.answered()
         if response.is_error:
-            raise ValueError(f"{server.url}{path} answered {_refusal(response)}")
+            raise ValueError(f"{server.name}{path} answered {_refusal(response)}")
         try:
             return response.json()
         except ValueError as error:
-            raise ValueError(f"{server.url}{path} sent no JSON: {response.text[:200]!r}") from error
+            raise ValueError(f"{server.name}{path} sent no JSON: {response.text[:200]!r}") from error
 
     async def _send(self, server: _Server, body: Mapping[str, Any] | None, path: str) -> httpx.Response:
         if self._client is None:
@@ -114,7 +120,7 @@ class HTTPServers:
         try:
             async with asyncio.timeout(self.timeout):
                 method = "GET" if body is None else "POST"
-                response = await self._client.request(method, server.url + path, json=body)
+                response = await self._client.request(method, _below(server.url, path), json=body)
         except TimeoutError as error:
             late = f"no answer within {self.timeout:g} s ({self.limit})"
             raise server.failed(late) from error
@@ -139,16 +145,22 @@ async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
         except httpx.ReadTimeout:
             return None  # it took the connection, and is busy
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            problem = f"{url} does not answer: {_message(error)}"
+            problem = f"{without_secrets(url)} does not answer: {_message(error)}"
         if second == 0:
             logger.warning("%s; waiting up to %d s for it", problem, START_S)
         await asyncio.sleep(1)
     return problem
 
 
+def _below(url: str, path: str) -> str:
+    """Return the URL with a path behind its own, and with the parameters that it has."""
+    base, question_mark, parameters = url.partition("?")
+    return base + path + question_mark + parameters
+
+
 def _refusal(response: httpx.Response) -> str:
-    return f"status {response.status_code}: {response.text[:200]!r}"
+    return without_secrets(f"status {response.status_code}: {response.text[:200]!r}")
 
 
 def _message(error: Exception) -> str:
-    return f"{type(error).__name__} {error}".strip()
+    return without_secrets(f"{type(error).__name__} {error}".strip())

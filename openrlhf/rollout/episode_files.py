@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from openrlhf.config.secrets import hide
 from openrlhf.data.errors import DataError
 from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import set_aside
@@ -66,7 +67,7 @@ class EpisodeFolder:
     def write(self, kind: Kind, step: int, episodes: Sequence[Trajectory], *, run: Mapping[str, Any]) -> None:
         """Write or replace a file. `run`: the identity that a run must have to replay the file."""
         header = {"format": FORMAT, "kind": kind, "step": step, "episodes": len(episodes), "run": run}
-        rows = [EPISODE.dump_python(episode) for episode in episodes]
+        rows = [EPISODE.dump_python(episode) | {"error": hide(episode.error)} for episode in episodes]
         text = "".join(json.dumps(row, default=_plain) + "\n" for row in [header, *rows])
         write_atomically(self.file(kind, step), gzip.compress(text.encode(), compresslevel=1, mtime=0))
 

@@ -375,3 +375,23 @@ def test_stages_that_are_trained_further_keep_float32_weights(tmp_path: Path) ->
         "last": {},
         "answers": {},
     }
+
+
+def test_secrets_of_a_stage_are_not_in_its_record_and_its_flags_are_private(tmp_path: Path) -> None:
+    """The record compares equal whether an older release wrote the secret, and whatever the secret is now."""
+    url = "http://me:hunter2@host/get_reward?token=hunter2"
+    file = tmp_path / "one.yaml"
+    file.write_text(
+        "stages:\n  rl: {command: ppo, flags: {actor.model_name_or_path: m, data.prompt_dataset: d, "
+        f"reward.remote_url: '{url}'}}}}\n"
+    )
+    [stage] = read_stages(file, "")
+    made = Pipeline(file=file, folder=tmp_path, stages=[stage])
+    flags = made.write_flags(stage)
+    assert yaml.safe_load(flags.read_text())["reward.remote_url"] == url
+    assert flags.stat().st_mode & 0o077 == 0
+    inputs = made.inputs(stage)
+    assert "hunter2" not in json.dumps(inputs)
+    written = inputs | {"--reward.remote_url": url}
+    (tmp_path / "rl.json").write_text(json.dumps({"inputs": written, "seconds": 1.0, "finished": 1.0}))
+    assert made.record(stage)["inputs"] == inputs

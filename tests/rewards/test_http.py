@@ -133,3 +133,23 @@ def test_no_request_waits_for_a_connection_while_its_time_runs(server: RewardSer
     server.together = threading.Barrier(http_servers.IN_FLIGHT)
     results = score([server.url + "/together"], *[request("e")] * http_servers.IN_FLIGHT, retries=0)
     assert {result.error for result in results} == {None}
+
+
+def test_a_server_gets_the_password_and_the_token_of_its_url_and_no_message_has_them(
+    server: RewardServer, caplog: pytest.LogCaptureFixture
+):
+    secret = server.url.replace("http://", "http://me:hunter2@")
+    query = "?api_key=hunter2&model=m"
+    good, bad, absent = (
+        secret + "/get_reward" + query,
+        secret + "/broken" + query,
+        f"http://me:hunter2@127.0.0.1:{free_port()}",
+    )
+    with caplog.at_level(logging.WARNING):
+        [result] = score([good], request("ee"))
+        errors = [score([url], request("e"), retries=1)[0].error or "" for url in (bad, absent)]
+    assert result.reward == 2.0
+    assert server.authorizations == ["Basic bWU6aHVudGVyMg=="] * len(server.authorizations) and server.authorizations
+    assert f"/get_reward{query}" in server.paths
+    assert "***@" in errors[0] and "api_key=***" in errors[0] and "***@" in errors[1]
+    assert "hunter2" not in "".join(errors) + caplog.text

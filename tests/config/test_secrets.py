@@ -1,0 +1,113 @@
+"""Passwords, tokens and keys in flags: used by the run, hidden in everything that it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from openrlhf.config.flags import ConfigError, Flag, amend, flags_of, notice
+from openrlhf.config.options import dump_yaml, parse_config
+from openrlhf.config.secrets import hide, is_hidden, without_secrets
+from tests.config.commands import COMMANDS, ppo, violations
+
+SECRET = "hunter2"
+URLS = {
+    f"http://me:{SECRET}@host:5000/get_reward": "http://***@host:5000/get_reward",
+    f"http://{SECRET}@host/v1": "http://***@host/v1",
+    f"https://host/v1?api_key={SECRET}&model=m": "https://host/v1?api_key=***&model=m",
+    f"https://host/v1?model=m&access-token={SECRET}#part": "https://host/v1?model=m&access-token=***#part",
+    f"https://host/f?code={SECRET},http://me:{SECRET}@other": "https://host/f?code=***,http://***@other",
+    f"judge=http://me:{SECRET}@host/v1": "judge=http://***@host/v1",
+    f"s3://key:{SECRET}@bucket/rows.jsonl": "s3://***@bucket/rows.jsonl",
+    f"https://host/x?X-Amz-Signature={SECRET}": "https://host/x?X-Amz-Signature=***",
+}
+HARMLESS = [
+    "http://host:5000/get_reward?max_tokens=5&model=a@b",
+    "openai/gsm8k@main,rows.jsonl@0.5",
+    "hf://datasets/owner/name@main/rows.jsonl",
+    "user@host is no URL; see https://host/a?b=c.",
+    "*** {} ***",
+]
+
+
+@pytest.mark.parametrize(("url", "shown"), URLS.items())
+def test_secrets_of_a_url_are_hidden_and_the_rest_is_shown(url: str, shown: str) -> None:
+    assert without_secrets(f"asking {url} failed") == f"asking {shown} failed"
+    assert is_hidden(shown) and not is_hidden(url)
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_texts_without_secrets_stay_as_they_are(text: str) -> None:
+    assert without_secrets(text) == text
+    assert not is_hidden(text)
+
+
+def test_entries_of_json_with_the_name_of_a_secret_are_hidden() -> None:
+    given = {"hf_token": SECRET, "max_num_seqs": 4, "extra": {"api_key": SECRET, "url": f"http://{SECRET}@host"}}
+    shown = {"hf_token": "***", "max_num_seqs": 4, "extra": {"api_key": "***", "url": "http://***@host"}}
+    assert hide(given) == shown
+    assert is_hidden(shown) and not is_hidden(given)
+
+
+def _with_secret(flag: Flag) -> Any:
+    """A value of the flag that has secrets; None if it takes no text."""
+    url = f"http://me:{SECRET}@host/a.jsonl?token={SECRET}"
+    if flag.shape == "json":
+        return {"hf_token": SECRET, "url": url}
+    if flag.kind is not str or flag.choices:
+        return None
+    return (url,) if flag.shape == "list" else url
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_flag_of_a_command_writes_its_secret(command: str) -> None:
+    """Every flag that takes a text: in the configuration files, and as messages quote it."""
+    root = COMMANDS[command]
+    tried = 0
+    for path, flag in flags_of(root).items():
+        value = _with_secret(flag)
+        if value is None:
+            continue
+        config = amend(root(), {path: value, "given": {path: value}})
+        assert SECRET not in dump_yaml(config) + dump_yaml(config, given_only=True)
+        assert SECRET not in flag.typed(value)
+        tried += 1
+    assert tried
+
+
+@pytest.mark.parametrize("key", [path for path, flag in flags_of(COMMANDS["train_sft"]).items() if flag.secret])
+def test_a_key_is_neither_written_nor_quoted(key: str) -> None:
+    flag = flags_of(COMMANDS["train_sft"])[key]
+    assert not flag.saved and SECRET not in flag.typed(SECRET)
+
+
+def test_a_run_asks_the_url_that_was_given() -> None:
+    url = next(iter(URLS))
+    config = ppo(f"--reward.remote_url {url}")
+    assert config.reward.urls == [url]
+
+
+def test_errors_and_notices_hide_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    notice(f"asking {next(iter(URLS))}")
+    assert SECRET not in capsys.readouterr().err
+    found = violations("train_ppo_ray", f"--reward.remote_url ftp://me:{SECRET}@host")
+    assert found and SECRET not in " ".join(found)
+    assert SECRET not in str(ConfigError(next(iter(URLS))))
+
+
+def test_a_file_whose_secret_was_hidden_asks_for_the_flag(tmp_path: Path) -> None:
+    """The flag on the command line is enough to use the file."""
+    url = next(iter(URLS))
+    file = tmp_path / "config.yaml"
+    config = ppo(f"--reward.remote_url {url}")
+    file.write_text(dump_yaml(config, given_only=True))
+    assert yaml.safe_load(file.read_text())["reward"]["remote_url"] == URLS[url]
+    with pytest.raises(ConfigError) as error:
+        parse_config(COMMANDS["train_ppo_ray"], ["--config", str(file)], command="train_ppo_ray")
+    assert "--reward.remote_url" in str(error.value)
+    words = ["--config", str(file), "--reward.remote_url", url]
+    again = parse_config(COMMANDS["train_ppo_ray"], words, command="train_ppo_ray")
+    assert again.reward.remote_url == url
