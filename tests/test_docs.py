@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 
@@ -31,7 +33,19 @@ from tests.pages import (
     says_its_default,
 )
 from tests.sources import ROOT
-from tests.verify.learning import LearningRun, page, read_runs, record, sparkline, summary
+from tests.verify.learning import (
+    CORRECTIONS,
+    UNCORRECTED,
+    LearningRun,
+    by_name,
+    page,
+    read_runs,
+    record,
+    sparkline,
+    summary,
+)
+from tests.verify.learning import RECORDS as LEARNING
+from tests.verify.test_async_learning import RECORDS as ASYNCHRONOUS
 from tests.verify.test_learning import RUNS
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -215,6 +229,23 @@ def test_every_learning_run_has_its_flags_and_its_curve_on_the_page() -> None:
     assert RUNS.keys() <= flag_sets().keys()
 
 
+@pytest.mark.parametrize("path", [LEARNING, ASYNCHRONOUS], ids=lambda path: path.stem)
+def test_no_two_runs_on_record_have_the_same_curve(path: Path) -> None:
+    """A flag that changes nothing has shown nothing."""
+    curves = Counter((run.seed, *run.solved, *run.pass_at_1) for run in read_runs(path))
+    assert curves
+    assert max(curves.values()) == 1
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_correction_changes_what_is_learned_from_stale_samples_by_more_than_seeds_do(name: str) -> None:
+    runs = by_name(read_runs())
+    corrected, uncorrected = ([run.gain for run in runs[each]] for each in (name, UNCORRECTED))
+    assert len(corrected) == len(uncorrected) == 3
+    spread = max(stdev(corrected), stdev(uncorrected))
+    assert fmean(corrected) - fmean(uncorrected) > spread
+
+
 def test_the_page_of_learning_runs_is_made_of_those_on_record(tmp_path: Path) -> None:
     runs = read_runs()
     assert not runs or CURVES.read_text() == page(runs)
@@ -232,5 +263,5 @@ def test_the_page_of_learning_runs_is_made_of_those_on_record(tmp_path: Path) ->
         record(each, path)
     assert read_runs(path) == [run]
     assert sparkline(run.solved) == "▁▁▁▁▁▅▅▅▅▅▅█████"
-    assert summary([run]) == "0.00 → 1.00 ▁▁▁▁▁▅▅▅▅▅▅█████"
+    assert summary([run]) == "0.00 → 1.00 ▁▁▁▁▁▅▅▅▅▅▅█████ held out 0.10 → 0.90"
     assert "| rloo | 0.00 → 1.00 | 0.10 → 0.90 | ▁▁▁▁▁▅▅▅▅▅▅█████ | 40 |" in page([run])

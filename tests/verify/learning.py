@@ -14,6 +14,8 @@ from tests.sources import ROOT
 RECORDS = ROOT / "docs" / "results" / "learning.jsonl"
 COMMAND = "python -m pytest -m verify tests/verify/test_learning.py"
 ENDS = 6  # the first and the last value of a curve are the means of its first and last sixth
+UNCORRECTED = "uncorrected"
+CORRECTIONS = ("tis", "tis_paper", "icepop", "seq_mask_tis")
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -29,6 +31,12 @@ class LearningRun:
     versions: str
     seconds: float = 0.0
     lag: float = 0.0  # mean age of the samples, in versions
+
+    @property
+    def gain(self) -> float:
+        """What training added to the share of held-out samples that are solved."""
+        before, after = self.pass_at_1
+        return after - before
 
     @property
     def first(self) -> float:
@@ -71,9 +79,12 @@ def sparkline(curve: Sequence[float], width: int = 16) -> str:
 
 
 def summary(runs: Sequence[LearningRun]) -> str:
-    """One line for the page of algorithms: the share solved first and last with each seed, and the curve of their mean."""
+    """One line for the page of algorithms: the share solved first and last with each seed, the curve of their mean, and
+    held-out pass@1 before and after.
+    """
     seeds = ", ".join(f"{run.first:.2f} → {run.last:.2f}" for run in runs)
-    return f"{seeds} {sparkline(mean_curve(runs))}"
+    before, after = (fmean(run.pass_at_1[end] for run in runs) for end in (0, 1))
+    return f"{seeds} {sparkline(mean_curve(runs))} held out {before:.2f} → {after:.2f}"
 
 
 def page(runs: Sequence[LearningRun]) -> str:
@@ -98,6 +109,8 @@ def page(runs: Sequence[LearningRun]) -> str:
             "pass@1: 400 held-out problems × 4 samples at temperature 1, before → after, mean over seeds.",
             "Every step, and all flags: `docs/results/learning.jsonl`. The numbers show that a method works here;",
             "they do not rank methods: learning rates were not tuned, and the task is tiny.",
+            "The corrections and `uncorrected` train asynchronously on samples four versions old, where there is something",
+            "to correct.",
             "",
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
