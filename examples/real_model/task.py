@@ -12,8 +12,8 @@ import json
 import random
 from pathlib import Path
 
-HELD_OUT = 200
-SMALLEST, LARGEST = 10, 99
+HELD_OUT = 72
+SMALLEST, LARGEST = 1, 19
 
 
 def make_task(folder: Path, *, seed: int) -> None:

@@ -1,0 +1,148 @@
+"""What training taught a real model: a JSON line for each run and seed in docs/results/real_model.jsonl, and the page made of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from tests.verify.learning import sparkline
+from tests.verify.results import FOLDER
+
+RECORDS = FOLDER / "real_model.jsonl"
+PAGE = FOLDER / "real_model.md"
+COMMAND = "python -m pytest -m verify tests/verify/test_real_model.py"
+LOOK_S = 2.0  # seconds between two looks at the memory
+
+
+class PeakMemory:
+    """Within it, the most memory that this process's children and their children hold at a time. Shared pages count once."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_S):
+            self.bytes = max(self.bytes, _held())
+
+
+def _held() -> int:
+    total = 0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            total += process.memory_full_info().pss
+        except psutil.Error:  # it has ended
+            continue
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """What a model says to a prompt before and after its training, at temperature 0."""
+
+    prompt: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealRun:
+    """One run with one seed."""
+
+    name: str
+    seed: int
+    command: str  # as a user types it, without places and seed
+    measured: str  # what `before` and `after` are
+    before: float
+    after: float
+    error: float  # one standard error of the difference; 0: the same rows before and after
+    better: str  # "higher" or "lower"
+    curve_of: str  # a metric
+    curve: list[float]
+    seconds: float
+    peak_gib: float
+    answers: list[Answered]
+    versions: str
+
+    @property
+    def learned(self) -> bool:
+        """Whether the number has moved the right way by more than two standard errors."""
+        gain = self.after - self.before if self.better == "higher" else self.before - self.after
+        return gain > 2 * self.error
+
+
+def read_runs(path: Path = RECORDS) -> list[RealRun]:
+    """Return all runs on record; none where there is no record yet."""
+    runs = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        row = json.loads(line)
+        answers = [Answered(**each) for each in row.pop("answers")]
+        runs.append(RealRun(**row, answers=answers))
+    return runs
+
+
+def record(run: RealRun, path: Path = RECORDS) -> None:
+    """Put a run on record, in place of an earlier one of its name and seed."""
+    others = [each for each in read_runs(path) if (each.name, each.seed) != (run.name, run.seed)]
+    runs = sorted([*others, run], key=lambda each: (each.name, each.seed))
+    path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in runs), encoding="utf-8")
+
+
+def page(runs: Sequence[RealRun]) -> str:
+    """Return docs/results/real_model.md."""
+    lines = [
+        "# A real model",
+        "",
+        f"`{COMMAND}`: {'; '.join(sorted({run.versions for run in runs}))}.",
+        "",
+        "SmolLM2-135M-Instruct with weights rounded to about 4 bits (`examples/real_model/fetch.py`), float32, two cores. A seed is",
+        "another selection of rows, another order and other samples. ±: one standard error of the difference; without it, the same",
+        "rows are measured before and after. Seconds and memory are those of the training command with all its processes; memory",
+        "that processes share counts once.",
+        "",
+        "| run | seed | measured on held-out rows | before → after | learned | curve | seconds | GiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in runs:
+        change = f"{run.before:.3f} → {run.after:.3f}" + (f" ± {run.error:.3f}" if run.error else "")
+        curve = f"`{run.curve_of}` {run.curve[0]:.3g} {sparkline(run.curve)} {run.curve[-1]:.3g}"
+        learned = "yes" if run.learned else "**no**"
+        cells = [run.name, run.seed, run.measured, change, learned, curve, f"{run.seconds:.0f}", f"{run.peak_gib:.1f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for name in dict.fromkeys(run.name for run in runs):
+        first = next(run for run in runs if run.name == name)
+        lines += ["", f"## {name}", "", f"`{first.command}`"]
+        if first.answers:
+            lines += ["", "| prompt | before | after |", "| --- | --- | --- |"]
+        for answer in first.answers:
+            lines.append("| " + " | ".join(map(_cell, (answer.prompt, answer.before, answer.after))) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Return a text as a cell of a table: one line, with the signs of tables and markup escaped."""
+    for sign, escaped in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("*", "\\*"), ("\n", "<br>")):
+        text = text.replace(sign, escaped)
+    return text
+
+
+def write_page() -> None:
+    """Write the page anew from the records."""
+    PAGE.write_text(page(read_runs()), encoding="utf-8")

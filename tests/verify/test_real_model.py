@@ -1,0 +1,263 @@
+"""A chat model of 135 million parameters learns in every way: each run as the files of examples/real_model have it, two seeds.
+
+One run: `pytest -m verify tests/verify/test_real_model.py -k "grpo_lora and seed1"`. Each takes 10 to 40 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+
+from openrlhf.observability.run_folder import read_lines
+from tests.e2e.commands import column
+from tests.ranks import ROOT
+from tests.verify.real_model import Answered, PeakMemory, RealRun, record, write_page
+from tests.verify.results import versions
+
+pytestmark = pytest.mark.verify
+EXAMPLE = ROOT / "examples" / "real_model"
+SEEDS = [1, 2]
+CAPITAL = "What is the capital of France?"
+GIB = 2**30
+FLOAT32 = ("--ds.param_dtype", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A run: its command and file, what is measured before and after, and what its curve shows."""
+
+    command: str
+    file: str
+    measured: str
+    curve: str  # a metric of each step
+    metric: str = ""  # what is measured, where it is not measured by `eval`
+    flags: str = ""  # besides the file's
+    better: str = "higher"
+    first: float | None = None  # the number before training; None: the first of the metric is from before it
+    at_least: float | None = None  # for the number after training; None: better than before by two standard errors
+
+    def line(self) -> str:
+        """Return the command as a user types it."""
+        return " ".join(["openrlhf", self.command, "--config", f"examples/real_model/{self.file}", *self.flags.split()])
+
+
+SUMS = "sums solved: pass@1 at temperature 1"
+ASYNC = "--train.async_enable --algo.advantage.is_correction_enable"
+LORA = "--ds.lora.rank 16 --actor.adam.lr 2e-4"
+RUNS = {
+    "grpo": Task(command="ppo", file="grpo.yaml", measured=SUMS, curve="train/score"),
+    "grpo_async": Task(command="ppo", file="grpo.yaml", measured=SUMS, curve="train/score", flags=ASYNC),
+    "grpo_lora": Task(command="ppo", file="grpo.yaml", measured=SUMS, curve="train/score", flags=LORA),
+    "sft_lora": Task(
+        command="sft",
+        file="sft_lora.yaml",
+        measured="loss of solutions of GSM8K, nats per token",
+        metric="eval/loss",
+        curve="train/loss",
+        better="lower",
+    ),
+    "dpo": Task(
+        command="dpo",
+        file="dpo.yaml",
+        measured="accuracy on pairs of HH-RLHF",
+        metric="eval/acc_mean",
+        curve="train/loss",
+        first=0.5,
+        at_least=0.6,
+    ),
+    "rm": Task(
+        command="rm",
+        file="rm.yaml",
+        measured="accuracy on pairs of HH-RLHF",
+        metric="eval/acc_mean",
+        curve="train/loss",
+        first=0.5,
+        at_least=0.6,
+    ),
+    "ppo": Task(command="ppo", file="ppo.yaml", measured="reward of the reward model", curve="train/reward"),
+}
+
+
+def openrlhf(*words: str | Path, said: str | None = None) -> str:
+    """Run a command as a user would. Returns what it printed."""
+    command = [sys.executable, "-m", "openrlhf.cli.main", *map(str, words)]
+    finished = subprocess.run(command, cwd=ROOT, check=True, text=True, input=said, stdout=subprocess.PIPE)
+    return finished.stdout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("real-model") / "model"
+    subprocess.run([sys.executable, EXAMPLE / "fetch.py", folder], check=True)
+    return folder
+
+
+def make_data(source: Path, folder: Path, model: Path, seed: int) -> None:
+    """Write the rows that the runs of a seed train on and are measured with."""
+    for script, *words in (("task.py", folder / "sums"), ("data.py", source, folder, "--model", model)):
+        subprocess.run([sys.executable, EXAMPLE / script, *map(str, words), "--seed", str(seed)], check=True)
+
+
+def places(task: Task, name: str, model: Path, data: Path, out: Path) -> list[str | Path]:
+    """Return the flags that name other folders than the file does."""
+    flags: list[str | Path] = [
+        "--run.dir",
+        out / "run",
+        "--ckpt.output_dir",
+        out / "model",
+        "--ckpt.path",
+        out / "ckpt",
+    ]
+    if task.file == "grpo.yaml":
+        flags += ["--data.prompt_dataset", data / "sums/prompts.jsonl", "--eval.dataset", data / "sums/held_out.jsonl"]
+    elif task.file == "ppo.yaml":
+        flags += ["--data.prompt_dataset", data / "pairs/prompts.jsonl"]
+        flags += ["--eval.dataset", data / "pairs/held_out_prompts.jsonl"]
+        flags += ["--reward.model_name_or_path", reward_model(model, data, out)]
+    else:
+        rows = data / ("gsm8k" if task.command == "sft" else "pairs")
+        flags += ["--data.dataset", rows / "train.jsonl", "--eval.dataset", rows / "held_out.jsonl"]
+    policy = "--actor.model_name_or_path" if task.command == "ppo" else "--model.model_name_or_path"
+    return [*flags, policy, model]
+
+
+def reward_model(model: Path, data: Path, out: Path) -> Path:
+    """Train the reward model that PPO is rewarded by."""
+    folder = out / "reward"
+    flags = places(RUNS["rm"], "rm", model, data, folder)
+    openrlhf("rm", "--config", EXAMPLE / "rm.yaml", *flags)
+    return folder / "model"
+
+
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("seed", SEEDS, ids="seed{}".format)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_real_model_learns(name: str, seed: int, model: Path, data_dir: Path, tmp_path: Path) -> None:
+    task = RUNS[name]
+    make_data(data_dir, tmp_path / "data", model, seed)
+    flags = [*task.flags.split(), *places(task, name, model, tmp_path / "data", tmp_path), "--train.seed", str(seed)]
+    start = time.monotonic()
+    with PeakMemory() as memory:
+        openrlhf(task.command, "--config", EXAMPLE / task.file, *flags)
+    seconds = time.monotonic() - start
+    trained = merged(model, tmp_path)
+    before, after, error = measure(task, seed, model, trained, tmp_path)
+    run = RealRun(
+        name=name,
+        seed=seed,
+        command=task.line(),
+        measured=task.measured,
+        before=round(before, 4),
+        after=round(after, 4),
+        error=round(error, 4),
+        better=task.better,
+        curve_of=task.curve,
+        curve=[round(value, 4) for value in column(tmp_path / "run", task.curve)],
+        seconds=round(seconds),
+        peak_gib=round(memory.bytes / GIB, 2),
+        answers=[] if name == "rm" else answers(model, trained),
+        versions=versions(),
+    )
+    record(run)
+    write_page()
+    assert run.after >= task.at_least if task.at_least else run.learned
+
+
+def merged(model: Path, out: Path) -> Path:
+    """Return the trained model as one folder, with an adapter merged into its base."""
+    if not (out / "model" / "adapter_config.json").exists():
+        return out / "model"
+    openrlhf(
+        "lora_combiner", "--model_path", model, "--lora_path", out / "model", "--output_path", out / "merged", *FLOAT32
+    )
+    return out / "merged"
+
+
+def answers(before: Path, after: Path) -> list[Answered]:
+    """Return what both models say to the same questions, as `interactive_chat` shows it."""
+    questions = [CAPITAL, "What is 8 + 7? Answer with the number only.", "How do I steal a bicycle?"]
+    said = {folder: [chat(folder, question) for question in questions] for folder in (before, after)}
+    rows = zip(questions, said[before], said[after], strict=True)
+    return [Answered(prompt=question, before=old, after=new) for question, old, new in rows]
+
+
+def chat(model: Path, question: str) -> str:
+    """Return the answer to a question, read by Transformers and drawn at temperature 0."""
+    flags = ["--rollout.temperature", "0", "--rollout.max_new_tokens", "48", *FLOAT32]
+    printed = openrlhf("chat", "--model.model_name_or_path", model, *flags, said=f"{question}\n/exit\n")
+    return printed.split("stops an answer.\n", 1)[1].strip()
+
+
+def measure(task: Task, seed: int, model: Path, trained: Path, out: Path) -> tuple[float, float, float]:
+    """Return what is measured before and after training, and one standard error of the change.
+
+    What a policy is rewarded for is measured by `eval`: vLLM reads the exported model. Other numbers are those of the run, and
+    the exported model is read by vLLM to answer prompts, or as a reward model to score the pairs again.
+    """
+    if task.command == "ppo":
+        before, after = (rewards(task, seed, each, out / f"eval-{each.name}", out) for each in (model, trained))
+        changes = [after[prompt] - before[prompt] for prompt in before]
+        return fmean(before.values()), fmean(after.values()), stdev(changes) / math.sqrt(len(changes))
+    measured = column(out / "run", task.metric)
+    if task.command == "rm":
+        [again] = column(score_pairs(trained, out), "eval/eval_default_accuracy")
+        assert again == pytest.approx(measured[-1], abs=0.005)
+    else:
+        generate(trained, out)
+    before = measured[0] if task.first is None else task.first
+    return before, measured[-1], 0.0
+
+
+def rewards(task: Task, seed: int, policy: Path, run: Path, out: Path) -> dict[str, float]:
+    """Return the mean reward of each held-out prompt for the answers of a policy at temperature 1."""
+    words: list[str | Path] = [
+        "--model.model_name_or_path",
+        policy,
+        "--data.apply_chat_template",
+        "--eval.temperature",
+        "1",
+    ]
+    if task.file == "grpo.yaml":
+        words += [
+            "--eval.dataset",
+            out / "data/sums/held_out.jsonl",
+            "--data.label_key",
+            "answer",
+            "--data.max_len",
+            "80",
+        ]
+        words += ["--reward.remote_url", EXAMPLE / "reward.py", "--rollout.max_new_tokens", "16"]
+        words += ["--eval.n_samples_per_prompt", "8"]
+    else:
+        words += ["--eval.dataset", out / "data/pairs/held_out_prompts.jsonl", "--data.max_len", "160"]
+        words += ["--reward.model_name_or_path", out / "reward/model", "--rollout.max_new_tokens", "48"]
+        words += ["--reward.normalize_enable", "--eval.n_samples_per_prompt", "4"]
+    openrlhf("eval", *words, *FLOAT32, "--vllm.num_engines", "2", "--train.seed", str(seed), "--run.dir", run)
+    drawn: defaultdict[str, list[float]] = defaultdict(list)
+    for row in read_lines(run / "samples.jsonl"):
+        drawn[row["prompt"]].append(row["reward"])
+    return {prompt: fmean(values) for prompt, values in drawn.items()}
+
+
+def score_pairs(reward: Path, out: Path) -> Path:
+    """Let an exported reward model score the held-out pairs. Returns the run folder."""
+    words = ["--task", "rm_accuracy", "--reward.model_name_or_path", reward, "--data.apply_chat_template"]
+    words += ["--eval.dataset", out / "data/pairs/held_out.jsonl", "--data.max_len", "192"]
+    openrlhf("eval", *words, *FLOAT32, "--run.dir", out / "eval")
+    return out / "eval"
+
+
+def generate(policy: Path, out: Path) -> None:
+    """Let vLLM read an exported policy and answer four prompts."""
+    words = ["--data.dataset", out / "data/pairs/held_out_prompts.jsonl", "--data.max_samples", "4"]
+    words += ["--model.model_name_or_path", policy, "--data.apply_chat_template", "--rollout.max_new_tokens", "32"]
+    openrlhf("batch_inference", *words, *FLOAT32, "--eval_task", "generate", "--output_path", out / "answers.jsonl")
+    assert len((out / "answers.jsonl").read_text().splitlines()) == 4
