@@ -38,7 +38,7 @@ demo: $(STAMP)
 
 # A process of the tests that crashes ends them; one that native code holds is ended, after 1000 s, with its stacks.
 test: lint
-	$(BIN)/python -m pytest -m "not gpu and not verify" --durations=10 -n 2 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -m "not gpu and not verify" --durations=60 -n 2 --dist loadfile --no-loadscope-reorder \
 		--max-worker-restart 0 -o faulthandler_timeout=1000 -o faulthandler_exit_on_timeout=true
 
 test-gpu: $(STAMP)

@@ -450,6 +450,7 @@ def check_same(folder: Path, other: Path) -> None:
     assert max(column(folder, "train/logprob_gap_mean")) < 1e-5
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depend_on_the_layout(
     workspace: Path,

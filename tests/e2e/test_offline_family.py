@@ -162,6 +162,7 @@ def test_dpo_prefers_the_chosen_answers(workspace: Path, preferred: Path) -> Non
     assert right / EVAL_ROWS > 0.9
 
 
+@pytest.mark.verify
 def test_a_killed_and_resumed_run_of_dpo_logs_what_an_unbroken_one_logs(workspace: Path, preferred: Path) -> None:
     """With the scores of the reference computed before the training, too: the same numbers."""
     folder = workspace / "killed-dpo"
@@ -177,16 +178,9 @@ def test_a_killed_and_resumed_run_of_dpo_logs_what_an_unbroken_one_logs(workspac
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-@pytest.fixture(scope="module")
-def labelled(workspace: Path) -> Path:
-    """A run of KTO that nothing disturbed."""
+def test_kto_learns_from_labels(workspace: Path) -> None:
     folder = workspace / "run-kto"
-    run("train_kto", flags_of("kto", workspace, folder, **{"ckpt.save_steps": 4}))
-    return folder
-
-
-def test_kto_learns_from_labels(workspace: Path, labelled: Path) -> None:
-    folder = labelled
+    run("train_kto", flags_of("kto", workspace, folder))
     assert column(folder, "train/kto_loss")[0] == pytest.approx(0.5, abs=1e-6)
     policy, reference = Plain(folder / "model"), Plain(workspace / "model")
     rows = rows_of("kto", EVAL_ROWS, seed=2)
@@ -204,26 +198,11 @@ def test_kto_learns_from_labels(workspace: Path, labelled: Path) -> None:
     assert last(folder, "eval/chosen_reward") > last(folder, "eval/reject_reward")
 
 
-def check_resumed(task: str, workspace: Path, whole: Path, **changes: Any) -> None:
-    """A run that is killed and resumed logs the numbers of the unbroken run in `whole`, and exports its bytes."""
-    folder = workspace / f"killed-{task}"
-    flags = flags_of(task, workspace, folder, **{"ckpt.save_steps": 4, **changes})
-    kill_when(launch(f"train_{task}", flags), lambda: steps_logged(folder) >= 6)
-    done = run(f"train_{task}", {**flags, "ckpt.load_enable": True, "run.dir": None})
-    assert "gemm_4bit" not in done.printed + done.errors  # a warning of bitsandbytes about a kernel
-    assert numbers(folder) == numbers(whole)
-    for file in whole.glob("model/*.safetensors"):
-        assert (folder / "model" / file.name).read_bytes() == file.read_bytes()
-
-
-def test_a_killed_and_resumed_run_of_kto_is_the_unbroken_one(workspace: Path, labelled: Path) -> None:
-    check_resumed("kto", workspace, labelled)
-
-
 @pytest.mark.verify
 @pytest.mark.parametrize(
     ("task", "changes"),
     [
+        ("kto", {}),
         ("prm", {"ds.packing_samples": True, "train.enable_ema": True, "train.ema_beta": 0.7}),
         ("kd", {"ds.lora.rank": 4, "ds.lora.dropout": 0.1}),
         ("rm", {"ds.zero_stage": 3, "train.enable_ema": True, "train.ema_beta": 0.7, "eval.steps": 3}),
@@ -232,9 +211,16 @@ def test_a_killed_and_resumed_run_of_kto_is_the_unbroken_one(workspace: Path, la
 def test_a_killed_and_resumed_run_of_the_others_is_the_unbroken_one(
     workspace: Path, task: str, changes: dict[str, Any]
 ) -> None:
-    folder = workspace / f"whole-{task}"
-    run(f"train_{task}", flags_of(task, workspace, folder, **{"ckpt.save_steps": 4, **changes}))
-    check_resumed(task, workspace, folder, **changes)
+    """They log the same numbers and export the same bytes."""
+    whole, folder = workspace / f"whole-{task}", workspace / f"killed-{task}"
+    run(f"train_{task}", flags_of(task, workspace, whole, **{"ckpt.save_steps": 4, **changes}))
+    flags = flags_of(task, workspace, folder, **{"ckpt.save_steps": 4, **changes})
+    kill_when(launch(f"train_{task}", flags), lambda: steps_logged(folder) >= 6)
+    done = run(f"train_{task}", {**flags, "ckpt.load_enable": True, "run.dir": None})
+    assert "gemm_4bit" not in done.printed + done.errors  # a warning of bitsandbytes about a kernel
+    assert numbers(folder) == numbers(whole)
+    for file in whole.glob("model/*.safetensors"):
+        assert (folder / "model" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -101,6 +101,7 @@ def test_held_out_problems_are_solved_more_often(name: str, seed: int, folder: P
     )
     record(run)
     write_pages()
+    assert set(column(out, "train/nonfinite_steps")) == {0}
     if name == UNCORRECTED:
         return
     assert after - before >= LIFT
