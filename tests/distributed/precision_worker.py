@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, LoraConfig, OptimizerConfig
 from openrlhf.distributed.averaging import WeightAverage
@@ -21,6 +22,7 @@ from openrlhf.models.scalar import load_scalar
 from tests.loading import load_spec
 
 STEPS, RATE, BETA = 64, 1e-3, 0.75
+CHOSEN, REJECTED, DPO_STEPS, DPO_RATE, DPO_BETA = [5, 9, 20, 7], [5, 9, 31, 40, 12], 6, 1e-5, 40.0
 # Near 1 the spacing of bfloat16 is 2⁻⁸ = 0.0039 below and 0.0078 above: a step of 0.001 alone rounds to no step.
 OPTIMIZER = OptimizerConfig(adam=AdamConfig(lr=RATE), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.0)
 
@@ -99,10 +101,35 @@ def averaged(strategy: Strategy, path: str) -> dict[str, Any]:
     return {"course": course, "changed": changed, "masters": masters, "rounded": rounded, "after": masters_in(engine)}
 
 
+def preferred(strategy: Strategy, path: str) -> list[float]:
+    """The DPO loss of a pair before each of `DPO_STEPS` steps. Every rank has the pair."""
+    optimizer = OptimizerConfig(adam=AdamConfig(lr=DPO_RATE), lr_scheduler="constant")
+    engine = TrainEngine(strategy, lambda: load(path, "policy", "bf16"), optimizer, total_steps=DPO_STEPS)
+    tokens, offsets = torch.tensor([*CHOSEN, *REJECTED]), torch.tensor([0, len(CHOSEN), len(CHOSEN) + len(REJECTED)])
+
+    def margin() -> Tensor:
+        logprobs = engine(tokens, offsets, tokens > 0).logprobs
+        return logprobs[: len(CHOSEN)].sum() - logprobs[len(CHOSEN) :].sum()
+
+    with torch.no_grad():
+        reference = margin()
+    losses: list[float] = []
+
+    def loss(_: None, totals: Any) -> tuple[Tensor, dict[str, Any]]:
+        each = -logsigmoid(DPO_BETA * (margin() - reference))
+        losses.append(float(each.detach()))
+        return each / totals["rows"], {}
+
+    for _ in range(DPO_STEPS):
+        engine.optimize([None], counts=lambda _: {"rows": 1.0}, loss=loss)
+    return losses
+
+
 def main() -> None:
     """Arguments: output file, and the cases of masters as `stage,offload,kind,model folder`."""
     out, *cases = sys.argv[1:]
-    weights, masters = {}, {}
+    weights: dict[int, Tensor] = {}
+    masters: dict[str, Any] = {}
     for stage in range(4):
         strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype="bf16"), seed=0)
         weights[stage] = train(strategy)
@@ -110,7 +137,12 @@ def main() -> None:
         stage, offload, kind, path = case.split(",")
         ds = DeepSpeedConfig(zero_stage=int(stage), param_dtype="bf16", adam_offload=offload == "offload")
         strategy = Strategy(ds, seed=0)
-        masters[case] = averaged(strategy, path) if kind == "averaged" else masters_of(strategy, path, kind)
+        if kind == "averaged":
+            masters[case] = averaged(strategy, path)
+        elif kind == "preferred":
+            masters[case] = preferred(strategy, path)
+        else:
+            masters[case] = masters_of(strategy, path, kind)
     if strategy.is_main:
         torch.save({"weights": weights, "masters": masters}, Path(out))
     torch.distributed.barrier()

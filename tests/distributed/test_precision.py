@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM
 
-from tests.distributed.precision_worker import BETA, RATE, STEPS, load
+from tests.distributed.precision_worker import BETA, CHOSEN, DPO_BETA, DPO_RATE, DPO_STEPS, RATE, REJECTED, STEPS, load
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
 
@@ -20,6 +22,7 @@ EVERY_STAGE = [(kind, "float32", stage, "plain") for kind in ("policy", "adapter
 OTHER_FILES = [("policy", stored, stage, "plain") for stored in list(STORED)[1:] for stage in (2, 3)]
 OFFLOADED = [(kind, "float32", stage, "offload") for kind in ("policy", "adapters") for stage in (1, 2, 3)]
 AVERAGED = [("averaged", "float32", stage, "plain") for stage in (1, 2, 3)]
+PREFERRED = [("preferred", "float32", stage, "plain") for stage in (1, 2, 3)]
 Masters = dict[str, dict[str, tuple[Tensor, Tensor]]]
 
 
@@ -37,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def masters(models: Path) -> Masters:
-    return measured(models, EVERY_STAGE + OTHER_FILES + AVERAGED)
+    return measured(models, EVERY_STAGE + OTHER_FILES + AVERAGED + PREFERRED)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +106,43 @@ def test_average_is_of_the_masters_and_a_step_counts_the_weights_that_it_changed
         changed = sum(int((after[n].bfloat16() != before[n].bfloat16()).sum()) for n in start)
         assert share == pytest.approx(changed / sum(weight.numel() for weight in start.values()))
         assert 0 < share < 0.5
+
+
+@pytest.mark.parametrize(("kind", "stored", "stage", "offload"), PREFERRED)
+def test_dpo_in_bfloat16_learns_like_float32_weights_under_autocast(
+    models: Path, masters: dict[str, Any], kind: str, stored: str, stage: int, offload: str
+) -> None:
+    """With masters made from rounded weights hardly a weight would move, and the loss would stay where it is."""
+    losses = masters[f"{stage},{offload},{kind},{models / stored}"]
+    expected = autocast_losses(models / stored)
+    assert losses[0] == expected[0] == pytest.approx(0.6931, abs=1e-4)
+    fall, expected_fall = losses[0] - losses[-1], expected[0] - expected[-1]
+    assert expected_fall > 0.1
+    assert fall == pytest.approx(expected_fall, rel=0.25)
+
+
+def autocast_losses(path: Path) -> list[float]:
+    """The same losses by a plain loop."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=DPO_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def total(tokens: list[int]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(torch.tensor([tokens])).logits
+        logprobs = logits[0, :-1].float().log_softmax(-1)
+        return logprobs.gather(1, torch.tensor(tokens)[1:, None]).sum()
+
+    with torch.no_grad():
+        reference = total(CHOSEN) - total(REJECTED)
+    losses: list[float] = []
+    for _ in range(DPO_STEPS):
+        loss = -logsigmoid(DPO_BETA * (total(CHOSEN) - total(REJECTED) - reference))
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return losses
 
 
 @pytest.mark.verify
