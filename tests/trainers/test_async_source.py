@@ -91,7 +91,7 @@ def source(
         async_queue_size=queue,
         max_staleness=staleness,
         partial_rollout_enable=partial,
-        step_timeout=5.0,
+        step_timeout=60.0,
     )
     spec = replace(SPEC, rollout=RolloutConfig(max_new_tokens=4, batch_size=BATCH))
     rows: Any = Prompts(PROMPTS)
@@ -102,7 +102,7 @@ def source(
 
 def wait_until(true: Callable[[], bool]) -> None:
     """Return when something has happened in the event loop."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.002)

@@ -33,7 +33,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAIServer]:
     monkeypatch.setenv(VARIABLE, "")
     with openai_server() as server:
         server.texts = text_of
-        offer_engines(RemoteEnginesConfig(remote_engines=(f"wise={server.url}",)), RuleConfig(timeout=5, retries=0))
+        offer_engines(RemoteEnginesConfig(remote_engines=(f"wise={server.url}",)), RuleConfig(timeout=60, retries=0))
         yield server
 
 
