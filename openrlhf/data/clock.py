@@ -9,11 +9,6 @@ NAME = "strftime_now"  # the function of Transformers that a template calls
 MOMENT = "rendered_at"  # an attribute of the tokenizer, which its files do not contain
 
 
-def now() -> str:
-    """Return the present moment, to the second, as text."""
-    return datetime.now().isoformat(timespec="seconds")
-
-
 def set_clock(tokenizer: PreTrainedTokenizerBase, moment: str) -> list[str]:
     """Let the chat template of `tokenizer` write the date of `moment`. Returns a notice if the template writes a date."""
     if NAME not in str(tokenizer.chat_template):

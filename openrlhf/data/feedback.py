@@ -157,7 +157,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         read = self._conversations if self.data.apply_chat_template else self._plain
         sides = read(row)
         marks = self.ends.marks if self.data.apply_chat_template else []
-        return [side.closed(self.ends.texts, marks) for side in sides]
+        return [side.closed(self.ends.texts, marks, space=self.data.space_before_eos) for side in sides]
 
     def _plain(self, row: Mapping[str, Any]) -> list[Side]:
         prompt = ""

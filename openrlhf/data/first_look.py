@@ -132,12 +132,25 @@ def compare_formats(model: str, trained: TextFormat | None, used: TextFormat, pr
     """
     if trained is None or (trained.input_template, trained.chat_template) == (used.input_template, used.chat_template):
         return []
-    before, _, after = (trained.input_template or "").partition("{}")
-    if trained.input_template and all(text.startswith(before) and text.endswith(after) for text in prompts):
+    if trained.input_template and in_template(trained.input_template, prompts):
         return []  # the rows contain the template already
     both = trained.chat_template and used.chat_template
     other = "another chat template than this run has" if both else f"{trained.flags}, but this run uses {used.flags}"
     return [f"{model} was trained with {other}: its prompts look different here."]
+
+
+def in_template(template: str, texts: Sequence[str]) -> bool:
+    """Return whether all these texts are in a template already.
+
+    A space at the end of the template may be missing. Behind a template that has words on both sides, a text may go on.
+    """
+    before, _, after = template.partition("{}")
+    end = after.rstrip(" ")
+    if not end.strip():
+        return all(text.startswith(before) and text.endswith(after) for text in texts)
+    if before.strip():
+        return all(text.startswith(before) and end in text[len(before) :] for text in texts)
+    return all(text.startswith(before) and text.rstrip(" ").endswith(end) for text in texts)
 
 
 def unused_chat_template(
@@ -150,17 +163,27 @@ def unused_chat_template(
     """
     if applied or recorded(tokenizer) or not tokenizer.chat_template:
         return []
-    try:
-        rendered = render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
-    except ValueError:  # a template that needs more, a system message for instance
-        rendered = str(tokenizer.chat_template)
-    marks = [token for token in added_tokens(tokenizer) if token in rendered]
+    marks = chat_marks(tokenizer)
     if any(mark in text for mark in marks for text in texts):
         return []  # the rows are rendered already
     return [
         f"{model} has a chat template, but this run does not use it: prompts look different from the model's own chats. Pass "
         "--data.apply_chat_template, unless this is a base model that was never trained on chats."
     ]
+
+
+def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a user's message as the chat template renders it; the template itself if it needs more, such as a system message."""
+    try:
+        return render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
+    except ValueError:
+        return str(tokenizer.chat_template)
+
+
+def chat_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the tokens beside the vocabulary that the chat template writes."""
+    rendered = rendered_question(tokenizer)
+    return [token for token in added_tokens(tokenizer) if token in rendered]
 
 
 def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[str]:
@@ -248,8 +271,10 @@ def end_notices(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -
     eos = tokenizer.eos_token
     if not ending:
         return [f"None of the first rows ends with {eos}: the model will not learn to end its answers."]
-    advice = f"To have none, end the responses in the training data with {eos}."
-    spaced = f"{answers} end with a space before {eos}, which is put there. A reward that compares exactly will see it. {advice}"
+    spaced = (
+        f"{answers} end with a space before {eos}, which is put there. A reward that compares exactly will see it. In training, "
+        "--data.no_space_before_eos leaves it out."
+    )
     return [spaced] if ending.startswith(" ") else []
 
 

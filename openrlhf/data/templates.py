@@ -207,16 +207,16 @@ class Passage:
     rewritten: int = 0  # assistant turns that are no targets, because the template changes them
     unended: int = 0  # targets before the last one that end without a text at which generation stops
 
-    def closed(self, ends: Sequence[str], marks: Sequence[str] = ()) -> Self:
+    def closed(self, ends: Sequence[str], marks: Sequence[str] = (), *, space: bool = True) -> Self:
         """Return the passage without trailing newlines and with an end: one of `ends`, at which generation stops.
 
-        If it has none of them, the first is added, after a space unless one of `marks` is there. The added end is a target
-        if the text before it is one.
+        If it has none of them, the first is added, with `space` after a space unless one of `marks` is there. The added end
+        is a target if the text before it is one.
         """
         text = self.text.rstrip("\n")
         if text.endswith(tuple(ends)):
             closed = text
-        elif text.endswith(tuple(marks)):
+        elif not space or text.endswith(tuple(marks)):
             closed = text + ends[0]
         else:
             closed = f"{text} {ends[0]}"

@@ -7,21 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.checkpoints.manifest import differences
-from openrlhf.data.clock import now
 from openrlhf.data.errors import DataError, notice
+from openrlhf.data.first_start import FirstStart
 from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import json_line, set_aside
 
-STARTED = "first start"  # the entry of an identity with the moment at which the command was begun
 
-
-def first_start(final: Path) -> str:
-    """Return the moment at which the command began that wrote the file, or its results so far; now if there is none."""
+def first_start(final: Path) -> FirstStart:
+    """Return the first start of the command that wrote the file, or its results so far; of this one if there is none."""
     for begun in (part_of(final), record_of(final)):
         if begun.exists():
             with suppress(ValueError):
-                return str(json.loads(begun.read_bytes().partition(b"\n")[0]).get(STARTED) or now())
-    return now()
+                return FirstStart.of(json.loads(begun.read_bytes().partition(b"\n")[0]))
+    return FirstStart.here()
 
 
 def part_of(final: Path) -> Path:

@@ -7,7 +7,6 @@ from itertools import islice
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.data import clock
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import notice
 from openrlhf.data.findings import report
@@ -55,8 +54,8 @@ def train(config: PPOConfig, processes: Processes) -> None:
     restarted = "ckpt.load_enable" not in config.given  # it continues this run, and no other with the same --ckpt.path
     if checkpoint and restarted and checkpoint.state.run_dir != os.path.abspath(config.run.dir):
         checkpoint = None
-    started = (checkpoint.state.started if checkpoint else "") or first_start(config) or clock.now()
-    data = load_prompts(config, started=started)
+    begun = checkpoint.state.first_start if checkpoint else first_start(config)
+    data = load_prompts(config, started=begun.moment, follows=begun.trained_format)
     if not config.rollout.only:
         total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)
         report(check_steps(total_steps, config.actor, fix=MORE_STEPS))
@@ -73,7 +72,8 @@ def train(config: PPOConfig, processes: Processes) -> None:
     start = RunState(
         step=0,
         run_dir=run_dir,
-        started=started,
+        started=begun.moment,
+        trained_format=begun.trained_format,
         engines=settings.engine_layouts(config),
         identity=rl_identity(config, data.train),
     )

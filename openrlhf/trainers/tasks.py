@@ -130,6 +130,10 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         """The format of prompts in training, to be stored with the model; None if the flags do not define it."""
         return TextFormat.of(self.config.data, tokenizer, ending=ending)
 
+    def prompt_column(self, dataset: Table) -> str | None:
+        """The column with the prompts that a template is put around; None if the rows have no such column."""
+        return getattr(self.config.data, "input_key", None)
+
     def measured_rows(self, train_rows: Rows) -> Any:
         """The rows to evaluate without --eval.dataset. By default there are none, and no evaluation."""
         return None

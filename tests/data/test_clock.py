@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 
-from openrlhf.data.clock import now, set_clock
+from openrlhf.data.clock import set_clock
+from openrlhf.data.first_start import now
 from openrlhf.data.templates import render
 from tests.data.small import PLAIN_CHAT
 from tests.tiny import character_tokenizer
