@@ -14,15 +14,16 @@ from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.data.clock import MOMENT, NAME, clock_at
 from openrlhf.data.errors import DataError
 from openrlhf.data.findings import Finding, Level
+from openrlhf.data.first_start import now
 from openrlhf.data.layouts import LOOKED_AT
 from openrlhf.data.loading import Table
-from openrlhf.data.templates import render, texts_in
-from openrlhf.data.tokenizer import Ends, added_tokens
+from openrlhf.data.templates import ANSWER, chat_marks, render, texts_in
+from openrlhf.data.tokenizer import Ends
 
 RECORD = "openrlhf_format"  # in tokenizer_config.json, which goes wherever the model goes
-ANSWER = "(the answer)"
 
 
 # ---- the tokenizer
@@ -172,20 +173,6 @@ def unused_chat_template(
     ]
 
 
-def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a user's message as the chat template renders it; the template itself if it needs more, such as a system message."""
-    try:
-        return render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
-    except ValueError:
-        return str(tokenizer.chat_template)
-
-
-def chat_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the tokens beside the vocabulary that the chat template writes."""
-    rendered = rendered_question(tokenizer)
-    return [token for token in added_tokens(tokenizer) if token in rendered]
-
-
 def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[str]:
     """Return a notice if each of these prompts ends, and each answer begins, with a word, and nothing is put between them."""
     pairs = [
@@ -243,6 +230,28 @@ def check_room(lengths: Sequence[int], *, max_len: int, max_new_tokens: int | No
     seen = f"{long} of {len(lengths)} prompts leave no room for an answer in --data.max_len {max_len}: the longest has {max(lengths)} tokens."
     fix = "Raise --data.max_len, or set --rollout.max_new_tokens: longer prompts then keep their last tokens."
     return Finding(check="prompt lengths", level=Level.FAILURE, seen=seen, fix=fix)
+
+
+def dated_template(tokenizer: PreTrainedTokenizerBase) -> Finding:
+    """Return whether the chat template writes the date."""
+    check, question = "date in the chat template", [{"role": "user", "content": ANSWER}]
+    if NAME not in str(tokenizer.chat_template):
+        return Finding(check=check, level=Level.PASS, seen="The chat template writes no date.")
+    try:
+        texts = {render(tokenizer, question, variables=clock_at(moment)) for moment in ("2001-02-03", "2014-05-16")}
+    except ValueError:  # a template that needs more, a system message for instance
+        texts = set[str]()
+    if len(texts) == 1:
+        return Finding(check=check, level=Level.PASS, seen="The chat template writes no date before a user's message.")
+    day = (vars(tokenizer).get(MOMENT) or now()).partition("T")[0]
+    return Finding(
+        check=check,
+        level=Level.WARNING,
+        seen=f"The chat template writes the date ({NAME}): this run renders every row with {day}, the day of its first start. "
+        "Runs and engines of another day write another date.",
+        fix="For one date everywhere, put it into the template as text: with --data.tokenizer_chat_template in offline "
+        "training, elsewhere in chat_template.jinja of the model's folder.",
+    )
 
 
 # ---- the end of an answer

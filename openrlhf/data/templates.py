@@ -16,11 +16,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from openrlhf.data.clock import clock_of
 from openrlhf.data.errors import kind, row_error
+from openrlhf.data.tokenizer import added_tokens
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
 Draw = Callable[..., tuple[str, list[Span]]]  # messages to a text, and the spans that the template marks
 
+ANSWER = "(the answer)"
 STAND_IN = "<<what the assistant said>>"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields besides the content
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -165,6 +167,20 @@ def texts_in(value: Any) -> list[str]:
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
     """The messages through the chat template, with the options of `render_marked`. Raises ValueError as it does."""
     return render_marked(tokenizer, messages, **options)[0]
+
+
+def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a user's message as the chat template renders it; the template itself if it needs more, such as a system message."""
+    try:
+        return render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
+    except ValueError:
+        return str(tokenizer.chat_template)
+
+
+def chat_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the tokens beside the vocabulary that the chat template writes."""
+    rendered = rendered_question(tokenizer)
+    return [token for token in added_tokens(tokenizer) if token in rendered]
 
 
 def render_marked(

@@ -13,17 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.effects import unmet
 from openrlhf.config.flags import flags_of
 from openrlhf.data.errors import notice
-from openrlhf.data.first_look import (
-    ANSWER,
-    TextFormat,
-    chat_marks,
-    in_template,
-    joined_border,
-    recorded,
-    rendered_question,
-)
+from openrlhf.data.first_look import TextFormat, in_template, joined_border, recorded
 from openrlhf.data.layouts import LOOKED_AT
 from openrlhf.data.loading import Table
+from openrlhf.data.templates import ANSWER, chat_marks, rendered_question
 
 TEMPLATE, CHAT, SPACE = "data.input_template", "data.apply_chat_template", "data.space_before_eos"
 
@@ -107,8 +100,9 @@ def has_format(trained: TextFormat, tokenizer: PreTrainedTokenizerBase, texts: S
     if not texts:
         return False
     if trained.chat_template:
-        marks, header = chat_marks(tokenizer), rendered_question(tokenizer).partition(ANSWER)[2].strip()
-        return all(any(mark in text for mark in marks) or (header and header in text) for text in texts)
+        header = rendered_question(tokenizer).partition(ANSWER)[2].strip()  # of the assistant's turn
+        marks = [header] if header else chat_marks(tokenizer)
+        return bool(marks) and all(mark in text for mark in marks for text in texts)
     return bool(trained.input_template) and in_template(trained.input_template or "", texts)
 
 

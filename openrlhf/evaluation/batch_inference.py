@@ -44,7 +44,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     tokenizer = policy_tokenizer(config, path, flag=MODEL) if config.samples_answers else scorer_tokenizer(config)
     final = Path(config.output_path)
     begun = first_start(final)
-    notice(*set_clock(tokenizer, begun.moment))
+    set_clock(tokenizer, begun.moment)
     prompts = read_rows(config, tokenizer, follows=begun.trained_format)
     if config.dry_run:
         return show_rows(config, tokenizer, prompts)

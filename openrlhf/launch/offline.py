@@ -57,8 +57,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     strategy = None if config.dry_run else Strategy(ds, seed=train.seed, full_determinism=train.full_determinism_enable)
     checkpoints = CheckpointManager(config.ckpt, [""])
     checkpoint = newest(checkpoints, strategy) if strategy and config.ckpt.load_enable else None
-    begun = first_start(checkpoint, strategy)
-    notice(*clock.set_clock(tokenizer, begun.moment))
+    begun = first_start(checkpoint, strategy, tokenizer)
     train_rows, eval_rows = load_rows(task, tokenizer, follows=begun.trained_format)
     config = task.config
     total_steps = steps_per_epoch(config, train_rows) * config.train.max_epochs
@@ -70,19 +69,18 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     if not strategy:
         show_plan(plan, task, train_rows, tokenizer)
         return
-    run_dir, identity = os.path.abspath(config.run.dir), offline_identity(task, train_rows)
     start = RunState(
         step=0,
-        run_dir=run_dir,
+        run_dir=os.path.abspath(config.run.dir),
         started=begun.moment,
         trained_format=begun.trained_format,
         engines={"": layout_of(strategy)},
-        identity=identity,
+        identity=offline_identity(task, train_rows),
         planned_updates=total_steps,
     )
     if checkpoint:
         check_continued(checkpoint, start, config)
-        start = replace(start, run_dir=checkpoint.state.continued_folder(run_dir))
+        start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
     engine = load_models(task, strategy, total_steps)
     resume_step = checkpoint and checkpoint.state.step
     recorder = Recorder(config, start.run_dir, resume_step=resume_step) if strategy.is_main else None
@@ -142,10 +140,14 @@ def newest(checkpoints: CheckpointManager, strategy: Strategy) -> Checkpoint | N
     return strategy.broadcast(checkpoints.latest() if strategy.is_main else None)
 
 
-def first_start(checkpoint: Checkpoint | None, strategy: Strategy | None) -> FirstStart:
-    """Return what the run's first start decided, the same on all ranks. Collective."""
+def first_start(
+    checkpoint: Checkpoint | None, strategy: Strategy | None, tokenizer: PreTrainedTokenizerBase
+) -> FirstStart:
+    """Return what the run's first start decided, the same on all ranks, and set the clock of the chat template. Collective."""
     begun = checkpoint.state.first_start if checkpoint else FirstStart.here()
-    return strategy.broadcast(begun) if strategy else begun
+    begun = strategy.broadcast(begun) if strategy else begun
+    clock.set_clock(tokenizer, begun.moment)
+    return begun
 
 
 def check_continued(checkpoint: Checkpoint, start: RunState, config: SupervisedConfig) -> None:
@@ -245,6 +247,8 @@ def first_look_at(
     if not unmet(task.config, flags_of(task.config.__class__)["data.apply_chat_template"]):
         applied = task.config.data.apply_chat_template
         found += first_look.unused_chat_template(model, tokenizer, texts, applied=applied)
+    if task.config.data.apply_chat_template:
+        report(first_look.dated_template(tokenizer))
     if used:
         try:
             found += first_look.round_trip(tokenizer, [(used.input_template or "").replace("{}", "")])

@@ -48,7 +48,7 @@ def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) 
     """
     data = config.data
     tokenizer = policy_tokenizer(config, config.actor.model_name_or_path, flag="--actor.model_name_or_path")
-    notice(*set_clock(tokenizer, started or now()))
+    set_clock(tokenizer, started or now())
     policy = f"--actor.model_name_or_path {config.actor.model_name_or_path}"
     check_reward_models(config, tokenizer, policy=policy)
     if config.critic.model_name_or_path:
@@ -141,6 +141,8 @@ def look_at_prompts(
     if not config.train.agent_func_path:  # an agent renders its own prompts
         applied = prompts.data.apply_chat_template
         found += first_look.unused_chat_template(f"{flag} {policy}", tokenizer, texts, applied=applied)
+    if prompts.data.apply_chat_template or config.train.agent_func_path:
+        report(first_look.dated_template(tokenizer))
     check_reward_formats(config, used, texts)
     if trained and trained.ending:
         used = replace(used, ending=trained.ending)
