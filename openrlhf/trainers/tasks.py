@@ -103,6 +103,11 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         """
         return micro, {}
 
+    @property
+    def has_first_pass(self) -> bool:
+        """True if `before` may run a model."""
+        return type(self).before is not OfflineTask.before
+
     @abstractmethod
     def counts(self, micro: Micro) -> Mapping[str, float]:
         """The denominators of a micro-batch. `loss` gets their sums over the window and all ranks in `totals`."""
