@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from openrlhf.config.flags import UserError
-from openrlhf.data.errors import notice
+from openrlhf.config.flags import UserError, notice
 from openrlhf.data.first_start import FirstStart, now
 from openrlhf.files import fingerprint
 

@@ -11,9 +11,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.evaluation import EvaluatedDataConfig
+from openrlhf.config.flags import notice
 from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data import templates
-from openrlhf.data.errors import kind, notice, row_error, text_of
+from openrlhf.data.errors import kind, row_error, text_of
 from openrlhf.data.layouts import DATASOURCE, DROPPED, MARGIN
 from openrlhf.data.rows import Result, TokenizedRows, contents_of
 from openrlhf.data.sft import SFTDataset, SFTRow

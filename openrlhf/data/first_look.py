@@ -211,7 +211,7 @@ def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[
     ]
 
 
-def check_room(lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None) -> Finding:
+def check_answer_room(lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None) -> Finding:
     """Return what happens to prompts of so many tokens: a warning if some are cut, a failure if no room is left for answers."""
     whole = Finding(
         check="prompt lengths", level=Level.PASS, seen=f"All {len(lengths)} prompts leave room for an answer."

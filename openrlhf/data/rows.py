@@ -17,9 +17,10 @@ import torch.utils.data
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.flags import notice
 from openrlhf.config.machine import usable_cores, world_size
 from openrlhf.data.control_tokens import ControlTokens, check_control_tokens
-from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError, notice
+from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError
 from openrlhf.data.findings import report
 from openrlhf.data.layouts import READERS, columns_read
 from openrlhf.data.templates import Encoded, Passage, encode

@@ -11,8 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.effects import unmet
-from openrlhf.config.flags import flags_of
-from openrlhf.data.errors import notice
+from openrlhf.config.flags import flags_of, notice
 from openrlhf.data.first_look import TextFormat, in_template, joined_border, recorded
 from openrlhf.data.layouts import LOOKED_AT
 from openrlhf.data.loading import Table

@@ -12,17 +12,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.flags import UserError
+from openrlhf.config.flags import UserError, notice
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.data.clock import set_clock
-from openrlhf.data.errors import DataError, notice
+from openrlhf.data.errors import DataError
 from openrlhf.data.first_look import TextFormat, record
 from openrlhf.data.first_start import FirstStart
 from openrlhf.data.prompts import AnsweredDataset, PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.data.templates import encode
 from openrlhf.evaluation.comparing import given_text
-from openrlhf.evaluation.journal import Journal, first_start, has_another_request, part_of
+from openrlhf.evaluation.journal import Journal, has_another_request, part_of, start_of_results
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, by_input
 from openrlhf.evaluation.runs import NOTE_EVERY_S, engines, reward_models, say_engines_start, started
 from openrlhf.files import write_atomically
@@ -69,7 +69,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
 
 def start_of_request(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, final: Path) -> FirstStart:
     """Return the first start of this request. A final file of another request says nothing about it: it starts now."""
-    begun = first_start(final)
+    begun = start_of_results(final)
     if final.exists() and not part_of(final).exists():
         with redirect_stderr(StringIO()):  # the notices are printed when the rows are rendered for good
             _, identity = rendered_rows(config, deepcopy(tokenizer), begun)

@@ -14,7 +14,7 @@ from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import json_line, set_aside
 
 
-def first_start(final: Path) -> FirstStart:
+def start_of_results(final: Path) -> FirstStart:
     """Return the first start of the command that wrote the file, or its results so far; of this one if there is none."""
     for begun in (part_of(final), record_of(final)):
         if begun.exists():

@@ -10,16 +10,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import TokenRows
-from openrlhf.checkpoints.export import check_room
+from openrlhf.checkpoints.export import check_disk_room
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.config.effects import unmet
-from openrlhf.config.flags import flags_of
+from openrlhf.config.flags import flags_of, notice
 from openrlhf.config.machine import is_first
 from openrlhf.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedConfig
 from openrlhf.data import clock, first_look
 from openrlhf.data.batching import ResumableSampler
-from openrlhf.data.errors import DataError, notice
+from openrlhf.data.errors import DataError
 from openrlhf.data.findings import report
 from openrlhf.data.first_start import FirstStart
 from openrlhf.data.layouts import recognise
@@ -170,7 +170,7 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
     task.frozen = {name: FrozenModel(strategy, load, offload=task.offloads) for name, load in models}
     prove_layout(engine.module)
     if strategy.is_main:
-        check_room(task.config.ckpt.output_dir, engine.exported_bytes)
+        check_disk_room(task.config.ckpt.output_dir, engine.exported_bytes)
     for frozen in task.frozen.values():
         prove_layout(frozen.on_device())
         frozen.rest()

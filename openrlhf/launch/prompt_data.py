@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import ModelCommand
+from openrlhf.config.flags import notice
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
 from openrlhf.data.clock import set_clock
-from openrlhf.data.errors import notice
 from openrlhf.data.findings import report
 from openrlhf.data.first_start import now
 from openrlhf.data.layouts import recognise
@@ -158,7 +158,7 @@ def check_prompts(config: settings.Sampling, prompts: PromptDataset) -> None:
     if config.train.agent_func_path:
         return
     findings = [
-        first_look.check_room(
+        first_look.check_answer_room(
             prompts.lengths(), max_len=config.data.max_len, max_new_tokens=config.rollout.max_new_tokens
         )
     ]

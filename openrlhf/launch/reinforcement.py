@@ -6,9 +6,9 @@ from itertools import islice
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
+from openrlhf.config.flags import notice
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.batching import ResumableSampler
-from openrlhf.data.errors import notice
 from openrlhf.data.findings import report
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
@@ -19,7 +19,7 @@ from openrlhf.launch.agents import check_agents
 from openrlhf.launch.identity import rl_identity
 from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData, load_prompts
-from openrlhf.launch.replay import first_start, replay_folder
+from openrlhf.launch.replay import replay_folder, start_of_episodes
 from openrlhf.launch.run import Run
 from openrlhf.launch.run_length import check_steps
 from openrlhf.models.proof import UNPROVEN
@@ -54,7 +54,7 @@ def train(config: PPOConfig, processes: Processes) -> None:
     restarted = "ckpt.load_enable" not in config.given  # it continues this run, and no other with the same --ckpt.path
     if checkpoint and restarted and checkpoint.state.run_dir != os.path.abspath(config.run.dir):
         checkpoint = None
-    begun = checkpoint.state.first_start if checkpoint else first_start(config)
+    begun = checkpoint.state.first_start if checkpoint else start_of_episodes(config)
     data = load_prompts(config, started=begun.moment, follows=begun.trained_format)
     if not config.rollout.only:
         total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)

@@ -17,7 +17,7 @@ from openrlhf.rollout.generator import Request
 from openrlhf.rollout.recorded import ReplayGenerator
 
 
-def first_start(config: PPOConfig) -> FirstStart:
+def start_of_episodes(config: PPOConfig) -> FirstStart:
     """Return the first start of the run that recorded the episodes of --rollout.replay_dir; of this run if there are none."""
     folder = EpisodeFolder(config.rollout.replay_dir or "")
     steps = folder.steps() if config.rollout.replay_dir else []

@@ -16,7 +16,7 @@ from openrlhf.config.options import parse_config
 from openrlhf.data.first_look import TextFormat, record, recorded
 from openrlhf.data.first_start import FirstStart
 from openrlhf.evaluation.batch_inference import read_rows as read_inference_rows
-from openrlhf.evaluation.journal import Journal, first_start
+from openrlhf.evaluation.journal import Journal, start_of_results
 from openrlhf.evaluation.runs import read_candidate
 from openrlhf.launch.offline import load_rows
 from openrlhf.launch.prompt_data import load_prompts, policy_tokenizer
@@ -216,9 +216,9 @@ def test_a_run_from_before_continues_without_the_recorded_format(weights: Path, 
 
 def test_results_so_far_say_whether_texts_have_the_recorded_format(tmp_path: Path) -> None:
     final = tmp_path / "out.jsonl"
-    assert first_start(final).trained_format is True
+    assert start_of_results(final).trained_format is True
     Journal(final, {"first start": "2026-01-01T00:00:00"})
-    assert first_start(final) == FirstStart(moment="2026-01-01T00:00:00", trained_format=False)
+    assert start_of_results(final) == FirstStart(moment="2026-01-01T00:00:00", trained_format=False)
     begun = FirstStart(moment="2026-01-02T00:00:00", trained_format=True)
     Journal(tmp_path / "new.jsonl", begun.entries)
-    assert first_start(tmp_path / "new.jsonl") == begun
+    assert start_of_results(tmp_path / "new.jsonl") == begun
