@@ -7,9 +7,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from openrlhf.checkpoints.export import replacing, write_model
 from openrlhf.config.combining import CombinerConfig
-from openrlhf.config.flags import UserError
+from openrlhf.config.flags import UserError, notice
 from openrlhf.config.shared import LoadingConfig
-from openrlhf.data.errors import notice
 from openrlhf.models.adapters import untie_adapted
 from openrlhf.models.loading import DTYPES, STEP_TOKENS, LoadSpec, load_causal_lm
 from openrlhf.models.probe import LARGEST_GAPS, logit_gap, probe_logits

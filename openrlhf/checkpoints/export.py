@@ -102,7 +102,7 @@ def replacing(final: Path) -> Iterator[Path]:
         _delete(folder)
 
 
-def check_room(path: str, size: int) -> None:
+def check_disk_room(path: str, size: int) -> None:
     """Raise ExportError if the disk of the folder `path` has no room for a model of `size` bytes."""
     folder = Path(path).absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from openrlhf.config.flags import UserError
-from openrlhf.data.errors import notice
+from openrlhf.config.flags import UserError, notice
+from openrlhf.data.first_start import FirstStart, now
 from openrlhf.files import fingerprint
 
 FORMAT = 1
@@ -62,11 +62,17 @@ class RunState:
     planned_updates: int = 0  # optimizer steps of the whole run, which the learning rate's schedule has; 0: not known
     run_dir: str = ""
     started: str = ""  # the moment of the run's first start; empty in older checkpoints
+    trained_format: bool = False  # texts have the format of the model's training by default; not in older checkpoints
     engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part → layout
     identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that continues has to have in common
 
     def __post_init__(self) -> None:
         assert json.loads(json.dumps(self.identity, default=repr)) == self.identity
+
+    @property
+    def first_start(self) -> FirstStart:
+        """What the run's first start decided for its later starts."""
+        return FirstStart(moment=self.started or now(), trained_format=self.trained_format)
 
     def continued_folder(self, run_dir: str) -> str:
         """Return the run folder that a resumed run continues: its own, or `run_dir` if it was moved there.

@@ -30,7 +30,7 @@ class EvaluationSetConfig(RLEvalConfig):
     """Prompts or pairs, and how answers are sampled."""
     dataset: str = required("Files, folders or hub names, by comma.", holds="dataset")
 
-class EvaluatedDataConfig(PairColumns, PromptColumns, shared.DataConfig):
+class EvaluatedDataConfig(PairColumns, PromptColumns, shared.EndedTextConfig, shared.DataConfig):
     """Tokenizer and columns."""
 
 class EvaluationConfig(EngineCommand, RecordedCommand):

@@ -57,7 +57,7 @@ class CsftConfig(Section):
         return f" {self.prompt.strip()} " if self.enable else ""
 
 
-class InferenceDataConfig(shared.DatasetConfig):
+class InferenceDataConfig(shared.EndedTextConfig, shared.DatasetConfig):
     """Tokenizer and data."""
     columns: ClassVar = ("input_key",)  # what is read of a row with a prompt
     label_key: ClassVar[str | None] = None

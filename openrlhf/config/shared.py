@@ -167,7 +167,10 @@ class DatasetConfig(DataConfig):
     dataset_probs: str | None = option(None, "Probabilities, by comma; unset: one after the other.")
     dataset_split: str = option("train", "Split of each dataset; a file has one.")
 
-class OfflineDataConfig(DatasetConfig):
+class EndedTextConfig(Section):
+    space_before_eos: bool = option(True, "Put a space before an end-of-text token that is added to a text.")
+
+class OfflineDataConfig(EndedTextConfig, DatasetConfig):
     tokenizer_chat_template: str | None = option(
         None, "A chat template, or its file, instead of the tokenizer's.", holds="place", needs="apply_chat_template|layout=auto,arena")
 

@@ -9,24 +9,18 @@ NAME = "strftime_now"  # the function of Transformers that a template calls
 MOMENT = "rendered_at"  # an attribute of the tokenizer, which its files do not contain
 
 
-def now() -> str:
-    """Return the present moment, to the second, as text."""
-    return datetime.now().isoformat(timespec="seconds")
+def set_clock(tokenizer: PreTrainedTokenizerBase, moment: str) -> None:
+    """Let the chat template of `tokenizer` write the date of `moment`."""
+    if NAME in str(tokenizer.chat_template):
+        setattr(tokenizer, MOMENT, moment)
 
 
-def set_clock(tokenizer: PreTrainedTokenizerBase, moment: str) -> list[str]:
-    """Let the chat template of `tokenizer` write the date of `moment`. Returns a notice if the template writes a date."""
-    if NAME not in str(tokenizer.chat_template):
-        return []
-    setattr(tokenizer, MOMENT, moment)
-    day = moment.partition("T")[0]
-    return [
-        f"The chat template writes the date ({NAME}): this run renders every row with {day}, the day of its first start. Runs "
-        "and engines of another day read another date."
-    ]
+def clock_at(moment: str) -> dict[str, Any]:
+    """Return the variables of a template that stop its clock at a moment."""
+    return {NAME: datetime.fromisoformat(moment).strftime}
 
 
 def clock_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the variables of a template that stop its clock; none if the clock runs."""
     moment: Any = vars(tokenizer).get(MOMENT)
-    return {NAME: datetime.fromisoformat(moment).strftime} if moment else {}
+    return clock_at(moment) if moment else {}

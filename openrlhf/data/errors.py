@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openrlhf.config.flags import UserError
-from openrlhf.config.flags import notice as notice
 
 # Columns with the origin of a row, which survive blending, shuffling and selecting; and with the mistake in a row.
 SOURCE, ROW, MALFORMED = "__dataset__", "__row__", "__malformed__"

@@ -11,9 +11,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.evaluation import EvaluatedDataConfig
+from openrlhf.config.flags import notice
 from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data import templates
-from openrlhf.data.errors import kind, notice, row_error, text_of
+from openrlhf.data.errors import kind, row_error, text_of
 from openrlhf.data.layouts import DATASOURCE, DROPPED, MARGIN
 from openrlhf.data.rows import Result, TokenizedRows, contents_of
 from openrlhf.data.sft import SFTDataset, SFTRow
@@ -157,7 +158,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         read = self._conversations if self.data.apply_chat_template else self._plain
         sides = read(row)
         marks = self.ends.marks if self.data.apply_chat_template else []
-        return [side.closed(self.ends.texts, marks) for side in sides]
+        return [side.closed(self.ends.texts, marks, space=self.data.space_before_eos) for side in sides]
 
     def _plain(self, row: Mapping[str, Any]) -> list[Side]:
         prompt = ""

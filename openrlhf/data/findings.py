@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from openrlhf.data.errors import DataError, notice
+from openrlhf.config.flags import notice
+from openrlhf.data.errors import DataError
 
 
 class Level(StrEnum):

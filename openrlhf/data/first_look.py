@@ -14,15 +14,16 @@ from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.data.clock import MOMENT, NAME, clock_at
 from openrlhf.data.errors import DataError
 from openrlhf.data.findings import Finding, Level
+from openrlhf.data.first_start import now
 from openrlhf.data.layouts import LOOKED_AT
 from openrlhf.data.loading import Table
-from openrlhf.data.templates import render, texts_in
-from openrlhf.data.tokenizer import Ends, added_tokens
+from openrlhf.data.templates import ANSWER, chat_marks, render, texts_in
+from openrlhf.data.tokenizer import Ends
 
 RECORD = "openrlhf_format"  # in tokenizer_config.json, which goes wherever the model goes
-ANSWER = "(the answer)"
 
 
 # ---- the tokenizer
@@ -132,12 +133,25 @@ def compare_formats(model: str, trained: TextFormat | None, used: TextFormat, pr
     """
     if trained is None or (trained.input_template, trained.chat_template) == (used.input_template, used.chat_template):
         return []
-    before, _, after = (trained.input_template or "").partition("{}")
-    if trained.input_template and all(text.startswith(before) and text.endswith(after) for text in prompts):
+    if trained.input_template and in_template(trained.input_template, prompts):
         return []  # the rows contain the template already
     both = trained.chat_template and used.chat_template
     other = "another chat template than this run has" if both else f"{trained.flags}, but this run uses {used.flags}"
     return [f"{model} was trained with {other}: its prompts look different here."]
+
+
+def in_template(template: str, texts: Sequence[str]) -> bool:
+    """Return whether all these texts are in a template already.
+
+    A space at the end of the template may be missing. Behind a template that has words on both sides, a text may go on.
+    """
+    before, _, after = template.partition("{}")
+    end = after.rstrip(" ")
+    if not end.strip():
+        return all(text.startswith(before) and text.endswith(after) for text in texts)
+    if before.strip():
+        return all(text.startswith(before) and end in text[len(before) :] for text in texts)
+    return all(text.startswith(before) and text.rstrip(" ").endswith(end) for text in texts)
 
 
 def unused_chat_template(
@@ -150,11 +164,7 @@ def unused_chat_template(
     """
     if applied or recorded(tokenizer) or not tokenizer.chat_template:
         return []
-    try:
-        rendered = render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
-    except ValueError:  # a template that needs more, a system message for instance
-        rendered = str(tokenizer.chat_template)
-    marks = [token for token in added_tokens(tokenizer) if token in rendered]
+    marks = chat_marks(tokenizer)
     if any(mark in text for mark in marks for text in texts):
         return []  # the rows are rendered already
     return [
@@ -201,7 +211,7 @@ def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[
     ]
 
 
-def check_room(lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None) -> Finding:
+def check_answer_room(lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None) -> Finding:
     """Return what happens to prompts of so many tokens: a warning if some are cut, a failure if no room is left for answers."""
     whole = Finding(
         check="prompt lengths", level=Level.PASS, seen=f"All {len(lengths)} prompts leave room for an answer."
@@ -220,6 +230,28 @@ def check_room(lengths: Sequence[int], *, max_len: int, max_new_tokens: int | No
     seen = f"{long} of {len(lengths)} prompts leave no room for an answer in --data.max_len {max_len}: the longest has {max(lengths)} tokens."
     fix = "Raise --data.max_len, or set --rollout.max_new_tokens: longer prompts then keep their last tokens."
     return Finding(check="prompt lengths", level=Level.FAILURE, seen=seen, fix=fix)
+
+
+def dated_template(tokenizer: PreTrainedTokenizerBase) -> Finding:
+    """Return whether the chat template writes the date."""
+    check, question = "date in the chat template", [{"role": "user", "content": ANSWER}]
+    if NAME not in str(tokenizer.chat_template):
+        return Finding(check=check, level=Level.PASS, seen="The chat template writes no date.")
+    try:
+        texts = {render(tokenizer, question, variables=clock_at(moment)) for moment in ("2001-02-03", "2014-05-16")}
+    except ValueError:  # a template that needs more, a system message for instance
+        texts = set[str]()
+    if len(texts) == 1:
+        return Finding(check=check, level=Level.PASS, seen="The chat template writes no date before a user's message.")
+    day = (vars(tokenizer).get(MOMENT) or now()).partition("T")[0]
+    return Finding(
+        check=check,
+        level=Level.WARNING,
+        seen=f"The chat template writes the date ({NAME}): this run renders every row with {day}, the day of its first start. "
+        "Runs and engines of another day write another date.",
+        fix="For one date everywhere, put it into the template as text: with --data.tokenizer_chat_template in offline "
+        "training, elsewhere in chat_template.jinja of the model's folder.",
+    )
 
 
 # ---- the end of an answer
@@ -248,8 +280,10 @@ def end_notices(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -
     eos = tokenizer.eos_token
     if not ending:
         return [f"None of the first rows ends with {eos}: the model will not learn to end its answers."]
-    advice = f"To have none, end the responses in the training data with {eos}."
-    spaced = f"{answers} end with a space before {eos}, which is put there. A reward that compares exactly will see it. {advice}"
+    spaced = (
+        f"{answers} end with a space before {eos}, which is put there. A reward that compares exactly will see it. In training, "
+        "--data.no_space_before_eos leaves it out."
+    )
     return [spaced] if ending.startswith(" ") else []
 
 

@@ -9,8 +9,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.effects import unmet
-from openrlhf.config.flags import flags_of, toml_beside
-from openrlhf.data.errors import ROW, SOURCE, DataError, check_columns, kind, notice, row_error, text_of
+from openrlhf.config.flags import flags_of, notice, toml_beside
+from openrlhf.data.errors import ROW, SOURCE, DataError, check_columns, kind, row_error, text_of
 from openrlhf.data.templates import TOOLS, Message, in_common, texts_in
 from openrlhf.data.tokenizer import require_chat_template
 

@@ -8,9 +8,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.evaluation import EvaluatedDataConfig
+from openrlhf.config.flags import notice
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.learning import RLDataConfig
-from openrlhf.data.errors import ROW, SOURCE, notice, row_error, text_of
+from openrlhf.data.errors import ROW, SOURCE, row_error, text_of
 from openrlhf.data.layouts import DATASOURCE
 from openrlhf.data.rows import Result, TokenizedRows, contents_of, number_rows
 from openrlhf.data.sft import SFTDataset

@@ -17,8 +17,11 @@ import torch.utils.data
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.flags import notice
 from openrlhf.config.machine import usable_cores, world_size
-from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError, notice
+from openrlhf.data.control_tokens import ControlTokens, check_control_tokens
+from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError
+from openrlhf.data.findings import report
 from openrlhf.data.layouts import READERS, columns_read
 from openrlhf.data.templates import Encoded, Passage, encode
 from openrlhf.data.text_files import without_added_nulls
@@ -51,6 +54,7 @@ NOTES = {
     "cut": STORED[bool],
     "rewritten": STORED[int],
     "unended": STORED[int],
+    "control": STORED[str],
 }
 
 
@@ -73,10 +77,12 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         self.features = Features({**own, **NOTES})
         dataset = number_rows(dataset)
         self._types = dataset.features
+        self.control = ControlTokens.of(tokenizer, in_chats=data.apply_chat_template)
         mapped = once_per_machine(lambda: map_rows(dataset, used, self._encoded, self.features, "Tokenizing"))
         if malformed := [problem for problem in mapped[MALFORMED][:] if problem]:
             count = f"\n{len(malformed)} of {len(mapped)} rows are malformed." * (len(malformed) > 1)
             raise DataError("\n".join(malformed[:MOST_NAMED]) + count)
+        self._look_for_control_tokens(mapped["control"][:], dataset)
         reasons = mapped["dropped"][:]
         counts = Counter(reasons)
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if reason)
@@ -88,6 +94,20 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         if cut := sum(self.rows["cut"]):
             self.summary += f" {cut} of the kept {what}s were cut to {data.max_len} tokens (--data.max_len)."
         self._fields = self.rows.select_columns(list(own))
+
+    def _look_for_control_tokens(self, found: list[str | None], dataset: Dataset) -> None:
+        place = next((place for place, token in enumerate(found) if token), None)
+        if place is None:
+            return
+        origin = dataset.select_columns([SOURCE, ROW])[place]
+        report(
+            check_control_tokens(
+                [token or "" for token in found],
+                what=self.what,
+                first=f"{origin[SOURCE]}, row {origin[ROW]},",
+                rendered=not self.data.apply_chat_template and self.data.input_template in (None, "{}"),
+            )
+        )
 
     @abstractmethod
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
@@ -111,8 +131,11 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
             attempt(self.columns, row, text, [next(encoded) for _ in text]) if isinstance(text, list) else text
             for row, text in zip(rows, texts, strict=True)
         ]
-        blank = {"dropped": "", "cut": False, "rewritten": 0, "unended": 0}
+        blank = {"dropped": "", "cut": False, "rewritten": 0, "unended": 0, "control": ""}
         made = [{"dropped": result} if isinstance(result, str) else blank | result for result in results]
+        written = [getattr(self.data, key) for key in self.keys if key != "label_key"]
+        for result, row in zip(made, rows, strict=True):
+            result["control"] = self.control.first_in([row.get(column) for column in written if column])
         return {name: [row.get(name) for row in made] for name in self.features}
 
     def __len__(self) -> int:

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.flags import notice
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data import templates
-from openrlhf.data.errors import DataError, notice, row_error, text_of
+from openrlhf.data.errors import DataError, row_error, text_of
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of
 from openrlhf.data.tokenizer import Ends
@@ -86,7 +87,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
             return NO_RESPONSE if prompt else NO_PROMPT
         text = prompt + response
         passage = Passage(text=text, spans=[(len(prompt), len(text))], response=len(prompt))
-        return [passage.closed(self.ends.texts)]
+        return [passage.closed(self.ends.texts, space=self.data.space_before_eos)]
 
     def _conversation(self, row: Mapping[str, Any]) -> list[Passage] | str:
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
@@ -107,7 +108,8 @@ class SFTDataset(TokenizedRows[SFTRow]):
             passage = templates.render_conversation(self.tokenizer, messages, first=first, turns=turns, tools=tools)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
-        return [passage.with_ended_turns(self.ends.texts).closed(self.ends.texts, self.ends.marks)]
+        ended = passage.with_ended_turns(self.ends.texts)
+        return [ended.closed(self.ends.texts, self.ends.marks, space=self.data.space_before_eos)]
 
     def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
         """The columns of a row whose text is tokens now, or the reason why the row is dropped."""

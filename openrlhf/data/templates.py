@@ -16,11 +16,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from openrlhf.data.clock import clock_of
 from openrlhf.data.errors import kind, row_error
+from openrlhf.data.tokenizer import added_tokens
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
 Draw = Callable[..., tuple[str, list[Span]]]  # messages to a text, and the spans that the template marks
 
+ANSWER = "(the answer)"
 STAND_IN = "<<what the assistant said>>"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields besides the content
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -167,6 +169,20 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **op
     return render_marked(tokenizer, messages, **options)[0]
 
 
+def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a user's message as the chat template renders it; the template itself if it needs more, such as a system message."""
+    try:
+        return render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
+    except ValueError:
+        return str(tokenizer.chat_template)
+
+
+def chat_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the tokens beside the vocabulary that the chat template writes."""
+    rendered = rendered_question(tokenizer)
+    return [token for token in added_tokens(tokenizer) if token in rendered]
+
+
 def render_marked(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
@@ -207,16 +223,16 @@ class Passage:
     rewritten: int = 0  # assistant turns that are no targets, because the template changes them
     unended: int = 0  # targets before the last one that end without a text at which generation stops
 
-    def closed(self, ends: Sequence[str], marks: Sequence[str] = ()) -> Self:
+    def closed(self, ends: Sequence[str], marks: Sequence[str] = (), *, space: bool = True) -> Self:
         """Return the passage without trailing newlines and with an end: one of `ends`, at which generation stops.
 
-        If it has none of them, the first is added, after a space unless one of `marks` is there. The added end is a target
-        if the text before it is one.
+        If it has none of them, the first is added, with `space` after a space unless one of `marks` is there. The added end
+        is a target if the text before it is one.
         """
         text = self.text.rstrip("\n")
         if text.endswith(tuple(ends)):
             closed = text
-        elif text.endswith(tuple(marks)):
+        elif not space or text.endswith(tuple(marks)):
             closed = text + ends[0]
         else:
             closed = f"{text} {ends[0]}"

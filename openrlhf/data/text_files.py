@@ -12,6 +12,7 @@ import json
 import os
 import re
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
@@ -113,7 +114,7 @@ def without_added_nulls(value: Any, feature: Feature) -> Any:
     return value
 
 
-class _TextFiles(datasets.ArrowBasedBuilder):
+class _TextFiles(datasets.ArrowBasedBuilder, ABC):
     """Rows of text files, in the splits and the cache of the library."""
 
     def _info(self) -> datasets.DatasetInfo:
@@ -163,13 +164,13 @@ class _TextFiles(datasets.ArrowBasedBuilder):
                     number += 1
             yield Key(shard, number), _table(batch, features)
 
+    @abstractmethod
     def _features(self, files: list[tuple[str, str]]) -> Features:
         """Return the types of all columns of all files."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _rows(self, path: str, name: str) -> Rows:
         """Read the rows of a file; `name` is its name in error messages."""
-        raise NotImplementedError
 
 
 def _open(path: str) -> IO[bytes]:

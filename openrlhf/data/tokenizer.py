@@ -6,7 +6,8 @@ from typing import Any, Self
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from openrlhf.data.errors import DataError, notice
+from openrlhf.config.flags import notice
+from openrlhf.data.errors import DataError
 
 CHARACTERS_PER_TOKEN = 64  # more than any text of words has: a longer one cannot fit, and can take minutes to tokenize
 FEWEST_CHARACTERS = 1 << 16

@@ -1,8 +1,10 @@
 """`openrlhf batch_inference`: answers to all prompts of a dataset, or the rewards of answers, in a file."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, redirect_stderr
+from copy import deepcopy
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from statistics import fmean, stdev
 from time import monotonic
@@ -10,16 +12,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.flags import UserError
+from openrlhf.config.flags import UserError, notice
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.data.clock import set_clock
-from openrlhf.data.errors import DataError, notice
+from openrlhf.data.errors import DataError
 from openrlhf.data.first_look import TextFormat, record
+from openrlhf.data.first_start import FirstStart
 from openrlhf.data.prompts import AnsweredDataset, PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.data.templates import encode
 from openrlhf.evaluation.comparing import given_text
-from openrlhf.evaluation.journal import STARTED, Journal, first_start
+from openrlhf.evaluation.journal import Journal, has_another_request, part_of, start_of_results
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, by_input
 from openrlhf.evaluation.runs import NOTE_EVERY_S, engines, reward_models, say_engines_start, started
 from openrlhf.files import write_atomically
@@ -43,12 +46,10 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     path = str(config.model.model_name_or_path)
     tokenizer = policy_tokenizer(config, path, flag=MODEL) if config.samples_answers else scorer_tokenizer(config)
     final = Path(config.output_path)
-    begun = first_start(final)
-    notice(*set_clock(tokenizer, begun))
-    prompts = read_rows(config, tokenizer)
+    prompts, identity = rendered_rows(config, tokenizer, start_of_request(config, tokenizer, final))
     if config.dry_run:
         return show_rows(config, tokenizer, prompts)
-    journal = Journal(final, {**inference_identity(config, prompts), STARTED: begun})
+    journal = Journal(final, identity)
     with started(config) as recorder:
         missing = [prompt for prompt in prompts if prompt.index not in journal.results]
         recorder.display.note(f"{len(prompts)} rows, {len(missing)} to do. Results so far: {journal.path}")
@@ -66,12 +67,49 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     journal.finish()
 
 
-def read_rows(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The prompts to answer, or whole texts to score; their format is recorded in the tokenizer. Raises DataError."""
+def start_of_request(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, final: Path) -> FirstStart:
+    """Return the first start of this request. A final file of another request says nothing about it: it starts now."""
+    begun = start_of_results(final)
+    if final.exists() and not part_of(final).exists():
+        with redirect_stderr(StringIO()):  # the notices are printed when the rows are rendered for good
+            _, identity = rendered_rows(config, deepcopy(tokenizer), begun)
+        if has_another_request(final, identity):
+            return FirstStart.here()
+    return begun
+
+
+def rendered_rows(
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, begun: FirstStart
+) -> tuple[list[Prompt], dict[str, Any]]:
+    """Return the prompts as a command renders them that began then, and its identity. Raises DataError."""
+    set_clock(tokenizer, begun.moment)
+    prompts = read_rows(config, tokenizer, follows=begun.trained_format)
+    return prompts, inference_identity(config, prompts) | begun.entries
+
+
+def read_rows(
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, *, follows: bool = True
+) -> list[Prompt]:
+    """The prompts to answer, or whole texts to score; their format is recorded in the tokenizer. Raises DataError.
+
+    `follows`: by default texts have the format that the model was trained with.
+    """
     data, suffix = config.data, config.csft.suffix
-    rows_of = PromptDataset if config.samples_answers else AnsweredDataset
-    split, probs, most = data.dataset_split, data.dataset_probs, data.max_samples
-    dataset: Any = read_prompts(config, rows_of, tokenizer, data.dataset, split=split, probs=probs, max_samples=most)
+    rows_of: Any = PromptDataset if config.samples_answers else AnsweredDataset
+    model = f"{MODEL} {config.model.model_name_or_path}"
+    if not config.samples_answers:
+        model = f"--reward.model_name_or_path {config.reward.models[0]}"
+    dataset: Any = read_prompts(
+        config,
+        rows_of,
+        tokenizer,
+        data.dataset,
+        model=model if follows else None,
+        generates=config.samples_answers,
+        split=data.dataset_split,
+        probs=data.dataset_probs,
+        max_samples=data.max_samples,
+    )
     if config.samples_answers:
         look_at_prompts(config, dataset, tokenizer, policy=str(config.model.model_name_or_path), flag=MODEL)
         prompt_data.check_prompts(config, dataset)

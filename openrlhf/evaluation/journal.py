@@ -7,21 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.checkpoints.manifest import differences
-from openrlhf.data.clock import now
-from openrlhf.data.errors import DataError, notice
+from openrlhf.config.flags import notice
+from openrlhf.data.errors import DataError
+from openrlhf.data.first_start import FirstStart
 from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import json_line, set_aside
 
-STARTED = "first start"  # the entry of an identity with the moment at which the command was begun
 
-
-def first_start(final: Path) -> str:
-    """Return the moment at which the command began that wrote the file, or its results so far; now if there is none."""
+def start_of_results(final: Path) -> FirstStart:
+    """Return the first start of the command that wrote the file, or its results so far; of this one if there is none."""
     for begun in (part_of(final), record_of(final)):
         if begun.exists():
             with suppress(ValueError):
-                return str(json.loads(begun.read_bytes().partition(b"\n")[0]).get(STARTED) or now())
-    return now()
+                return FirstStart.of(json.loads(begun.read_bytes().partition(b"\n")[0]))
+    return FirstStart.here()
 
 
 def part_of(final: Path) -> Path:
@@ -32,6 +31,15 @@ def part_of(final: Path) -> Path:
 def record_of(final: Path) -> Path:
     """Return the file with the identity of the command that wrote the final file."""
     return final.with_name(f"{final.name}.request")
+
+
+def has_another_request(final: Path, identity: Mapping[str, Any]) -> bool:
+    """Return whether the final file is there, complete, and known to be of another request."""
+    if not final.exists() or part_of(final).exists():
+        return False
+    record = record_of(final)
+    made = json.loads(record.read_bytes()) if record.exists() else {}
+    return bool(differences(made, json.loads(json_line(identity))))
 
 
 class Journal:
@@ -47,8 +55,7 @@ class Journal:
         self.final, self.path = final, part_of(final)
         self.identity, self.record = json.loads(json_line(identity)), record_of(final)
         if final.exists() and not self.path.exists():
-            made = json.loads(self.record.read_bytes()) if self.record.exists() else {}
-            if not differences(made, self.identity):
+            if not has_another_request(final, identity):
                 raise DataError(f"--output_path {final} is there already: delete it, or give another path.")
             aside = set_aside(final.parent, [final.name, self.record.name])
             notice(f"--output_path {final} had the results of another request, which are now in {aside}.")

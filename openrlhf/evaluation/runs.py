@@ -21,6 +21,7 @@ from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import Table, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.shown import show_text
+from openrlhf.data.trained_format import with_trained_format
 from openrlhf.distributed.cluster import places_now, ray_cluster
 from openrlhf.distributed.placement import HostGroup, Placement, engine_group
 from openrlhf.distributed.worker_group import WorkerGroup, gather
@@ -88,6 +89,8 @@ def run_rm_accuracy(config: EvaluationConfig) -> None:
     """Reward both texts of every pair, and report how often the chosen text has the larger reward."""
     tokenizer, read = prompt_data.scorer_tokenizer(config), read_rows(config)
     data = recognise(read, config, "pairs")
+    model = f"--reward.model_name_or_path {config.reward.models[0]}"
+    data = with_trained_format(config, data, tokenizer, read, column=data.prompt_key, model=model)
     rows = PreferenceDataset(read, tokenizer, data)
     prompt_data.check_reward_formats(config, TextFormat.of(data, tokenizer), texts_of(read, key_columns(data)))
     if config.dry_run:
@@ -145,7 +148,8 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
     check_agents(config, tokenizer)
     check_reward_models(config, tokenizer, policy=f"{flag} {path}")
     source, split, most = config.eval.dataset, config.eval.split, config.data.max_samples
-    prompts = read_prompts(config, PromptDataset, tokenizer, source, split=split, max_samples=most)
+    model = f"{flag} {path}"
+    prompts = read_prompts(config, PromptDataset, tokenizer, source, model=model, split=split, max_samples=most)
     look_at_prompts(config, prompts, tokenizer, policy=path, flag=flag)
     check_prompts(config, prompts)
     return Candidate(path=path, tokenizer=tokenizer, prompts=prompts)

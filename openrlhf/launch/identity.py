@@ -22,7 +22,6 @@ from openrlhf.trajectory import Prompt
 
 FLAGS: dict[str, list[str]] = toml_beside(__file__)
 
-FIRST_START = "first start"  # beside the identity of recorded episodes: the moment whose date a chat template wrote
 Identity = dict[str, Any]
 
 

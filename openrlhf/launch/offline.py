@@ -5,25 +5,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import TokenRows
-from openrlhf.checkpoints.export import check_room
+from openrlhf.checkpoints.export import check_disk_room
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.config.effects import unmet
-from openrlhf.config.flags import flags_of
+from openrlhf.config.flags import flags_of, notice
 from openrlhf.config.machine import is_first
 from openrlhf.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedConfig
 from openrlhf.data import clock, first_look
 from openrlhf.data.batching import ResumableSampler
-from openrlhf.data.errors import DataError, notice
+from openrlhf.data.errors import DataError
 from openrlhf.data.findings import report
+from openrlhf.data.first_start import FirstStart
 from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, Table, key_columns, load_datasets
 from openrlhf.data.shown import SHOWN, show_batch, show_template
+from openrlhf.data.templates import fill_template
 from openrlhf.data.tokenizer import get_tokenizer, require_vocabulary
+from openrlhf.data.trained_format import kept_format, prompts_in, with_trained_format
 from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import FrozenModel, Strategy
@@ -53,8 +57,8 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     strategy = None if config.dry_run else Strategy(ds, seed=train.seed, full_determinism=train.full_determinism_enable)
     checkpoints = CheckpointManager(config.ckpt, [""])
     checkpoint = newest(checkpoints, strategy) if strategy and config.ckpt.load_enable else None
-    started = start_clock(tokenizer, checkpoint, strategy)
-    train_rows, eval_rows = load_rows(task, tokenizer)
+    begun = first_start(checkpoint, strategy, tokenizer)
+    train_rows, eval_rows = load_rows(task, tokenizer, follows=begun.trained_format)
     config = task.config
     total_steps = steps_per_epoch(config, train_rows) * config.train.max_epochs
     size = config.train.batch_size
@@ -65,18 +69,18 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     if not strategy:
         show_plan(plan, task, train_rows, tokenizer)
         return
-    run_dir, identity = os.path.abspath(config.run.dir), offline_identity(task, train_rows)
     start = RunState(
         step=0,
-        run_dir=run_dir,
-        started=started,
+        run_dir=os.path.abspath(config.run.dir),
+        started=begun.moment,
+        trained_format=begun.trained_format,
         engines={"": layout_of(strategy)},
-        identity=identity,
+        identity=offline_identity(task, train_rows),
         planned_updates=total_steps,
     )
     if checkpoint:
         check_continued(checkpoint, start, config)
-        start = replace(start, run_dir=checkpoint.state.continued_folder(run_dir))
+        start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
     engine = load_models(task, strategy, total_steps)
     resume_step = checkpoint and checkpoint.state.step
     recorder = Recorder(config, start.run_dir, resume_step=resume_step) if strategy.is_main else None
@@ -136,12 +140,14 @@ def newest(checkpoints: CheckpointManager, strategy: Strategy) -> Checkpoint | N
     return strategy.broadcast(checkpoints.latest() if strategy.is_main else None)
 
 
-def start_clock(tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None, strategy: Strategy | None) -> str:
-    """Let a chat template write the date of the run's first start. Returns that moment, the same on all ranks."""
-    started = checkpoint.state.started if checkpoint and checkpoint.state.started else clock.now()
-    started = strategy.broadcast(started) if strategy else started
-    notice(*clock.set_clock(tokenizer, started))
-    return started
+def first_start(
+    checkpoint: Checkpoint | None, strategy: Strategy | None, tokenizer: PreTrainedTokenizerBase
+) -> FirstStart:
+    """Return what the run's first start decided, the same on all ranks, and set the clock of the chat template. Collective."""
+    begun = checkpoint.state.first_start if checkpoint else FirstStart.here()
+    begun = strategy.broadcast(begun) if strategy else begun
+    clock.set_clock(tokenizer, begun.moment)
+    return begun
 
 
 def check_continued(checkpoint: Checkpoint, start: RunState, config: SupervisedConfig) -> None:
@@ -164,17 +170,20 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
     task.frozen = {name: FrozenModel(strategy, load, offload=task.offloads) for name, load in models}
     prove_layout(engine.module)
     if strategy.is_main:
-        check_room(task.config.ckpt.output_dir, engine.exported_bytes)
+        check_disk_room(task.config.ckpt.output_dir, engine.exported_bytes)
     for frozen in task.frozen.values():
         prove_layout(frozen.on_device())
         frozen.rest()
     return engine
 
 
-def load_rows(task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, Rows | None]:
-    """The tokenized training and evaluation rows, of one layout, which becomes the task's configuration.
+def load_rows(
+    task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokenizerBase, *, follows: bool = True
+) -> tuple[Rows, Rows | None]:
+    """The tokenized training and evaluation rows, of one layout and format, which become the task's configuration.
 
-    --data.max_samples limits training rows only. Raises DataError, also for a frozen model with another vocabulary.
+    --data.max_samples limits training rows only. `follows`: by default texts have the format that the model was trained
+    with. Raises DataError, also for a frozen model with another vocabulary.
     """
     model, data, evaluation = task.config.model, task.config.data, task.config.eval
     owner, trusts = f"--model.model_name_or_path {model.model_name_or_path}", model.trust_remote_code
@@ -184,8 +193,13 @@ def load_rows(task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokeni
     seed, split, probs = task.config.train.seed, data.dataset_split, data.dataset_probs
     read = load_datasets(data.dataset, split=split, probs=probs, max_samples=data.max_samples, seed=seed)
     task.config = replace(task.config, data=recognise(read, task.config))
+    prompts = task.prompt_column(read)
+    if follows:
+        data = with_trained_format(task.config, task.config.data, tokenizer, read, column=prompts, model=owner)
+        task.config = replace(task.config, data=data)
     train = task.rows(read, tokenizer)
-    notice(*first_look_at(task, first_look.texts_of(read, key_columns(task.config.data)), train, tokenizer))
+    texts = first_look.texts_of(read, key_columns(task.config.data))
+    notice(*first_look_at(task, texts, train, tokenizer, prompts=prompts_in(read, prompts)))
     notice(*look_at_borders(task.config, read))
     if not evaluation.dataset:
         return train, None
@@ -210,9 +224,17 @@ def look_at_borders(config: SupervisedConfig, rows: Table) -> list[str]:
 
 
 def first_look_at(
-    task: OfflineTask[Config, Row, Micro], texts: Sequence[str], rows: Rows, tokenizer: PreTrainedTokenizerBase
+    task: OfflineTask[Config, Row, Micro],
+    texts: Sequence[str],
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompts: Sequence[Any] = (),
 ) -> list[str]:
-    """Notices about the first rows. Records the format of prompts in the tokenizer. Raises DataError for lost text."""
+    """Notices about the first rows, whose prompts are `prompts`. Raises DataError for lost text.
+
+    Records the format of prompts in the tokenizer.
+    """
     found = first_look.round_trip(tokenizer, texts)
     if (ends := end_tokens(configuration(load_spec(task.config)))) and tokenizer.eos_token_id not in ends:
         found.append(
@@ -225,6 +247,8 @@ def first_look_at(
     if not unmet(task.config, flags_of(task.config.__class__)["data.apply_chat_template"]):
         applied = task.config.data.apply_chat_template
         found += first_look.unused_chat_template(model, tokenizer, texts, applied=applied)
+    if task.config.data.apply_chat_template:
+        report(first_look.dated_template(tokenizer))
     if used:
         try:
             found += first_look.round_trip(tokenizer, [(used.input_template or "").replace("{}", "")])
@@ -233,6 +257,9 @@ def first_look_at(
         found += first_look.compare_formats(model, trained, used, texts) + first_look.filled_already(used, texts)
         found += first_look.joined_border(used, tokenizer)
         found += first_look.end_notices(ending, tokenizer, "Responses") if isinstance(first[0], TokenRows) else []
+    if used:
+        read = [fill_template(used.input_template, prompt) for prompt in prompts if isinstance(prompt, str)]
+        used = kept_format(used, tokenizer, read)
     first_look.record(tokenizer, used)
     return found
 

@@ -11,7 +11,7 @@ import torch
 import torch.utils.data
 from torch import Tensor
 
-from openrlhf.data.errors import notice
+from openrlhf.config.flags import notice
 from openrlhf.distributed.engine import TrainEngine
 from openrlhf.files import write_atomically
 from openrlhf.launch.identity import FLAGS, texts_identity

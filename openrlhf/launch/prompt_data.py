@@ -8,17 +8,19 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import ModelCommand
+from openrlhf.config.flags import notice
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
-from openrlhf.data.clock import now, set_clock
-from openrlhf.data.errors import notice
+from openrlhf.data.clock import set_clock
 from openrlhf.data.findings import report
+from openrlhf.data.first_start import now
 from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.tokenizer import end_ids, get_tokenizer, require_vocabulary
+from openrlhf.data.trained_format import kept_format, with_trained_format
 from openrlhf.launch import settings
 from openrlhf.models.loading import check_causal_lm, check_positions, step_tokens
 from openrlhf.models.scalar import check_is_scalar, check_scalar_weights
@@ -38,14 +40,15 @@ class PromptData:
     pretraining: PretrainingMix | None
 
 
-def load_prompts(config: PPOConfig, *, started: str = "") -> PromptData:
+def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) -> PromptData:
     """Return tokenizer, training prompts, evaluation prompts and pretraining text. Raises DataError or ModelError.
 
-    `started`: the moment of the run's first start, whose date a chat template writes.
+    `started`: the moment of the run's first start, whose date a chat template writes. `follows`: by default prompts have
+    the format that the policy was trained with.
     """
     data = config.data
     tokenizer = policy_tokenizer(config, config.actor.model_name_or_path, flag="--actor.model_name_or_path")
-    notice(*set_clock(tokenizer, started or now()))
+    set_clock(tokenizer, started or now())
     policy = f"--actor.model_name_or_path {config.actor.model_name_or_path}"
     check_reward_models(config, tokenizer, policy=policy)
     if config.critic.model_name_or_path:
@@ -54,7 +57,8 @@ def load_prompts(config: PPOConfig, *, started: str = "") -> PromptData:
         check_language_model(config, config.local_teacher)
         trusts, flag = config.model.trust_remote_code, "--algo.distill.teacher"
         require_vocabulary(tokenizer, config.local_teacher, flag=flag, owner=policy, trust_remote_code=trusts)
-    prompts = partial(read_prompts, config, partial(PromptDataset, image_key=data.image_key), tokenizer)
+    rows_of = partial(PromptDataset, image_key=data.image_key)
+    prompts = partial(read_prompts, config, rows_of, tokenizer, model=policy if follows else None)
     train = prompts(data.prompt_dataset, split=data.prompt_split, probs=data.prompt_probs, max_samples=data.max_samples)
     look_at_prompts(config, train, tokenizer, policy=config.actor.model_name_or_path, flag="--actor.model_name_or_path")
     check_prompts(config, train)
@@ -99,14 +103,26 @@ def check_critic(config: PPOConfig, path: str) -> None:
 
 
 def read_prompts(
-    config: settings.Sampling, rows_of: Callable[..., T], tokenizer: PreTrainedTokenizerBase, spec: str, **part: Any
+    config: settings.Sampling,
+    rows_of: Callable[..., T],
+    tokenizer: PreTrainedTokenizerBase,
+    spec: str,
+    *,
+    model: str | None,
+    generates: bool = True,
+    **part: Any,
 ) -> T:
     """A dataset as `rows_of` makes it: prompts, with the columns and templates of --data.*. Raises DataError.
 
-    `part`: split, max_samples and probs of `load_datasets`.
+    `model`: the flag of the model of `tokenizer`, with its value, whose text format is the default; None: there is none.
+    `generates`: the model answers these prompts. `part`: split, max_samples and probs of `load_datasets`.
     """
     rows = load_datasets(spec, seed=config.train.seed, **part)
-    return rows_of(rows, tokenizer, recognise(rows, config, "text"))
+    data = recognise(rows, config, "text")
+    if model:
+        prompts = None if config.train.agent_func_path else data.input_key  # an agent renders its own prompts
+        data = with_trained_format(config, data, tokenizer, rows, column=prompts, model=model, generates=generates)
+    return rows_of(rows, tokenizer, data)
 
 
 def look_at_prompts(
@@ -120,10 +136,13 @@ def look_at_prompts(
     texts = [prompt.text for prompt in first]
     used, trained = first_look.TextFormat.of(prompts.data, tokenizer), first_look.recorded(tokenizer)
     found = first_look.round_trip(tokenizer, texts, prompts=True) + first_look.joined_border(used, tokenizer)
+    used = kept_format(used, tokenizer, texts)
     found += first_look.compare_formats(f"{flag} {policy}", trained, used, texts)
     if not config.train.agent_func_path:  # an agent renders its own prompts
         applied = prompts.data.apply_chat_template
         found += first_look.unused_chat_template(f"{flag} {policy}", tokenizer, texts, applied=applied)
+    if prompts.data.apply_chat_template or config.train.agent_func_path:
+        report(first_look.dated_template(tokenizer))
     check_reward_formats(config, used, texts)
     if trained and trained.ending:
         used = replace(used, ending=trained.ending)
@@ -139,7 +158,7 @@ def check_prompts(config: settings.Sampling, prompts: PromptDataset) -> None:
     if config.train.agent_func_path:
         return
     findings = [
-        first_look.check_room(
+        first_look.check_answer_room(
             prompts.lengths(), max_len=config.data.max_len, max_new_tokens=config.rollout.max_new_tokens
         )
     ]

@@ -6,10 +6,9 @@ from itertools import islice
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
+from openrlhf.config.flags import notice
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.data import clock
 from openrlhf.data.batching import ResumableSampler
-from openrlhf.data.errors import notice
 from openrlhf.data.findings import report
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
@@ -20,7 +19,7 @@ from openrlhf.launch.agents import check_agents
 from openrlhf.launch.identity import rl_identity
 from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData, load_prompts
-from openrlhf.launch.replay import first_start, replay_folder
+from openrlhf.launch.replay import replay_folder, start_of_episodes
 from openrlhf.launch.run import Run
 from openrlhf.launch.run_length import check_steps
 from openrlhf.models.proof import UNPROVEN
@@ -55,8 +54,8 @@ def train(config: PPOConfig, processes: Processes) -> None:
     restarted = "ckpt.load_enable" not in config.given  # it continues this run, and no other with the same --ckpt.path
     if checkpoint and restarted and checkpoint.state.run_dir != os.path.abspath(config.run.dir):
         checkpoint = None
-    started = (checkpoint.state.started if checkpoint else "") or first_start(config) or clock.now()
-    data = load_prompts(config, started=started)
+    begun = checkpoint.state.first_start if checkpoint else start_of_episodes(config)
+    data = load_prompts(config, started=begun.moment, follows=begun.trained_format)
     if not config.rollout.only:
         total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)
         report(check_steps(total_steps, config.actor, fix=MORE_STEPS))
@@ -73,7 +72,8 @@ def train(config: PPOConfig, processes: Processes) -> None:
     start = RunState(
         step=0,
         run_dir=run_dir,
-        started=started,
+        started=begun.moment,
+        trained_format=begun.trained_format,
         engines=settings.engine_layouts(config),
         identity=rl_identity(config, data.train),
     )

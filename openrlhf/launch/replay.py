@@ -8,19 +8,20 @@ from openrlhf.checkpoints.manifest import differences
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import DataError
+from openrlhf.data.first_start import FirstStart
 from openrlhf.launch import settings
-from openrlhf.launch.identity import FIRST_START, episode_identity
+from openrlhf.launch.identity import episode_identity
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import Request
 from openrlhf.rollout.recorded import ReplayGenerator
 
 
-def first_start(config: PPOConfig) -> str:
-    """Return the first start of the run that recorded the episodes of --rollout.replay_dir; empty if it is not known."""
+def start_of_episodes(config: PPOConfig) -> FirstStart:
+    """Return the first start of the run that recorded the episodes of --rollout.replay_dir; of this run if there are none."""
     folder = EpisodeFolder(config.rollout.replay_dir or "")
     steps = folder.steps() if config.rollout.replay_dir else []
-    return folder.header("step", steps[0])["run"].get(FIRST_START, "") if steps else ""
+    return FirstStart.of(folder.header("step", steps[0])["run"]) if steps else FirstStart.here()
 
 
 def replay_folder(config: PPOConfig, data: PromptData, *, done: int, consumed: int) -> EpisodeFolder | None:

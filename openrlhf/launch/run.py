@@ -13,7 +13,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.launch import settings
 from openrlhf.launch.agents import make_agents
-from openrlhf.launch.identity import FIRST_START, episode_identity
+from openrlhf.launch.identity import episode_identity
 from openrlhf.launch.processes import Processes, connect_hosts
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.observability.recorder import Recorder
@@ -161,7 +161,7 @@ class Run:
             return generator
         folder = EpisodeFolder(config.rollout.dump_dir)
         folder.begin(after=self.checkpoint.state.step if self.checkpoint else -1)
-        identity = episode_identity(config, self.data.train) | {FIRST_START: self.start.started}
+        identity = episode_identity(config, self.data.train) | self.start.first_start.entries
         return DumpingGenerator(generator, folder, run=identity)
 
     def _make_source(

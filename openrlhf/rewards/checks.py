@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from openrlhf.processes.sandbox import run_program
+from openrlhf.rewards.assertions import Assertions, read_assertions
 
 TEST_SECONDS = 10.0  # of CPU time for one test
 PART_OF_TIMEOUT = 0.8  # of the call, for all tests of a program; the rest is for starting sandboxes
@@ -33,6 +34,36 @@ if name:
     function = getattr(names["Solution"](), name) if "Solution" in names else names[name]
     result = function(*arguments)
 write(output, (token + dumps(result)).encode())
+"""
+
+# Prints the values of calls as JSON: data of Python's own types, in the form that `assertions.plain` reads. Any other object is an error.
+_CALLS = """
+import json, os, sys
+program, calls, token = json.load(sys.stdin)
+write, dumps, output = os.write, json.dumps, os.dup(1)
+def form(value):
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [form(each) for each in value]
+    for kind in tuple, set, frozenset:
+        if isinstance(value, kind):
+            return {kind.__name__: [form(each) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": [[form(key), form(entry)] for key, entry in value.items()]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if hasattr(value, "__index__"):
+        return value.__index__()
+    if hasattr(value, "__float__"):
+        return float(value)
+    return {"iterator": [form(each) for each in value]}
+names = {"__name__": "solution"}
+exec(compile(program, "solution.py", "exec"), names)
+values = [form(eval(call, names)) for call in calls]
+write(output, (token + dumps(values)).encode())
 """
 
 
@@ -74,6 +105,7 @@ class CodeTests:
     """The label of a coding problem: asserts, or inputs and expected outputs."""
 
     asserts: str = ""
+    outside: Assertions | None = None  # the asserts, if the program need not see them
     function: str = ""  # called with each input, instead of the program reading it
     cases: Sequence[tuple[Any, Any]] = ()
 
@@ -91,7 +123,8 @@ class CodeTests:
         name = given.get("fn_name") or given.get("entry") or ""
         if asserts := given.get("tests"):
             asserts = asserts if isinstance(asserts, str) else "\n".join(asserts)
-            return cls(asserts=asserts + (f"\ncheck({name})" if name and "def check(" in asserts else ""))
+            asserts += f"\ncheck({name})" if name and "def check(" in asserts else ""
+            return cls(asserts=asserts, outside=read_assertions(asserts, name))
         inputs, outputs = given["inputs"], given.get("outputs") or []
         if len(inputs) != len(outputs):
             raise ValueError(f"the label has {len(inputs)} inputs and {len(outputs)} outputs: {label[:200]!r}")
@@ -130,6 +163,10 @@ def _passes(program: str, tests: CodeTests, case: tuple[Any, Any] | None, second
         ran = run_program(program, _text(case[0]), seconds=seconds)
         return ran.ok and same_output(ran.output, _text(case[1])), ran.late
     token = secrets.token_hex(16)
+    if tests.outside:
+        ran = run_program(_CALLS, json.dumps([program, tests.outside.calls, token]), seconds=seconds)
+        _, reached, values = ran.output.partition(token)
+        return bool(ran.ok and reached and tests.outside.hold(values)), ran.late
     arguments = _arguments(case[0]) if case else []
     ran = run_program(_HARNESS, json.dumps([program, tests.asserts, tests.function, arguments, token]), seconds=seconds)
     _, reached, result = ran.output.partition(token)

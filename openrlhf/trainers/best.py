@@ -6,7 +6,7 @@ from typing import Any
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState, is_minimised
-from openrlhf.data.errors import notice
+from openrlhf.config.flags import notice
 
 
 class BestMetric:

@@ -50,11 +50,19 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         return rows
 
     def _labelled(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> BothAnswers | LabelledDataset:
-        data, there = self.config.data, dataset.column_names
-        if data.label_key not in there and (data.chosen_key in there or data.layout in JUDGED):
+        data = self.config.data
+        if self._has_pairs(dataset):
             self.has_prompts = bool(data.prompt_key or data.apply_chat_template)
             return BothAnswers(PreferenceDataset(dataset, tokenizer, data, needs_prompt=True))
         return LabelledDataset(dataset, tokenizer, data)
+
+    def _has_pairs(self, dataset: Table) -> bool:
+        data, there = self.config.data, dataset.column_names
+        return data.label_key not in there and (data.chosen_key in there or data.layout in JUDGED)
+
+    def prompt_column(self, dataset: Table) -> str | None:
+        """The column of --data.prompt_key in pairs, and of --data.input_key elsewhere."""
+        return self.config.data.prompt_key if self._has_pairs(dataset) else super().prompt_column(dataset)
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """Unknown if the prompt is inside the texts of pairs."""

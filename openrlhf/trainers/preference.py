@@ -63,6 +63,10 @@ class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
         data = self.config.data
         return super().text_format(tokenizer, ending) if data.prompt_key or data.apply_chat_template else None
 
+    def prompt_column(self, dataset: Table) -> str | None:
+        """The column of --data.prompt_key; the texts of pairs without it have their prompts."""
+        return self.config.data.prompt_key
+
     def counts(self, micro: Micro) -> dict[str, float]:
         """The number of pairs, which is the denominator."""
         return {"pairs": micro.num_samples / 2}

@@ -147,7 +147,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def _asked_to_end(self) -> int:
         """The status with which any rank has been asked to end, or 0. Collective over the ranks."""
-        return max(self.strategy.gather(termination.asked()))
+        [status] = self.strategy.all_reduce([termination.asked()], "max")
+        return int(status)
 
     def evaluate(self) -> None:
         """Measure and log, unless the process is asked to end meanwhile. A new best is saved."""
@@ -174,7 +175,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         with self.engine.evaluating(), torch.no_grad():
             seen: list[tuple[tuple[Micro, Mapping[str, float]], bool]] = []
             for rows, counts in self._evaluation_batches():
-                look_for_end()
+                if self.task.has_first_pass:
+                    look_for_end()
                 batch = self.task.collate(rows).to(self.strategy.device)
                 seen.append((self.task.before(self.engine, batch), counts))
             every = [{**self.task.counts(micro), **numbers} for (micro, numbers), counts in seen if counts]

@@ -103,6 +103,11 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         """
         return micro, {}
 
+    @property
+    def has_first_pass(self) -> bool:
+        """True if `before` may run a model."""
+        return type(self).before is not OfflineTask.before
+
     @abstractmethod
     def counts(self, micro: Micro) -> Mapping[str, float]:
         """The denominators of a micro-batch. `loss` gets their sums over the window and all ranks in `totals`."""
@@ -129,6 +134,10 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """The format of prompts in training, to be stored with the model; None if the flags do not define it."""
         return TextFormat.of(self.config.data, tokenizer, ending=ending)
+
+    def prompt_column(self, dataset: Table) -> str | None:
+        """The column with the prompts that a template is put around; None if the rows have no such column."""
+        return getattr(self.config.data, "input_key", None)
 
     def measured_rows(self, train_rows: Rows) -> Any:
         """The rows to evaluate without --eval.dataset. By default there are none, and no evaluation."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import Experience, Ragged
-from openrlhf.checkpoints.export import check_room, export_hf
+from openrlhf.checkpoints.export import check_disk_room, export_hf
 from openrlhf.config.learning import RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RolloutConfig
 from openrlhf.config.shared import LoadingConfig, OptimizerConfig
@@ -133,7 +133,7 @@ class TrainedWorker(ABC, Generic[Job]):
         self.engine = TrainEngine(strategy, load_model, optimizer, total_steps=settings.total_steps, name=self.name)
         prove_layout(self.engine.module)
         if strategy.is_main:
-            check_room(self.config.ckpt.output_dir, self.engine.exported_bytes)
+            check_disk_room(self.config.ckpt.output_dir, self.engine.exported_bytes)
 
     @abstractmethod
     def counts(self, micro: Any) -> Mapping[str, float]:

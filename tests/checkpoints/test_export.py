@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from openrlhf.checkpoints.combine import combine
-from openrlhf.checkpoints.export import ASIDE, ExportError, check_room, export_hf, replacing
+from openrlhf.checkpoints.export import ASIDE, ExportError, check_disk_room, export_hf, replacing
 from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.flags import UserError
 from openrlhf.models.stored_files import check_can_be_exported
@@ -158,6 +158,6 @@ def test_an_export_writes_nothing_outside_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_room_for_the_model_is_found_at_the_start(tmp_path: Path) -> None:
-    check_room(str(tmp_path / "not" / "there"), 1)
+    check_disk_room(str(tmp_path / "not" / "there"), 1)
     with pytest.raises(ExportError, match=r"--ckpt\.output_dir"):
-        check_room(str(tmp_path), 10**18)
+        check_disk_room(str(tmp_path), 10**18)

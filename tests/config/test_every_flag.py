@@ -92,7 +92,7 @@ READERS = {
     "observability.recorder observability.trackers data.rows data.prompts data.feedback rollout.fleet distributed.placement",
     "reward_test": "evaluation.reward_test rewards.rule rewards.function",
     "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "
-    "observability.recorder observability.trackers data.prompts data.rows data.first_look rollout.fleet distributed.placement trainers.stages workers.frozen",
+    "observability.recorder observability.trackers data.prompts data.sft data.rows data.first_look rollout.fleet distributed.placement trainers.stages workers.frozen",
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
     "pipeline": "launch.pipeline",
 }

@@ -40,18 +40,15 @@ def test_a_flag_has_the_type_the_default_and_the_choices_of_the_table(command: s
 
 
 def test_the_reference_has_77_79_82_164_and_14_flags_with_the_opposites_of_nesterov() -> None:
-    ours = {
-        command: {spelling for flag in flags_of(root).values() for spelling in flag.switches}
-        for command, root in ROOTS.items()
-    }
-    added = {
-        command: {f"--{name}" for name, entry in EXPECTED[command].items() if "added" in entry} for command in ROOTS
-    }
-    assert len(ours["train_sft"] - added["train_sft"]) == 77
-    assert len(ours["train_rm"] - added["train_rm"]) == 79
-    assert len(ours["train_dpo"] - added["train_dpo"]) == 82
-    assert len(ours["train_ppo_ray"] - added["train_ppo_ray"]) == 164
-    assert len(ours["serve_rm"] - added["serve_rm"]) == 14
+    spellings: dict[str, int] = {}
+    for command, root in ROOTS.items():
+        flags = [flag for flag in flags_of(root).values() if "added" not in EXPECTED[command][flag.path]]
+        spellings[command] = sum(len(flag.switches) for flag in flags)
+    assert spellings["train_sft"] == 77
+    assert spellings["train_rm"] == 79
+    assert spellings["train_dpo"] == 82
+    assert spellings["train_ppo_ray"] == 164
+    assert spellings["serve_rm"] == 14
 
 
 def sample(flag: Flag) -> tuple[list[str], Any]:

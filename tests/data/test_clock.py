@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pickle
 
-from openrlhf.data.clock import now, set_clock
+import pytest
+
+from openrlhf.data.clock import set_clock
+from openrlhf.data.findings import Level
+from openrlhf.data.first_look import dated_template
+from openrlhf.data.first_start import now
 from openrlhf.data.templates import render
 from tests.data.small import PLAIN_CHAT
 from tests.tiny import character_tokenizer
@@ -16,8 +21,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 def test_the_date_of_a_template_is_that_of_the_given_moment() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = DATED
-    (notice,) = set_clock(tokenizer, "2027-01-15T23:59:59")
-    assert "2027-01-15" in notice
+    set_clock(tokenizer, "2027-01-15T23:59:59")
     assert render(tokenizer, CHAT).startswith("15 Jan 2027")
     assert render(pickle.loads(pickle.dumps(tokenizer)), CHAT).startswith("15 Jan 2027"), "in other processes too"
 
@@ -26,10 +30,11 @@ def test_a_template_without_a_date_is_left_alone() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = PLAIN_CHAT
     before = vars(tokenizer).copy()
-    assert set_clock(tokenizer, now()) == []
+    set_clock(tokenizer, now())
     assert vars(tokenizer).keys() == before.keys()
     tokenizer.chat_template = None
-    assert set_clock(tokenizer, now()) == []
+    set_clock(tokenizer, now())
+    assert vars(tokenizer).keys() == before.keys()
 
 
 def test_a_stopped_clock_is_not_written_to_the_tokenizers_files(tmp_path: object) -> None:
@@ -39,3 +44,23 @@ def test_a_stopped_clock_is_not_written_to_the_tokenizers_files(tmp_path: object
     tokenizer.save_pretrained(str(tmp_path))
     read = type(tokenizer).from_pretrained(str(tmp_path))
     assert not render(read, CHAT).startswith("15 Jan 2027")
+
+
+@pytest.mark.parametrize(
+    ("template", "level"),
+    [
+        (DATED, Level.WARNING),
+        ("{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}" + PLAIN_CHAT, Level.WARNING),
+        ("{% if messages[0].role != 'system' %}{{ raise_exception('strftime_now') }}{% endif %}", Level.WARNING),
+        ("{% if tools %}{{ strftime_now('%d %b %Y') }}{% endif %}" + PLAIN_CHAT, Level.PASS),
+        (PLAIN_CHAT, Level.PASS),
+        (None, Level.PASS),
+    ],
+)
+def test_a_template_whose_text_depends_on_the_date_is_a_finding_with_a_fix(template: str | None, level: Level) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = template
+    set_clock(tokenizer, "2027-01-15T23:59:59")
+    found = dated_template(tokenizer)
+    assert found.level == level
+    assert level is Level.PASS or ("2027-01-15" in found.seen and "--data.tokenizer_chat_template" in found.fix)

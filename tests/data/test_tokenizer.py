@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.data.errors import DataError, notice
+from openrlhf.config.flags import notice
+from openrlhf.data.errors import DataError
 from openrlhf.data.tokenizer import get_tokenizer, require_chat_template
 from tests.data.small import PLAIN_CHAT, build_tokenizer
 

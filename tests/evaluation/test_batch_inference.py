@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.options import parse_config
 from openrlhf.data.errors import DataError
+from openrlhf.data.first_start import FirstStart
 from openrlhf.data.prompts import AnsweredDataset
 from openrlhf.evaluation import batch_inference
 from openrlhf.evaluation.batch_inference import keep
@@ -247,6 +248,33 @@ def dry_run(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         return capsys.readouterr()
 
     return run
+
+
+DATED = "{% for m in messages %}{{ strftime_now('%Y-%m-%d') + m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["the same request", "another request"])
+def test_rows_have_the_date_of_the_first_start_of_their_own_request(models: Path, tmp_path: Path, other: bool) -> None:
+    """A finished file of another request says nothing about the date."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "x"}\n')
+    final = tmp_path / "out.jsonl"
+    words = (
+        f"--pretrain {models}/model --data.dataset {tmp_path}/rows.jsonl --output_path {final} --data.input_key question "
+        "--data.apply_chat_template"
+    ).split()
+    config = parse_config(ROOTS["batch_inference"], words, command="batch_inference")
+    tokenizer = character_tokenizer()
+    tokenizer.name_or_path, tokenizer.chat_template = str(models / "model"), DATED
+    begun = FirstStart(moment="2027-01-15T12:00:00", trained_format=True)
+    prompts, identity = batch_inference.rendered_rows(config, tokenizer, begun)
+    assert prompts[0].text == "2027-01-15x"
+    final.touch()
+    seed = 7 if other else identity["--train.seed"]
+    final.with_name("out.jsonl.request").write_text(json.dumps(identity | {"--train.seed": seed}))
+    found = batch_inference.start_of_request(config, tokenizer, final)
+    assert (found == begun) == (not other)
+    prompts, _ = batch_inference.rendered_rows(config, tokenizer, found)
+    assert (prompts[0].text == "2027-01-15x") == (not other)
 
 
 def test_a_dry_run_shows_template_and_tokens_of_prompts_as_they_are_cut(dry_run: Any) -> None:

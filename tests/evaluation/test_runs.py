@@ -111,7 +111,7 @@ def test_a_dry_run_shows_the_prompts_and_starts_nothing(model: str, capsys: pyte
     assert "--- prompt of row 1, label '2': 4 tokens, ids" in capsys.readouterr().out
 
 
-def test_a_reward_model_that_was_trained_with_another_template_is_pointed_out(
+def test_pairs_are_rewarded_in_the_format_of_the_reward_models_training_unless_a_flag_names_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows, path = tmp_path / "pairs.jsonl", save_reward_model(tmp_path / "rm", Path(save_tiny_model(tmp_path / "model")))
@@ -120,8 +120,11 @@ def test_a_reward_model_that_was_trained_with_another_template_is_pointed_out(
     record(tokenizer, TextFormat(input_template="Q{}A"))
     tokenizer.save_pretrained(path)
     flags = ["--task=rm_accuracy", f"--reward.model_name_or_path={path}", "--dry_run", f"--eval.dataset={rows}"]
+    trained = f"--reward.model_name_or_path {path} was trained with --data.input_template $'Q{{}}A'"
     run_evaluation(parse_config(EvaluationConfig, flags, command="eval"))
-    said = capsys.readouterr().err
-    assert f"--reward.model_name_or_path {path} was trained with --data.input_template $'Q{{}}A'" in said
+    said = capsys.readouterr()
+    assert "1+1=" in said.out and said.err.count(trained) == 1
+    run_evaluation(parse_config(EvaluationConfig, [*flags, "--data.input_template={}"], command="eval"))
+    assert f"{trained}, but this run uses no template" in capsys.readouterr().err
     run_evaluation(parse_config(EvaluationConfig, [*flags, "--data.input_template=Q{}A"], command="eval"))
     assert "was trained with" not in capsys.readouterr().err

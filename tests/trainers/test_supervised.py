@@ -74,6 +74,11 @@ class OneOfMany:
 
     def __init__(self, rank: int, ranks: int, stage: int) -> None:
         self.dp_rank, self.dp_size, self.config = rank, ranks, DeepSpeedConfig(zero_stage=stage)
+        self.reductions = 0
+
+    def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
+        self.reductions += 1
+        return [float(value) for value in values]
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -180,6 +185,16 @@ def test_an_evaluation_ends_after_the_forward_in_which_the_process_is_asked_to_e
     assert len(task.forwards) == after and not task.numbers
     assert made.best.evaluated_at == -1  # so that it is made again
     assert made.measure() == {"mean": pytest.approx(3.5)}  # of the weights that are exported: not to be interrupted
+
+
+def test_an_evaluation_asks_the_ranks_once_per_forward_whether_to_end(tmp_path: Path) -> None:
+    task = CountingTask()
+    made = trainer(tmp_path, task, rows=8)
+    made.evaluate()
+    strategy: Any = made.strategy
+    assert strategy.reductions == len(task.forwards) == 4
+    made.measure()
+    assert strategy.reductions == 4
 
 
 # ---- what a checkpoint can continue
