@@ -135,6 +135,7 @@ def test_a_method_of_a_class_can_be_asked() -> None:
         "assert f(lambda: 3) == 3",
         "assert f(3) ** 99 == 3",
         "assert list(range(f(3))) == []",
+        "assert bytes(f(3)) == b''",
         "assert f(3).__class__ == int",
         "assert [x for x in f(3)] == []",
         "from math import isclose\nassert isclose(f(3), 3)",
