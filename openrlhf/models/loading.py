@@ -27,6 +27,7 @@ from openrlhf.models.weights import ModelError, StoredWeights, require_finite
 # Configuration entries by which some architectures transform logits after the output layer.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
 STEP_TOKENS = "process_reward"  # in the config.json of a process reward model: its placeholder and reward tokens
+SHOWN_FILES = 8  # names in a message
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 transformers_logging.disable_progress_bar()  # one bar per process and model would flood the logs
@@ -119,6 +120,12 @@ def configuration(spec: LoadSpec) -> Any:
 
     Raises ModelError for files that cannot be read, and for positions whose frequencies depend on the batch.
     """
+    if os.path.isdir(spec.path) and not os.path.exists(os.path.join(spec.path, "config.json")):
+        files = ", ".join(sorted(os.listdir(spec.path))[:SHOWN_FILES]) or "nothing"
+        raise ModelError(
+            f"{spec.path} has no config.json, so it is no model in the format of Transformers. It holds: {files}. "
+            "Name another folder, or convert the model: Transformers has scripts for the formats of other libraries."
+        )
     with explaining_failures(spec):
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
     kind, positions = _rope(config)

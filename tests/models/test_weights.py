@@ -108,6 +108,13 @@ def test_weights_that_are_not_finite_are_refused_by_name(
         assert NUMBERS[change] in str(refused.value)
 
 
+@pytest.mark.parametrize("file", ["model-q4.gguf", "consolidated.safetensors"])
+def test_a_model_of_another_format_is_refused_with_the_names_of_its_files(file: str, tmp_path: Path) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(ModelError, match=file):
+        check_causal_lm(load_spec(tmp_path))
+
+
 def test_an_untied_model_without_an_output_layer_is_refused(tmp_path: Path) -> None:
     folder = Path(save_tiny_model(tmp_path, "qwen2-tied"))
     set_configuration(folder, tie_word_embeddings=False)
