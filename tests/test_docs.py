@@ -49,6 +49,7 @@ from tests.verify.test_async_learning import RECORDS as ASYNCHRONOUS
 from tests.verify.test_learning import RUNS
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+REAL_MODEL = ROOT / "examples/real_model"
 TUTORIAL = (ROOT / "docs/tutorial.md").read_text()
 
 
@@ -130,6 +131,15 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     links = {(page.parent / link).resolve() for link in re.findall(r"\]\((?!http)([^)#]+)", text)}
     named = {ROOT / path for path in re.findall(r"`((?:openrlhf|tests|docs|examples)/[\w/.]+)`", text)}
     assert [str(path) for path in sorted(links | named) if not path.exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("verb", "file"),
+    re.findall(r"openrlhf (\w+) --config (\S+)", (REAL_MODEL / "README.md").read_text(encoding="utf-8")),
+)
+def test_the_files_of_flags_of_the_real_model_are_accepted(verb: str, file: str) -> None:
+    command = VERBS[verb]["command"]
+    parse_config(ROOTS[command], ["--config", str(ROOT / file)], command=command)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
