@@ -17,6 +17,7 @@ from openrlhf.distributed.placement import Placement
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents
 from openrlhf.launch.identity import rl_identity
+from openrlhf.launch.pass_sizes import check_pass_sizes
 from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder, start_of_episodes
@@ -58,7 +59,11 @@ def train(config: PPOConfig, processes: Processes) -> None:
     data = load_prompts(config, started=begun.moment, follows=begun.trained_format)
     if not config.rollout.only:
         total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)
-        report(check_steps(total_steps, config.actor, fix=MORE_STEPS))
+        longest = config.data.max_len if config.train.agent_func_path else max(data.train.lengths())
+        report(
+            check_steps(total_steps, config.actor, fix=MORE_STEPS),
+            check_pass_sizes(config, longest, on_gpus=processes.plan.on_gpus),
+        )
         check_exports(config, data)
     if generates:
         check_agents(config, data.tokenizer)
