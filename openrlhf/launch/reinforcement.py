@@ -20,6 +20,7 @@ from openrlhf.launch.identity import rl_identity
 from openrlhf.launch.pass_sizes import check_pass_sizes
 from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData, load_prompts
+from openrlhf.launch.ray_loss import RayLoss
 from openrlhf.launch.replay import replay_folder, start_of_episodes
 from openrlhf.launch.run import Run
 from openrlhf.launch.run_length import check_steps
@@ -38,10 +39,10 @@ MORE_STEPS = (
 PREVIEWED = 4  # rows whose labels are scored before the run
 
 
-def train(config: PPOConfig, processes: Processes) -> None:
+def train(config: PPOConfig, processes: Processes, loss: RayLoss) -> None:
     """Train as the flags say, in `processes`, which are started after the checks if they do not run yet.
 
-    A dry run ends after the checks.
+    A dry run ends after the checks. `loss`: what happens if Ray dies.
     """
     kind: Device = "cuda" if processes.plan.on_gpus else "cpu"
     generates = not config.rollout.replay_dir
@@ -90,8 +91,10 @@ def train(config: PPOConfig, processes: Processes) -> None:
     if config.dry_run:
         return show_plan(config, data, processes.plan)
     processes.start()
-    with Run(config, data, start, kind, processes, checkpoints, checkpoint, replay).started() as trainer:
+    run = Run(config, data, start, kind, processes, checkpoints, checkpoint, replay)
+    with loss.closing(run.recorder.close), run.started() as trainer:
         trainer.fit()
+        loss.finished = True
 
 
 def check_exports(config: PPOConfig, data: PromptData) -> None:
