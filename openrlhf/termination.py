@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 SAID = b"\nEnding when what has begun is done; Ctrl-C ends at once.\n"
 ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
@@ -14,6 +15,8 @@ ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
 class _Asked:
     status = 0  # to end with; 0: nobody has asked
     wholes = 0  # `whole` blocks that are being run
+    handled = False  # SIGTERM, by `in_order`
+    held = False  # the main thread, by `hold_main_thread`
 
 
 @contextmanager
@@ -31,6 +34,8 @@ def in_order() -> Iterator[None]:
     def end(number: int, _: object) -> None:
         if os.getpid() != own:  # in a process that a library has forked, and which Ctrl-C reaches too
             return None if number == signal.SIGINT else os._exit(128 + number)
+        if _Asked.held:
+            threading.Event().wait()
         signal.signal(signal.SIGTERM, lambda *_: None)  # once is enough
         signal.signal(signal.SIGINT, signal.default_int_handler if signal.SIGINT in before else signal.SIG_IGN)
         _Asked.status = 128 + number
@@ -41,16 +46,18 @@ def in_order() -> Iterator[None]:
 
     before = {each: signal.signal(each, end) for each in ENDINGS if signal.getsignal(each) is not signal.SIG_IGN}
     _Asked.status = 0
+    handled_before = _Asked.handled
+    _Asked.handled = signal.SIGTERM in before
     try:
         yield
     except SystemExit:
         if not _Asked.status:
             raise
-        with suppress(OSError):  # the reader of a pipe may have been terminated too
-            print(f"\n{ENDINGS[signal.Signals(_Asked.status - 128)]}", file=sys.stderr)
+        _report_end()
         raise SystemExit(_Asked.status) from None  # a call of Ray turns the status that `end` raised into 1
     finally:
         if not _Asked.status:
+            _Asked.handled = handled_before
             for each, handler in before.items():
                 signal.signal(each, handler)
 
@@ -70,3 +77,27 @@ def whole() -> Iterator[None]:
 def asked() -> int:
     """The status with which the process has been asked to end, or 0."""
     return _Asked.status
+
+
+def end_at_once() -> NoReturn:
+    """End the process that has been asked to end, without waiting for its threads."""
+    _report_end()
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(_Asked.status)
+
+
+def _report_end() -> None:
+    with suppress(OSError):  # the reader of a pipe may have been terminated too
+        print(f"\n{ENDINGS[signal.Signals(_Asked.status - 128)]}", file=sys.stderr, flush=True)
+
+
+def hold_main_thread() -> None:
+    """Stop the main thread for good at its next Python instruction, for a thread that ends the process.
+
+    Do nothing if the process has been asked to end.
+    """
+    main = threading.main_thread().ident
+    if _Asked.handled and not _Asked.status and main:
+        _Asked.held = True
+        signal.pthread_kill(main, signal.SIGTERM)

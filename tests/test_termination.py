@@ -59,3 +59,28 @@ def test_what_has_begun_is_finished_unless_ctrl_c_comes_again(
         printed = []
     out, err = process.communicate("done\n", timeout=60)
     assert (process.returncode, out.splitlines(), err.split()) == (status, printed, said[1:])
+
+
+HELD = """
+import os, threading, time
+from openrlhf import termination
+
+def end():
+    termination.hold_main_thread()
+    time.sleep(0.5)
+    print("ended", flush=True)
+    os._exit(7)
+
+with termination.in_order():
+    threading.Thread(target=end).start()
+    while True:
+        print("works", flush=True)
+        time.sleep(0.1)
+"""
+
+
+def test_held_main_thread_does_nothing_more_until_another_thread_ends_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout.splitlines()[-1] == "ended"
+    assert done.stdout.count("works") <= 3

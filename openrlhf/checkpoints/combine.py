@@ -11,7 +11,7 @@ from openrlhf.config.flags import UserError, notice
 from openrlhf.config.shared import LoadingConfig
 from openrlhf.models.adapters import untie_adapted
 from openrlhf.models.loading import DTYPES, STEP_TOKENS, LoadSpec, load_causal_lm
-from openrlhf.models.probe import LARGEST_GAPS, logit_gap, probe_logits
+from openrlhf.models.probe import explain_gap, probe_logits
 from openrlhf.models.scalar import load_scalar
 from openrlhf.models.weights import require_finite
 
@@ -56,10 +56,9 @@ def combine(config: CombinerConfig) -> None:
         del adapted, base, merged
         written = replace(spec, path=str(aside))
         reloaded = load_scalar(written, require_head=True).hf if config.is_rm else load_causal_lm(written)
-        gap = logit_gap(expected, probe_logits(reloaded))
-        if not gap <= LARGEST_GAPS[config.ds.param_dtype]:
+        if gap := explain_gap(expected, probe_logits(reloaded), config.ds.param_dtype):
             raise UserError(
-                f"the merge of --lora_path {folder} into --model_path {config.model_path} is not written: its logits are "
-                f"{gap:.2g} standard deviations away from those of the model with the adapter beside it."
+                f"the merge of --lora_path {folder} into --model_path {config.model_path} is not written: its logits and those of "
+                f"the model with the adapter beside it are {gap}."
             )
     print(f"{config.output_path}: the merged model, in {config.ds.param_dtype} (--ds.param_dtype).")

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from openrlhf.checkpoints.reloaded import TrainedState, compare_reloaded
 from openrlhf.config.flags import UserError
 from openrlhf.config.places import OWNED
 from openrlhf.models.adapters import save_adapter
@@ -33,11 +34,13 @@ def export_hf(
     path: str,
     *,
     writes: bool,
+    trained: TrainedState | None = None,
 ) -> None:
     """Write weights, configuration and tokenizer to the folder `path`, in place of a model that is there.
 
     `buckets` stream the whole parameters, of a model with adapters the trained ones. They may be collective: every rank
-    iterates, the one that `writes` keeps them. Raises ExportError.
+    iterates, the one that `writes` keeps them. With `trained`, the written model is loaded again and compared, before it
+    takes the place of the other. Raises ExportError.
     """
     state: dict[str, Tensor] = {}
     for bucket in buckets:
@@ -45,6 +48,7 @@ def export_hf(
             state |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket}
     if not writes:
         return
+    exported = list(state)
     with replacing(Path(path)) as aside:
         if hasattr(model, "peft_config"):
             save_adapter(model, state, aside)
@@ -54,6 +58,11 @@ def export_hf(
             write_model(model, state, aside)
             _declare_precision(aside / "config.json", state)
         tokenizer.save_pretrained(aside)
+        if trained:
+            for name in exported:
+                trained.add(name, state.pop(name))
+            state.clear()
+            compare_reloaded(aside, model, trained)
 
 
 def write_model(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:

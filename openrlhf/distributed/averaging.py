@@ -74,6 +74,13 @@ class WeightAverage:
             elif self.masters:
                 set_own_master(parameter, own_part(parameter, weight))
 
+    @property
+    def whole_weights(self) -> dict[str, Tensor]:
+        """The average by the names of the Transformers model; empty under ZeRO 3, where no rank has whole weights."""
+        if self.sharded:
+            return {}
+        return {name.removeprefix("hf."): weight for name, weight in self.averages.items()}
+
     def save(self, directory: str, tag: str) -> None:
         """Write the average beside the engine's files."""
         if self.averages:

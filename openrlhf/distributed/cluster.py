@@ -3,16 +3,21 @@
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import parameter, services
+from ray._private import parameter, services, worker
 from ray._private.state import available_resources_per_node
 from ray.exceptions import AuthenticationError
 
@@ -20,6 +25,7 @@ from openrlhf import termination
 from openrlhf.config import machine
 from openrlhf.config.flags import UserError
 from openrlhf.distributed.placement import CPU_PER_SLOT, NODE_ID, Machine, Placement, PlacementError, Places
+from openrlhf.distributed.ray_watch import LostRay, RayProcess, RayWatch
 
 # Bytes, for a Ray that we start on a machine without GPUs: batches are flat and small.
 OBJECT_STORE_BYTES = 512 << 20
@@ -31,20 +37,28 @@ IDLE_WORK = ("enable_worker_prestart", "prestart_worker_first_driver", "enable_m
 # nobody reads here, grows by several MiB per hundred steps.
 OWN_RAY: dict[str, Any] = dict.fromkeys(IDLE_WORK, False) | {"worker_niceness": 0, "task_events_report_interval_ms": 0}
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+# A control store that keeps its state elsewhere may start again. Ray ends its drivers 60 s after its death.
+JOINED_PATIENCE_S = 40.0
+PRINT_OF_RAY: Callable[[Any, bool], None] = worker.print_to_stdstream
+# The control store of a Ray that we start does not start again. Ray's agents would wait for it, for a minute.
+RECONNECT_S = ("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
+STARTED_BY = "OPENRLHF_RAY_STARTED_BY"  # a variable of all processes of a Ray that we start, with a value of its own
 
 
 @contextmanager
-def ray_cluster(plan: Placement) -> Iterator[None]:
+def ray_cluster(plan: Placement, on_loss: Callable[[LostRay], None] | None = None) -> Iterator[None]:
     """Join the Ray of RAY_ADDRESS, of the job, or of `ray start` on this machine; otherwise start a Ray for the run.
 
+    `on_loss` ends this process. It is called in a thread if Ray's control store, or its raylet on this machine, dies.
     Raises PlacementError if the Ray of RAY_ADDRESS cannot be joined, or if the cluster is too small for the plan.
     """
     started = not ray.is_initialized()
-    session = _start_ray(plan) if join_ray() is None else None
     with termination.in_order():
+        session = _start_ray(plan) if join_ray() is None else None
         try:
             plan.check(machines(plan.on_gpus))
-            yield
+            with closing(_watch(on_loss, own=session is not None)) if on_loss else nullcontext():
+                yield
         finally:
             if started:
                 ray.shutdown()
@@ -52,6 +66,28 @@ def ray_cluster(plan: Placement) -> Iterator[None]:
             # Ray's logs stay after an error, but not after a mistake in flags, data or files, which is a ValueError.
             if session and (not error or (isinstance(error, UserError) and isinstance(error, ValueError))):
                 shutil.rmtree(session, ignore_errors=True)
+
+
+def _watch(on_loss: Callable[[LostRay], None], *, own: bool) -> RayWatch:
+    """Watch the control store, and the raylet of this machine."""
+    context = ray.get_runtime_context()
+    host, _, port = context.gcs_address.rpartition(":")
+    patience_s = 0.0 if own else JOINED_PATIENCE_S
+    store = (host.strip("[]"), int(port))
+    processes = [RayProcess(name="control store (gcs_server)", address=store, own=own, patience_s=patience_s)]
+    for node in ray.nodes():
+        if node["NodeID"] == context.get_node_id():
+            daemon = (node["NodeManagerAddress"], node["NodeManagerPort"])
+            processes.append(RayProcess(name="raylet on this machine", address=daemon, own=own))
+
+    worker.print_to_stdstream = _print_unless_of_raylet  # type: ignore[assignment]
+    return RayWatch(processes, on_loss)
+
+
+def _print_unless_of_raylet(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    """Print what Ray has to say, except for the end of the log of a raylet that has died: `on_loss` names the death."""
+    if not any("Raylet is terminated" in line for line in data["lines"]):
+        PRINT_OF_RAY(data, ignore_prefix)
 
 
 def join_ray() -> int | None:
@@ -65,7 +101,8 @@ def join_ray() -> int | None:
         if not (address := _answering_address()):
             return None
         try:  # Without address="auto", which also joins a Ray that another run has started, and dies with it.
-            ray.init(**QUIET)
+            with termination.in_order():
+                _init_ray(**QUIET)
         except (OSError, ValueError, AuthenticationError) as error:
             raise PlacementError(
                 f"Ray at {address} cannot be joined: {error}. If Ray asks for a token, set RAY_AUTH_MODE=token and write "
@@ -120,13 +157,14 @@ def places_now(plan: Placement) -> Places:
 
 def _start_ray(plan: Placement) -> str:
     """Start a Ray that ends with the run. Returns its session folder."""
-    # Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before the run has.
-    services.ConsolePopen = partial(subprocess.Popen, process_group=0)  # type: ignore[assignment, misc]
+    services.ConsolePopen = _spawn  # type: ignore[assignment, misc]
     chosen = {name: value for name, value in OWN_RAY.items() if f"RAY_{name}" not in os.environ}
     # The autoscaler and the reader of logs have nothing to do here.
     parameter.RayParams = LEAN  # type: ignore[assignment, misc]
+    os.environ.setdefault(*RECONNECT_S)
+    os.environ[STARTED_BY] = f"{os.getpid()}-{time.time_ns()}"
     try:
-        context = ray.init(
+        context = _init_ray(
             "local",
             num_cpus=own_cores(),
             include_dashboard=False,
@@ -137,6 +175,62 @@ def _start_ray(plan: Placement) -> str:
     except Exception as error:  # Ray raises no narrower class
         raise PlacementError(f"Ray did not start here: {error} If the machine is busy, try again.") from error
     return str(context.address_info["session_dir"])  # type: ignore[attr-defined]
+
+
+def _init_ray(*args: Any, **options: Any) -> Any:
+    """Call `ray.init` in a thread. If the process is asked to end meanwhile, kill what has been started, and end.
+
+    In the main thread `ray.init` would replace the handler of SIGTERM, and see the signal after half a minute.
+    """
+    logging.getLogger(worker.__name__).setLevel(logging.ERROR)  # it would warn that it sets no handler
+    answer = Future[Any]()
+
+    def init() -> None:
+        try:
+            answer.set_result(ray.init(*args, **options))
+        except BaseException as error:
+            answer.set_exception(error)
+        threading.Event().wait()  # Linux kills Ray's processes when the thread that started them ends
+
+    threading.Thread(target=init, name="ray-init", daemon=True).start()
+    try:
+        context = answer.result()
+    except (SystemExit, KeyboardInterrupt):
+        if termination.asked():
+            _Spawning.allowed.acquire()  # for good
+            kill_started_ray()
+            termination.end_at_once()
+        raise
+    if threading.current_thread() is threading.main_thread():
+        for number in termination.ENDINGS:  # Ray has put a handler below Python's, which dumps a stack first
+            signal.signal(number, signal.getsignal(number))
+    return context
+
+
+class _Spawning:
+    allowed = threading.Lock()
+
+
+def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":
+    """Start a process of Ray in a process group of its own.
+
+    Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before the run has.
+    """
+    with _Spawning.allowed:
+        return subprocess.Popen(*args, process_group=0, **options)
+
+
+def kill_started_ray() -> bool:
+    """Kill all processes of the Ray that this process has started, wherever they are. Returns False if there are none."""
+    mark = f"{STARTED_BY}={os.environ.get(STARTED_BY)}".encode()
+    killed = False
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and entry.name != str(os.getpid()):
+            with suppress(OSError):  # it ended meanwhile, or belongs to another user
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    killed = True
+    return killed
 
 
 def own_cores() -> int:

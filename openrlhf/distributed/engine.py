@@ -321,21 +321,29 @@ class TrainEngine:
         return self._gathered(whole_tensors(self.hf), bucket_bytes)
 
     def exported_parameters(self, bucket_bytes: int, *, masters: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
-        """As `full_parameters`, but of a model with frozen weights the trained parameters as they are: the adapters.
+        """As `full_parameters`, but of a model with adapters the trained parameters as they are.
 
         `masters`: the float32 masters instead of the rounded weights. The engine must be awake.
         """
-        tensors = (trained_tensors if self.partial else whole_tensors)(self.hf)
         if not masters or self.changed_share is None:
-            yield from self._gathered(tensors, bucket_bytes)
+            yield from self._gathered(self._exported_tensors(), bucket_bytes)
             return
-        for bucket in cut_into_buckets(tensors, lambda each: each.nbytes, bucket_bytes):
+        frozen: list[Whole] = []
+        trained: list[Whole] = []
+        for each in self._exported_tensors():
+            (trained if each.parts[0].requires_grad else frozen).append(each)
+        for bucket in cut_into_buckets(trained, lambda each: each.nbytes, bucket_bytes):
             yield [(each.name, whole_master(each.parts[0])) for each in bucket]
+        for bucket in self._gathered(frozen, bucket_bytes):
+            yield [(name, weight.float()) for name, weight in bucket]
+
+    def _exported_tensors(self) -> Iterator[Whole]:
+        return (trained_tensors if hasattr(self.hf, "peft_config") else whole_tensors)(self.hf)
 
     @property
     def exported_bytes(self) -> int:
         """The size of an export: of the plain model, or of the adapters. An average in float32 counts as the weights."""
-        tensors = (trained_tensors if self.partial else whole_tensors)(self.hf)
+        tensors = self._exported_tensors()
         width = self.hf.dtype.itemsize
         return sum(math.prod(each.shape) * width for each in tensors)
 

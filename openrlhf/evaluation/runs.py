@@ -37,6 +37,7 @@ from openrlhf.launch.prompt_data import (
     policy_tokenizer,
     read_prompts,
 )
+from openrlhf.launch.ray_loss import RayLoss
 from openrlhf.launch.reinforcement import show_prompts
 from openrlhf.observability.metrics import Metric
 from openrlhf.observability.recorder import Recorder
@@ -305,8 +306,14 @@ def alone(group: HostGroup) -> Placement:
 @contextmanager
 def started(config: EvaluationConfig | BatchInferenceConfig) -> Iterator[Recorder]:
     """A run folder of its own, and a Ray cluster that is there or is started for it."""
-    with closing(Recorder(config, config.run.dir)) as recorder, ray_cluster(largest_phase(config)):
+    loss = RayLoss()
+    with (
+        closing(Recorder(config, config.run.dir)) as recorder,
+        loss.closing(recorder.close),
+        ray_cluster(largest_phase(config), loss),
+    ):
         yield recorder
+        loss.finished = True
 
 
 def rows_of(

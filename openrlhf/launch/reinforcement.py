@@ -17,8 +17,10 @@ from openrlhf.distributed.placement import Placement
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents
 from openrlhf.launch.identity import rl_identity
+from openrlhf.launch.pass_sizes import check_pass_sizes
 from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData, load_prompts
+from openrlhf.launch.ray_loss import RayLoss
 from openrlhf.launch.replay import replay_folder, start_of_episodes
 from openrlhf.launch.run import Run
 from openrlhf.launch.run_length import check_steps
@@ -37,10 +39,10 @@ MORE_STEPS = (
 PREVIEWED = 4  # rows whose labels are scored before the run
 
 
-def train(config: PPOConfig, processes: Processes) -> None:
+def train(config: PPOConfig, processes: Processes, loss: RayLoss) -> None:
     """Train as the flags say, in `processes`, which are started after the checks if they do not run yet.
 
-    A dry run ends after the checks.
+    A dry run ends after the checks. `loss`: what happens if Ray dies.
     """
     kind: Device = "cuda" if processes.plan.on_gpus else "cpu"
     generates = not config.rollout.replay_dir
@@ -58,7 +60,11 @@ def train(config: PPOConfig, processes: Processes) -> None:
     data = load_prompts(config, started=begun.moment, follows=begun.trained_format)
     if not config.rollout.only:
         total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)
-        report(check_steps(total_steps, config.actor, fix=MORE_STEPS))
+        longest = config.data.max_len if config.train.agent_func_path else max(data.train.lengths())
+        report(
+            check_steps(total_steps, config.actor, fix=MORE_STEPS),
+            check_pass_sizes(config, longest, on_gpus=processes.plan.on_gpus),
+        )
         check_exports(config, data)
     if generates:
         check_agents(config, data.tokenizer)
@@ -85,8 +91,10 @@ def train(config: PPOConfig, processes: Processes) -> None:
     if config.dry_run:
         return show_plan(config, data, processes.plan)
     processes.start()
-    with Run(config, data, start, kind, processes, checkpoints, checkpoint, replay).started() as trainer:
+    run = Run(config, data, start, kind, processes, checkpoints, checkpoint, replay)
+    with loss.closing(run.recorder.close), run.started() as trainer:
         trainer.fit()
+        loss.finished = True
 
 
 def check_exports(config: PPOConfig, data: PromptData) -> None:

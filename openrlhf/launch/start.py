@@ -1,5 +1,6 @@
 """The start of a run of RL. Libraries are imported while Ray and the processes start: together they take ten seconds."""
 
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
@@ -7,6 +8,8 @@ from importlib import import_module
 from typing import Any
 
 from openrlhf import termination
+from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manifest import Checkpoint
 from openrlhf.config.flags import amend
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.ppo import PPOConfig
@@ -14,13 +17,10 @@ from openrlhf.config.rollout import RewardConfig
 from openrlhf.config.shared import GroupConfig
 from openrlhf.distributed.cluster import expected_machines, ray_cluster
 from openrlhf.distributed.placement import HostGroup, Placement, engine_group
+from openrlhf.distributed.ray_watch import LostRay
 from openrlhf.distributed.worker_group import WorkerError
+from openrlhf.launch.ray_loss import RESTARTS, RayLoss, can_replace_process, restarts_before
 from openrlhf.rollout.engine_settings import engine_device
-
-HOW_TO_GO_ON = (
-    "If the run has written checkpoints, the same command with --ckpt.load_enable goes on from the newest; "
-    "--train.max_restarts does that by itself."
-)
 
 
 def run_ppo(config: PPOConfig) -> None:
@@ -28,24 +28,86 @@ def run_ppo(config: PPOConfig) -> None:
     plan = plan_placement(config, engine_device())
     if config.dry_run:
         plan.check(expected_machines(plan.on_gpus, config.placement.cluster))
+    restarts = Restarts(config)
+    loss = RayLoss(lambda: how_to_continue(config), restarts.flags_after)
     with ThreadPoolExecutor(1) as thread:
         first, rest = (thread.submit(imported, f"openrlhf.launch.{name}") for name in ("processes", "reinforcement"))
-        with nullcontext() if config.dry_run else ray_cluster(plan):
-            for restarts in range(config.train.max_restarts + 1):
+        with nullcontext() if config.dry_run else ray_cluster(plan, loss):
+            while True:
                 try:
                     with closing(first.result().Processes(plan)) as processes:
                         # GPUs that others may wait for are not held while data are read.
                         if not config.dry_run and not plan.on_gpus:
                             processes.start()
-                        return rest.result().train(config, processes)
+                        return rest.result().train(restarts.config, processes, loss)
                 except WorkerError as error:
                     if termination.asked():
                         raise
-                    if restarts == config.train.max_restarts:
-                        raise WorkerError(f"{error} {HOW_TO_GO_ON}") from error
-                    more = f"Restart {restarts + 1} of {config.train.max_restarts} (--train.max_restarts)"
-                    print(f"{error}\n{more}, from the newest checkpoint of the run if it has one.", file=sys.stderr)
-                    config = amend(config, {"ckpt.load_enable": True})
+                    if not restarts.left:
+                        raise WorkerError(f"{error} {how_to_continue(config)}") from error
+                    print(f"{error}\n{restarts.again()}", file=sys.stderr)
+
+
+class Restarts:
+    """The restarts of a run (--train.max_restarts), in this process and in the processes that it has replaced."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.most = config.train.max_restarts
+        self.done = restarts_before()
+        self.config = config
+
+    @property
+    def left(self) -> bool:
+        """Whether the run may start again."""
+        return self.done < self.most
+
+    def again(self) -> str:
+        """Count one more restart, which continues from the newest checkpoint. Returns what to print."""
+        self.done += 1
+        self.config = amend(self.config, {"ckpt.load_enable": True})
+        return (
+            f"Restart {self.done} of {self.most} (--train.max_restarts), from the newest checkpoint of the run if it has "
+            "one."
+        )
+
+    def flags_after(self, lost: LostRay) -> list[str] | None:
+        """Return the flags with which this process starts the command again, or None if the command ends.
+
+        A Ray that others have started is theirs to repair.
+        """
+        if not (self.left and lost.own and can_replace_process()):
+            return None
+        flags: list[str] = []
+        given = self.config.given
+        if "run.dir" not in given:
+            flags += ["--run.dir", os.path.abspath(self.config.run.dir)]
+        if "ckpt.load_enable" not in given and newest_checkpoint(self.config):
+            flags += ["--ckpt.load_enable"]
+        print(f"{lost}\n{self.again()}", file=sys.stderr, flush=True)
+        os.environ[RESTARTS] = str(self.done)
+        return flags
+
+
+def newest_checkpoint(config: PPOConfig) -> Checkpoint | None:
+    """Return the newest checkpoint that this run has written, or that it continues from."""
+    continues = "ckpt.load_enable" in config.given and config.ckpt.load_enable
+    newest = None
+    for checkpoint in CheckpointManager(config.ckpt).checkpoints():
+        own = continues or checkpoint.state.run_dir == os.path.abspath(config.run.dir)
+        if own and checkpoint.parts:
+            newest = checkpoint
+    return newest
+
+
+def how_to_continue(config: PPOConfig) -> str:
+    """Return a sentence that names the newest checkpoint, and the command that continues from it."""
+    newest = newest_checkpoint(config)
+    if newest is None:
+        return "The run has no checkpoint (--ckpt.save_steps): the same command starts it from the beginning."
+    return (
+        f"Step {newest.state.step} is saved: the same command with --ckpt.load_enable continues from it; "
+        "--train.max_restarts does that by itself."
+    )
 
 
 def imported(name: str) -> Any:

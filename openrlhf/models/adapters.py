@@ -128,3 +128,29 @@ def save_adapter(model: Any, trained: Mapping[str, Tensor], folder: Path) -> Non
     model.peft_config["default"].save_pretrained(folder)
     with writable_configuration(model.config):
         model.config.save_pretrained(folder)
+
+
+def name_in_files(name: str) -> str:
+    """Return the name of a trained tensor in a stored adapter, where the magnitudes of DoRA are no layers."""
+    return stored_name(name).replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+
+
+def stored_adapter(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors of an adapter in PEFT's format."""
+    from peft import load_peft_weights
+
+    return load_peft_weights(str(folder), device="cpu")
+
+
+def adapter_base(folder: Path) -> str:
+    """Return the folder or hub name of the model that an adapter in PEFT's format was trained on."""
+    from peft import PeftConfig
+
+    return str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
+
+
+def with_stored_adapter(base: PreTrainedModel, folder: Path) -> Any:
+    """Return a model with an adapter in PEFT's format, as PEFT loads it."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(base, str(folder))

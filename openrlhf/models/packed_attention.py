@@ -5,13 +5,14 @@ built. The lengths of the documents travel through the keyword arguments of `mod
 costs of the documents, not the cost of the whole row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from openrlhf.models.shared_prefixes import sharing
 
@@ -62,6 +63,19 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
     steps = torch.arange(length, device=device)
     distance = steps[:, None] - steps[None, :]
     return (distance >= 0) & (distance < window)
+
+
+@contextmanager
+def unpacked(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model with packed attention compute plain sequences until the block exits."""
+    ours = model.config._attn_implementation == NAME
+    if ours:
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if ours:
+            model.set_attn_implementation(NAME)
 
 
 AttentionInterface.register(NAME, sharing(packed_sdpa))

@@ -156,15 +156,8 @@ def _alone(model: Proven, sequence: Tensor) -> Tensor:
     def keep(_: nn.Module, __: object, output: Tensor) -> None:
         outputs.append(output)
 
-    ours = model.hf.config._attn_implementation == packed_attention.NAME
-    if ours:
-        model.hf.set_attn_implementation("sdpa")
-    try:
-        with model.head.layer.register_forward_hook(keep):
-            logits = model.hf(input_ids=sequence[None], use_cache=False).logits
-    finally:
-        if ours:
-            model.hf.set_attn_implementation(packed_attention.NAME)
+    with packed_attention.unpacked(model.hf), model.head.layer.register_forward_hook(keep):
+        logits = model.hf(input_ids=sequence[None], use_cache=False).logits
     if isinstance(model, ScalarModel):
         return outputs[0].reshape(-1).float()
     chunks = zip(logits[0, :-1].split(256), sequence[1:].split(256), strict=True)

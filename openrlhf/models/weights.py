@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -29,6 +31,7 @@ class StoredWeights:
     sizes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # of the file and of the architecture, if they differ
     unused: tuple[str, ...]  # weights of the files without a place in the architecture
     ignored: tuple[str, ...]  # unused weights of layers that the architecture has, and computes without them
+    torn: tuple[tuple[str, str], ...] = ()  # weights that config.json ties, of which the files have two different ones
 
     @classmethod
     def of(cls, path: str, model: nn.Module, report: Mapping[str, Any]) -> Self:
@@ -40,7 +43,8 @@ class StoredWeights:
                 ignored.append(name)
         sizes = {name: (tuple(stored), tuple(needed)) for name, stored, needed in report["mismatched_keys"]}
         missing = tuple(sorted(report["missing_keys"] - sizes.keys()))
-        return cls(path=path, missing=missing, sizes=sizes, unused=tuple(unused), ignored=tuple(ignored))
+        torn = _torn(path, model)
+        return cls(path=path, missing=missing, sizes=sizes, unused=tuple(unused), ignored=tuple(ignored), torn=torn)
 
     @property
     def lacking(self) -> set[str]:
@@ -64,6 +68,11 @@ class StoredWeights:
                 f"{_file_of(self.path, ignored[0])} has weights that this architecture would leave out of its layers: "
                 f"{_first(ignored)}"
             )
+        for name, other in self.torn:
+            problems.append(
+                f"config.json ties {name} to {other} (tie_word_embeddings), but the files have two different tensors, of which "
+                "Transformers computes with both and vLLM with one. If both are the model's, set tie_word_embeddings to false"
+            )
         if not problems:
             return
         if missing and self.unused:
@@ -80,6 +89,33 @@ class StoredWeights:
         if not others:
             return None
         return f"{self.path} has {len(others)} weights that its architecture does not use: {_first(others)}."
+
+
+def _torn(path: str, model: Any) -> tuple[tuple[str, str], ...]:
+    """Return the weights that the configuration ties although the files have different values for them."""
+    held = dict(model.named_parameters(remove_duplicate=False))
+    pairs: list[tuple[str, str]] = []
+    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        first, second = held.get(name), held.get(other)
+        if first is None or second is None or first is second:
+            continue
+        if first.device.type != "meta" or not _equal_in_files(path, name, other):
+            pairs.append((name, other))
+    return tuple(pairs)
+
+
+def _equal_in_files(path: str, name: str, other: str) -> bool:
+    """Return whether the files have equal tensors of both names. A name that is in no file is not compared."""
+    found: list[Tensor] = []
+    for each in (name, other):
+        file = _file_of(path, each)
+        if not Path(file).is_file():
+            return True
+        with safe_open(file, framework="pt") as stored:
+            if each not in stored.keys():  # noqa: SIM118 it is no mapping
+                return True
+            found.append(stored.get_tensor(each))
+    return torch.equal(*found)
 
 
 def require_finite(model: nn.Module, path: str) -> None:

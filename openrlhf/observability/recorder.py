@@ -1,6 +1,7 @@
 """Sends the numbers and samples of a run to the run folder, the trackers and the terminal."""
 
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
@@ -41,6 +42,8 @@ class Recorder:
         self.trackers = make_trackers(logger, settings={"config": full}, run_dir=place, resume_step=resume_step)
         self.logging_steps = logger.logging_steps
         self._shown_failures = set[Failure | None]()
+        self._closing = threading.Lock()  # any thread may end the run
+        self._closed = False
         self.health = Health()
         self.health.read(read_lines(place / METRICS))  # of the part before a resume
 
@@ -78,7 +81,13 @@ class Recorder:
             self.trackers.log_samples(step, rows[0]["prompt"] + rows[0]["response"], rows[0]["reward"])
 
     def close(self) -> None:
-        """Write the report and leave the terminal as it was."""
+        """Write the report and leave the terminal as it was. Do nothing the second time."""
+        with self._closing:
+            if not self._closed:
+                self._close()
+            self._closed = True
+
+    def _close(self) -> None:
         self._show(self.health.end())
         self.display.close()
         self.trackers.close()

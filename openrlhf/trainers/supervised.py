@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
-from openrlhf.checkpoints.export import export_hf
 from openrlhf.checkpoints.manager import GOES_ON, CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState, StagedCheckpoint
 from openrlhf.data.batching import ResumableSampler
@@ -20,7 +19,7 @@ from openrlhf.observability.metrics import Last, Max, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.tasks import Micro, OfflineTask, Row, Rows
-from openrlhf.workers.base import MicroBatchLimits
+from openrlhf.workers.base import MicroBatchLimits, export_trained
 
 
 class EvaluationInterrupted(Exception):
@@ -254,9 +253,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def export(self, path: str) -> None:
         """Write the model in Transformers' format, or its adapters in PEFT's; with --train.enable_ema the average. Collective."""
         with self.engine.averaged():
-            buckets = self.engine.exported_parameters(1 << 30, masters=self.ckpt.export_fp32)
-            export_hf(buckets, self.engine.hf, self.tokenizer, path, writes=self.strategy.is_main)
-            self.strategy.barrier()
+            export_trained(self.engine, self.tokenizer, path, bucket_bytes=1 << 30, masters=self.ckpt.export_fp32)
 
 
 def layout_of(strategy: Strategy) -> EngineLayout:

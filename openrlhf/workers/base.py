@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import Experience, Ragged
 from openrlhf.checkpoints.export import check_disk_room, export_hf
+from openrlhf.checkpoints.reloaded import TrainedState
 from openrlhf.config.learning import RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RolloutConfig
 from openrlhf.config.shared import LoadingConfig, OptimizerConfig
@@ -18,6 +19,7 @@ from openrlhf.data.batching import batches_of_rows, batches_of_tokens
 from openrlhf.distributed.engine import Metrics, StepResult, TrainEngine
 from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
+from openrlhf.models.probe import probe_logits
 from openrlhf.models.proof import prove_layout
 from openrlhf.observability.metrics import Last, Max, Mean, merge_all
 
@@ -194,6 +196,25 @@ class TrainedWorker(ABC, Generic[Job]):
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         """Write the model, or its adapters, or the average of what is trained if there is one. Collective."""
         with self.engine.awake(), self.engine.averaged():
-            buckets = self.engine.exported_parameters(self.bucket_bytes, masters=self.config.ckpt.export_fp32)
-            export_hf(buckets, self.engine.hf, tokenizer, path, writes=self.strategy.is_main)
-            self.strategy.barrier()
+            export_trained(
+                self.engine, tokenizer, path, bucket_bytes=self.bucket_bytes, masters=self.config.ckpt.export_fp32
+            )
+
+
+def export_trained(
+    engine: TrainEngine, tokenizer: PreTrainedTokenizerBase, path: str, *, bucket_bytes: int, masters: bool
+) -> None:
+    """Write the model of an engine, which is awake and has the weights to export, and compare what was written with it.
+
+    Collective. Raises ExportError, also for files that do not hold the trained model.
+    """
+    strategy = engine.strategy
+    trained = TrainedState(
+        logits=None if strategy.config.load_in_4bit else probe_logits(engine.hf),
+        precision=strategy.config.param_dtype,
+        max_len=getattr(engine.module, "max_len", None),
+        averages=engine.average.whole_weights if engine.average else {},
+    )
+    buckets = engine.exported_parameters(bucket_bytes, masters=masters)
+    export_hf(buckets, engine.hf, tokenizer, path, writes=strategy.is_main, trained=trained)
+    strategy.barrier()

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,6 +297,46 @@ def test_an_address_at_which_no_ray_answers_is_named_at_once(monkeypatch: pytest
         ray_cluster(NOTHING),
     ):
         pass
+
+
+STARTS_RAY = """
+from openrlhf.distributed.cluster import ray_cluster
+from openrlhf.distributed.placement import Placement
+
+with ray_cluster(Placement(groups=(), on_gpus=False)):
+    print("up", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("reached", "number", "end"),
+    [
+        pytest.param("gcs_server", signal.SIGTERM, (143, "terminated"), marks=pytest.mark.verify),
+        pytest.param("gcs_server", signal.SIGINT, (130, "interrupted"), marks=pytest.mark.verify),
+        ("/raylet/raylet", signal.SIGTERM, (143, "terminated")),
+        pytest.param("/raylet/raylet", signal.SIGINT, (130, "interrupted"), marks=pytest.mark.verify),
+    ],
+)
+def test_process_that_is_asked_to_end_while_ray_starts_ends_with_all_that_it_started(
+    reached: str, number: signal.Signals, end: tuple[int, str]
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTS_RAY],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    started: list[Process] = []
+    while not any(reached in each.command for each in started):
+        assert process.poll() is None
+        time.sleep(0.005)
+        started = descendants(process.pid)
+    os.killpg(process.pid, number)
+    done = finish(process)
+    assert (done.status, done.errors.split()[-1]) == end, done.errors
+    assert done.printed == "" and "Traceback" not in done.errors
+    assert survivors(started, within=30) == []
 
 
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["process", "group"])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from openrlhf.distributed.devices import free_port
 from tests.e2e.commands import (
     column,
     finish,
@@ -24,7 +27,8 @@ from tests.e2e.commands import (
     steps_logged,
     write_rows,
 )
-from tests.e2e.processes import descendants
+from tests.e2e.nodes import end, environment, start_node
+from tests.e2e.processes import descendants, survivors
 from tests.tiny import HEADS, save_tiny_model
 
 REWARDS = Path(__file__).parent / "reward_files"
@@ -126,6 +130,87 @@ def test_a_training_process_that_is_killed_starts_the_run_again_from_its_newest_
     assert samples(folder) == samples(whole)
 
 
+CONTROL_STORE, RAYLET = "/gcs_server ", "/raylet/raylet "
+
+
+@pytest.mark.parametrize(
+    ("victim", "restarts"),
+    [
+        pytest.param(RAYLET, 0, marks=pytest.mark.verify),
+        pytest.param(CONTROL_STORE, 0, marks=pytest.mark.verify),
+        pytest.param(RAYLET, 1),
+        pytest.param(CONTROL_STORE, 1, marks=pytest.mark.verify),
+    ],
+)
+def test_run_whose_ray_dies_restarts_or_ends_with_the_step_that_is_saved(
+    whole: Path, workspace: Path, victim: str, restarts: int
+) -> None:
+    folder = workspace / f"{victim.strip('/ ').replace('/', '-')}-{restarts}"
+    process = launch("train_ppo_ray", flags(workspace, folder, **{"train.max_restarts": restarts}))
+    wait_for_step(process, folder, 3)
+    started = descendants(process.pid)
+    send_when(process, folder, signal.SIGKILL, to=victim, step=3)
+    done = finish(process)
+    assert survivors(started, within=30) == []
+    assert (folder / "report.html").exists()
+    if restarts:
+        assert done.status == 0, done.errors
+        assert "Restart 1 of 1 (--train.max_restarts)" in done.errors
+        assert numbers(folder) == numbers(whole)
+        assert samples(folder) == samples(whole)
+    else:
+        error = done.errors.splitlines()[-1]
+        assert done.status == 2 and error.startswith("error: "), done.errors
+        saved = newest_step(folder)
+        assert victim.split("/")[-1].strip() in error and f"Step {saved} " in error and "--ckpt.load_enable" in error
+        assert "Traceback" not in done.errors and "raylet)" not in done.printed
+
+
+@pytest.mark.parametrize("victim", [pytest.param(RAYLET, marks=pytest.mark.verify), CONTROL_STORE])
+def test_run_whose_ray_dies_after_the_export_succeeds(workspace: Path, victim: str) -> None:
+    folder = workspace / f"exported-{victim.strip('/ ').replace('/', '-')}"
+    few = {"rollout.batch_size": PROMPTS, "train.batch_size": PROMPTS * SAMPLES}
+    process = launch("train_ppo_ray", flags(workspace, folder, **few))
+    assert process.stdout
+    while not (line := process.stdout.readline()).startswith("model: "):
+        assert line, process.communicate()
+    send_when(process, folder, signal.SIGKILL, to=victim, step=1)
+    done = finish(process)
+    assert done.status == 0, done.errors
+    assert (folder / "report.html").exists() and (folder / "model" / "config.json").exists()
+
+
+@pytest.mark.verify
+def test_run_on_a_joined_ray_whose_raylet_dies_ends_with_the_step_that_is_saved(workspace: Path) -> None:
+    home, folder, port = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp")), workspace / "joined-ray", free_port()
+    variables = environment(HOME=str(home), RAY_AUTH_MODE="disabled")
+    ports = f"--port {port} --dashboard-port {free_port()} --ray-client-server-port {free_port()}"
+    options = f"--head {ports} --num-cpus 4 --block --dashboard-agent-listen-port 0 --temp-dir {home / 'head'}"
+    node = start_node(options, workspace, variables, home / "head.log")
+    try:
+        settings = flags(workspace, folder, **{"train.max_restarts": 1})
+        joined = {"RAY_ADDRESS": f"127.0.0.1:{port}", "RAY_AUTH_MODE": "disabled"}
+        process = launch("train_ppo_ray", settings, variables=joined)
+        wait_for_step(process, folder, 3)
+        for each in descendants(node.pid):
+            if RAYLET in each.command:
+                os.kill(each.pid, signal.SIGKILL)
+        done = finish(process)
+    finally:
+        end(node)
+        shutil.rmtree(home, ignore_errors=True)
+    assert done.status == 2, done.errors
+    error = done.errors.splitlines()[-1]
+    assert "raylet" in error and f"Step {newest_step(folder)} " in error
+    assert (folder / "report.html").exists()
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint."""
+    names = [path.name for path in (folder / "checkpoints").glob("*.manifest.json")]
+    return max(int(name.removeprefix("global_step").removesuffix(".manifest.json")) for name in names)
+
+
 def test_an_interrupted_run_saves_its_last_step_and_goes_on_to_the_same_numbers(whole: Path, workspace: Path) -> None:
     folder = workspace / "interrupted"
     settings = flags(workspace, folder, **{"ckpt.save_steps": 100})
@@ -161,14 +246,14 @@ def test_an_offline_run_that_is_terminated_and_then_interrupted_saves_its_last_s
     unbroken, folder = workspace / "sft", workspace / "sft-terminated"
     run("train_sft", settings(unbroken))
     goes_on = settings(folder, **{"ckpt.load_enable": True})
-    for flags, number, step, end in (
+    for flags, number, step, expected in (
         (settings(folder), signal.SIGTERM, 5, (143, "terminated")),
         (goes_on, signal.SIGINT, 20, (130, "interrupted")),
     ):
         process = launch("train_sft", flags)
         send_when(process, folder, number, to="", step=step)
         done = finish(process)
-        assert (done.status, done.errors.strip().splitlines()[-1]) == end, done.errors
+        assert (done.status, done.errors.strip().splitlines()[-1]) == expected, done.errors
         assert f"Step {steps_logged(folder)} is saved: --ckpt.load_enable goes on from it." in done.printed
     run("train_sft", goes_on)
     assert numbers(folder) == numbers(unbroken)

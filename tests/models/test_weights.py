@@ -124,6 +124,31 @@ def test_an_untied_model_without_an_output_layer_is_refused(tmp_path: Path) -> N
     load_scalar(load_spec(folder))  # has another head
 
 
+def with_output_layer(weights: Weights) -> Weights:
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 0.01}
+
+
+def with_equal_output_layer(weights: Weights) -> Weights:
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+
+
+def test_a_tied_model_whose_files_have_two_different_tensors_is_refused(tmp_path: Path) -> None:
+    folder = rewrite(save_tiny_model(tmp_path, "qwen2-tied"), with_output_layer)
+    for load in (load_causal_lm, check_causal_lm):
+        with pytest.raises(ModelError, match=r"lm_head\.weight.*tie_word_embeddings"):
+            load(load_spec(path=str(folder)))
+    load_scalar(load_spec(path=str(folder)))  # has no output layer
+    set_configuration(folder, tie_word_embeddings=False)
+    load_causal_lm(load_spec(path=str(folder)))
+    check_causal_lm(load_spec(path=str(folder)))
+
+
+def test_a_tied_model_whose_files_have_the_same_tensor_twice_is_loaded(tmp_path: Path) -> None:
+    folder = rewrite(save_tiny_model(tmp_path, "qwen2-tied"), with_equal_output_layer)
+    for load in (load_causal_lm, check_causal_lm):
+        load(load_spec(path=str(folder)))
+
+
 @pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "qwen3-moe"])
 def test_the_loss_of_any_one_weight_is_noticed(kind: str, tmp_path: Path) -> None:
     folder = Path(save_tiny_model(tmp_path / "whole", kind, num_hidden_layers=1))

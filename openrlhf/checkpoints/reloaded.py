@@ -1,0 +1,147 @@
+"""The proof that an exported model is the model that was trained: it is loaded again, and compared.
+
+What is compared: each weight that Transformers loads from the folder, with the trained weight, by a hash of its bytes; of
+a merged or averaged model the same. And the logits of a few tokens, which also depend on the stored configuration:
+positions, scales of adapters, tied weights. The trained model computes its logits where it is, sharded or not. The folder is loaded in
+one process, in CPU memory, after the copy of the weights that was written is gone: both are never there at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from openrlhf.config.flags import UserError, notice
+from openrlhf.config.shared import LoadingConfig
+from openrlhf.distributed.buckets import bucket_hash
+from openrlhf.models.adapters import adapter_base, name_in_files, stored_adapter, with_stored_adapter
+from openrlhf.models.loading import LoadSpec, pin_longrope, read_model
+from openrlhf.models.probe import explain_gap, probe_logits
+
+GIB = 2**30
+ROOM = 1.2  # memory that is needed to load a model, in sizes of its files
+Digest = tuple[tuple[int, ...], torch.dtype, int]  # shape, data type, hash of the bytes
+
+
+class DifferentModelError(RuntimeError):
+    """The files of an export do not hold the model that was trained."""
+
+
+@dataclass(kw_only=True)
+class TrainedState:
+    """What an export is compared with: digests of the exported weights by name, and logits.
+
+    `logits` is None if they cannot be compared: a base in 4 bits is another model than its files. `precision` is the data
+    type in which they were computed. `averages` are the weights of an average, in float32, if that is exported.
+    """
+
+    logits: Tensor | None
+    precision: str
+    max_len: int | None = None
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
+    digests: dict[str, Digest] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Note an exported weight. Raises DifferentModelError if it is not the average that it should be."""
+        self.digests[name] = digest_of(tensor)
+        average = self.averages.get(name)
+        if average is not None and digest_of(average.to(tensor.dtype)) != self.digests[name]:
+            raise DifferentModelError(f"{name} is not the average of the weights (--train.enable_ema)")
+
+
+def digest_of(tensor: Tensor) -> Digest:
+    """Return shape, data type and hash of a tensor."""
+    data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8 or len(data) % 8:
+        data = torch.cat([data, data.new_zeros(-len(data) % 8)])
+    return tuple(tensor.shape), tensor.dtype, bucket_hash(data) if len(data) else 0
+
+
+def compare_reloaded(folder: Path, model: PreTrainedModel, trained: TrainedState) -> None:
+    """Load the exported model in `folder`, and compare it with the trained one. Raises DifferentModelError.
+
+    `model` is the trained model, of which the class and the configuration are used.
+    """
+    try:
+        _compare(folder, model, trained)
+    except UserError as error:  # of loading, whose advice is for models that somebody else wrote
+        raise DifferentModelError(str(error)) from error
+
+
+def _compare(folder: Path, model: PreTrainedModel, trained: TrainedState) -> None:
+    adapted = hasattr(model, "peft_config")
+    if adapted:
+        names = {name: name_in_files(name) for name in trained.digests}
+        _compare_weights(stored_adapter(folder), {names[name]: each for name, each in trained.digests.items()})
+        if trained.logits is None:
+            return
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if adapted:
+        size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if (free := free_memory()) < ROOM * size:
+        notice(
+            f"{folder.parent}: the exported model is not loaded again to be compared with the trained one, because this machine "
+            f"has {free / GIB:.3g} GiB of free memory and the model takes {size / GIB:.3g} GiB."
+        )
+        return
+    reloaded = _with_adapter(folder, model) if adapted else _reloaded(folder, model, str(folder))
+    if trained.max_len:
+        pin_longrope(reloaded, trained.max_len)
+    if not adapted:
+        found = {name: parameter for name, parameter in reloaded.named_parameters()}
+        _compare_weights(found, trained.digests)
+    if trained.logits is not None and (gap := explain_gap(trained.logits, probe_logits(reloaded), trained.precision)):
+        raise DifferentModelError(f"the logits of the model in the files and of the trained one are {gap}")
+
+
+def _compare_weights(found: Mapping[str, Tensor], trained: Mapping[str, Digest]) -> None:
+    if lost := sorted(trained.keys() - found.keys()):
+        raise DifferentModelError(f"{len(lost)} trained weights are not in the files: {', '.join(lost[:3])}")
+    if more := sorted(found.keys() - trained.keys()):
+        raise DifferentModelError(f"{len(more)} weights of the files were not exported: {', '.join(more[:3])}")
+    other = [name for name, tensor in found.items() if digest_of(tensor.to(trained[name][1])) != trained[name]]
+    if other:
+        raise DifferentModelError(f"{len(other)} weights of the files are not the trained ones: {', '.join(other[:3])}")
+
+
+def _reloaded(folder: Path, model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """Load the class of the trained model from `path` with the configuration in `folder`, in CPU memory."""
+    configuration: Any = type(model).config_class
+    attention = model.config._attn_implementation
+    spec = LoadSpec(path=path, ds=LoadingConfig())
+    reloaded, stored = read_model(
+        type(model),
+        spec,
+        config=configuration.from_pretrained(folder),
+        dtype="auto",
+        attn_implementation="eager" if attention == "eager" else "sdpa",
+    )
+    if path == str(folder):
+        stored.require_all()
+    return reloaded
+
+
+def _with_adapter(folder: Path, model: PreTrainedModel) -> Any:
+    base: Any = _reloaded(folder, model, adapter_base(folder))
+    return with_stored_adapter(base.to(model.dtype), folder)
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that this process may still take, by the machine and by the limit of its container."""
+    free: dict[str, int] = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        free[name] = int(value.split()[0]) * 1024
+    available = free.get("MemAvailable", free["MemFree"])
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
+        lines = (group / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):  # no container, or no limit
+        return available
+    cached = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+    return min(available, limit - used + cached)

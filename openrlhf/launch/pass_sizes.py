@@ -1,0 +1,52 @@
+"""The sizes of forward passes of RL, checked at start: samples that pass one by one leave most of a device idle."""
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.findings import Finding, Level
+from openrlhf.launch.settings import needs_old_logprobs
+
+GPU_TOKENS = 16_192  # of a pass that keeps a device busy: the default of --train.max_tokens_per_gpu
+CPU_TOKENS = 2048  # what larger passes gain on a CPU is little, and their memory is not
+TRAINED, SCORED = "train.micro_batch_size", "rollout.micro_batch_size"
+
+
+def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -> Finding:
+    """Return a warning if micro-batches have one sample by default, and several samples of a rank fit into a pass.
+
+    `longest_prompt` is in tokens.
+    """
+    most = CPU_TOKENS
+    if on_gpus:
+        most = GPU_TOKENS
+    sample = min(config.data.max_len, longest_prompt + (config.rollout.max_new_tokens or config.data.max_len))
+    sizes = advised_sizes(config, most // sample)
+    if not sizes:
+        return Finding(check="micro-batches", level=Level.PASS, seen="Forward passes have several samples.")
+    alone = " and ".join(f"--{path} 1" for path in sizes)
+    advice = " and ".join(f"--{path} {size}" for path, size in sizes.items())
+    return Finding(
+        check="micro-batches",
+        level=Level.WARNING,
+        seen=f"Every sample is a forward pass of its own ({alone}), and the longest has at most {sample} tokens.",
+        fix=f"Passes of up to {most} tokens: {advice}, or --train.dynamic_batch_enable --train.max_tokens_per_gpu {most}. "
+        "Results stay the same; a pass needs more memory.",
+    )
+
+
+def advised_sizes(config: PPOConfig, most: int) -> dict[str, int]:
+    """Return larger sizes for the micro-batches that have one sample by default, by flag: at most `most` samples."""
+    if config.train.dynamic_batch_enable:
+        return {}
+    ranks = max(1, config.actor_ranks)
+    sizes: dict[str, int] = {}
+    of_rank = config.train.batch_size // ranks
+    if TRAINED not in config.given and config.train.micro_batch_size == 1:
+        sizes[TRAINED] = max(size for size in range(1, max(1, min(most, of_rank)) + 1) if of_rank % size == 0)
+    if SCORED not in config.given and config.rollout.micro_batch_size == 1 and scores_samples(config):
+        sizes[SCORED] = min(most, config.samples // ranks)
+    return {path: size for path, size in sizes.items() if size > 1}
+
+
+def scores_samples(config: PPOConfig) -> bool:
+    """Return whether samples pass through a model without a gradient."""
+    judged = config.has_frozen_policy or config.estimator.needs_critic or config.reward.models
+    return bool(judged) or needs_old_logprobs(config)

@@ -1,0 +1,111 @@
+"""The end of a command whose Ray has died.
+
+Ray may end this process at any of its calls from then on (`distributed/ray_watch.py`). So the main thread is held, and
+the thread that has seen the death ends the process, or replaces it by the same command, which starts a new Ray.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from openrlhf import termination
+from openrlhf.distributed.cluster import kill_started_ray
+from openrlhf.distributed.ray_watch import LostRay
+from openrlhf.processes.confinement import killed_some
+
+CLOSE_TIMEOUT_S = 10.0  # for reports and trackers
+KILL_TIMEOUT_S = 5.0
+RESTARTS = "OPENRLHF_RESTARTS"  # a variable of a command that replaces itself: how often the run was started again
+FAILED = 2  # the status of a command that ends with an error
+
+
+class RayLoss:
+    """What to do when Ray has died; called by the thread that has seen it.
+
+    `advice` completes the error. `restart` returns the flags to add to the command that replaces this one, or None if the
+    command ends.
+    """
+
+    def __init__(
+        self,
+        advice: Callable[[], str] = lambda: "Start the command again.",
+        restart: Callable[[LostRay], list[str] | None] = lambda lost: None,
+    ) -> None:
+        self._advice = advice
+        self._restart = restart
+        self._closings: list[Callable[[], None]] = []
+        self.finished = False  # the command has done its work: only the end is missing
+
+    @contextmanager
+    def closing(self, close: Callable[[], None]) -> Iterator[None]:
+        """Call `close` if Ray dies within the block."""
+        self._closings.append(close)
+        yield
+        self._closings.remove(close)
+
+    def __call__(self, lost: LostRay) -> NoReturn:
+        """End or replace the process."""
+        termination.hold_main_thread()
+        flags = None
+        status = termination.asked() or FAILED
+        with suppress(Exception):  # whatever fails here, the process ends
+            if self.finished:
+                status = 0
+            elif not termination.asked():
+                flags = self._restart(lost)
+                if flags is None:
+                    print(f"error: {lost} {self._advice()}", file=sys.stderr, flush=True)
+            self._close()
+        with suppress(Exception):
+            kill_processes(of_ray=lost.own)
+            if flags is not None:
+                replace_process(flags)
+        with suppress(Exception):
+            sys.stdout.flush()
+        os._exit(status)
+
+    def _close(self) -> None:
+        def close_all() -> None:
+            for close in reversed(self._closings):
+                close()
+
+        thread = threading.Thread(target=close_all, daemon=True)
+        thread.start()
+        thread.join(CLOSE_TIMEOUT_S)
+
+
+def restarts_before() -> int:
+    """Return how often this command has replaced itself because Ray had died. Its child processes do not see it."""
+    return int(os.environ.pop(RESTARTS, "0"))
+
+
+def can_replace_process() -> bool:
+    """Return whether the program of this process is a command of ours, and not a notebook or a test."""
+    program = Path(sys.argv[0])
+    return program.name == "openrlhf" or program.parent == Path(__file__).absolute().parent.parent / "cli"
+
+
+def replace_process(flags: list[str]) -> NoReturn:
+    """Start the same command with further flags, in this process."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *flags])
+
+
+def kill_processes(*, of_ray: bool) -> None:
+    """Kill all processes below this one, and `of_ray` also those of the Ray that this process has started."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while time.monotonic() < deadline:
+        killed = killed_some()
+        if of_ray:  # the children of a dead raylet are not below this process any more
+            killed = kill_started_ray() or killed
+        if not killed:
+            return
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.05)

@@ -1,0 +1,176 @@
+"""An exported model is loaded again and compared with the trained one: right exports pass, and every fault of the files is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from openrlhf.checkpoints import export as exporting
+from openrlhf.checkpoints.export import ASIDE, ExportError, export_hf
+from openrlhf.checkpoints.reloaded import TrainedState, compare_reloaded, free_memory
+from openrlhf.config.shared import LoraConfig
+from openrlhf.distributed.whole import trained_tensors, whole_tensors
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.probe import probe_logits
+from openrlhf.models.scalar import load_scalar
+from tests.loading import load_spec
+from tests.tiny import character_tokenizer, save_tiny_model
+
+KINDS = ["qwen2-tied", "qwen2-untied", "mixtral", "qwen3-moe"]
+LORA = LoraConfig(rank=4, alpha=12)
+FORMS = {
+    "whole": LoraConfig(),
+    "lora": LORA,
+    "rslora": LoraConfig(rank=4, alpha=12, rslora=True),
+    "dora": LoraConfig(rank=4, alpha=12, dora=True),
+}
+
+
+def trained_model(folder: Path, kind: str, form: str, *, scalar: bool = False, dtype: str = "fp32") -> Any:
+    """A model in the layout of packed training, with weights that have moved."""
+    path = save_tiny_model(folder / "base", kind)
+    spec = load_spec(path=path, param_dtype=dtype, attention="sdpa", packing=True, lora=FORMS[form])
+    hf: Any = load_scalar(spec, head_prefix="value", seed=1).hf if scalar else load_causal_lm(spec)
+    if dtype == "bf16":
+        hf.to(torch.bfloat16)  # as the training rounds new weights
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            if parameter.requires_grad:
+                moved = parameter.float() + 0.05 * torch.randn(parameter.shape, generator=draw)
+                parameter.copy_(moved)
+    return hf
+
+
+def export(hf: Any, folder: Path, *, averages: dict[str, Tensor] | None = None, dtype: str = "fp32") -> None:
+    tensors = (trained_tensors if hasattr(hf, "peft_config") else whole_tensors)(hf)
+    state = TrainedState(logits=probe_logits(hf), precision=dtype, averages=averages or {})
+    buckets = [[(each.name, each.make())] for each in tensors]
+    export_hf(buckets, hf, character_tokenizer(), str(folder), writes=True, trained=state)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_exports_of_language_models_are_the_trained_models(kind: str, form: str, tmp_path: Path) -> None:
+    export(trained_model(tmp_path, kind, form), tmp_path / "out")
+    assert not [*(tmp_path / "out").glob(f"{ASIDE}*")]
+
+
+@pytest.mark.parametrize("form", ["whole", "lora"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_exports_of_scalar_models_are_the_trained_models(form: str, dtype: str, tmp_path: Path) -> None:
+    export(trained_model(tmp_path, "qwen2-tied", form, scalar=True, dtype=dtype), tmp_path / "out", dtype=dtype)
+
+
+def edit_json(name: str, **values: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return edit
+
+
+def edit_weights(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        [file] = folder.glob("*.safetensors")
+        weights = load_file(file)
+        change(weights)
+        save_file(weights, file, metadata={"format": "pt"})
+
+    return edit
+
+
+def first(weights: dict[str, Tensor]) -> str:
+    return next(name for name in sorted(weights) if "layers.1" in name)
+
+
+def drop(weights: dict[str, Tensor]) -> None:
+    del weights[first(weights)]
+
+
+def rename(weights: dict[str, Tensor]) -> None:
+    weights[f"module.{first(weights)}"] = weights.pop(first(weights))
+
+
+def nudge(weights: dict[str, Tensor]) -> None:
+    """Move one number by its last bit."""
+    flat = weights[first(weights)].view(torch.int32).view(-1)
+    flat[-1] += 1
+
+
+def undo(weights: dict[str, Tensor]) -> None:
+    """Leave the adapter as it was before the training."""
+    for name in weights:
+        if ".lora_B" in name:
+            weights[name].zero_()
+
+
+FAULTS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
+    "dropped": ("qwen2-tied", "whole", edit_weights(drop)),
+    "renamed": ("qwen2-untied", "whole", edit_weights(rename)),
+    "one bit": ("mixtral", "whole", edit_weights(nudge)),
+    "tied by mistake": ("qwen2-untied", "whole", edit_json("config.json", tie_word_embeddings=True)),
+    "untied by mistake": ("qwen2-tied", "whole", edit_json("config.json", tie_word_embeddings=False)),
+    "other positions": ("qwen2-tied", "whole", edit_json("config.json", rope_parameters={"rope_type": "default", "rope_theta": 3})),
+    "a layer less": ("qwen2-tied", "whole", edit_json("config.json", num_hidden_layers=1)),
+    "adapter dropped": ("qwen2-tied", "lora", edit_weights(drop)),
+    "adapter renamed": ("qwen2-tied", "lora", edit_weights(rename)),
+    "adapter stale": ("qwen2-tied", "lora", edit_weights(undo)),
+    "adapter of another scale": ("qwen2-tied", "lora", edit_json("adapter_config.json", lora_alpha=24)),
+    "adapter without the root": ("qwen2-tied", "rslora", edit_json("adapter_config.json", use_rslora=False)),
+    "adapter without magnitudes": ("qwen2-tied", "dora", edit_json("adapter_config.json", use_dora=False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faulty_files_are_an_error_that_keeps_them_and_the_model_that_was_there(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, form, spoil = FAULTS[fault]
+    out = tmp_path / "out"
+    save_tiny_model(out)
+    before = (out / "model.safetensors").read_bytes()
+
+    def compare_spoiled(folder: Path, *arguments: Any) -> None:
+        spoil(folder)
+        compare_reloaded(folder, *arguments)
+
+    monkeypatch.setattr(exporting, "compare_reloaded", compare_spoiled)
+    with pytest.raises(ExportError) as failed:
+        export(trained_model(tmp_path, kind, form), out)
+    [aside] = out.glob(f"{ASIDE}*")
+    assert str(aside) in str(failed.value) and str(out) in str(failed.value)
+    assert [*aside.glob("*.safetensors")] and (out / "model.safetensors").read_bytes() == before
+
+
+def test_weights_that_are_not_the_average_are_an_error(tmp_path: Path) -> None:
+    hf = trained_model(tmp_path, "qwen2-tied", "whole")
+    averages = {name: parameter.detach().clone() for name, parameter in hf.named_parameters()}
+    export(hf, tmp_path / "out", averages=averages)
+    name = next(iter(averages))
+    averages[name] += 1e-3
+    with pytest.raises(ExportError, match=name):
+        export(hf, tmp_path / "out", averages=averages)
+
+
+def test_a_model_that_has_diverged_is_exported_as_it_is(tmp_path: Path) -> None:
+    hf = trained_model(tmp_path, "qwen2-tied", "whole")
+    with torch.no_grad():
+        next(hf.parameters()).fill_(torch.nan)
+    export(hf, tmp_path / "out")
+
+
+def test_a_model_that_does_not_fit_into_memory_a_second_time_is_exported_with_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert free_memory() > 2**20
+    monkeypatch.setattr("openrlhf.checkpoints.reloaded.free_memory", lambda: 10)
+    export(trained_model(tmp_path, "qwen2-tied", "whole"), tmp_path / "out")
+    assert str(tmp_path / "out") in capsys.readouterr().err
