@@ -12,6 +12,28 @@ SAID = b"\nEnding when what has begun is done; Ctrl-C ends at once.\n"
 ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
 
 
+def end_quietly(number: int, _: object) -> NoReturn:
+    """Handle Ctrl-C before the command has begun its work: end at once, without a traceback."""
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            os.write(2, b"\ninterrupted\n")
+    os._exit(128 + number)
+
+
+@contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """Raise KeyboardInterrupt on Ctrl-C within the block, where `end_quietly` handles it otherwise."""
+    if signal.getsignal(signal.SIGINT) is not end_quietly:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, end_quietly)
+
+
 class _Asked:
     status = 0  # to end with; 0: nobody has asked
     wholes = 0  # `whole` blocks that are being run

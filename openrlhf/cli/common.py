@@ -16,7 +16,7 @@ from openrlhf.config.flags import UserError, flags_of, toml_beside, value_at
 from openrlhf.config.options import parse_config
 from openrlhf.config.places import model_in, outputs
 from openrlhf.locks import InUseError, locked
-from openrlhf.termination import in_order
+from openrlhf.termination import ctrl_c_raises, in_order
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables of a launcher
 OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
@@ -81,7 +81,8 @@ def leave(status: int) -> None:
 def plain_ends() -> Iterator[None]:
     """A user's mistake ends the process with its message and status 2, Ctrl-C with 130, anything else with a traceback."""
     try:
-        yield
+        with ctrl_c_raises():
+            yield
     except (UserError, InUseError) as error:
         fail(error)
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ from openrlhf import __version__
 from openrlhf.cli.common import fail, flags_or_exit, plain_ends, prepare_process, train_offline
 from openrlhf.config.commands import VERBS, Command
 from openrlhf.config.flags import did_you_mean, nearest
+from openrlhf.config.methods import command_of_method
 from openrlhf.config.options import Reader
 
 
@@ -40,6 +41,8 @@ def run_plugin_task(verb: str, argv: Sequence[str]) -> None:
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
     if verb not in tasks:
         known = list(dict.fromkeys([*VERBS, *tasks]))
+        if (command := command_of_method(verb)) is not None:
+            fail(f"there is no verb {verb}: use `openrlhf {command}` with the flags of your run (docs/algorithms.md).")
         hint = did_you_mean(nearest(verb, known))
         fail(f"there is no verb {verb}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own.")
     train_offline(flags_or_exit(tasks[verb].root, argv, command=verb), verb)

@@ -10,6 +10,7 @@ from openrlhf.config.flags import notice
 from openrlhf.data.errors import DataError
 
 CHARACTERS_PER_TOKEN = 64  # more than any text of words has: a longer one cannot fit, and can take minutes to tokenize
+LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of Transformers
 FEWEST_CHARACTERS = 1 << 16
 
 
@@ -47,6 +48,8 @@ def get_tokenizer(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = padding_side
+    # As if shown once: our own flags limit lengths, and say what they cut.
+    tokenizer.deprecation_warnings[LENGTH_WARNING] = True
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer

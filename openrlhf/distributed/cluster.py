@@ -40,8 +40,6 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 # A control store that keeps its state elsewhere may start again. Ray ends its drivers 60 s after its death.
 JOINED_PATIENCE_S = 40.0
 PRINT_OF_RAY: Callable[[Any, bool], None] = worker.print_to_stdstream
-# The control store of a Ray that we start does not start again. Ray's agents would wait for it, for a minute.
-RECONNECT_S = ("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
 STARTED_BY = "OPENRLHF_RAY_STARTED_BY"  # a variable of all processes of a Ray that we start, with a value of its own
 
 
@@ -161,7 +159,6 @@ def _start_ray(plan: Placement) -> str:
     chosen = {name: value for name, value in OWN_RAY.items() if f"RAY_{name}" not in os.environ}
     # The autoscaler and the reader of logs have nothing to do here.
     parameter.RayParams = LEAN  # type: ignore[assignment, misc]
-    os.environ.setdefault(*RECONNECT_S)
     os.environ[STARTED_BY] = f"{os.getpid()}-{time.time_ns()}"
     try:
         context = _init_ray(

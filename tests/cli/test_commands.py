@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -14,13 +15,15 @@ import pytest
 
 from openrlhf import __version__
 from openrlhf.cli import common, main
+from openrlhf.config.commands import VERBS
 from openrlhf.config.flags import ConfigError, amend, flags_of
 from openrlhf.config.machine import installed
+from openrlhf.config.methods import COMMANDS as METHODS
 from openrlhf.config.places import outputs
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed import cluster
 from openrlhf.locks import InUseError
-from tests.config.commands import COMMANDS
+from tests.config.commands import COMMANDS, violations
 
 
 def test_the_installed_versions_are_supported() -> None:
@@ -146,6 +149,50 @@ def test_a_misspelt_verb_is_answered_with_the_nearest(capsys: pytest.CaptureFixt
     assert ended.value.code == 2
     errors = capsys.readouterr().err
     assert "Did you mean ppo?" in errors and "--plugin FILE.py" in errors
+
+
+@pytest.mark.parametrize(
+    ("verb", "command"),
+    [
+        ("grpo", "ppo --algo.advantage.estimator group_norm"),
+        ("train_grpo_ray", "ppo --algo.advantage.estimator group_norm"),
+        ("GRPO", "ppo --algo.advantage.estimator group_norm"),
+        ("dr-grpo", "ppo --algo.advantage.estimator dr_grpo"),
+        ("reinforce++", "ppo --algo.advantage.estimator reinforce"),
+        ("reinforce++-baseline", "ppo --algo.advantage.estimator reinforce_baseline"),
+        ("ppo_ray", "ppo"),
+        ("simpo", "dpo --model.loss_type simpo"),
+    ],
+)
+def test_verb_that_is_a_method_names_its_command_and_flags(
+    verb: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main([verb])
+    assert ended.value.code == 2
+    assert f"openrlhf {command}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_flags_of_a_method_are_accepted(method: str) -> None:
+    verb, *flags = METHODS[method].split()
+    assert violations(VERBS[verb]["command"], " ".join(flags)) == []
+
+
+def test_ctrl_c_while_a_command_imports_its_modules_ends_it_without_a_traceback() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "openrlhf.cli.train_sft", "--model.model_name_or_path", "missing"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr
+    while not process.stderr.readline().rstrip().endswith("openrlhf.config.machine"):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted" and "Traceback" not in errors
 
 
 def test_a_plugin_that_a_verb_is_looked_for_in_and_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,16 @@ def test_the_padding_side_is_the_one_asked_for(saved: str, side: str) -> None:
     assert get_tokenizer(saved, padding_side=side).padding_side == side
 
 
+def test_text_longer_than_the_tokenizer_allows_gives_no_warning_of_transformers(
+    saved: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(saved, model_max_length=4)
+    tokenizer = get_tokenizer(saved)
+    with caplog.at_level("WARNING"):
+        assert len(tokenizer("a" * 20).input_ids) > tokenizer.model_max_length == 4
+    assert caplog.records == []
+
+
 def test_a_given_chat_template_replaces_the_tokenizers_own(saved: str) -> None:
     tokenizer = get_tokenizer(saved, chat_template="{{ messages[0].content }}!")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
