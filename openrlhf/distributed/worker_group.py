@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from openrlhf.config.flags import UserError
 from openrlhf.config.machine import quick_imports
@@ -22,6 +22,8 @@ from openrlhf.distributed.devices import free_port, redirect_output, worker_envi
 from openrlhf.distributed.layout import RankLayout
 from openrlhf.distributed.placement import HostGroup, Machine, Slots
 
+# What Ray raises for a call to a process that has died, or that Ray has killed because the machine's memory is used up.
+DEATHS = (RayActorError, OutOfMemoryError)
 TOLD_S = 5.0  # in which Ray tells that a process has died
 Span = tuple[float, float]  # beginning and end of the time in which a role worked, in seconds of the clock
 
@@ -211,7 +213,7 @@ def gather(
         # be a peer's view of a death.
         lost = None if isinstance(error.cause, UserError) else _death(waiting, log_of, doing)
         raise lost or error.cause from error
-    except RayActorError as error:
+    except DEATHS as error:
         raise _died(error, log_of[done[0]], doing) from error
 
 
@@ -220,15 +222,26 @@ def _death(waiting: Sequence[Any], log_of: Mapping[Any, str], doing: str) -> Wor
     for reference in ray.wait(list(waiting), num_returns=len(waiting), timeout=TOLD_S)[0] if waiting else []:
         try:
             ray.get(reference)
-        except RayActorError as error:
+        except DEATHS as error:
             return _died(error, log_of[reference], doing)
         except RayTaskError:  # one more of its peers
             pass
     return None
 
 
-def _died(error: RayActorError, log: str, doing: str) -> WorkerError:
-    return WorkerError(f"a process died while the run was about to {doing}: {error}. Its log: {log}")
+def _died(error: Exception, log: str, doing: str) -> WorkerError:
+    return WorkerError(f"a process died while the run was about to {doing}: {reason_of_death(error)}. Its log: {log}")
+
+
+def reason_of_death(error: Exception) -> str:
+    """Return what one of `DEATHS` says. Ray's lists of the machine's processes and objects are left out."""
+    if not isinstance(error, OutOfMemoryError):
+        return str(error)
+    first_line = str(error).partition("\n")[0]
+    return (
+        f"Ray killed it, because the machine ran out of memory ({first_line}) Use smaller micro-batches, fewer processes or "
+        "engines on this machine, or offload"
+    )
 
 
 def _noted(answer: Any, call: Call) -> Any:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from openrlhf.distributed.cluster import machines
 from openrlhf.distributed.placement import HostGroup, Machine, Placement, Slots
-from openrlhf.distributed.worker_group import Call, HostHandles, WorkerError, gather
+from openrlhf.distributed.worker_group import DEATHS, Call, HostHandles, WorkerError, gather, reason_of_death
 from openrlhf.observability.metrics import Metric
 from openrlhf.rollout.background import CLOSE_S, RolloutError
 from openrlhf.rollout.engine import EngineDied, EngineError, RequestRefused, RolloutEngine
@@ -125,7 +124,7 @@ class Fleet:
         for member, actor, answer in asked:
             try:
                 await answer
-            except (RayActorError, EngineDied) as error:
+            except (*DEATHS, EngineDied) as error:
                 self.lose(member, actor, error)
 
     async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
@@ -142,7 +141,7 @@ class Fleet:
             except asyncio.CancelledError:  # cancel the samples in the engine too
                 ray.cancel(answer)
                 raise
-            except (RayActorError, EngineDied) as error:
+            except (*DEATHS, EngineDied) as error:
                 self.lose(member, actor, error)
             except RequestRefused as error:  # Ray's copy of it has the traceback as its text
                 raise getattr(error, "cause", error) from None
@@ -249,7 +248,7 @@ class Fleet:
         for reference in answered:
             try:
                 ray.get(reference)
-            except (RayActorError, EngineError) as error:
+            except (*DEATHS, EngineError) as error:
                 self.lose(*asked[reference], error)
 
     @contextmanager
@@ -257,9 +256,9 @@ class Fleet:
         """Within it, an engine's failure is a RolloutError that names the logs."""
         try:
             yield
-        except (RayActorError, EngineError) as error:
+        except (*DEATHS, EngineError) as error:
             raise RolloutError(
-                f"an engine failed: {error}. Logs: {', '.join(member.log for member in list(self._members.values()))}"
+                f"an engine failed: {reason_of_death(error)}. Logs: {', '.join(member.log for member in list(self._members.values()))}"
             ) from error
 
     def stop(self) -> None:
