@@ -39,6 +39,7 @@ from openrlhf.launch.prompt_data import (
 )
 from openrlhf.launch.ray_loss import RayLoss
 from openrlhf.launch.reinforcement import show_prompts
+from openrlhf.models.weights import require_finite_files
 from openrlhf.observability.metrics import Metric
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import sample_row
@@ -275,7 +276,8 @@ def say_engines_start(recorder: Recorder, config: settings.Engines, path: str) -
 def engines(
     config: settings.Engines, path: str, tokenizer: PreTrainedTokenizerBase, *, name: str, logs: Path
 ) -> Iterator[Fleet]:
-    """The engines of a model, which run within it."""
+    """The engines of a model, which run within it. Raises ModelError for weights that are NaN or infinite."""
+    require_finite_files(path)  # vLLM reads the files by itself
     plan = alone(engine_group(config.vllm, name))
     [group], made_of = plan.groups, settings.engine_settings(config, path, engine_device(), tokenizer)
     with closing(Fleet(group, places_now(plan)[name], on_gpus=plan.on_gpus)) as fleet, fleet.naming_logs():

@@ -92,6 +92,8 @@ def scorer_tokenizer(config: settings.Sampling) -> PreTrainedTokenizerBase:
 def check_language_model(config: ModelCommand, path: str) -> None:
     """Raise ModelError unless the model is a language model with enough positions for --data.max_len."""
     spec = settings.load_spec(config, path)
+    if isinstance(config, PPOConfig) and path == config.actor.model_name_or_path:
+        spec = spec.trained(config.actor, config.ds.lora, config.train.seed)
     check_causal_lm(spec)
     check_positions(spec)
 

@@ -26,6 +26,7 @@ from openrlhf.launch.run import Run
 from openrlhf.launch.run_length import check_steps
 from openrlhf.models.proof import UNPROVEN
 from openrlhf.models.stored_files import check_can_be_exported
+from openrlhf.models.weights import require_finite_files
 from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
@@ -90,6 +91,8 @@ def train(config: PPOConfig, processes: Processes, loss: RayLoss) -> None:
     replay = replay_folder(config, data, done=done, consumed=consumed)
     if config.dry_run:
         return show_plan(config, data, processes.plan)
+    if config.rollout.only:
+        require_finite_files(config.actor.model_name_or_path)  # no worker loads the policy, and vLLM does not look
     processes.start()
     run = Run(config, data, start, kind, processes, checkpoints, checkpoint, replay)
     with loss.closing(run.recorder.close), run.started() as trainer:

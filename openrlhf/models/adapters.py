@@ -78,6 +78,21 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list
     return list(wanted)
 
 
+def unadapted_experts(model: PreTrainedModel, path: str) -> str | None:
+    """Return a sentence about the experts of a mixture, which adapters cannot be put beside; None if there are none.
+
+    Transformers holds the experts of a layer in stacked tensors, which are no linear layers.
+    """
+    experts = [weight for name, weight in model.named_parameters() if weight.dim() == 3 and ".experts." in name]
+    if not experts:
+        return None
+    share = sum(weight.numel() for weight in experts) / sum(weight.numel() for weight in model.parameters())
+    return (
+        f"--ds.lora.rank: {path} is a mixture of experts, and adapters train its attention and other linear layers alone: the "
+        f"experts, {share:.0%} of its weights, stay as they are. To train the experts too, leave out --ds.lora.rank."
+    )
+
+
 def untie_adapted(model: PreTrainedModel) -> bool:
     """Give a model with adapters an output layer of its own if it is tied to the embeddings, and one of both is adapted.
 

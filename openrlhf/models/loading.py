@@ -21,8 +21,8 @@ from openrlhf.config.commands import ModelCommand
 from openrlhf.config.flags import notice
 from openrlhf.config.shared import LoadingConfig, LoraConfig, TrainedModelConfig
 from openrlhf.models import packed_attention
-from openrlhf.models.adapters import with_adapters
-from openrlhf.models.weights import ModelError, StoredWeights, require_finite
+from openrlhf.models.adapters import unadapted_experts, with_adapters
+from openrlhf.models.weights import ModelError, StoredWeights, odd_experts, require_finite
 
 # Configuration entries by which some architectures transform logits after the output layer.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -69,7 +69,7 @@ def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
 
 
 def check_causal_lm(spec: LoadSpec) -> None:
-    """Raise ModelError as `load_causal_lm` would, except for numbers that are not finite.
+    """Raise ModelError as `load_causal_lm` would, except for numbers that are not finite. Print notices.
 
     Reads names and sizes of the weights only, so that a run can do it before it starts a process.
     """
@@ -79,16 +79,19 @@ def check_causal_lm(spec: LoadSpec) -> None:
 
 
 def named_weights(model_class: Any, spec: LoadSpec, **more: Any) -> StoredWeights | None:
-    """Compare names and sizes of the stored weights with the architecture, and print a notice about unused weights.
+    """Compare names and sizes of the stored weights with the architecture. Print notices about unused weights, and about
+    experts that adapters leave out.
 
     Returns None for a quantized model, whose names only its own loader knows.
     """
     if getattr(configuration(spec), "quantization_config", None):
         return None
     model, stored = read_model(model_class, spec, device_map="meta", trust_remote_code=spec.trust_remote_code, **more)
-    del model
     if stored.notice:
         notice(stored.notice)
+    if spec.lora and spec.lora.rank and (left_out := unadapted_experts(model, spec.path)):
+        notice(left_out)
+    del model
     return stored
 
 
@@ -256,6 +259,10 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (ArithmeticError, AssertionError, AttributeError, IndexError, RuntimeError, TypeError) as error:
+        if odd := odd_experts(spec.path):  # Transformers stacks experts, and names none of them if it cannot
+            raise ModelError(
+                f"the weights in {spec.path} are not those of its config.json: {odd}. Download or export the model again."
+            ) from error
         raise ModelError(
             f"the model {spec.path} cannot be made from its config.json and its weights: {type(error).__name__}: {error}"
         ) from error

@@ -1,6 +1,8 @@
 """The check that a loaded model is the model in its files: every weight, with its size, and finite."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +10,8 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -15,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from openrlhf.config.flags import UserError
 
 SHOWN = 3  # names in a message
+EXPERT = re.compile(r"\.experts\.\d+\.")
 OUTPUT_LAYER = "lm_head."  # which a scalar model replaces
 
 
@@ -118,6 +123,42 @@ def _equal_in_files(path: str, name: str, other: str) -> bool:
     return torch.equal(*found)
 
 
+def require_finite_files(path: str) -> None:
+    """Raise ModelError, with the first names, if weights in the files of a model are NaN or infinite.
+
+    For models that another program loads. Reads one tensor at a time. `path` is a folder, or the name of a model that the
+    hub's cache has.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(path, local_files_only=True))
+        except (HfHubHTTPError, OSError, ValueError):
+            return  # the program that loads it says what is missing
+    found: list[str] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            found += [name for name in stored.keys() if not is_finite(stored.get_tensor(name))]  # noqa: SIM118 it is no mapping
+    _refuse_numbers(found, str(folder))
+
+
+def odd_experts(path: str) -> str | None:
+    """Return the first expert's weight whose size differs from that of most experts of its layer, in words."""
+    sizes: dict[str, dict[str, tuple[int, ...]]] = {}  # by the names without the number of the expert
+    files: dict[str, Path] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 it is no mapping
+                files[name] = file
+                sizes.setdefault(EXPERT.sub(".experts.", name), {})[name] = tuple(stored.get_slice(name).get_shape())
+    for experts in sizes.values():
+        [(usual, _)] = Counter(experts.values()).most_common(1)
+        for name, size in experts.items():
+            if size != usual:
+                return f"{name} is {_by(size)} in {files[name]}, and the other experts' are {_by(usual)}"
+    return None
+
+
 def require_finite(model: nn.Module, path: str) -> None:
     """Raise ModelError, with the names, if weights of a loaded model are NaN or infinite. Collective under ZeRO 3."""
     found: list[str] = []
@@ -130,6 +171,10 @@ def require_finite(model: nn.Module, path: str) -> None:
         parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(parts, found)
         found = [name for name in model.state_dict() if any(name in part for part in parts)]
+    _refuse_numbers(found, path)
+
+
+def _refuse_numbers(found: list[str], path: str) -> None:
     if found:
         raise ModelError(
             f"{len(found)} weights in {path} are NaN or infinite: {_first(found)} ({_file_of(path, found[0])}). "
@@ -141,6 +186,8 @@ def is_finite(weight: Tensor) -> bool:
     """Return whether no number is NaN or infinite."""
     if not weight.is_floating_point():
         return True
+    if weight.dtype.itemsize == 1:  # no sums in 8 bits
+        weight = weight.float()
     # A sum needs no memory, and is finite unless a number is not or it overflows.
     return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
 

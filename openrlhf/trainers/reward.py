@@ -16,7 +16,7 @@ from openrlhf.data.loading import Table
 from openrlhf.models.scalar import ScalarModel, check_scalar_weights, last_token_scores, load_scalar
 from openrlhf.observability.metrics import Deviation, Mean, Metric
 from openrlhf.trainers.preference import PairTask, pair_metrics
-from openrlhf.trainers.tasks import load_spec, offline_task, trained_spec
+from openrlhf.trainers.tasks import offline_task, trained_spec
 
 # Without an evaluation set: the part of the training rows that is measured, and the fewest rows.
 MEASURED, FEWEST = 0.01, 100
@@ -42,7 +42,7 @@ class RewardTask(PairTask[RMConfig, Pairs]):
     def check_model(self) -> None:
         """Raise ModelError unless the folder has a complete model that a scalar head fits on."""
         prefix, reinit_head = self.config.ds.value_head_prefix, self.config.model.reinit_head
-        check_scalar_weights(load_spec(self.config), head_prefix=prefix, reinit_head=reinit_head)
+        check_scalar_weights(trained_spec(self.config), head_prefix=prefix, reinit_head=reinit_head)
 
     def load_model(self) -> ScalarModel:
         """A language model with a scalar head."""

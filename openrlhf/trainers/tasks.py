@@ -154,7 +154,8 @@ class LanguageTask(OfflineTask[Config, Row, Micro]):
 
     def check_model(self) -> None:
         """Raise ModelError unless the folders have complete language models that can be trained here."""
-        for path in {None, *self.frozen_paths().values()}:
+        check_causal_lm(trained_spec(self.config))
+        for path in set(self.frozen_paths().values()) - {None}:
             check_causal_lm(load_spec(self.config, path))
 
     def load_model(self) -> PolicyModel:

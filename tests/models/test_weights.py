@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from openrlhf.cli import main
+from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.options import parse_config
+from openrlhf.config.shared import LoraConfig
 from openrlhf.evaluation import batch_inference, chat, runs
 from openrlhf.launch import offline, start
 from openrlhf.models.loading import ModelError, check_causal_lm, load_causal_lm
 from openrlhf.models.scalar import check_is_scalar, check_scalar_weights, load_scalar
+from openrlhf.models.weights import require_finite_files
+from tests.config.commands import SMALLEST
 from tests.loading import load_spec
 from tests.tiny import save_reward_model, save_tiny_model
 
@@ -113,6 +119,63 @@ def test_a_model_of_another_format_is_refused_with_the_names_of_its_files(file: 
     (tmp_path / file).touch()
     with pytest.raises(ModelError, match=file):
         check_causal_lm(load_spec(tmp_path))
+
+
+@pytest.mark.parametrize("change", NUMBERS, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_files_with_numbers_that_are_not_finite_are_refused_before_an_engine_reads_them(
+    dtype: torch.dtype, change: Callable[[Weights], Weights], tmp_path: Path
+) -> None:
+    folder = Path(save_tiny_model(tmp_path / "lm"))
+
+    def stored_as(weights: Weights) -> Weights:
+        return {name: weight.to(dtype) for name, weight in weights.items()}
+
+    require_finite_files(str(rewrite(folder, stored_as)))
+    rewrite(folder, lambda weights: stored_as(change({name: weight.float() for name, weight in weights.items()})))
+    with pytest.raises(ModelError) as refused:
+        require_finite_files(str(folder))
+    assert NUMBERS[change] in str(refused.value) and "model.safetensors" in str(refused.value)
+
+
+def test_engines_of_a_model_that_is_not_finite_are_not_started(tmp_path: Path) -> None:
+    folder = rewrite(save_tiny_model(tmp_path / "lm"), with_nan)
+    config = parse_config(EvaluationConfig, [*SMALLEST["eval"].split()], command="eval")
+    with (
+        pytest.raises(ModelError, match=re.escape(DOWN)),
+        runs.engines(config, str(folder), None, name="vllm", logs=tmp_path),
+    ):  # type: ignore[arg-type]
+        pytest.fail("an engine was started")
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
+def test_an_expert_of_another_size_is_named_with_its_file_and_both_sizes(kind: str, tmp_path: Path) -> None:
+    folder = Path(save_tiny_model(tmp_path, kind))
+    name = sorted(name for name in load_file(folder / "model.safetensors") if ".experts.3." in name)[0]
+
+    def widened(weights: Weights) -> Weights:
+        rows, columns = weights[name].shape
+        return weights | {name: torch.ones(rows + 1, columns)}
+
+    rows, columns = load_file(folder / "model.safetensors")[name].shape
+    rewrite(folder, widened)
+    for read in (check_causal_lm, load_causal_lm):
+        with pytest.raises(ModelError) as refused:
+            read(load_spec(folder))
+        for words in (name, f"{rows + 1} × {columns}", f"{rows} × {columns}", "model.safetensors"):
+            assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("kind", "has_experts"), [("mixtral", True), ("qwen3-moe", True), ("qwen2-tied", False)])
+def test_adapters_beside_a_mixture_of_experts_are_pointed_out(
+    kind: str, has_experts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny_model(tmp_path, kind)
+    check_causal_lm(load_spec(folder))
+    assert "--ds.lora.rank" not in capsys.readouterr().err
+    for check in (check_causal_lm, check_scalar_weights):
+        check(load_spec(folder, lora=LoraConfig(rank=4)))
+        assert ("--ds.lora.rank" in capsys.readouterr().err) == has_experts
 
 
 def test_an_untied_model_without_an_output_layer_is_refused(tmp_path: Path) -> None:
