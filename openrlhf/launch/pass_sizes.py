@@ -5,7 +5,7 @@ from openrlhf.data.findings import Finding, Level
 from openrlhf.launch.settings import needs_old_logprobs
 
 GPU_TOKENS = 16_192  # of a pass that keeps a device busy: the default of --train.max_tokens_per_gpu
-CPU_TOKENS = 2048  # what larger passes gain on a CPU is little, and their memory is not
+CPU_TOKENS = 1024  # what larger passes gain on a CPU is little, and their memory is not
 TRAINED, SCORED = "train.micro_batch_size", "rollout.micro_batch_size"
 
 

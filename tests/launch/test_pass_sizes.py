@@ -25,7 +25,7 @@ def advised(config: PPOConfig, longest: int = 28, *, on_gpus: bool = False) -> d
 
 
 def test_samples_that_pass_one_by_one_are_found_with_the_sizes_that_fit() -> None:
-    assert advised(ppo(GRPO)) == {"train.micro_batch_size": 16, "rollout.micro_batch_size": CPU_TOKENS // 128}
+    assert advised(ppo(GRPO)) == {"train.micro_batch_size": 8, "rollout.micro_batch_size": CPU_TOKENS // 128}
     assert advised(ppo(GRPO), on_gpus=True) == {
         "train.micro_batch_size": 64,
         "rollout.micro_batch_size": GPU_TOKENS // 128,
