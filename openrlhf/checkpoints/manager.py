@@ -36,6 +36,7 @@ GOES_ON = "Step {} is saved: --ckpt.load_enable goes on from it."  # told by a r
 GIB = 2**30
 FULL = 2**20  # bytes: with less than this free a disk counts as full
 MANIFEST = ".manifest.json"
+TORCH_CANNOT_WRITE = ("PytorchStreamWriter", "file write failed", "unexpected pos")  # in its errors
 
 
 class CheckpointManager:
@@ -146,13 +147,21 @@ class CheckpointManager:
 
     @contextmanager
     def writing(self, staged: StagedCheckpoint) -> Iterator[None]:
-        """Within it, in any process, a failure on a full disk is a CheckpointError that says so; torch's own error does not."""
+        """Raise CheckpointError if the files of the block cannot be written, in any process.
+
+        torch raises an error of its own kind, which does not say why: a full disk, a quota, or a limit on the size of files.
+        """
         try:
             yield
+        except OSError as error:
+            raise self._failed(staged.tag, error) from error
         except Exception as error:
-            if shutil.disk_usage(staged.directory).free > FULL:
+            full = shutil.disk_usage(staged.directory).free <= FULL
+            if not full and not any(words in str(error) for words in TORCH_CANNOT_WRITE):
                 raise
-            raise self._failed(staged.tag, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
+            if full:
+                raise self._failed(staged.tag, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
+            raise self._failed(staged.tag, OSError(str(error).splitlines()[0])) from error
 
     def _failed(self, tag: str, error: OSError) -> CheckpointError:
         return CheckpointError(

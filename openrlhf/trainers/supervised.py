@@ -1,9 +1,9 @@
 """The offline loop: windows of rows, one optimizer step each. A task defines rows, models, counts and loss."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Generic, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
 from openrlhf.checkpoints.manager import GOES_ON, CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint, EngineLayout, RunState, StagedCheckpoint
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.distributed.engine import TrainEngine
 from openrlhf.distributed.strategy import Strategy
@@ -20,6 +20,8 @@ from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.tasks import Micro, OfflineTask, Row, Rows
 from openrlhf.workers.base import MicroBatchLimits, export_trained
+
+T = TypeVar("T")
 
 
 class EvaluationInterrupted(Exception):
@@ -51,6 +53,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.eval_steps = config.eval.steps if config.eval.steps > 0 else self.steps_per_epoch
         self.limits = MicroBatchLimits(size=self.train.micro_batch_size, packed=config.ds.packing_samples)
         self.step = self.resumed_at = 0
+        self.saved = -1  # the step of the newest checkpoint
 
     def fit(self) -> None:
         """Train until the steps or the patience are used up, then export to --ckpt.output_dir."""
@@ -134,7 +137,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or terminated):
             self.save()
         if terminated:
-            if self.recorder and self.ckpt.resumable:
+            if self.recorder and self.ckpt.resumable and self.saved == self.step:
                 self.recorder.display.note(GOES_ON.format(self.step))
             raise SystemExit(terminated)
 
@@ -210,19 +213,47 @@ class SupervisedTrainer(Generic[Row, Micro]):
         yield from [([self.eval_rows[0]], False)] * missing
 
     def save(self, *, best: bool = False) -> None:
-        """Write a checkpoint of the current state. Collective over the ranks."""
+        """Write a checkpoint of the current state, or say why it cannot be written and continue. Collective over the ranks.
+
+        Raises CheckpointError if one of several ranks cannot write its part: the other ranks wait for it.
+        """
         if self.ckpt.disable_ds and not self.ckpt.save_hf:
             return
-        begun = self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf) if self.strategy.is_main else None
-        staged: StagedCheckpoint = self.strategy.broadcast(begun)
-        with self.checkpoints.writing(staged):
-            if not self.ckpt.disable_ds:
-                self.engine.save(staged.engine_dir(), staged.tag)
-            if self.ckpt.save_hf:
-                self.export(staged.hf_dir)
+        staged = self._on_main(lambda: self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf))
+        if staged is None:
+            return
+        try:
+            with self.checkpoints.writing(staged):
+                if not self.ckpt.disable_ds:
+                    self.engine.save(staged.engine_dir(), staged.tag)
+                if self.ckpt.save_hf:
+                    self.export(staged.hf_dir)
+        except CheckpointError as error:
+            if self.strategy.dp_size > 1:
+                raise
+            self._note_failed_save(error)
+            return
+        state, value = self._state(), self.best.value_of(self.step)
+        if self._on_main(lambda: self.checkpoints.commit(staged, state=state, metric_value=value)):
+            self.saved = self.step
+
+    def _on_main(self, work: Callable[[], T]) -> T | None:
+        """Return the result of `work` in the main process, on all ranks; None, with a note, if it is a CheckpointError."""
+        outcome: T | CheckpointError | None = None
         if self.strategy.is_main:
-            self.checkpoints.commit(staged, state=self._state(), metric_value=self.best.value_of(self.step))
-        self.strategy.barrier()
+            try:
+                outcome = work()
+            except CheckpointError as error:
+                outcome = error
+        outcome = self.strategy.broadcast(outcome)
+        if isinstance(outcome, CheckpointError):
+            self._note_failed_save(outcome)
+            return None
+        return outcome
+
+    def _note_failed_save(self, error: CheckpointError) -> None:
+        if self.recorder:
+            self.recorder.display.note(f"The run continues without a checkpoint of step {self.step}: {error}")
 
     def _state(self) -> RunState:
         return replace(

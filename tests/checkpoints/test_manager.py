@@ -453,12 +453,14 @@ def test_a_disk_that_fills_during_a_save_is_said_to_be_full(tmp_path: Path, monk
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(2)
 
-    def write() -> None:
+    def write(message: str = "[enforce fail at inline_container.cc:664] . unexpected pos 283200 vs 283088") -> None:
         with manager.writing(staged):
-            raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 283200 vs 283088")
+            raise RuntimeError(message)
 
-    with pytest.raises(RuntimeError, match="unexpected pos"):  # there is room: something else is wrong
+    with pytest.raises(CheckpointError, match=r"--ckpt\.path .*unexpected pos"):  # there is room: a quota, perhaps
         write()
+    with pytest.raises(RuntimeError, match=r"^a defect$"):
+        write("a defect")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
     with pytest.raises(
         CheckpointError, match=r"global_step2 .*--ckpt\.path .*No space left on device.*--ckpt\.max_num"

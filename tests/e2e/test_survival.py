@@ -16,6 +16,7 @@ import pytest
 
 from openrlhf.distributed.devices import free_port
 from tests.e2e.commands import (
+    PLAIN,
     column,
     finish,
     launch,
@@ -223,6 +224,29 @@ def test_an_interrupted_run_saves_its_last_step_and_goes_on_to_the_same_numbers(
     ]
     run("train_ppo_ray", {**settings, "ckpt.load_enable": True})
     assert numbers(folder) == numbers(whole)
+
+
+def test_offline_run_whose_checkpoints_cannot_be_written_trains_to_its_end_and_exports_its_model(
+    workspace: Path,
+) -> None:
+    """No file may be larger than 400 KiB: the model has 213 KiB, the state of its optimizer 638 KiB."""
+    folder = workspace / "no-room"
+    settings = {
+        "model.model_name_or_path": workspace / "model",
+        "data.dataset": workspace / "rows.jsonl",
+        "data.output_key": "output",
+        "data.max_len": 32,
+        "train.batch_size": 48,
+        "ds.param_dtype": "fp32",
+        "ckpt.save_steps": 2,
+        **places(folder),
+    }
+    limited = ["bash", "-c", 'ulimit -f 400; exec "$@"', "bash", *PLAIN]
+    done = run("train_sft", settings, launcher=limited)
+    assert done.printed.count(f"{folder / 'checkpoints'}") == 4, done.printed
+    assert "Traceback" not in done.errors
+    assert list((folder / "checkpoints").glob("*.manifest.json")) == []
+    assert (folder / "model" / "model.safetensors").exists()
 
 
 def test_an_offline_run_that_is_terminated_and_then_interrupted_saves_its_last_step_and_goes_on_to_the_same_numbers(
