@@ -40,7 +40,11 @@ def flags_or_exit(root: type[C], argv: Sequence[str], *, command: str, on_ray: b
                     f"The running Ray has no GPU, but this machine has {gpus}: start Ray with --num-gpus {gpus}, or set "
                     "CUDA_VISIBLE_DEVICES= (empty) for a run on CPUs."
                 )
-        config = parse_config(root, argv, command=command)
+        try:
+            config = parse_config(root, argv, command=command)
+        except BrokenPipeError:  # a reader of --help, such as `head`, has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(0) from None
     check_folders(config)
     return config
 

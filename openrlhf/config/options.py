@@ -32,7 +32,7 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
     """
     for place, word in enumerate(argv):
         if word in ("-h", "--help"):
-            print(help_text(root, command, topic="".join(argv[place + 1 : place + 2])))
+            print(help_text(root, command, topic="".join(argv[place + 1 : place + 2])), flush=True)
             raise SystemExit(0)
     reader = Reader(root, command).read(argv)
     config, notices = amend(root(), {**reader.given, "given": reader.given}).resolve(command=command)

@@ -195,6 +195,13 @@ def test_ctrl_c_while_a_command_imports_its_modules_ends_it_without_a_traceback(
     assert errors.splitlines()[-1] == "interrupted" and "Traceback" not in errors
 
 
+def test_a_reader_of_the_help_that_has_enough_ends_it_without_a_traceback() -> None:
+    shown = subprocess.run(
+        f"{sys.executable} -m openrlhf.cli.main sft --help all | head -1", shell=True, capture_output=True, text=True
+    )
+    assert shown.stdout.startswith("usage") and shown.stderr == ""
+
+
 def test_a_plugin_that_a_verb_is_looked_for_in_and_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["mine", "--train.seed", "1", "--plugin", "gone.py"])
