@@ -137,7 +137,15 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     ("verb", "file"),
     re.findall(r"openrlhf (\w+) --config (\S+)", (REAL_MODEL / "README.md").read_text(encoding="utf-8")),
 )
-def test_the_files_of_flags_of_the_real_model_are_accepted(verb: str, file: str) -> None:
+def test_the_files_of_flags_of_the_real_model_are_accepted(
+    verb: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page's first command writes the data that the files name."""
+    for name in re.findall(r"\bdata/[\w/.]+", (ROOT / file).read_text(encoding="utf-8")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
     command = VERBS[verb]["command"]
     parse_config(ROOTS[command], ["--config", str(ROOT / file)], command=command)
 

@@ -19,6 +19,10 @@ from openrlhf.models.shared_prefixes import sharing
 NAME, FLASH = "packed_sdpa", "flash_attention_2"
 
 
+class UnsupportedAttentionError(ValueError):
+    """A model's attention cannot be computed for packed rows here; the message says why."""
+
+
 def packed_sdpa(
     module: nn.Module,
     query: Tensor,  # (1, H, N, D)
@@ -26,7 +30,7 @@ def packed_sdpa(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    document_lengths: Sequence[int],
+    document_lengths: Sequence[int] | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -34,13 +38,19 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document of a packed row. Returns (1, N, H, D).
 
-    Raises ValueError for attention variants that plain scaled-dot-product attention would silently compute wrongly.
+    Raises UnsupportedAttentionError for attention variants that plain scaled-dot-product attention would silently compute
+    wrongly, and for layers that do not say where the documents begin.
     """
+    if document_lengths is None:
+        raise UnsupportedAttentionError(
+            "its attention layers do not hand keyword arguments on to the attention function, so that the borders of packed "
+            "sequences do not reach it"
+        )
     for variant in ("softcap", "s_aux"):
         if kwargs.get(variant) is not None:
-            raise ValueError(
-                f"this model's attention uses `{variant}`, which packed SDPA does not compute. "
-                "Drop --ds.packing_samples, or use --ds.attn_implementation flash_attention_2 on a GPU."
+            raise UnsupportedAttentionError(
+                f"its attention uses `{variant}`, which packed SDPA does not compute "
+                "(--ds.attn_implementation flash_attention_2 does, on a GPU)"
             )
     lengths, grouped = list(document_lengths), query.shape[1] != key.shape[1]
     # PyTorch's attention for CPUs takes half the time in float32 that it takes in bfloat16.

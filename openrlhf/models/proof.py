@@ -45,6 +45,7 @@ def prove_layout(model: nn.Module) -> None:
     model = getattr(model, "module", model)
     if not isinstance(model, Proven):
         return
+    require_decoder(model)
     weights, training = next(model.parameters()), model.training
     texts: list[tuple[Tensor, tuple[int, ...], int]] = []  # tokens, lengths, and the sequence that is compared
     for tokens in _texts(model):
@@ -57,12 +58,30 @@ def prove_layout(model: nn.Module) -> None:
         try:
             model.eval()
             faults = [_fault(model, *text, weights.dtype) for text in texts]
+        except packed_attention.UnsupportedAttentionError as error:
+            raise ModelError(_refusal(model, f"cannot compute them: {error}")) from error
         except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise ModelError(_refusal(model, f"fails with {type(error).__name__}: {error}")) from error
+            raise ModelError(
+                _refusal(model, f"fails in its own code or in Transformers' ({type(error).__name__}: {error})")
+            ) from error
         finally:
             model.train(training)
     if found := [fault for fault in faults if fault]:
         raise ModelError(_refusal(model, found[-1]))
+
+
+def require_decoder(model: Proven) -> None:
+    """Raise ModelError unless Transformers has the decoder of a model as a part of its own, below the output layer.
+
+    Training reads hidden states from it, so that logits exist for a chunk of tokens at a time.
+    """
+    decoder: Any = model.hf.get_decoder()
+    if isinstance(decoder, PreTrainedModel) and decoder is not model.hf:
+        return
+    raise ModelError(
+        f"{model.hf.name_or_path or 'the model'}, of type {model.hf.config.model_type}, cannot be trained: as its decoder, below the "
+        f"output layer, Transformers gives a {type(decoder).__name__}. Use another architecture (Llama, Qwen, Mistral, …)."
+    )
 
 
 def attention_reach(config: PretrainedConfig, max_len: int) -> int:
@@ -142,7 +161,7 @@ def _differentiated(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple
 
     def cut(_: nn.Module, __: object, output: Tensor) -> Tensor:
         leaves.append(output.detach().requires_grad_())
-        return leaves[-1]
+        return leaves[-1].clone()  # some models scale embeddings in place, which a leaf forbids
 
     with hf.get_input_embeddings().register_forward_hook(cut):
         numbers = forward()

@@ -176,15 +176,27 @@ def test_the_reach_of_attention_is_read_from_the_configuration(
 
 @pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
 def test_attention_that_cannot_be_packed_is_one_sentence(kind: str) -> None:
-    with pytest.raises(ModelError, match=rf"of type {kind}.*fails with TypeError.*Drop --ds\.packing_samples"):
+    with pytest.raises(ModelError, match=rf"of type {kind}.*keyword arguments.*Drop --ds\.packing_samples"):
         prove_layout(PolicyModel(random_model(kind, packing=True), packing=True))
     prove_layout(PolicyModel(random_model(kind, packing=False), packing=False))
 
 
-def test_an_architecture_that_cannot_be_run_is_one_sentence() -> None:
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("kind", "seen"), [("llama4_text", "Llama4ForCausalLM"), ("modernbert-decoder", "Linear")])
+def test_an_architecture_without_a_decoder_of_its_own_is_refused_with_what_is_in_its_place(
+    kind: str, seen: str, packing: bool
+) -> None:
     sizes = {"intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 16, "no_rope_layers": [1, 0]}
-    with pytest.raises(ModelError, match=r"llama4_text.*fails with AttributeError.*another architecture"):
-        prove_layout(PolicyModel(random_model("llama4_text", packing=False, **sizes), packing=False))
+    with pytest.raises(ModelError) as refused:
+        prove_layout(PolicyModel(random_model(kind, packing=packing, **sizes), packing=packing))
+    assert kind in str(refused.value) and seen in str(refused.value)
+    assert "Error" not in str(refused.value) and "--ds.packing_samples" not in str(refused.value)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_an_architecture_that_scales_its_embeddings_in_place_is_proven(packing: bool) -> None:
+    sizes = {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    prove_layout(PolicyModel(random_model("ctrl", packing=packing, **sizes), packing=packing))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -25,7 +25,7 @@ from openrlhf.models.scalar import check_is_scalar, check_scalar_weights, load_s
 from openrlhf.models.weights import require_finite_files
 from tests.config.commands import SMALLEST
 from tests.loading import load_spec
-from tests.tiny import save_reward_model, save_tiny_model
+from tests.tiny import character_tokenizer, save_reward_model, save_tiny_model
 
 Weights = dict[str, Tensor]
 DOWN, QUERY = "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"
@@ -141,10 +141,8 @@ def test_files_with_numbers_that_are_not_finite_are_refused_before_an_engine_rea
 def test_engines_of_a_model_that_is_not_finite_are_not_started(tmp_path: Path) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "lm"), with_nan)
     config = parse_config(EvaluationConfig, [*SMALLEST["eval"].split()], command="eval")
-    with (
-        pytest.raises(ModelError, match=re.escape(DOWN)),
-        runs.engines(config, str(folder), None, name="vllm", logs=tmp_path),
-    ):  # type: ignore[arg-type]
+    tokenizer, refused = character_tokenizer(), pytest.raises(ModelError, match=re.escape(DOWN))
+    with refused, runs.engines(config, str(folder), tokenizer, name="vllm", logs=tmp_path):
         pytest.fail("an engine was started")
 
 
