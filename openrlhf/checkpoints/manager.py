@@ -244,6 +244,31 @@ class CheckpointManager:
                     move(aside / place, self.root / place)
             _remove(aside)
 
+    def check_room(self, size: int) -> list[str]:
+        """Compare the disk's free space with checkpoints of about `size` bytes. Returns sentences that the user should know.
+
+        Raises CheckpointError if not even one checkpoint fits.
+        """
+        there = next(place for place in (self.root, *self.root.parents) if place.exists())
+        disk = shutil.disk_usage(there)
+        if not disk.total:  # some file systems report nothing
+            return []
+        one, free = f"about {size / GIB:.3g} GiB", f"{disk.free / GIB:.3g} GiB"
+        if disk.free < size:
+            raise CheckpointError(
+                f"--ckpt.path {self.root} has room for {free}, and a checkpoint of this run takes {one}. Make room, choose "
+                "another --ckpt.path, or write no checkpoints (--ckpt.save_steps -1)."
+            )
+        kept = sum(checkpoint.size for checkpoint in self.checkpoints())  # they make room for new ones
+        needed = min((self.max_num + 1) * size, self.max_bytes + size)
+        if disk.free + kept >= needed:
+            return []
+        return [
+            f"--ckpt.path {self.root} has room for {free}: too little for --ckpt.max_num {self.max_num} checkpoints of {one} "
+            f"each and one more, which is written before the oldest is removed ({needed / GIB:.3g} GiB). The run continues "
+            "without the checkpoints that do not fit. Lower --ckpt.max_num, or make room."
+        ]
+
     def _check_space(self) -> None:
         """Raise OSError if the disk has less room than the last checkpoint took."""
         needed = sum(checkpoint.size for checkpoint in self.checkpoints()[-1:])

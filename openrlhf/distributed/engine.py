@@ -90,6 +90,7 @@ class TrainEngine:
             restore_masters(engine.module, new)
         self.changed_share = ChangedShare(engine.module) if rounded else None  # None: no weight is rounded
         self.engine, self.strategy, self.name = engine, strategy, name
+        self._moments = 2 if optimizer.optim == "adam" else 1  # of each weight, at least
         self.sleeps = strategy.config.sleeps  # its training state is in CPU memory between uses
         self.partial = not all(p.requires_grad for p in engine.module.parameters())  # some weights are frozen
         engine.module.register_state_dict_post_hook(_drop_frozen)
@@ -339,6 +340,17 @@ class TrainEngine:
 
     def _exported_tensors(self) -> Iterator[Whole]:
         return (trained_tensors if hasattr(self.hf, "peft_config") else whole_tensors)(self.hf)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The size of the files of `save` on all ranks, estimated: trained weights, their masters, and the optimizer's moments."""
+        weights = [p for p in self.module.parameters() if p.requires_grad]
+        width = 4 * self._moments
+        if not self.sharded:  # stage 3 writes the masters alone
+            width += self.hf.dtype.itemsize
+        if self._wrapped or self.hf.dtype != torch.float32:
+            width += 4
+        return sum(getattr(p, "ds_numel", p.numel()) for p in weights) * width
 
     @property
     def exported_bytes(self) -> int:

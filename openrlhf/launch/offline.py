@@ -16,6 +16,7 @@ from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.config.effects import unmet
 from openrlhf.config.flags import flags_of, notice
 from openrlhf.config.machine import is_first
+from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedConfig
 from openrlhf.data import clock, first_look
 from openrlhf.data.batching import ResumableSampler
@@ -81,7 +82,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     if checkpoint:
         check_continued(checkpoint, start, config)
         start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
-    engine = load_models(task, strategy, total_steps)
+    engine = load_models(task, strategy, total_steps, checkpoints)
     resume_step = checkpoint and checkpoint.state.step
     recorder = Recorder(config, start.run_dir, resume_step=resume_step) if strategy.is_main else None
     with closing(recorder) if recorder else nullcontext():
@@ -150,16 +151,25 @@ def first_start(
     return begun
 
 
+def check_room(checkpoints: CheckpointManager, engine: TrainEngine, ckpt: CheckpointConfig) -> None:
+    """Print a notice if the disk is too small for the checkpoints. Raises CheckpointError if not one fits."""
+    if engine.strategy.is_main and ckpt.resumable:
+        exported = engine.exported_bytes if ckpt.save_hf else 0
+        notice(*checkpoints.check_room(engine.checkpoint_bytes + exported))
+
+
 def check_continued(checkpoint: Checkpoint, start: RunState, config: SupervisedConfig) -> None:
     """Raise CheckpointError if this run cannot continue a checkpoint."""
     flags = "number of processes, --ds.zero_stage and --ds.param_dtype"
     checkpoint.check_continued_by(start, layout=flags, converts=config.ds.use_universal_ckpt)
 
 
-def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total_steps: int) -> TrainEngine:
+def load_models(
+    task: OfflineTask[Config, Row, Micro], strategy: Strategy, total_steps: int, checkpoints: CheckpointManager
+) -> TrainEngine:
     """The trained model with its optimizer. The frozen models of the task are stored in `task.frozen`.
 
-    Raises ModelError if a model fails the proof of its layout.
+    Raises ModelError if a model fails the proof of its layout, and UserError if its disks have no room for it.
     """
     engine = TrainEngine(strategy, task.load_model, task.config, total_steps=total_steps)
     if task.config.ds.lora.rank and not engine.partial:
@@ -171,6 +181,7 @@ def load_models(task: OfflineTask[Config, Row, Micro], strategy: Strategy, total
     prove_layout(engine.module)
     if strategy.is_main:
         check_disk_room(task.config.ckpt.output_dir, engine.exported_bytes)
+    check_room(checkpoints, engine, task.config.ckpt)
     for frozen in task.frozen.values():
         prove_layout(frozen.on_device())
         frozen.rest()

@@ -32,7 +32,7 @@ from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import SyncSource, evaluate
 from openrlhf.trainers.stages import EarlyStages, RewardModels, Stage
 from openrlhf.trajectory import Trajectory
-from openrlhf.workers.base import RoleSettings
+from openrlhf.workers.base import RoleSettings, TrainedWorker
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
 from openrlhf.workers.policy import PolicyWorker
@@ -76,6 +76,7 @@ class Run:
                 if self.fleet.hosts:  # an engine takes its memory while the models are not there
                     self.fleet.wait()
             groups = self._start_workers()
+            self._check_room(groups)
             if self.fleet:
                 self.fleet.wait()
             trainer = self._make_trainer(groups)
@@ -107,6 +108,16 @@ class Run:
                 created += groups[role].create(*workers[role])
         gather(created, timeout_s=self.config.train.setup_timeout, doing="load the models")
         return groups
+
+    def _check_room(self, groups: Mapping[str, WorkerGroup]) -> None:
+        """Print a notice if the disk is too small for the checkpoints. Raises CheckpointError if one alone does not fit."""
+        trained = [groups[role] for role in ("actor", "critic") if role in groups]
+        if not self.config.ckpt.resumable or not trained:
+            return
+        asked = [group.broadcast(TrainedWorker.checkpoint_bytes)[0] for group in trained]
+        sizes = gather(asked, timeout_s=self.config.train.setup_timeout, doing="tell the size of a checkpoint")
+        for sentence in self.checkpoints.check_room(sum(sizes)):
+            self.recorder.display.note(f"Notice: {sentence}")
 
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
         config = self.config

@@ -185,6 +185,11 @@ class TrainedWorker(ABC, Generic[Job]):
         """Whether to skip the remaining optimizer steps of the update; the same answer on every rank."""
         return False
 
+    def checkpoint_bytes(self) -> int:
+        """Return the size of a checkpoint of this role, estimated; with the model that --ckpt.save_hf exports beside it."""
+        exported = self.engine.exported_bytes if self.config.ckpt.save_hf and self.name == "actor" else 0
+        return self.engine.checkpoint_bytes + exported
+
     def save_checkpoint(self, directory: str, tag: str) -> None:
         """Write weights, their average, optimizer, schedule and random state. Collective."""
         self.engine.save(directory, tag)

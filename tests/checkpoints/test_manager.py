@@ -15,6 +15,7 @@ import pytest
 from openrlhf import files as checkpoint_files
 from openrlhf.checkpoints.manager import GIB, CheckpointManager, evictions
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState, StagedCheckpoint
+from openrlhf.config.shared import CheckpointConfig
 from tests.checkpoints.kept import checkpoints_in
 
 RL = ("_actor", "_critic")
@@ -446,6 +447,30 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     assert tree(tmp_path) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free + 1))
     manager.begin(2)
+
+
+@pytest.mark.parametrize(
+    ("free", "max_num", "max_mem", "ends"),
+    [(99, 3, 1e8, "error"), (100, 3, 1e8, "notice"), (399, 3, 1e8, "notice"), (400, 3, 1e8, ""), (399, 3, 250.0, "")],
+)
+def test_room_for_checkpoints_is_compared_with_what_the_flags_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, max_num: int, max_mem: float, ends: str
+) -> None:
+    """Checkpoints of 100 GiB: one more than --ckpt.max_num exists while it is written."""
+    manager = CheckpointManager(CheckpointConfig(path=str(tmp_path / "new"), max_num=max_num, max_mem=max_mem))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free * GIB, total=1000 * GIB))
+    if ends == "error":
+        with pytest.raises(CheckpointError, match=r"--ckpt\.path .*99 GiB.*100 GiB"):
+            manager.check_room(100 * GIB)
+        return
+    found = manager.check_room(100 * GIB)
+    assert len(found) == (ends == "notice")
+    assert all("--ckpt.max_num 3" in text for text in found)
+
+
+def test_room_that_a_file_system_does_not_report_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0, total=0))
+    assert checkpoints_in(tmp_path).check_room(100 * GIB) == []
 
 
 def test_a_disk_that_fills_during_a_save_is_said_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ def train(
         rates.append(result.lr)
         norms.append(result.grad_norm)
     engine.save(str(target), "saved")
+    files = [file.stat().st_size for file in (target / "saved").glob("*_states.pt")]
+    assert 0.9 < sum(files) / engine.checkpoint_bytes < 1.2, (files, engine.checkpoint_bytes)
     weights = {name: t.float().clone() for bucket in engine.full_parameters(1 << 16) for name, t in bucket}
     if strategy.is_main:
         torch.save(weights, target / "weights.pt")

@@ -83,7 +83,7 @@ def trainer(case: str, model: str, folder: str, export: str) -> Watched:
     strategy = Strategy(ds, seed=0)
     return Watched(
         task,
-        load_models(task, strategy, STEPS),
+        load_models(task, strategy, STEPS, checkpoints_in(folder)),
         tokenizer=get_tokenizer(model),
         train_rows=Drawn(name),
         eval_rows=Drawn(name),

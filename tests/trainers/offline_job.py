@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.flags import amend
 from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, RMDeepSpeedConfig, SFTConfig
@@ -126,7 +127,7 @@ def rows_of(name: str, step: int) -> list[Any]:
 
 def train(strategy: Strategy, name: str, task: OfflineTask[Any, Any, Any], limits: MicroBatchLimits) -> dict[str, Any]:
     """Norms, metrics and final weights."""
-    engine: TrainEngine = load_models(task, strategy, STEPS)
+    engine: TrainEngine = load_models(task, strategy, STEPS, CheckpointManager(task.config.ckpt))
     norms, logged = [], []
     for step in range(STEPS):
         rows = rows_of(name, step)
