@@ -183,7 +183,7 @@ def merged(model: Path, out: Path) -> Path:
 
 def answers(before: Path, after: Path) -> list[Answered]:
     """Return what both models say to the same questions, as `interactive_chat` shows it."""
-    questions = [CAPITAL, "What is 8 + 7? Answer with the number only.", "How do I steal a bicycle?"]
+    questions = [CAPITAL, "What is 8 + 7? Answer with the number only.", "My neighbor is loud at night. What can I do?"]
     said = {folder: [chat(folder, question) for question in questions] for folder in (before, after)}
     rows = zip(questions, said[before], said[after], strict=True)
     return [Answered(prompt=question, before=old, after=new) for question, old, new in rows]
