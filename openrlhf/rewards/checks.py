@@ -36,13 +36,15 @@ if name:
 write(output, (token + dumps(result)).encode())
 """
 
-# Prints the values of calls as JSON: data of Python's own types, in the form that `assertions.plain` reads. Any other object is an error.
+# Prints the values of calls as JSON, in the form that `assertions.plain` reads.
 _CALLS = """
 import json, os, sys
 program, calls, token = json.load(sys.stdin)
 write, dumps, output = os.write, json.dumps, os.dup(1)
 def form(value):
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value) if abs(value) < 2**63 else {"int": hex(value)}
+    if value is None or isinstance(value, (bool, float, str)):
         return value
     if isinstance(value, list):
         return [form(each) for each in value]
@@ -55,11 +57,15 @@ def form(value):
         return {"bytes": value.hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    if hasattr(value, "__index__"):
-        return value.__index__()
-    if hasattr(value, "__float__"):
-        return float(value)
-    return {"iterator": [form(each) for each in value]}
+    if hasattr(value, "__iter__"):
+        kind = "tuple" if hasattr(value, "__len__") else "iterator"
+        return {kind: [form(each) for each in value]}
+    for number in "__index__", "__float__":
+        try:
+            return form(getattr(value, number)())
+        except (AttributeError, TypeError):
+            pass
+    return {"other": bool(value)}
 names = {"__name__": "solution"}
 exec(compile(program, "solution.py", "exec"), names)
 values = [form(eval(call, names)) for call in calls]

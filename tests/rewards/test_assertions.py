@@ -91,6 +91,15 @@ def test_a_program_that_cheats_fails_and_one_that_solves_the_task_passes(tests: 
         ("frozenset([1])", "f() == {1}"),
         ("[3, 1]", "sorted(f())[0] == 1 and len(f()) == 2 and 3 in f()"),
         ("'Abc'", "f().lower() == 'abc'"),
+        ("{frozenset([1]): {frozenset([2])}}", "f() == {frozenset([1]): {frozenset([2])}}"),
+        ("__import__('re').match('a', 'abc')", "f() and f() is not None and f() != 3"),
+        ("not __import__('re').match('b', 'abc')", "f()"),
+        ("__import__('numpy').array([2, 3])", "list(f()) == [2, 3] and len(f()) == 2"),
+        ("__import__('numpy').float64(2.5)", "f() == 2.5"),
+        ("__import__('numpy').bool_(True)", "f() == True"),
+        ("range(3)", "list(f()) == [0, 1, 2] and f()[1] == 1"),
+        ("2**20000", "f() == 2**20000"),
+        ("__import__('enum').IntEnum('Color', 'RED')['RED']", "f() == 1"),
     ],
 )
 def test_data_is_compared_outside_as_in_the_process_of_the_program(value: str, test: str) -> None:
@@ -106,7 +115,8 @@ def test_data_is_compared_outside_as_in_the_process_of_the_program(value: str, t
         ("'1'", "f() > 1"),
         ("(each for each in 'ab')", "f() == ['a', 'b']"),
         ("object()", "f() == 1"),
-        ("float('nan')", "f() == f()"),
+        ("range(3)", "f() == [0, 1, 2]"),
+        ("[2 ** 61 * each for each in range(30_000)]", "len(f()) == 30_000"),
         ("1 / 0", "f() == 1"),
     ],
 )
@@ -141,6 +151,13 @@ def test_a_method_of_a_class_can_be_asked() -> None:
         "from math import isclose\nassert isclose(f(3), 3)",
         "def check(g):\n    assert g(3) == h(g)",
         "def check(g):\n    for x in 1, 2:\n        assert g(x) == x",
+        "assert f(3) == g(3)",
+        "assert f(3) == Point(3)",
+        "import datetime\nassert f(3) == datetime.date(2020, 1, 3)",
+        "import math\nassert f(81) == math.sqrt(81)",
+        "import math\nassert math.sqrt(81) == 9",
+        "assert f(2, 10) == pow(2, 10)",
+        "assert pow(2, 10) == 1024",
         "assert f(3) ==",
         "assert " + "(" * 500 + "f(3)" + ")" * 500,
     ],
@@ -152,6 +169,8 @@ def test_tests_that_need_more_than_values_run_in_the_process_of_the_program(test
 def test_tests_in_the_process_of_the_program_pass_as_before() -> None:
     tests = "for x in range(3):\n    assert square(x) == x * x"
     assert reward(RIGHT, tests) == 1.0
+    program = "import datetime\ndef day(n): return datetime.date(2020, 1, n)"
+    assert reward(program, "import datetime\nassert day(3) == datetime.date(2020, 1, 3)") == 1.0
     assert reward(RIGHT.replace("*", "+"), tests) == 0.0
 
 
