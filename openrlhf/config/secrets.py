@@ -8,7 +8,9 @@ HIDDEN = "***"
 NAME = r"[\w.-]*(?:key|token|secret|passwd|password|pwd|auth|authorization|signature|sig|sas|credentials?|code)"
 PARAMETER = re.compile(rf"(?<=[?&;#])({NAME}=)[^&;#\s,'\"]+", re.IGNORECASE)
 USER = re.compile(r"(?<=://)[^/?#\s]*@")  # with a password or without: a token may be the user
-ENTRY = re.compile(NAME, re.IGNORECASE)
+KINDS = r"(?:access|api|auth|bearer|hf|hub|id|private|refresh|secret|session)[_-]?(?:key|token)"
+# Of a JSON value, which has other tokens and keys too, such as `eos_token`.
+ENTRY = re.compile(rf"(?:.*[_-])?(?:{KINDS}|secret|passwd|password|authorization|credentials?)|token", re.IGNORECASE)
 MARK = re.compile(rf"://{re.escape(HIDDEN)}@|[?&;#]{NAME}={re.escape(HIDDEN)}", re.IGNORECASE)
 
 

@@ -215,7 +215,8 @@ class Pipeline:
         precision = self.precision(stage)
         filled = json.loads(self.filled(stage, json.dumps({**precision, **stage.flags, **places}, default=str)))
         content = yaml.safe_dump(filled, sort_keys=False, allow_unicode=True, width=1000)
-        private = without_secrets(content) != content
+        secret = {path for path, flag in flags_of(stage.root).items() if flag.secret}
+        private = any(path in secret or hide(value) != value for path, value in stage.values.items())
         write_atomically(path, content, mode=0o600 if private else None)
         return path
 

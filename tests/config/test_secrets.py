@@ -46,8 +46,9 @@ def test_texts_without_secrets_stay_as_they_are(text: str) -> None:
 
 
 def test_entries_of_json_with_the_name_of_a_secret_are_hidden() -> None:
-    given = {"hf_token": SECRET, "max_num_seqs": 4, "extra": {"api_key": SECRET, "url": f"http://{SECRET}@host"}}
-    shown = {"hf_token": "***", "max_num_seqs": 4, "extra": {"api_key": "***", "url": "http://***@host"}}
+    plain = {"max_num_seqs": 4, "eos_token": "</s>", "image_token": "<image>", "sort_key": "length", "code": "x"}
+    given = {"hf_token": SECRET, **plain, "extra": {"my_api_key": SECRET, "url": f"http://{SECRET}@host"}}
+    shown = {"hf_token": "***", **plain, "extra": {"my_api_key": "***", "url": "http://***@host"}}
     assert hide(given) == shown
     assert is_hidden(shown) and not is_hidden(given)
 

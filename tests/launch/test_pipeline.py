@@ -377,6 +377,17 @@ def test_stages_that_are_trained_further_keep_float32_weights(tmp_path: Path) ->
     }
 
 
+@pytest.mark.parametrize(
+    "flag", ["logger.wandb.key: abc", "vllm.engine_args: {hf_token: abc}", "reward.remote_url: 'http://a:b@host'"]
+)
+def test_the_file_of_flags_with_a_secret_is_private(flag: str, tmp_path: Path) -> None:
+    file = tmp_path / "one.yaml"
+    file.write_text(f"stages:\n  rl: {{command: ppo, flags: {{actor.model_name_or_path: m, {flag}}}}}\n")
+    [stage] = read_stages(file, "")
+    flags = Pipeline(file=file, folder=tmp_path, stages=[stage]).write_flags(stage)
+    assert flags.stat().st_mode & 0o077 == 0
+
+
 def test_secrets_of_a_stage_are_not_in_its_record_and_its_flags_are_private(tmp_path: Path) -> None:
     """The record compares equal whether an older release wrote the secret, and whatever the secret is now."""
     url = "http://me:hunter2@host/get_reward?token=hunter2"
