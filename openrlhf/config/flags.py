@@ -56,9 +56,9 @@ class ConfigError(UserError, ValueError):
     """Mistakes of the user in the flags. The message has a line for each of the `violations`."""
 
     def __init__(self, violations: str | Sequence[str]) -> None:
-        self.violations = [
-            without_secrets(text) for text in ([violations] if isinstance(violations, str) else violations)
-        ]
+        if isinstance(violations, str):
+            violations = [violations]
+        self.violations = [without_secrets(text) for text in violations]
         head = [f"{len(self.violations)} mistakes:"] if len(self.violations) > 1 else []
         super().__init__("\n  - ".join([*head, *self.violations]))
 

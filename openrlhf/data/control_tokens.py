@@ -40,17 +40,23 @@ class ControlTokens:
 
         A plain text may end with control tokens, and may have been rendered.
         """
-        for text in [text for value in values for text in texts_in(value)]:
-            found = list(self.pattern.finditer(text)) if self.pattern else []
-            if not self.in_chats:
-                if self.marks and all(mark in text for mark in self.marks):
-                    continue
-                end = len(text.rstrip())
-                while found and found[-1].end() == end:
-                    end = len(text[: found.pop().start()].rstrip())
-            if found:
-                return found[0].group()
+        for value in values:
+            for text in texts_in(value):
+                found = self.found_in(text)
+                if found:
+                    return found[0]
         return ""
+
+    def found_in(self, text: str) -> list[str]:
+        """Return the control tokens in a text that are not those of its rendering or its end."""
+        found = list(self.pattern.finditer(text)) if self.pattern else []
+        if not self.in_chats:
+            if self.marks and all(mark in text for mark in self.marks):
+                return []
+            end = len(text.rstrip())
+            while found and found[-1].end() == end:
+                end = len(text[: found.pop().start()].rstrip())
+        return [each.group() for each in found]
 
 
 def check_control_tokens(found: Sequence[str], *, what: str, first: str, rendered: bool) -> Finding:

@@ -332,7 +332,10 @@ class TrainEngine:
         frozen: list[Whole] = []
         trained: list[Whole] = []
         for each in self._exported_tensors():
-            (trained if each.parts[0].requires_grad else frozen).append(each)
+            if each.parts[0].requires_grad:
+                trained.append(each)
+            else:
+                frozen.append(each)
         for bucket in cut_into_buckets(trained, lambda each: each.nbytes, bucket_bytes):
             yield [(each.name, whole_master(each.parts[0])) for each in bucket]
         for bucket in self._gathered(frozen, bucket_bytes):

@@ -40,10 +40,16 @@ def advised_sizes(config: PPOConfig, most: int) -> dict[str, int]:
     sizes: dict[str, int] = {}
     of_rank = config.train.batch_size // ranks
     if TRAINED not in config.given and config.train.micro_batch_size == 1:
-        sizes[TRAINED] = max(size for size in range(1, max(1, min(most, of_rank)) + 1) if of_rank % size == 0)
+        sizes[TRAINED] = largest_divisor(of_rank, most)
     if SCORED not in config.given and config.rollout.micro_batch_size == 1 and scores_samples(config):
         sizes[SCORED] = min(most, config.samples // ranks)
     return {path: size for path, size in sizes.items() if size > 1}
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number that is at most `most`; 1 if there is none."""
+    divisors = [size for size in range(1, min(most, number) + 1) if number % size == 0]
+    return max(divisors, default=1)
 
 
 def scores_samples(config: PPOConfig) -> bool:

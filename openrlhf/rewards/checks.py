@@ -129,7 +129,8 @@ class CodeTests:
         name = given.get("fn_name") or given.get("entry") or ""
         if asserts := given.get("tests"):
             asserts = asserts if isinstance(asserts, str) else "\n".join(asserts)
-            asserts += f"\ncheck({name})" if name and "def check(" in asserts else ""
+            if name and "def check(" in asserts:
+                asserts += f"\ncheck({name})"
             return cls(asserts=asserts, outside=read_assertions(asserts, name))
         inputs, outputs = given["inputs"], given.get("outputs") or []
         if len(inputs) != len(outputs):
