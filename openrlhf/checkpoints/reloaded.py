@@ -6,6 +6,7 @@ positions, scales of adapters, tied weights. The trained model computes its logi
 one process, in CPU memory, after the copy of the weights that was written is gone: both are never there at once.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from openrlhf.config.flags import UserError, notice
+from openrlhf.config.machine import free_memory
 from openrlhf.config.shared import LoadingConfig
 from openrlhf.distributed.buckets import bucket_hash
+from openrlhf.distributed.whole import full_shape
 from openrlhf.models.adapters import adapter_base, name_in_files, stored_adapter, with_stored_adapter
 from openrlhf.models.loading import LoadSpec, pin_longrope, read_model
 from openrlhf.models.probe import explain_gap, probe_logits
@@ -81,14 +84,14 @@ def _compare(folder: Path, model: PreTrainedModel, trained: TrainedState) -> Non
             return
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if adapted:
-        size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        size = sum(math.prod(full_shape(weight)) * weight.element_size() for weight in model.parameters())
     if (free := free_memory()) < ROOM * size:
         notice(
             f"{folder.parent}: the exported model is not loaded again to be compared with the trained one, because this machine "
             f"has {free / GIB:.3g} GiB of free memory and the model takes {size / GIB:.3g} GiB."
         )
         return
-    reloaded = _with_adapter(folder, model) if adapted else _reloaded(folder, model, str(folder))
+    reloaded = _with_adapter(folder, model) if adapted else _reloaded(folder, model, str(folder), "auto")
     if trained.max_len:
         pin_longrope(reloaded, trained.max_len)
     if not adapted:
@@ -108,7 +111,7 @@ def _compare_weights(found: Mapping[str, Tensor], trained: Mapping[str, Digest])
         raise DifferentModelError(f"{len(other)} weights of the files are not the trained ones: {', '.join(other[:3])}")
 
 
-def _reloaded(folder: Path, model: PreTrainedModel, path: str) -> PreTrainedModel:
+def _reloaded(folder: Path, model: PreTrainedModel, path: str, dtype: torch.dtype | str) -> PreTrainedModel:
     """Load the class of the trained model from `path` with the configuration in `folder`, in CPU memory."""
     configuration: Any = type(model).config_class
     attention = model.config._attn_implementation
@@ -117,7 +120,7 @@ def _reloaded(folder: Path, model: PreTrainedModel, path: str) -> PreTrainedMode
         type(model),
         spec,
         config=configuration.from_pretrained(folder),
-        dtype="auto",
+        dtype=dtype,
         attn_implementation="eager" if attention == "eager" else "sdpa",
     )
     if path == str(folder):
@@ -126,22 +129,5 @@ def _reloaded(folder: Path, model: PreTrainedModel, path: str) -> PreTrainedMode
 
 
 def _with_adapter(folder: Path, model: PreTrainedModel) -> Any:
-    base: Any = _reloaded(folder, model, adapter_base(folder))
-    return with_stored_adapter(base.to(model.dtype), folder)
-
-
-def free_memory() -> int:
-    """Return the bytes of memory that this process may still take, by the machine and by the limit of its container."""
-    free: dict[str, int] = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        free[name] = int(value.split()[0]) * 1024
-    available = free.get("MemAvailable", free["MemFree"])
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
-        lines = (group / "memory.stat").read_text().splitlines()
-    except (OSError, ValueError):  # no container, or no limit
-        return available
-    cached = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-    return min(available, limit - used + cached)
+    base = _reloaded(folder, model, adapter_base(folder), model.dtype)
+    return with_stored_adapter(base, folder)

@@ -17,6 +17,14 @@ from typing import Any
 PROC = Path("/proc/driver/nvidia/gpus")
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+MEMORY_INFO = Path("/proc/meminfo")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+# Limit, usage, and the entry of memory.stat with the cached files that the kernel drops first, in control groups v2 and v1.
+MEMORY_FILES = [
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+]
 # Where this process runs, and as what: not a setting.
 RAYS_OWN = re.compile(
     "RAY_(ADDRESS|TMPDIR|AUTH_.*|CLIENT_.*|JOB_.*|NODE_.*|RAYLET_.*|WORKER_.*|.*_ID|.*_PID|.*_ENV_VAR)"
@@ -85,6 +93,44 @@ def usable_cores() -> int:
         quota, period = map(int, CPU_QUOTA.read_text().split())
         cores = min(cores, math.ceil(quota / period))
     return cores
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that this process may still take, by the machine and by every control group it is in."""
+    room = _entries(MEMORY_INFO.read_text().replace(":", ""))["MemAvailable"] * 1024
+    for folder in _memory_groups():
+        for limit, usage, cached in MEMORY_FILES:
+            with suppress(OSError, ValueError):  # no such file, or no limit: "max"
+                most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+                reclaimable = _entries((folder / "memory.stat").read_text()).get(cached, 0)
+                room = min(room, most - used + reclaimable)
+    return room
+
+
+def _memory_groups() -> list[Path]:
+    """Return the folders of the control groups that limit the memory of this process: its own ones and their parents.
+
+    In a container, whose own group is the root of what it sees, some of the folders may not exist.
+    """
+    folders: list[Path] = []
+    with suppress(OSError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                root = CGROUPS  # version 2
+            elif "memory" in controllers.split(","):
+                root = CGROUPS / "memory"
+            else:
+                continue
+            group = Path(path.lstrip("/"))
+            folders += [root / part for part in (group, *group.parents)]
+    return folders
+
+
+def _entries(text: str) -> dict[str, int]:
+    """Return the numbers of lines that begin with a name and a number."""
+    words = [line.split() for line in text.splitlines()]
+    return {name: int(number) for name, number, *_ in words}
 
 
 def openmp_threads(processes: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openrlhf.checkpoints import export as exporting
 from openrlhf.checkpoints.export import ASIDE, ExportError, export_hf
-from openrlhf.checkpoints.reloaded import TrainedState, compare_reloaded, free_memory
+from openrlhf.checkpoints.reloaded import TrainedState, compare_reloaded
 from openrlhf.config.shared import LoraConfig
 from openrlhf.distributed.whole import trained_tensors, whole_tensors
 from openrlhf.models.loading import load_causal_lm
@@ -170,7 +170,25 @@ def test_a_model_that_has_diverged_is_exported_as_it_is(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_into_memory_a_second_time_is_exported_with_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert free_memory() > 2**20
     monkeypatch.setattr("openrlhf.checkpoints.reloaded.free_memory", lambda: 10)
     export(trained_model(tmp_path, "qwen2-tied", "whole"), tmp_path / "out")
     assert str(tmp_path / "out") in capsys.readouterr().err
+
+
+def test_a_base_that_zero_3_has_partitioned_is_not_loaded_where_it_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every partitioned parameter is an empty placeholder that knows its shape."""
+    hf = trained_model(tmp_path, "qwen2-tied", "lora")
+    export(hf, tmp_path / "out")
+    state = TrainedState(logits=probe_logits(hf), precision="fp32")
+    for each in trained_tensors(hf):
+        state.add(each.name, each.make())
+    size = 0
+    for parameter in hf.parameters():
+        size += parameter.nbytes
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+    monkeypatch.setattr("openrlhf.checkpoints.reloaded.free_memory", lambda: size)
+    compare_reloaded(tmp_path / "out", hf, state)
+    assert str(tmp_path) in capsys.readouterr().err

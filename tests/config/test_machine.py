@@ -103,6 +103,56 @@ def test_cores_are_those_of_affinity_and_container(
     assert machine.usable_cores() == cores
 
 
+GIB = 2**30
+V2, V1 = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+@pytest.mark.parametrize(
+    ("own", "limited", "files", "limit", "free"),
+    [
+        ("0::/", "", V2, 10, 7),
+        ("0::/system.slice/job.scope", "system.slice/job.scope", V2, 10, 7),
+        ("0::/slurm/job_7/step_0", "slurm/job_7", V2, 10, 7),
+        ("0::/slurm/job_7", "slurm/job_7", V2, None, 64),
+        ("4:memory:/", "memory", V1, 10, 7),
+        ("4:cpu,memory:/slurm/job_7/step_0", "memory/slurm/job_7", V1, 10, 7),
+        ("4:memory:/docker/of_the_host", "memory", V1, 10, 7),
+        ("4:memory:/", "memory", V1, 2**33 - 1, 64),
+        ("4:cpu:/job", "memory/job", V1, 10, 64),
+    ],
+)
+def test_free_memory_is_that_of_the_machine_and_of_every_group_of_the_process(
+    own: str,
+    limited: str,
+    files: tuple[str, str, str],
+    limit: int | None,
+    free: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a limit of 10 GiB, 5 are used, of which 2 are cached files."""
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal: {128 * 2**20} kB\nMemAvailable: {64 * 2**20} kB\nHugePages_Total: 0\n"
+    )
+    (tmp_path / "own").write_text(f"9:name=systemd:/\n{own}\n")
+    group = tmp_path / "groups" / limited
+    group.mkdir(parents=True)
+    (group / files[0]).write_text(str(limit * GIB) if limit else "max")
+    (group / files[1]).write_text(str(5 * GIB))
+    (group / "memory.stat").write_text(f"anon 1\n{files[2]} {2 * GIB}\n")
+    monkeypatch.setattr(machine, "MEMORY_INFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "groups")
+    assert machine.free_memory() == free * GIB
+
+
+def test_free_memory_is_read_from_the_files_of_this_machine() -> None:
+    assert machine.free_memory() > 0
+
+
 @pytest.mark.parametrize(
     ("asked", "in_job", "threads"), [(None, False, 3), ("5", False, 5), ("1", False, 1), ("1", True, 3), ("5", True, 5)]
 )
