@@ -280,7 +280,7 @@ class PPOTrainer:
                     self._all_parts(TrainedWorker.save_checkpoint, staged, "save a checkpoint")
                     self.source.save(Path(staged.engine_dir(SOURCE)) / staged.tag)
                 if self.ckpt.save_hf:
-                    self.export(staged.hf_dir)
+                    self.export(staged.hf_dir, final=False)
             self.checkpoints.commit(staged, state=self._state(), metric_value=self.best.value_of(self.step))
             self.saved = self.step
 
@@ -336,9 +336,9 @@ class PPOTrainer:
             exported = self.critic.broadcast(TrainedWorker.export, self.tokenizer, f"{folder}_critic")
             self._gather(exported, "export the critic")
 
-    def export(self, path: str) -> None:
-        """Write the policy in the format that Transformers and vLLM load."""
-        self._gather(self.policy.broadcast(TrainedWorker.export, self.tokenizer, path), "export the policy")
+    def export(self, path: str, *, final: bool = True) -> None:
+        """Write the policy in the format that Transformers and vLLM load. `final`: the run ends with this export."""
+        self._gather(self.policy.broadcast(TrainedWorker.export, self.tokenizer, path, final), "export the policy")
 
     def timed(self, name: str, iterable: Iterable[Any]) -> Iterator[Any]:
         """The items, until the patience is used up. The seconds of waiting for each item count as `timing/<name>`."""

@@ -227,7 +227,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 if not self.ckpt.disable_ds:
                     self.engine.save(staged.engine_dir(), staged.tag)
                 if self.ckpt.save_hf:
-                    self.export(staged.hf_dir)
+                    self.export(staged.hf_dir, final=False)
         except CheckpointError as error:
             if self.strategy.dp_size > 1:
                 raise
@@ -281,10 +281,15 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.engine.load(checkpoint.engine_dir(), checkpoint.tag)
         return checkpoint is not None
 
-    def export(self, path: str) -> None:
-        """Write the model in Transformers' format, or its adapters in PEFT's; with --train.enable_ema the average. Collective."""
+    def export(self, path: str, *, final: bool = True) -> None:
+        """Write the model in Transformers' format, or its adapters in PEFT's; with --train.enable_ema the average. Collective.
+
+        `final`: the run ends with this export.
+        """
         with self.engine.averaged():
-            export_trained(self.engine, self.tokenizer, path, bucket_bytes=1 << 30, masters=self.ckpt.export_fp32)
+            export_trained(
+                self.engine, self.tokenizer, path, bucket_bytes=1 << 30, masters=self.ckpt.export_fp32, final=final
+            )
 
 
 def layout_of(strategy: Strategy) -> EngineLayout:

@@ -198,28 +198,43 @@ class TrainedWorker(ABC, Generic[Job]):
         """Read what `save_checkpoint` wrote. Collective."""
         self.engine.load(directory, tag)
 
-    def export(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-        """Write the model, or its adapters, or the average of what is trained if there is one. Collective."""
+    def export(self, tokenizer: PreTrainedTokenizerBase, path: str, final: bool = True) -> None:
+        """Write the model, or its adapters, or the average of what is trained if there is one. Collective.
+
+        `final`: the run ends with this export.
+        """
         with self.engine.awake(), self.engine.averaged():
             export_trained(
-                self.engine, tokenizer, path, bucket_bytes=self.bucket_bytes, masters=self.config.ckpt.export_fp32
+                self.engine,
+                tokenizer,
+                path,
+                bucket_bytes=self.bucket_bytes,
+                masters=self.config.ckpt.export_fp32,
+                final=final,
             )
 
 
 def export_trained(
-    engine: TrainEngine, tokenizer: PreTrainedTokenizerBase, path: str, *, bucket_bytes: int, masters: bool
+    engine: TrainEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    *,
+    bucket_bytes: int,
+    masters: bool,
+    final: bool = True,
 ) -> None:
     """Write the model of an engine, which is awake and has the weights to export, and compare what was written with it.
 
-    Collective. Raises ExportError, also for files that do not hold the trained model.
+    Collective. Raises ExportError, also if the files of a `final` export do not hold the trained model.
     """
     strategy = engine.strategy
+    probed = final and not strategy.config.load_in_4bit
     trained = TrainedState(
-        logits=None if strategy.config.load_in_4bit else probe_logits(engine.hf),
+        logits=probe_logits(engine.hf) if probed else None,
         precision=strategy.config.param_dtype,
         max_len=getattr(engine.module, "max_len", None),
         averages=engine.average.whole_weights if engine.average else {},
     )
     buckets = engine.exported_parameters(bucket_bytes, masters=masters)
-    export_hf(buckets, engine.hf, tokenizer, path, writes=strategy.is_main, trained=trained)
+    export_hf(buckets, engine.hf, tokenizer, path, writes=strategy.is_main, trained=trained, final=final)
     strategy.barrier()

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from openrlhf.checkpoints import export as exporting
 from openrlhf.checkpoints.export import ASIDE, ExportError, export_hf
-from openrlhf.checkpoints.reloaded import TrainedState, compare_reloaded
+from openrlhf.checkpoints.reloaded import TrainedState, compare_files, compare_reloaded
 from openrlhf.config.shared import LoraConfig
 from openrlhf.distributed.whole import trained_tensors, whole_tensors
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.models.probe import probe_logits
+from openrlhf.models.probe import are_of_another_model, explain_gap, probe_logits
 from openrlhf.models.scalar import load_scalar
 from tests.loading import load_spec
 from tests.tiny import character_tokenizer, save_tiny_model
@@ -49,11 +49,25 @@ def trained_model(folder: Path, kind: str, form: str, *, scalar: bool = False, d
     return hf
 
 
-def export(hf: Any, folder: Path, *, averages: dict[str, Tensor] | None = None, dtype: str = "fp32") -> None:
+def export(
+    hf: Any,
+    folder: Path,
+    *,
+    averages: dict[str, Tensor] | None = None,
+    dtype: str = "fp32",
+    noise: float = 0.0,
+    final: bool = True,
+) -> None:
+    """Export a model whose logits are computed with `noise`, in standard deviations of the logits."""
     tensors = (trained_tensors if hasattr(hf, "peft_config") else whole_tensors)(hf)
-    state = TrainedState(logits=probe_logits(hf), precision=dtype, averages=averages or {})
+    logits = None
+    if final:
+        logits = probe_logits(hf)
+        draw = torch.Generator().manual_seed(2)
+        logits += noise * logits.std() * torch.randn(logits.shape, generator=draw)
+    state = TrainedState(logits=logits, precision=dtype, averages=averages or {})
     buckets = [[(each.name, each.make())] for each in tensors]
-    export_hf(buckets, hf, character_tokenizer(), str(folder), writes=True, trained=state)
+    export_hf(buckets, hf, character_tokenizer(), str(folder), writes=True, trained=state, final=final)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -148,6 +162,65 @@ def test_faulty_files_are_an_error_that_keeps_them_and_the_model_that_was_there(
     [aside] = out.glob(f"{ASIDE}*")
     assert str(aside) in str(failed.value) and str(out) in str(failed.value)
     assert [*aside.glob("*.safetensors")] and (out / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_exports_in_the_middle_of_a_run_are_compared_without_a_notice(
+    kind: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = trained_model(tmp_path, kind, form)
+    capsys.readouterr()
+    export(hf, tmp_path / "out", final=False)
+    assert str(tmp_path / "out") not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["dropped", "one bit", "adapter dropped", "adapter renamed", "adapter stale"])
+def test_faulty_files_of_an_export_in_the_middle_of_a_run_are_a_notice(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, form, spoil = FAULTS[fault]
+
+    def compare_spoiled(folder: Path, *arguments: Any) -> None:
+        spoil(folder)
+        compare_files(folder, *arguments)
+
+    monkeypatch.setattr(exporting, "compare_files", compare_spoiled)
+    export(trained_model(tmp_path, "qwen2-tied" if fault == "one bit" else kind, form), tmp_path / "out", final=False)
+    assert str(tmp_path / "out") in capsys.readouterr().err
+    assert [*(tmp_path / "out").glob("*.safetensors")]
+
+
+@pytest.mark.parametrize(("noise", "ends"), [(0.01, "well"), (0.4, "notice"), (1.4, "error")])
+def test_logits_that_another_kernel_may_compute_refuse_no_right_weights(
+    noise: float, ends: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = trained_model(tmp_path, "qwen2-untied", "whole", dtype="bf16")
+    capsys.readouterr()
+    if ends == "error":
+        with pytest.raises(ExportError):
+            export(hf, tmp_path / "out", dtype="bf16", noise=noise)
+        return
+    export(hf, tmp_path / "out", dtype="bf16", noise=noise)
+    assert (str(tmp_path / "out") in capsys.readouterr().err) == (ends == "notice")
+
+
+def test_tokens_whose_router_chose_another_expert_are_not_another_model() -> None:
+    draw = torch.Generator().manual_seed(1)
+    expected, other = torch.randn((2, 1, 16, 100), generator=draw)
+    found = expected.clone()
+    found[:, :3] = other[:, :3]
+    assert explain_gap(expected, found, "fp32")
+    assert not are_of_another_model(expected, found, "fp32")
+    assert are_of_another_model(expected, other, "bf16")
+
+
+def test_values_that_are_nearly_the_same_at_all_tokens_are_not_of_another_model_by_rounding() -> None:
+    draw = torch.Generator().manual_seed(1)
+    expected = 0.3 + 0.01 * torch.randn(16, generator=draw)
+    found = expected + 0.05 * torch.randn(16, generator=draw)
+    assert not are_of_another_model(expected, found, "bf16")
+    assert are_of_another_model(expected, -expected, "bf16")
 
 
 def test_weights_that_are_not_the_average_are_an_error(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class Supervised(SupervisedTrainer[int, Any]):
         if self.step == self.dies_after:
             raise Killed
 
-    def export(self, path: str) -> None:
+    def export(self, path: str, *, final: bool = True) -> None:
         self.weights.exported = self.weights.made_by
 
 
@@ -286,10 +286,10 @@ def test_a_supervised_run_that_is_terminated_in_its_export_finishes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Exporting(Supervised):
-        def export(self, path: str) -> None:
+        def export(self, path: str, *, final: bool = True) -> None:
             assert termination._Asked.wholes  # SIGTERM does not interrupt it
             monkeypatch.setattr(termination._Asked, "status", 143)
-            super().export(path)
+            super().export(path, final=final)
 
     trainer = Exporting(tmp_path, LOSSES, patience=None)
     with pytest.raises(SystemExit):
