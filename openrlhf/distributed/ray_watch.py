@@ -5,8 +5,8 @@ has died, and a minute after the control store has died; until then some calls h
 death first.
 
     RayWatch
-      └─ one thread per process: holds a connection, which the kernel closes when the process dies; connects again,
-         and calls `on_loss` once if nothing has answered for the process's `patience_s`
+      └─ one thread per process: holds a connection, which the kernel closes when the process dies; connects again
+         whenever the connection ends, and calls `on_loss` once if no attempt has succeeded for `patience_s`
 """
 
 import socket
@@ -18,6 +18,13 @@ from dataclasses import dataclass
 
 CONNECT_TIMEOUT_S = 5.0
 RETRY_S = 0.2  # between two attempts to connect
+# A machine that is lost closes no connection. The kernel gives the connection up after 5 + 3 * 2 seconds of silence.
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +70,13 @@ class RayWatch:
     def _watch(self, process: RayProcess) -> None:
         answered = time.monotonic()
         while not self._closed.is_set():
-            with suppress(OSError), socket.create_connection(process.address, timeout=CONNECT_TIMEOUT_S) as connection:
-                connection.settimeout(None)
-                while connection.recv(4096):
-                    pass
-                answered = time.monotonic()
-                continue  # gRPC closes a silent connection now and then
-            if time.monotonic() - answered >= process.patience_s:
+            began = time.monotonic()
+            if _hold_connection(process.address):
+                answered = time.monotonic()  # however the connection has ended: only failed attempts count
+            elif time.monotonic() - answered >= process.patience_s:
                 return self._report(process)
-            time.sleep(RETRY_S)
+            if time.monotonic() - began < RETRY_S:
+                time.sleep(RETRY_S)
 
     def _report(self, process: RayProcess) -> None:
         with self._changing:
@@ -79,3 +84,23 @@ class RayWatch:
             self._lost = self._lost or first
         if first:
             self._on_loss(LostRay(process.name, process.own))
+
+
+def _hold_connection(address: tuple[str, int]) -> bool:
+    """Connect, and return True when the connection has ended. Return False if nothing answers.
+
+    A connection may end without a death: gRPC closes a silent one now and then, and networks reset some.
+    """
+    try:
+        connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
+    except ConnectionResetError:  # right after the process had accepted it
+        return True
+    except OSError:
+        return False
+    with connection, suppress(OSError):
+        for option in KEEPALIVE:
+            connection.setsockopt(*option)
+        connection.settimeout(None)
+        while connection.recv(4096):
+            pass
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -77,6 +78,21 @@ def test_watch_waits_for_a_process_that_starts_again_within_its_patience(server:
     connected(server(port))
     assert losses.empty()
     watch.close()
+
+
+def test_connection_that_is_reset_is_no_death_while_the_process_answers() -> None:
+    losses = Queue[LostRay]()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        RayWatch([RayProcess(name="daemon", address=server.getsockname(), own=True)], losses.put)
+        for _ in range(2):
+            connection, _ = server.accept()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()  # with a reset
+        last, _ = server.accept()
+        assert losses.empty()
+    last.close()
+    assert losses.get(timeout=60) == LostRay("daemon", own=True)
 
 
 def test_closed_watch_reports_nothing(server: Server) -> None:
