@@ -10,6 +10,13 @@ from typing import NoReturn
 
 SAID = b"\nEnding when what has begun is done; Ctrl-C ends at once.\n"
 ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
+HOLD = signal.SIGURG  # sent by `hold_main_thread`; ignored where nobody handles it
+
+
+def hold(*_: object) -> None:
+    """Wait for good in a main thread that is held. Signals are handled all the same."""
+    if _Asked.held:
+        threading.Event().wait()
 
 
 def end_quietly(number: int, _: object) -> NoReturn:
@@ -37,13 +44,14 @@ def ctrl_c_raises() -> Iterator[None]:
 class _Asked:
     status = 0  # to end with; 0: nobody has asked
     wholes = 0  # `whole` blocks that are being run
-    handled = False  # SIGTERM, by `in_order`
     held = False  # the main thread, by `hold_main_thread`
 
 
 @contextmanager
 def in_order() -> Iterator[None]:
     """Within it, SIGTERM and Ctrl-C raise SystemExit, or wait for the end of `whole`; a second Ctrl-C does not wait.
+
+    A main thread that is held only records the request (`asked`): another thread ends the process.
 
     Ray's own handler of SIGTERM dumps a stack first. What a shell lets this process ignore stays ignored. A process that
     has been asked to end stays so: it takes no other SIGTERM, not even behind the block.
@@ -56,20 +64,18 @@ def in_order() -> Iterator[None]:
     def end(number: int, _: object) -> None:
         if os.getpid() != own:  # in a process that a library has forked, and which Ctrl-C reaches too
             return None if number == signal.SIGINT else os._exit(128 + number)
-        if _Asked.held:
-            threading.Event().wait()
+        _Asked.status = 128 + number
+        hold()
         signal.signal(signal.SIGTERM, lambda *_: None)  # once is enough
         signal.signal(signal.SIGINT, signal.default_int_handler if signal.SIGINT in before else signal.SIG_IGN)
-        _Asked.status = 128 + number
         with suppress(OSError):  # not `print`, which may not be interrupted by itself
             os.write(2, SAID * (os.environ.get("RANK", "0") == "0"))
         if not _Asked.wholes:
             raise SystemExit(_Asked.status)
 
     before = {each: signal.signal(each, end) for each in ENDINGS if signal.getsignal(each) is not signal.SIG_IGN}
+    before[HOLD] = signal.signal(HOLD, hold)
     _Asked.status = 0
-    handled_before = _Asked.handled
-    _Asked.handled = signal.SIGTERM in before
     try:
         yield
     except SystemExit:
@@ -79,7 +85,6 @@ def in_order() -> Iterator[None]:
         raise SystemExit(_Asked.status) from None  # a call of Ray turns the status that `end` raised into 1
     finally:
         if not _Asked.status:
-            _Asked.handled = handled_before
             for each, handler in before.items():
                 signal.signal(each, handler)
 
@@ -120,6 +125,6 @@ def hold_main_thread() -> None:
     Do nothing if the process has been asked to end.
     """
     main = threading.main_thread().ident
-    if _Asked.handled and not _Asked.status and main:
+    if not _Asked.status and main:
         _Asked.held = True
-        signal.pthread_kill(main, signal.SIGTERM)
+        signal.pthread_kill(main, HOLD)

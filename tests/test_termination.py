@@ -84,3 +84,30 @@ def test_held_main_thread_does_nothing_more_until_another_thread_ends_the_proces
     assert (done.returncode, done.stderr) == (7, "")
     assert done.stdout.splitlines()[-1] == "ended"
     assert done.stdout.count("works") <= 3
+
+
+ASKED_WHILE_HELD = """
+import os, signal, sys, threading, time
+from openrlhf import termination
+
+def end():
+    termination.hold_main_thread()
+    time.sleep(0.3)
+    held = termination.asked()
+    os.kill(os.getpid(), int(sys.argv[1]))
+    time.sleep(0.3)
+    print(held, termination.asked(), flush=True)
+    os._exit(7)
+
+with termination.in_order():
+    threading.Thread(target=end).start()
+    while True:
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_held_main_thread_records_that_the_process_is_asked_to_end(number: int) -> None:
+    command = [sys.executable, "-c", ASKED_WHILE_HELD, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (7, ["0", str(128 + number)], "")

@@ -52,22 +52,21 @@ class RayLoss:
         """End or replace the process."""
         termination.hold_main_thread()
         flags = None
-        status = termination.asked() or FAILED
         with suppress(Exception):  # whatever fails here, the process ends
-            if self.finished:
-                status = 0
-            elif not termination.asked():
+            if not self.finished and not termination.asked():
                 flags = self._restart(lost)
                 if flags is None:
                     print(f"error: {lost} {self._advice()}", file=sys.stderr, flush=True)
             self._close()
         with suppress(Exception):
             kill_processes(of_ray=lost.own)
-            if flags is not None:
+            if flags is not None and not termination.asked():
                 replace_process(flags)
         with suppress(Exception):
             sys.stdout.flush()
-        os._exit(status)
+        if flags is not None and termination.asked():
+            termination.end_at_once()
+        os._exit(0 if self.finished else termination.asked() or FAILED)
 
     def _close(self) -> None:
         def close_all() -> None:

@@ -1,0 +1,37 @@
+"""A command whose Ray has died restarts unless it has been asked to end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+ENDS = """
+import os, signal, sys, threading, time
+from openrlhf import termination
+from openrlhf.distributed.ray_watch import LostRay
+from openrlhf.launch.ray_loss import RayLoss
+
+if "again" in sys.argv:
+    sys.exit(7)
+loss = RayLoss(restart=lambda lost: ["again"])
+
+def close():
+    os.kill(os.getpid(), int(sys.argv[1]))
+    time.sleep(0.5)
+
+with termination.in_order(), loss.closing(close):
+    threading.Thread(target=loss, args=(LostRay("raylet", own=False),)).start()
+    while True:
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "end"), [(0, (7, "")), (signal.SIGTERM, (143, "terminated")), (signal.SIGINT, (130, "interrupted"))]
+)
+def test_command_that_is_asked_to_end_while_it_closes_does_not_restart(number: int, end: tuple[int, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS, str(int(number))], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == end
