@@ -45,8 +45,10 @@ class RayLoss:
     def closing(self, close: Callable[[], None]) -> Iterator[None]:
         """Call `close` if Ray dies within the block."""
         self._closings.append(close)
-        yield
-        self._closings.remove(close)
+        try:
+            yield
+        finally:
+            self._closings.remove(close)
 
     def __call__(self, lost: LostRay) -> NoReturn:
         """End or replace the process."""

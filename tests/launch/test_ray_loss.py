@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from openrlhf.launch.ray_loss import RayLoss
+
 ENDS = """
 import os, signal, sys, threading, time
 from openrlhf import termination
@@ -35,3 +37,10 @@ with termination.in_order(), loss.closing(close):
 def test_command_that_is_asked_to_end_while_it_closes_does_not_restart(number: int, end: tuple[int, str]) -> None:
     done = subprocess.run([sys.executable, "-c", ENDS, str(int(number))], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.strip()) == end
+
+
+def test_what_is_closed_in_a_block_that_fails_is_not_closed_again() -> None:
+    loss = RayLoss()
+    with pytest.raises(ValueError), loss.closing(lambda: None):
+        raise ValueError
+    assert loss._closings == []
