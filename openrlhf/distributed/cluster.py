@@ -160,7 +160,8 @@ def _start_ray(plan: Placement) -> str:
     chosen = {name: value for name, value in OWN_RAY.items() if f"RAY_{name}" not in os.environ}
     # The autoscaler and the reader of logs have nothing to do here.
     parameter.RayParams = LEAN  # type: ignore[assignment, misc]
-    os.environ[STARTED_BY] = f"{os.getpid()}-{time.time_ns()}"
+    _Started.mark = f"{os.getpid()}-{time.time_ns()}"
+    os.environ[STARTED_BY] = _Started.mark
     try:
         context = _init_ray(
             "local",
@@ -195,7 +196,7 @@ def _init_ray(*args: Any, **options: Any) -> Any:
         context = answer.result()
     except (SystemExit, KeyboardInterrupt):
         if termination.asked():
-            _Spawning.allowed.acquire()  # for good
+            _Started.spawning.acquire()  # for good
             kill_started_ray()
             termination.end_at_once()
         raise
@@ -205,8 +206,9 @@ def _init_ray(*args: Any, **options: Any) -> Any:
     return context
 
 
-class _Spawning:
-    allowed = threading.Lock()
+class _Started:
+    spawning = threading.Lock()
+    mark = ""  # STARTED_BY of the Ray that this process has started. The environment may have the mark of a parent's Ray
 
 
 def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":
@@ -214,13 +216,15 @@ def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":
 
     Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before the run has.
     """
-    with _Spawning.allowed:
+    with _Started.spawning:
         return subprocess.Popen(*args, process_group=0, **options)
 
 
 def kill_started_ray() -> bool:
     """Kill all processes of the Ray that this process has started, wherever they are. Returns False if there are none."""
-    mark = f"{STARTED_BY}={os.environ.get(STARTED_BY)}".encode()
+    if not _Started.mark:
+        return False
+    mark = f"{STARTED_BY}={_Started.mark}".encode()
     killed = False
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and entry.name != str(os.getpid()):
