@@ -88,7 +88,8 @@ def restarts_before() -> int:
 def can_replace_process() -> bool:
     """Return whether the program of this process is a command of ours, and not a notebook or a test."""
     program = Path(sys.argv[0])
-    return program.name == "openrlhf" or program.parent == Path(__file__).absolute().parent.parent / "cli"
+    commands = Path(__file__).resolve().parent.parent / "cli"
+    return program.name == "openrlhf" or program.resolve().parent == commands
 
 
 def replace_process(flags: list[str]) -> NoReturn:

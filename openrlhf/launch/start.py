@@ -71,11 +71,11 @@ class Restarts:
         )
 
     def flags_after(self, lost: LostRay) -> list[str] | None:
-        """Return the flags with which this process starts the command again, or None if the command ends.
-
-        A Ray that others have started is theirs to repair.
-        """
-        if not (self.left and lost.own and can_replace_process()):
+        """Return the flags with which this process starts the command again, or None if the command ends."""
+        if not self.left:
+            return None
+        if obstacle := obstacle_to_restart(lost):
+            print(f"[notice] No restart (--train.max_restarts {self.most}): {obstacle}.", file=sys.stderr)
             return None
         flags: list[str] = []
         given = self.config.given
@@ -86,6 +86,15 @@ class Restarts:
         print(f"{lost}\n{self.again()}", file=sys.stderr, flush=True)
         os.environ[RESTARTS] = str(self.done)
         return flags
+
+
+def obstacle_to_restart(lost: LostRay) -> str:
+    """Return why this process cannot start its command again with a new Ray, or an empty string if it can."""
+    if not lost.own:
+        return "this Ray was not started by the run"
+    if not can_replace_process():
+        return f"the program, {sys.argv[0]}, is not a command of openrlhf"
+    return ""
 
 
 def newest_checkpoint(config: PPOConfig) -> Checkpoint | None:
