@@ -20,7 +20,9 @@ from openrlhf.processes.confinement import killed_some
 
 CLOSE_TIMEOUT_S = 10.0  # for reports and trackers
 KILL_TIMEOUT_S = 5.0
-RESTARTS = "OPENRLHF_RESTARTS"  # a variable of a command that replaces itself: how often the run was started again
+# Variables of a command that replaces itself: how often the run was started again, and whether it added --ckpt.load_enable
+RESTARTS = "OPENRLHF_RESTARTS"
+CONTINUES_ITSELF = "OPENRLHF_CONTINUES_ITSELF"
 FAILED = 2  # the status of a command that ends with an error
 
 
@@ -80,9 +82,9 @@ class RayLoss:
         thread.join(CLOSE_TIMEOUT_S)
 
 
-def restarts_before() -> int:
-    """Return how often this command has replaced itself because Ray had died. Its child processes do not see it."""
-    return int(os.environ.pop(RESTARTS, "0"))
+def inherited(variable: str) -> int:
+    """Return the number that the replaced command has left in a variable, or 0. Child processes do not see it."""
+    return int(os.environ.pop(variable, "0"))
 
 
 def can_replace_process() -> bool:

@@ -54,7 +54,8 @@ def train(config: PPOConfig, processes: Processes, loss: RayLoss) -> None:
     parts = [*settings.engine_layouts(config), *[SOURCE] * config.train.async_enable]
     checkpoints = CheckpointManager(config.ckpt, parts)
     checkpoint = checkpoints.latest() if config.ckpt.load_enable else None
-    restarted = "ckpt.load_enable" not in config.given  # it continues this run, and no other with the same --ckpt.path
+    # A run that has restarted by itself continues this run, and no other with the same --ckpt.path.
+    restarted = not config.given.get("ckpt.load_enable")
     if checkpoint and restarted and checkpoint.state.run_dir != os.path.abspath(config.run.dir):
         checkpoint = None
     begun = checkpoint.state.first_start if checkpoint else start_of_episodes(config)

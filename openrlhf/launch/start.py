@@ -19,16 +19,19 @@ from openrlhf.distributed.cluster import expected_machines, ray_cluster
 from openrlhf.distributed.placement import HostGroup, Placement, engine_group
 from openrlhf.distributed.ray_watch import LostRay
 from openrlhf.distributed.worker_group import WorkerError
-from openrlhf.launch.ray_loss import RESTARTS, RayLoss, can_replace_process, restarts_before
+from openrlhf.launch.ray_loss import CONTINUES_ITSELF, RESTARTS, RayLoss, can_replace_process, inherited
 from openrlhf.rollout.engine_settings import engine_device
+
+LOAD_ENABLE = "ckpt.load_enable"
 
 
 def run_ppo(config: PPOConfig) -> None:
     """Train as the flags say, on a running Ray or on a new one. A dry run starts nothing."""
+    restarts = Restarts(config)
+    config = restarts.config
     plan = plan_placement(config, engine_device())
     if config.dry_run:
         plan.check(expected_machines(plan.on_gpus, config.placement.cluster))
-    restarts = Restarts(config)
     loss = RayLoss(lambda: how_to_continue(config), restarts.flags_after)
     with ThreadPoolExecutor(1) as thread:
         first, rest = (thread.submit(imported, f"openrlhf.launch.{name}") for name in ("processes", "reinforcement"))
@@ -49,12 +52,20 @@ def run_ppo(config: PPOConfig) -> None:
 
 
 class Restarts:
-    """The restarts of a run (--train.max_restarts), in this process and in the processes that it has replaced."""
+    """The restarts of a run (--train.max_restarts), in this process and in the processes that it has replaced.
+
+    `config.given` has --ckpt.load_enable only if the user gave it: otherwise a run that has restarted continues from its
+    own checkpoints, and not from those of another run with the same --ckpt.path.
+    """
 
     def __init__(self, config: PPOConfig) -> None:
         self.most = config.train.max_restarts
-        self.done = restarts_before()
+        self.done = inherited(RESTARTS)
         self.config = config
+        self.continues_itself = bool(inherited(CONTINUES_ITSELF))  # by --ckpt.load_enable that we have added
+        if self.continues_itself:
+            by_user = {path: value for path, value in config.given.items() if path != LOAD_ENABLE}
+            self.config = amend(config, {"given": by_user})
 
     @property
     def left(self) -> bool:
@@ -64,7 +75,7 @@ class Restarts:
     def again(self) -> str:
         """Count one more restart, which continues from the newest checkpoint. Returns what to print."""
         self.done += 1
-        self.config = amend(self.config, {"ckpt.load_enable": True})
+        self.config = amend(self.config, {LOAD_ENABLE: True})
         return (
             f"Restart {self.done} of {self.most} (--train.max_restarts), from the newest checkpoint of the run if it has "
             "one."
@@ -81,10 +92,12 @@ class Restarts:
         given = self.config.given
         if "run.dir" not in given:
             flags += ["--run.dir", os.path.abspath(self.config.run.dir)]
-        if "ckpt.load_enable" not in given and newest_checkpoint(self.config):
-            flags += ["--ckpt.load_enable"]
+        if not given.get(LOAD_ENABLE) and not self.continues_itself and newest_checkpoint(self.config):
+            flags += [f"--{LOAD_ENABLE}"]
+            self.continues_itself = True
         print(f"{lost}\n{self.again()}", file=sys.stderr, flush=True)
         os.environ[RESTARTS] = str(self.done)
+        os.environ[CONTINUES_ITSELF] = str(int(self.continues_itself))
         return flags
 
 
@@ -99,7 +112,7 @@ def obstacle_to_restart(lost: LostRay) -> str:
 
 def newest_checkpoint(config: PPOConfig) -> Checkpoint | None:
     """Return the newest checkpoint that this run has written, or that it continues from."""
-    continues = "ckpt.load_enable" in config.given and config.ckpt.load_enable
+    continues = config.given.get(LOAD_ENABLE)
     newest = None
     for checkpoint in CheckpointManager(config.ckpt).checkpoints():
         own = continues or checkpoint.state.run_dir == os.path.abspath(config.run.dir)

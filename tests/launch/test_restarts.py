@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
+from openrlhf.checkpoints.manager import CheckpointManager
+from openrlhf.checkpoints.manifest import RunState
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.ray_watch import LostRay
-from openrlhf.launch.start import Restarts
+from openrlhf.launch.start import Restarts, newest_checkpoint
 from tests.config.commands import ppo
 from tests.ranks import ROOT
 
@@ -34,3 +38,37 @@ def test_command_restarts_however_its_path_is_written_and_other_programs_do_not(
     flags = Restarts(ppo(RESTARTS)).flags_after(STORE)
     assert (flags is not None) == restarts
     assert ("--train.max_restarts 2" in capsys.readouterr().err) != restarts
+
+
+@pytest.mark.parametrize(("given", "newest"), [("", 1), ("ckpt.load_enable: false", 1), ("ckpt.load_enable: true", 2)])
+def test_restarted_command_continues_from_checkpoints_of_other_runs_only_if_the_user_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, newest: int
+) -> None:
+    monkeypatch.setenv("OPENRLHF_RESTARTS", "0")
+    monkeypatch.setenv("OPENRLHF_CONTINUES_ITSELF", "0")
+    monkeypatch.setattr(sys, "argv", ["openrlhf"])
+    file = tmp_path / "flags.yaml"
+    file.write_text(given)
+    line = f"{RESTARTS} --run.dir {tmp_path / 'run'} --ckpt.path {tmp_path / 'checkpoints'} --config {file}"
+    restarts = Restarts(ppo(line))
+    save(restarts.config, 1, tmp_path / "run")
+    save(restarts.config, 2, tmp_path / "other")
+    for done in (1, 2):
+        flags = restarts.flags_after(STORE)
+        assert flags is not None
+        line += f" {' '.join(flags)}"
+        restarts = Restarts(ppo(line))
+        checkpoint = newest_checkpoint(restarts.config)
+        assert restarts.done == done and restarts.config.ckpt.load_enable
+        assert checkpoint and checkpoint.state.step == newest
+        by_user = bool(restarts.config.given.get("ckpt.load_enable"))  # `train` asks this too
+        assert by_user == (newest == 2)
+
+
+def save(config: PPOConfig, step: int, run_dir: Path) -> None:
+    """Save a checkpoint of a run."""
+    manager = CheckpointManager(config.ckpt)
+    staged = manager.begin(step)
+    for place in staged.places:
+        (staged.directory / place / "states").touch()
+    manager.commit(staged, state=RunState(step=step, run_dir=str(run_dir)))
