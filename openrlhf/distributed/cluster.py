@@ -208,7 +208,9 @@ def _init_ray(*args: Any, **options: Any) -> Any:
 
 class _Started:
     spawning = threading.Lock()
-    mark = ""  # STARTED_BY of the Ray that this process has started. The environment may have the mark of a parent's Ray
+    mark = (
+        ""  # STARTED_BY of the Ray that this process has started. The environment may have the mark of a parent's Ray
+    )
 
 
 def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":

@@ -24,6 +24,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed import cluster
 from openrlhf.locks import InUseError
 from tests.config.commands import COMMANDS, violations
+from tests.ranks import ROOT
 
 
 def test_the_installed_versions_are_supported() -> None:
@@ -193,6 +194,18 @@ def test_ctrl_c_while_a_command_imports_its_modules_ends_it_without_a_traceback(
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "interrupted" and "Traceback" not in errors
+
+
+def test_program_that_imports_the_commands_keeps_its_ctrl_c(tmp_path: Path) -> None:
+    package = tmp_path / "of_others"
+    package.mkdir()
+    (package / "__init__.py").write_text("import openrlhf.cli\n")
+    (package / "program.py").write_text(
+        "import signal\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, "-m", "of_others.program", "-m", "openrlhf.cli.train_sft"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
 
 
 def test_a_reader_of_the_help_that_has_enough_ends_it_without_a_traceback() -> None:
