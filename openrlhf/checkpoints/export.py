@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,6 +26,10 @@ GIB = 2**30
 
 class ExportError(UserError, RuntimeError):
     """A model cannot be written; the message says what has been written, and where."""
+
+
+class UnwritableError(ExportError, OSError):
+    """The files of a model cannot be written: the disk is full, or a quota or a limit on the size of files is reached."""
 
 
 def export_hf(
@@ -87,7 +92,8 @@ def replacing(final: Path) -> Iterator[Path]:
     """Yield a folder aside for the files of a new model, which then take the place of the model in `final`.
 
     The folder aside is in `final`, so that its files need no other file system and no other rights. Other files of
-    `final` stay. If the block fails, the old model stays, and an ExportError says where the new files are.
+    `final` stay. If the block fails, the old model stays, and an ExportError says where the new files are: an
+    UnwritableError if there is no room for them.
     """
     final = final.absolute()
     final.mkdir(parents=True, exist_ok=True)
@@ -101,7 +107,10 @@ def replacing(final: Path) -> Iterator[Path]:
         raise
     except Exception as error:
         kept = sorted(file.name for file in aside.iterdir())
-        raise ExportError(
+        # The tokenizers library raises plain exceptions for files that it cannot write.
+        unwritable = isinstance(error, OSError | SafetensorError) or type(error) is Exception
+        kind = UnwritableError if unwritable else ExportError
+        raise kind(
             f"The model could not be written to {final}: {type(error).__name__}: {error}. "
             f"What has been written is in {aside}: {', '.join(kept) or 'nothing'}."
         ) from error

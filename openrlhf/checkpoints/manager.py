@@ -36,7 +36,7 @@ GOES_ON = "Step {} is saved: --ckpt.load_enable goes on from it."  # told by a r
 GIB = 2**30
 FULL = 2**20  # bytes: with less than this free a disk counts as full
 MANIFEST = ".manifest.json"
-TORCH_CANNOT_WRITE = ("PytorchStreamWriter", "file write failed", "unexpected pos")  # in its errors
+TORCH_CANNOT_WRITE = ("PytorchStreamWriter", "file write failed", "unexpected pos")  # in its RuntimeErrors
 
 
 class CheckpointManager:
@@ -149,7 +149,8 @@ class CheckpointManager:
     def writing(self, staged: StagedCheckpoint) -> Iterator[None]:
         """Raise CheckpointError if the files of the block cannot be written, in any process.
 
-        torch raises an error of its own kind, which does not say why: a full disk, a quota, or a limit on the size of files.
+        torch raises a RuntimeError, which does not say why: a full disk, a quota, or a limit on the size of files. An export
+        raises an OSError.
         """
         try:
             yield
@@ -157,7 +158,8 @@ class CheckpointManager:
             raise self._failed(staged.tag, error) from error
         except Exception as error:
             full = shutil.disk_usage(staged.directory).free <= FULL
-            if not full and not any(words in str(error) for words in TORCH_CANNOT_WRITE):
+            of_torch = isinstance(error, RuntimeError) and any(words in str(error) for words in TORCH_CANNOT_WRITE)
+            if not full and not of_torch:
                 raise
             if full:
                 raise self._failed(staged.tag, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error

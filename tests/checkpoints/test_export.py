@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import pickle
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from openrlhf.checkpoints.combine import combine
-from openrlhf.checkpoints.export import ASIDE, ExportError, check_disk_room, export_hf, replacing
+from openrlhf.checkpoints.export import ASIDE, ExportError, UnwritableError, check_disk_room, export_hf, replacing
+from openrlhf.checkpoints.manifest import CheckpointError
 from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.flags import UserError
 from openrlhf.models.stored_files import check_can_be_exported
+from tests.checkpoints.kept import checkpoints_in
 from tests.tiny import character_tokenizer, save_tiny_model
 
 # What models come with: generation_config.json, and values in config.json without a generation_config.json.
@@ -161,3 +170,66 @@ def test_a_disk_without_room_for_the_model_is_found_at_the_start(tmp_path: Path)
     check_disk_room(str(tmp_path / "not" / "there"), 1)
     with pytest.raises(ExportError, match=r"--ckpt\.output_dir"):
         check_disk_room(str(tmp_path), 10**18)
+
+
+def write_text(folder: Path) -> None:
+    (folder / "text").write_text("x" * 100_000)
+
+
+def write_tensors(folder: Path) -> None:
+    save_file({"weight": torch.zeros(100_000)}, folder / "model.safetensors")
+
+
+def write_tokenizer(folder: Path) -> None:
+    vocabulary = {f"{'word' * 10}{number}": number for number in range(2000)}
+    Tokenizer(WordLevel(vocabulary, unk_token="word")).save(str(folder / "tokenizer.json"))
+
+
+def write_torch(folder: Path) -> None:
+    torch.save({"weight": torch.zeros(100_000)}, folder / "model.pt")
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Limit the size of the files that this process writes, as a quota does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("write", [write_text, write_tensors, write_tokenizer])
+def test_an_export_beyond_a_quota_is_a_checkpoint_that_cannot_be_written(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
+    manager = checkpoints_in(tmp_path)
+    staged = manager.begin(2, hf=True)
+    with (
+        pytest.raises(CheckpointError),
+        manager.writing(staged),
+        small_files(),
+        replacing(Path(staged.hf_dir)) as aside,
+    ):
+        write(aside)
+
+
+def test_an_export_that_fails_otherwise_is_no_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
+    manager = checkpoints_in(tmp_path)
+    staged = manager.begin(2, hf=True)
+    with pytest.raises(ExportError), manager.writing(staged), replacing(Path(staged.hf_dir)):
+        raise ValueError("a defect")
+
+
+def test_engine_files_beyond_a_quota_are_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
+    manager = checkpoints_in(tmp_path)
+    staged = manager.begin(2)
+    with pytest.raises(CheckpointError), manager.writing(staged), small_files():
+        write_torch(Path(staged.directory))
+
+
+def test_an_unwritable_export_stays_one_on_its_way_to_another_process() -> None:
+    error = pickle.loads(pickle.dumps(UnwritableError("a.safetensors")))
+    assert isinstance(error, UnwritableError) and isinstance(error, OSError)
+    assert "a.safetensors" in str(error)
