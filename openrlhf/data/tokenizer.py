@@ -56,7 +56,7 @@ def get_tokenizer(
 
 
 def most_characters(max_tokens: int) -> int:
-    """Return the number of characters above which a text is refused where at most `max_tokens` tokens are read."""
+    """Return the number of characters above which a text is refused or cut where at most `max_tokens` tokens are read."""
     return max(FEWEST_CHARACTERS, CHARACTERS_PER_TOKEN * max_tokens)
 
 

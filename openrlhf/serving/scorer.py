@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batches import Ragged
 from openrlhf.config.serving import ServeConfig
-from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.data.tokenizer import get_tokenizer, most_characters
 from openrlhf.models.loading import LoadSpec, ModelError
 from openrlhf.models.proof import prove_layout
 from openrlhf.models.scalar import ScalarModel, check_is_scalar, last_token_scores, load_scalar
@@ -20,15 +20,24 @@ def tokenize_texts(
 ) -> list[list[int]]:
     """Token ids of texts, without special tokens added. A long text keeps its last `max_len` tokens, or with `keep_start` the first.
 
-    An end-of-text token at the end of a text is always kept: the model was trained to give its score there.
+    An end-of-text token at the end of a text is always kept: the model was trained to give its score there. Characters
+    that are too far from the tokens that are kept are not tokenized, which takes long in texts without spaces.
     """
+    limit, end = most_characters(max_len), str(tokenizer.eos_token)
+
+    def shorten(text: str) -> str:
+        if len(text) <= limit or not keep_start:
+            return text[-limit:]
+        beginning = text[:limit].removesuffix(end)
+        return beginning + end if text.endswith(end) else beginning
 
     def cut(tokens: list[int]) -> list[int]:
         if len(tokens) <= max_len or not keep_start:
             return tokens[-max_len:]
         return [*tokens[: max_len - 1], tokens[-1] if tokens[-1] == tokenizer.eos_token_id else tokens[max_len - 1]]
 
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    shortened = [shorten(text) for text in texts]
+    encoded = tokenizer(shortened, add_special_tokens=False, return_attention_mask=False, verbose=False)
     return [cut(tokens) for tokens in encoded["input_ids"]]
 
 

@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.serving import ServeConfig
-from openrlhf.data.tokenizer import most_characters
 from openrlhf.serving.batcher import Batcher, Texts
 from openrlhf.serving.connections import CONNECTIONS, Connection, raise_connection_limit
 from openrlhf.serving.scorer import load_scorer
@@ -34,13 +33,7 @@ def run_server(config: ServeConfig) -> None:
     listener = listen(config.host, config.port)
     tokenize, score = load_scorer(config)
     batcher = Batcher(score, max_tokens=config.max_batch_tokens, max_wait=config.max_batch_wait)
-    app = reward_app(
-        tokenize,
-        batcher,
-        max_texts=config.max_request_texts,
-        max_mib=config.max_request_mib,
-        max_len=config.data.max_len,
-    )
+    app = reward_app(tokenize, batcher, max_texts=config.max_request_texts, max_mib=config.max_request_mib)
     if config.dry_run:
         print(f"{config.reward.model_name_or_path} can be served.")
         return
@@ -67,10 +60,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host} --port {port}: the server cannot listen there: {error.strerror}.") from error
 
 
-def reward_app(
-    tokenize: Callable[[list[str]], Texts], batcher: Batcher, *, max_texts: int, max_mib: float, max_len: int
-) -> FastAPI:
-    """Return the application. A request has at most `max_texts` texts and `max_mib` MiB; the model reads `max_len` tokens of a text.
+def reward_app(tokenize: Callable[[list[str]], Texts], batcher: Batcher, *, max_texts: int, max_mib: float) -> FastAPI:
+    """Return the application. A request has at most `max_texts` texts and `max_mib` MiB.
 
     Requests are parsed, tokenized and scored in threads, so the event loop stays free.
     """
@@ -96,7 +87,7 @@ def reward_app(
     async def get_reward(request: Request) -> JSONResponse:
         body = await read_body(request, max_mib=max_mib)
         in_thread = partial(asyncio.get_running_loop().run_in_executor, reader)
-        query = await in_thread(partial(read_query, body, max_texts=max_texts, max_len=max_len))
+        query = await in_thread(partial(read_query, body, max_texts=max_texts))
         texts: Texts = []
         for bite in bites(query):  # each waits for its turn in the thread, so that requests alternate
             texts += await in_thread(tokenize, bite)
@@ -131,7 +122,7 @@ class RewardQuery(BaseModel):
     query: list[str] = Field(min_length=1)
 
 
-def read_query(body: bytes, *, max_texts: int, max_len: int) -> list[str]:
+def read_query(body: bytes, *, max_texts: int) -> list[str]:
     """Return the texts of a request, its `query`. Raises HTTPException with status 422 or 413."""
     try:
         query = RewardQuery.model_validate_json(body).query
@@ -141,14 +132,6 @@ def read_query(body: bytes, *, max_texts: int, max_len: int) -> list[str]:
         raise _wrong(f"{place}: {first['msg']}") from error
     if len(query) > max_texts:
         raise HTTPException(413, f"query has {len(query)} texts, and {max_texts} are allowed (--max_request_texts).")
-    limit = most_characters(max_len)
-    for number, text in enumerate(query):
-        if len(text) > limit:
-            raise HTTPException(
-                413,
-                f"query.{number} has {len(text)} characters, and {limit} are allowed: the model reads {max_len} tokens "
-                "of a text (--data.max_len).",
-            )
     return query
 
 

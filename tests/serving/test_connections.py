@@ -54,7 +54,7 @@ def serving(*, kind: type[Connection] = Connection, limit: int = 9) -> Iterator[
     def characters(texts: list[str]) -> Texts:
         return [list(map(ord, text)) for text in texts]
 
-    app = reward_app(characters, Batcher(lengths, max_tokens=100, max_wait=0.0), max_texts=4, max_mib=0.05, max_len=100)
+    app = reward_app(characters, Batcher(lengths, max_tokens=100, max_wait=0.0), max_texts=4, max_mib=0.05)
     settings = uvicorn.Config(app, http=kind, log_level="warning", limit_concurrency=limit, timeout_graceful_shutdown=5)
     server = _Server(settings)
     server.ready = threading.Event()

@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, Gemma2Config
 
 from openrlhf.config.flags import amend
 from openrlhf.config.serving import ServeConfig
+from openrlhf.data.tokenizer import most_characters
 from openrlhf.models.loading import ModelError
 from openrlhf.serving.scorer import load_scorer, tokenize_texts
 from openrlhf.serving.server import run_server
@@ -146,3 +147,29 @@ def test_attention_that_cannot_be_packed_is_refused_before_the_first_request(tmp
     character_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="softcap"):
         scores(tmp_path, ds__packing_samples=True)
+
+
+@pytest.mark.parametrize("end", ["", "<eos>", "<eos>x", "x<eos><eos>"])
+@pytest.mark.parametrize("keep_start", [False, True])
+def test_a_text_is_cut_before_it_is_tokenized_where_no_kept_token_is_lost(end: str, keep_start: bool) -> None:
+    """The text is far longer than what is tokenized, and than what is kept."""
+    tokenizer = character_tokenizer()
+    limit = most_characters(9)
+    for length in (limit - 5, limit - len(end), limit, limit + 1, 3 * limit):
+        text = "1+2=3" * (length // 5) + "1" * (length % 5)
+        assert len(text) == length
+        text += end
+        [whole] = tokenizer([text], add_special_tokens=False)["input_ids"]
+        kept = whole[-9:]
+        if keep_start:
+            last = whole[-1] if whole[-1] == tokenizer.eos_token_id else whole[8]
+            kept = [*whole[:8], last]
+        assert tokenize_texts([text], tokenizer, max_len=9, keep_start=keep_start) == [kept]
+
+
+def test_a_beginning_that_is_cut_after_an_end_of_text_token_does_not_end_there() -> None:
+    tokenizer = character_tokenizer()
+    limit = most_characters(9)
+    text = "1" * (limit - 5) + "<eos>" + "2" * 100
+    [tokens] = tokenize_texts([text], tokenizer, max_len=9, keep_start=True)
+    assert tokens == tokenizer("1" * 9, add_special_tokens=False)["input_ids"]
