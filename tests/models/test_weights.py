@@ -22,7 +22,7 @@ from openrlhf.evaluation import batch_inference, chat, runs
 from openrlhf.launch import offline, start
 from openrlhf.models.loading import ModelError, check_causal_lm, load_causal_lm
 from openrlhf.models.scalar import check_is_scalar, check_scalar_weights, load_scalar
-from openrlhf.models.weights import require_finite_files
+from openrlhf.models.weights import StoredWeights, require_finite_files
 from tests.config.commands import SMALLEST
 from tests.loading import load_spec
 from tests.tiny import character_tokenizer, save_reward_model, save_tiny_model
@@ -208,6 +208,26 @@ def test_a_tied_model_whose_files_have_the_same_tensor_twice_is_loaded(tmp_path:
     folder = rewrite(save_tiny_model(tmp_path, "qwen2-tied"), with_equal_output_layer)
     for load in (load_causal_lm, check_causal_lm):
         load(load_spec(path=str(folder)))
+
+
+@pytest.mark.parametrize("partitioned", [False, True])
+@pytest.mark.parametrize("equal", [False, True])
+def test_loaded_weights_that_are_not_one_object_are_refused_only_if_their_values_differ(
+    equal: bool, partitioned: bool, tmp_path: Path
+) -> None:
+    change = with_equal_output_layer if equal else with_output_layer
+    folder = rewrite(save_tiny_model(tmp_path, "qwen2-tied"), change)
+    hf = AutoModelForCausalLM.from_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    hf.lm_head.weight = torch.nn.Parameter(weights["lm_head.weight"])
+    hf.model.embed_tokens.weight = torch.nn.Parameter(weights["model.embed_tokens.weight"])
+    if partitioned:  # an empty placeholder in each process
+        for weight in (hf.lm_head.weight, hf.model.embed_tokens.weight):
+            weight.ds_tensor = weight.detach()
+            weight.data = torch.empty(0)
+    nothing = {key: set[str]() for key in ("unexpected_keys", "mismatched_keys", "missing_keys")}
+    found = StoredWeights.of(str(folder), hf, nothing)
+    assert bool(found.torn) == (not equal)
 
 
 @pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "qwen3-moe"])
