@@ -157,6 +157,11 @@ def attempt(step: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> A
         return {MALFORMED: str(error)}
 
 
+def without_origin(dataset: Dataset) -> Dataset:
+    """Return a dataset without the columns that say where its rows came from."""
+    return dataset.select_columns([name for name in dataset.column_names if name not in (SOURCE, ROW)])
+
+
 def contents_of(dataset: Dataset) -> Iterator[bytes]:
     """All values of a dataset as bytes, however the dataset is stored; a million rows of 250 tokens take 2 to 5 s to hash."""
     batches: Any = dataset.with_format("arrow").iter(1000)

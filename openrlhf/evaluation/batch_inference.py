@@ -18,17 +18,18 @@ from openrlhf.data.clock import set_clock
 from openrlhf.data.errors import DataError
 from openrlhf.data.first_look import TextFormat, record
 from openrlhf.data.first_start import FirstStart
+from openrlhf.data.loading import Table, load_datasets
 from openrlhf.data.prompts import AnsweredDataset, PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.data.templates import encode
 from openrlhf.evaluation.comparing import given_text
-from openrlhf.evaluation.journal import Journal, has_another_request, part_of, start_of_results
+from openrlhf.evaluation.journal import Journal, has_another_request, part_of, request_of, start_of_results
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, by_input
 from openrlhf.evaluation.runs import NOTE_EVERY_S, engines, reward_models, say_engines_start, started
 from openrlhf.files import write_atomically
 from openrlhf.launch import prompt_data, settings
-from openrlhf.launch.identity import inference_identity
-from openrlhf.launch.prompt_data import look_at_prompts, policy_tokenizer, read_prompts, scorer_tokenizer
+from openrlhf.launch.identity import inference_identity, request_identity
+from openrlhf.launch.prompt_data import look_at_prompts, policy_tokenizer, prompts_of, scorer_tokenizer
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import json_line
 from openrlhf.rollout.background import BackgroundLoop
@@ -46,10 +47,13 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     path = str(config.model.model_name_or_path)
     tokenizer = policy_tokenizer(config, path, flag=MODEL) if config.samples_answers else scorer_tokenizer(config)
     final = Path(config.output_path)
-    prompts, identity = rendered_rows(config, tokenizer, start_of_request(config, tokenizer, final))
+    rows = load_rows(config)
+    request = request_identity(config, rows, tokenizer)
+    begun = start_of_request(config, tokenizer, rows, final, request)
+    prompts, identity = rendered_rows(config, tokenizer, rows, begun)
     if config.dry_run:
         return show_rows(config, tokenizer, prompts)
-    journal = Journal(final, identity)
+    journal = Journal(final, identity, request=request)
     with started(config) as recorder:
         missing = [prompt for prompt in prompts if prompt.index not in journal.results]
         recorder.display.note(f"{len(prompts)} rows, {len(missing)} to do. Results so far: {journal.path}")
@@ -67,48 +71,59 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     journal.finish()
 
 
-def start_of_request(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, final: Path) -> FirstStart:
+def load_rows(config: BatchInferenceConfig) -> Table:
+    """Load the rows of --data.dataset as they are stored. Raises DataError."""
+    data = config.data
+    return load_datasets(
+        data.dataset,
+        split=data.dataset_split,
+        probs=data.dataset_probs,
+        max_samples=data.max_samples,
+        seed=config.train.seed,
+    )
+
+
+def start_of_request(
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, rows: Table, final: Path, request: str
+) -> FirstStart:
     """Return the first start of this request. A final file of another request says nothing about it: it starts now."""
     begun = start_of_results(final)
-    if final.exists() and not part_of(final).exists():
+    if not final.exists() or part_of(final).exists():
+        return begun
+    made = request_of(final)
+    if made == "":  # by an older release, which kept the rendered rows alone
         with redirect_stderr(StringIO()):  # the notices are printed when the rows are rendered for good
-            _, identity = rendered_rows(config, deepcopy(tokenizer), begun)
+            _, identity = rendered_rows(config, deepcopy(tokenizer), rows, begun)
         if has_another_request(final, identity):
             return FirstStart.here()
+    elif made is not None and made != request:
+        return FirstStart.here()
     return begun
 
 
 def rendered_rows(
-    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, begun: FirstStart
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, rows: Table, begun: FirstStart
 ) -> tuple[list[Prompt], dict[str, Any]]:
     """Return the prompts as a command renders them that began then, and its identity. Raises DataError."""
     set_clock(tokenizer, begun.moment)
-    prompts = read_rows(config, tokenizer, follows=begun.trained_format)
+    prompts = read_rows(config, tokenizer, rows, follows=begun.trained_format)
     return prompts, inference_identity(config, prompts) | begun.entries
 
 
 def read_rows(
-    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, *, follows: bool = True
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, rows: Table, *, follows: bool = True
 ) -> list[Prompt]:
     """The prompts to answer, or whole texts to score; their format is recorded in the tokenizer. Raises DataError.
 
     `follows`: by default texts have the format that the model was trained with.
     """
-    data, suffix = config.data, config.csft.suffix
+    suffix = config.csft.suffix
     rows_of: Any = PromptDataset if config.samples_answers else AnsweredDataset
     model = f"{MODEL} {config.model.model_name_or_path}"
     if not config.samples_answers:
         model = f"--reward.model_name_or_path {config.reward.models[0]}"
-    dataset: Any = read_prompts(
-        config,
-        rows_of,
-        tokenizer,
-        data.dataset,
-        model=model if follows else None,
-        generates=config.samples_answers,
-        split=data.dataset_split,
-        probs=data.dataset_probs,
-        max_samples=data.max_samples,
+    dataset: Any = prompts_of(
+        config, rows_of, tokenizer, rows, model=model if follows else None, generates=config.samples_answers
     )
     if config.samples_answers:
         look_at_prompts(config, dataset, tokenizer, policy=str(config.model.model_name_or_path), flag=MODEL)
@@ -118,10 +133,12 @@ def read_rows(
         prompt_data.check_reward_formats(config, used, [dataset[0].text])
         notice(dataset.summary)
     size, number = config.rollout.batch_size, config.iter
-    rows = range(len(dataset)) if number is None else range(len(dataset))[number * size : (number + 1) * size]
-    if not rows:
+    numbers = range(len(dataset))
+    if number is not None:
+        numbers = numbers[number * size : (number + 1) * size]
+    if not numbers:
         raise DataError(f"--iter {number} begins behind the last of the {len(dataset)} rows of --data.dataset.")
-    prompts: list[Prompt] = [replace(dataset[row], index=row) for row in rows]
+    prompts: list[Prompt] = [replace(dataset[row], index=row) for row in numbers]
     if not suffix:
         return prompts
     asked = encode(tokenizer, [prompt.text + suffix for prompt in prompts])

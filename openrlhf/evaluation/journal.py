@@ -13,6 +13,8 @@ from openrlhf.data.first_start import FirstStart
 from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import json_line, set_aside
 
+REQUEST = "request, before its rows were rendered"  # an entry beside an identity
+
 
 def start_of_results(final: Path) -> FirstStart:
     """Return the first start of the command that wrote the file, or its results so far; of this one if there is none."""
@@ -33,6 +35,14 @@ def record_of(final: Path) -> Path:
     return final.with_name(f"{final.name}.request")
 
 
+def request_of(final: Path) -> str | None:
+    """Return the request of the command that wrote the final file; "" if an older release wrote it, None if no record says."""
+    record = record_of(final)
+    if not record.exists():
+        return None
+    return str(json.loads(record.read_bytes()).get(REQUEST, ""))
+
+
 def has_another_request(final: Path, identity: Mapping[str, Any]) -> bool:
     """Return whether the final file is there, complete, and known to be of another request."""
     if not final.exists() or part_of(final).exists():
@@ -47,13 +57,14 @@ class Journal:
 
     The first line is the identity of the command. Each other line has a row and its whole result, so a row is there once
     or not at all. A last line that a kill has cut is dropped. At the end the identity stays beside the final file. A final
-    file of a command with another identity is moved aside. Raises DataError if one of this identity, or a file of
+    file of a command with another identity is moved aside. `request` is kept beside the identity, for `request_of`. Raises DataError if one of this identity, or a file of
     unknown origin, is there already, or if a command with another identity began the results.
     """
 
-    def __init__(self, final: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, final: Path, identity: Mapping[str, Any], *, request: str = "") -> None:
         self.final, self.path = final, part_of(final)
         self.identity, self.record = json.loads(json_line(identity)), record_of(final)
+        self.request = {REQUEST: request} if request else {}
         if final.exists() and not self.path.exists():
             if not has_another_request(final, identity):
                 raise DataError(f"--output_path {final} is there already: delete it, or give another path.")
@@ -70,7 +81,7 @@ class Journal:
         with self.path.open("ab") as file:
             file.truncate(len(whole + newline))
         if not newline:
-            self._write(identity)
+            self._write(self.identity | self.request)
 
     def add(self, row: int, result: list[Any]) -> None:
         """Write the result of a row."""
@@ -79,7 +90,7 @@ class Journal:
 
     def finish(self) -> None:
         """Keep the identity of the final file, which is written, and delete the results."""
-        write_atomically(self.record, json_line(self.identity))
+        write_atomically(self.record, json_line(self.identity | self.request))
         self.path.unlink()
 
     def _write(self, content: Any) -> None:

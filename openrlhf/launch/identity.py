@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from openrlhf.config.flags import toml_beside, value_at
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.loading import Table
 from openrlhf.data.prompts import PromptDataset
+from openrlhf.data.rows import contents_of, without_origin
 from openrlhf.files import fingerprint
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
 from openrlhf.trajectory import Prompt
@@ -65,14 +67,35 @@ def episode_identity(config: PPOConfig, prompts: PromptDataset, flags: Sequence[
 
 def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) -> Identity:
     """The identity of answers to prompts, or of the rewards of answers."""
-    trusted = config.model.trust_remote_code
-    models = [str(config.model.model_name_or_path)] if config.samples_answers else config.reward.models
     contents = (repr((prompt.text, prompt.label)).encode(errors="surrogatepass") for prompt in prompts)
     return {
         **_values(config, FLAGS["inference"]),
-        "models": [of_model(path, trust_remote_code=trusted) for path in models],
+        "models": _inference_models(config),
         "rows of --data.dataset, rendered": of_rows(len(prompts), contents),
     }
+
+
+def request_identity(config: BatchInferenceConfig, rows: Table, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of what batch_inference is asked for, before rows are rendered: flags, rows as they are stored, models."""
+    sections = json.loads(json.dumps([vars(config.data), vars(config.csft)], default=str))
+    for name in ("dataset", "dataset_split", "dataset_probs", "dataloader_num_workers"):  # the rows themselves count
+        sections[0].pop(name)
+    stored = without_origin(rows)
+    request = {
+        **_values(config, [*FLAGS["inference"], "iter", "rollout.batch_size"]),
+        "sections": sections,
+        "models": _inference_models(config),
+        "chat template": tokenizer.chat_template,
+        "columns": stored.column_names,
+        "rows": of_rows(len(stored), contents_of(stored)),
+    }
+    return _hash(request)
+
+
+def _inference_models(config: BatchInferenceConfig) -> list[str]:
+    trusted = config.model.trust_remote_code
+    models = [str(config.model.model_name_or_path)] if config.samples_answers else config.reward.models
+    return [of_model(path, trust_remote_code=trusted) for path in models]
 
 
 def of_rows(count: int, contents: Iterable[bytes]) -> str:

@@ -16,7 +16,7 @@ from openrlhf.data.clock import set_clock
 from openrlhf.data.findings import report
 from openrlhf.data.first_start import now
 from openrlhf.data.layouts import recognise
-from openrlhf.data.loading import ALL_ROWS, load_datasets
+from openrlhf.data.loading import ALL_ROWS, Table, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.tokenizer import end_ids, get_tokenizer, require_vocabulary
@@ -114,12 +114,25 @@ def read_prompts(
     generates: bool = True,
     **part: Any,
 ) -> T:
-    """A dataset as `rows_of` makes it: prompts, with the columns and templates of --data.*. Raises DataError.
+    """Load a dataset, and return it as `prompts_of` does. `part`: split, max_samples and probs of `load_datasets`."""
+    rows = load_datasets(spec, seed=config.train.seed, **part)
+    return prompts_of(config, rows_of, tokenizer, rows, model=model, generates=generates)
+
+
+def prompts_of(
+    config: settings.Sampling,
+    rows_of: Callable[..., T],
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Table,
+    *,
+    model: str | None,
+    generates: bool = True,
+) -> T:
+    """Return rows as `rows_of` makes them: prompts, with the columns and templates of --data.*. Raises DataError.
 
     `model`: the flag of the model of `tokenizer`, with its value, whose text format is the default; None: there is none.
-    `generates`: the model answers these prompts. `part`: split, max_samples and probs of `load_datasets`.
+    `generates`: the model answers these prompts.
     """
-    rows = load_datasets(spec, seed=config.train.seed, **part)
     data = recognise(rows, config, "text")
     if model:
         prompts = None if config.train.agent_func_path else data.input_key  # an agent renders its own prompts

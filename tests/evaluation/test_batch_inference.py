@@ -23,6 +23,7 @@ from openrlhf.evaluation import batch_inference
 from openrlhf.evaluation.batch_inference import keep
 from openrlhf.evaluation.journal import Journal
 from openrlhf.evaluation.post_processing import POST_PROCESSORS
+from openrlhf.launch.identity import request_identity
 from openrlhf.observability.display import Display
 from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 from tests.config.commands import ROOTS, parse
@@ -253,28 +254,53 @@ def dry_run(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 DATED = "{% for m in messages %}{{ strftime_now('%Y-%m-%d') + m['content'] }}{% endfor %}"
 
 
-@pytest.mark.parametrize("other", [False, True], ids=["the same request", "another request"])
-def test_rows_have_the_date_of_the_first_start_of_their_own_request(models: Path, tmp_path: Path, other: bool) -> None:
+@pytest.mark.parametrize("record", ["request", "older release"])
+@pytest.mark.parametrize("other", ["", "seed", "row"])
+def test_rows_have_the_date_of_the_first_start_of_their_own_request(
+    models: Path, tmp_path: Path, other: str, record: str
+) -> None:
     """A finished file of another request says nothing about the date."""
-    (tmp_path / "rows.jsonl").write_text('{"question": "x"}\n')
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"question": "x"}\n')
     final = tmp_path / "out.jsonl"
     words = (
-        f"--pretrain {models}/model --data.dataset {tmp_path}/rows.jsonl --output_path {final} --data.input_key question "
+        f"--pretrain {models}/model --data.dataset {source} --output_path {final} --data.input_key question "
         "--data.apply_chat_template"
     ).split()
     config = parse_config(ROOTS["batch_inference"], words, command="batch_inference")
     tokenizer = character_tokenizer()
     tokenizer.name_or_path, tokenizer.chat_template = str(models / "model"), DATED
     begun = FirstStart(moment="2027-01-15T12:00:00", trained_format=True)
-    prompts, identity = batch_inference.rendered_rows(config, tokenizer, begun)
+    rows = batch_inference.load_rows(config)
+    prompts, identity = batch_inference.rendered_rows(config, tokenizer, rows, begun)
     assert prompts[0].text == "2027-01-15x"
+    request = request_identity(config, rows, tokenizer) if record == "request" else ""
+    journal = Journal(final, identity, request=request)
     final.touch()
-    seed = 7 if other else identity["--train.seed"]
-    final.with_name("out.jsonl.request").write_text(json.dumps(identity | {"--train.seed": seed}))
-    found = batch_inference.start_of_request(config, tokenizer, final)
+    journal.finish()
+
+    if other == "seed":
+        config = parse_config(ROOTS["batch_inference"], [*words, "--train.seed", "7"], command="batch_inference")
+    elif other == "row":
+        source.write_text('{"question": "x"}\n{"question": "y"}\n')
+    rows = batch_inference.load_rows(config)
+    request = request_identity(config, rows, tokenizer)
+    found = batch_inference.start_of_request(config, tokenizer, rows, final, request)
     assert (found == begun) == (not other)
-    prompts, _ = batch_inference.rendered_rows(config, tokenizer, found)
+    prompts, identity = batch_inference.rendered_rows(config, tokenizer, rows, found)
     assert (prompts[0].text == "2027-01-15x") == (not other)
+    if other:
+        Journal(final, identity, request=request)
+    else:
+        with pytest.raises(DataError):
+            Journal(final, identity, request=request)
+
+
+def test_results_so_far_continue_if_another_request_renders_the_same_rows(tmp_path: Path) -> None:
+    final = tmp_path / "out.jsonl"
+    Journal(final, {"--best_of_n": 2}).add(0, ["a"])
+    assert Journal(final, {"--best_of_n": 2}, request="one").results == {0: ["a"]}
+    assert Journal(final, {"--best_of_n": 2}, request="other").results == {0: ["a"]}
 
 
 def test_a_dry_run_shows_template_and_tokens_of_prompts_as_they_are_cut(dry_run: Any) -> None:

@@ -15,6 +15,7 @@ from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.options import parse_config
 from openrlhf.data.first_look import TextFormat, record, recorded
 from openrlhf.data.first_start import FirstStart
+from openrlhf.evaluation.batch_inference import load_rows as load_inference_rows
 from openrlhf.evaluation.batch_inference import read_rows as read_inference_rows
 from openrlhf.evaluation.journal import Journal, start_of_results
 from openrlhf.evaluation.runs import read_candidate
@@ -101,7 +102,7 @@ def first_prompt(
         candidate = read_candidate(config, "model")
         return candidate.prompts[0].text, candidate.tokenizer
     tokenizer = policy_tokenizer(config, model, flag="--model.model_name_or_path")
-    return read_inference_rows(config, tokenizer, follows=follows)[0].text, tokenizer
+    return read_inference_rows(config, tokenizer, load_inference_rows(config), follows=follows)[0].text, tokenizer
 
 
 @pytest.mark.parametrize("trained", [TEMPLATE, CHAT])
