@@ -149,26 +149,37 @@ class CheckpointManager:
     def writing(self, staged: StagedCheckpoint) -> Iterator[None]:
         """Raise CheckpointError if the files of the block cannot be written, in any process.
 
-        torch raises a RuntimeError, which does not say why: a full disk, a quota, or a limit on the size of files. An export
-        raises an OSError.
+        What has been written is removed: later checkpoints, and the model at the end, need its room.
         """
         try:
             yield
-        except OSError as error:
-            raise self._failed(staged.tag, error) from error
         except Exception as error:
-            full = shutil.disk_usage(staged.directory).free <= FULL
-            of_torch = isinstance(error, RuntimeError) and any(words in str(error) for words in TORCH_CANNOT_WRITE)
-            if not full and not of_torch:
+            reason = self._why_unwritten(error)
+            if reason is None:
                 raise
-            if full:
-                raise self._failed(staged.tag, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
-            raise self._failed(staged.tag, OSError(str(error).splitlines()[0])) from error
+            shutil.rmtree(staged.directory, ignore_errors=True)
+            raise self._failed(staged.tag, reason) from error
+
+    def _why_unwritten(self, error: Exception) -> OSError | None:
+        """Return why files could not be written; None if the error has another reason.
+
+        torch raises a RuntimeError, which does not say why: a full disk, a quota, or a limit on the size of files. An export
+        raises an OSError.
+        """
+        if isinstance(error, OSError):
+            return error
+        if shutil.disk_usage(self.root).free <= FULL:
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in TORCH_CANNOT_WRITE):
+            return OSError(str(error).splitlines()[0])
+        return None
 
     def _failed(self, tag: str, error: OSError) -> CheckpointError:
+        older = [checkpoint.tag for checkpoint in self.checkpoints()]
+        standing = f"Older checkpoints still stand: {', '.join(older)}." if older else "There is no older one."
         return CheckpointError(
-            f"{tag} could not be written to --ckpt.path {self.root}: {error}. Older checkpoints still stand. Make "
-            f"room, choose another --ckpt.path, or keep fewer with --ckpt.max_num (now {self.max_num})."
+            f"{tag} could not be written to --ckpt.path {self.root}: {error}. {standing} Make room, choose another "
+            f"--ckpt.path, or keep fewer with --ckpt.max_num (now {self.max_num})."
         )
 
     def _seal(self, staged: StagedCheckpoint, state: RunState, metric_value: float | None) -> Checkpoint:
