@@ -110,6 +110,10 @@ class AdvantageEstimator:
     whiten: bool = False  # advantages are normalised over all action tokens of the batch
 
 
+class EstimatorError(ValueError):
+    """The shaping of an estimator, perhaps a user's, breaks its contract. The message continues a sentence about it."""
+
+
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", AdvantageEstimator)
 advantage_estimator = ADVANTAGE_ESTIMATORS.register  # decorates a shaping
 
@@ -154,12 +158,30 @@ def group_norm(rewards: PerSample, group: GroupIds) -> PerSample:
 def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstimator) -> PerSample:
     """The rewards of all samples of the batch after the estimator's shaping.
 
-    Raises ValueError if a reward is not finite: the reward is missing, or its source is broken.
+    Raises ValueError if a reward is not finite: the reward is missing, or its source is broken. Raises EstimatorError if the
+    shaping fails, or returns anything but one finite number per sample.
     """
     broken = {i: float(reward) for i, reward in enumerate(rewards) if not math.isfinite(reward)}
     if broken:
         raise ValueError(f"rewards must be finite numbers, but by sample they are {broken}")
-    return estimator.shape(rewards, group)
+    try:
+        shaped: Any = estimator.shape(rewards, group)
+    except Exception as error:
+        raise EstimatorError(
+            f"it failed with {type(error).__name__}: {error}. It is called with two tensors: the rewards of all samples "
+            "of the batch, and the numbers of their prompts."
+        ) from error
+    wanted = f"It has to return a tensor of {len(rewards)} floating-point numbers, one per sample"
+    if not isinstance(shaped, Tensor) or not shaped.is_floating_point():
+        raise EstimatorError(f"it returned {type(shaped).__name__} {shaped!r:.80}. {wanted}.")
+    if shaped.shape != rewards.shape:
+        raise EstimatorError(f"it returned a tensor of shape {tuple(shaped.shape)}. {wanted}.")
+    if not shaped.isfinite().all():
+        sample = int((~shaped.isfinite()).nonzero()[0])
+        raise EstimatorError(
+            f"of a reward of {float(rewards[sample]):g} it made {float(shaped[sample]):g}. {wanted}, all finite."
+        )
+    return shaped
 
 
 def normalize_advantages(

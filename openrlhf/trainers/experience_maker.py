@@ -8,10 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS, group_statistics, normalize_advantages, shape_rewards
+from openrlhf.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    EstimatorError,
+    group_statistics,
+    normalize_advantages,
+    shape_rewards,
+)
 from openrlhf.algorithms.kl import KLController, kl_estimate
 from openrlhf.algorithms.rewards import clip_rewards, overlong_penalty, stop_properly_penalty, token_rewards
 from openrlhf.batches import Experience, turn_reward_column
+from openrlhf.config.flags import UserError
 from openrlhf.config.learning import RLFlags
 from openrlhf.observability.metrics import Last, Mean, Metric
 from openrlhf.trainers.remote_teacher import RemoteTeacher
@@ -111,7 +118,10 @@ class ExperienceMaker:
         assert experience.values is not None or not estimator.needs_critic
         rewards = self._penalised(experience)
         once = experience.last_rows  # an episode counts once in a baseline, however many conversations it has
-        shaped = shape_rewards(rewards[once], experience.group_ids[once], estimator)
+        try:
+            shaped = shape_rewards(rewards[once], experience.group_ids[once], estimator)
+        except EstimatorError as error:
+            raise UserError(f"--algo.advantage.estimator {advantage.estimator}: {error}") from error
         shaped = clip_rewards(shaped, *self.config.reward.clip_range)[experience.episode_of_row]
         kl = self._reward_kl(experience)
         columns = {name: torch.zeros(experience.num_tokens) for name in ("token_rewards", "advantages", "returns")}

@@ -2,6 +2,7 @@
 
 import math
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from openrlhf.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
+    AdvantageEstimator,
+    EstimatorError,
     gae,
     group_statistics,
     monte_carlo,
@@ -320,3 +323,22 @@ def test_a_batch_of_equal_rewards_teaches_exactly_nothing(name: str) -> None:
     block = token_rewards(scores, None, mask, 0.0)
     advantages, _ = estimator.credit(block, torch.zeros(8, 20), mask, gamma=1.0, lam=1.0)
     assert not normalize_advantages(advantages, mask, estimator).any()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda rewards, group: rewards[:-1],
+        lambda rewards, group: torch.cat([rewards, rewards]),
+        lambda rewards, group: rewards[:, None],
+        lambda rewards, group: float(rewards.mean()),
+        lambda rewards, group: rewards.long(),
+        lambda rewards, group: rewards / 0,
+        lambda rewards: rewards,
+        lambda rewards, group: None,
+    ],
+    ids=["short", "long", "matrix", "number", "integers", "infinite", "arguments", "nothing"],
+)
+def test_a_shaping_that_does_not_return_a_finite_number_per_sample_is_refused(shape: Any) -> None:
+    with pytest.raises(EstimatorError):
+        shape_rewards(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0, 0, 1]), AdvantageEstimator(shape))
