@@ -33,6 +33,7 @@ from tests.pages import (
     says_its_default,
 )
 from tests.sources import ROOT
+from tests.verify import real_model
 from tests.verify.learning import (
     CORRECTIONS,
     UNCORRECTED,
@@ -245,6 +246,10 @@ def test_every_learning_run_has_its_flags_and_its_curve_on_the_page() -> None:
     marks = [name for _, name, _ in LEARNED.findall(ALGORITHMS.read_text())]
     assert sorted(marks) == sorted(RUNS)
     assert RUNS.keys() <= flag_sets().keys()
+
+
+def test_the_page_of_the_real_model_is_made_of_the_runs_on_record() -> None:
+    assert real_model.PAGE.read_text(encoding="utf-8") == real_model.page(real_model.read_runs())
 
 
 @pytest.mark.parametrize("path", [LEARNING, ASYNCHRONOUS], ids=lambda path: path.stem)
