@@ -39,7 +39,6 @@ OWN_RAY: dict[str, Any] = dict.fromkeys(IDLE_WORK, False) | {"worker_niceness": 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 # A control store that keeps its state elsewhere may start again. Ray ends its drivers 60 s after its death.
 JOINED_PATIENCE_S = 40.0
-OWN_PATIENCE_S = 1.0  # of a control store that we have started. A raylet has none: Ray ends us at the next use of it
 PRINT_OF_RAY: Callable[[Any, bool], None] = worker.print_to_stdstream
 STARTED_BY = "OPENRLHF_RAY_STARTED_BY"  # a variable of all processes of a Ray that we start, with a value of its own
 
@@ -71,7 +70,7 @@ def _watch(on_loss: Callable[[LostRay], None], *, own: bool) -> RayWatch:
     """Watch the control store, and the raylet of this machine."""
     context = ray.get_runtime_context()
     host, _, port = context.gcs_address.rpartition(":")
-    patience_s = OWN_PATIENCE_S if own else JOINED_PATIENCE_S
+    patience_s = 0.0 if own else JOINED_PATIENCE_S
     store = (host.strip("[]"), int(port))
     processes = [RayProcess(name="control store (gcs_server)", address=store, own=own, patience_s=patience_s)]
     for node in ray.nodes():

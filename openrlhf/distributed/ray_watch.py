@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 CONNECT_TIMEOUT_S = 5.0
-RETRY_S = 0.2  # between two attempts to connect
+RETRY_S = 0.02  # between two attempts to connect
 # A machine that is lost closes no connection. The kernel gives the connection up after 5 + 3 * 2 seconds of silence.
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

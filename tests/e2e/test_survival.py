@@ -153,7 +153,7 @@ def test_run_whose_ray_dies_restarts_or_ends_with_the_step_that_is_saved(
     send_when(process, folder, signal.SIGKILL, to=victim, step=3)
     done = finish(process)
     assert survivors(started, within=30) == []
-    assert (folder / "report.html").exists()
+    assert (folder / "report.html").exists(), done.errors
     if restarts:
         assert done.status == 0, done.errors
         assert "Restart 1 of 1 (--train.max_restarts)" in done.errors
