@@ -1,5 +1,6 @@
 """Errors and notices about a user's data: the place, the value seen, the change to make. Needs no heavy library."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,11 +36,25 @@ def text_of(row: Mapping[str, Any], column: str) -> str:
     raise row_error(row, column, f"is {kind(value)}, not a string{hint}")
 
 
+def list_columns(columns: Sequence[str]) -> str:
+    """Return the quoted names of a dataset's own columns, separated by commas."""
+    return ", ".join(repr(name) for name in columns if name not in (SOURCE, ROW))
+
+
 def check_columns(columns: Sequence[str], needed: Mapping[str, str | None], dataset: str = "The dataset") -> None:
     """Raise DataError for a flag that names a missing column of a dataset; `needed` maps flags to columns."""
     for flag, column in needed.items():
         if column is not None and column not in columns:
-            there = ", ".join(repr(name) for name in columns if name not in (SOURCE, ROW))
             raise DataError(
-                f"{dataset} has no column {column!r}, which {flag} names. It has {there}: set {flag} to one of them."
+                f"{dataset} has no column {column!r}, which {flag} names. It has {list_columns(columns)}: "
+                f"{_fix_of_column(columns, flag, column)}."
             )
+
+
+def _fix_of_column(columns: Sequence[str], flag: str, column: str) -> str:
+    """Return what to do about a missing column, with the column of almost this name if there is one."""
+    close = [name for name in columns if name.strip().lower() == column.strip().lower()]
+    if not close:
+        return f"set {flag} to one of them"
+    [near, *_] = close
+    return f"{near!r} differs only in blanks or capitals. Rename it to {column!r}, or pass {flag} {shlex.quote(near)}"

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.effects import unmet
 from openrlhf.config.flags import flags_of, notice, toml_beside
-from openrlhf.data.errors import ROW, SOURCE, DataError, check_columns, kind, row_error, text_of
+from openrlhf.data.errors import SOURCE, DataError, check_columns, kind, list_columns, row_error, text_of
 from openrlhf.data.templates import TOOLS, Message, in_common, texts_in
 from openrlhf.data.tokenizer import require_chat_template
 
@@ -141,7 +141,7 @@ def recognise(rows: Dataset, config: Any, *kinds: str) -> Any:
     given = {flag for flag in flags if flag.endswith("_key") and f"data.{flag}" in config.given}
     changes = {flag: value for flag, value in flags.items() if value != getattr(data, flag)}
     if named in READERS and (not found or given & changes.keys()):
-        there = ", ".join(repr(column) for column in first if column not in (SOURCE, ROW))
+        there = list_columns(list(first))
         raise DataError(
             f"--data.layout {named} has other columns than the dataset, {there}, or than the --data.*_key flags."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from typing import Any
 
 import pytest
@@ -416,6 +417,13 @@ def test_a_missing_column_is_named_with_the_columns_there_are() -> None:
         DataError, match=r"no column 'prompt', which --data\.input_key names\. It has 'input', 'output'"
     ):
         dataset([{"input": "a", "output": "b"}], input_key="prompt")
+
+
+@pytest.mark.parametrize("header", [" Prompt", "Prompt ", "PROMPT"])
+def test_a_column_that_differs_in_blanks_or_capitals_is_named_with_the_flag_that_reads_it(header: str) -> None:
+    with pytest.raises(DataError) as caught:
+        dataset([{header: "a", "output": "b"}], input_key="prompt", output_key="output")
+    assert f"--data.input_key {shlex.quote(header)}" in str(caught.value)
 
 
 def test_a_malformed_row_is_named_by_dataset_row_and_column(tmp_path: Any) -> None:
