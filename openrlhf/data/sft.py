@@ -11,7 +11,7 @@ from openrlhf.config.flags import notice
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data import templates
-from openrlhf.data.errors import DataError, row_error, text_of
+from openrlhf.data.errors import SOURCE, DataError, list_columns, row_error, text_of
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of
 from openrlhf.data.tokenizer import Ends
@@ -63,6 +63,8 @@ class SFTDataset(TokenizedRows[SFTRow]):
             raise DataError("--data.multiturn needs --data.apply_chat_template: only a chat has turns.")
         if pretrain:
             data = replace(data, output_key=None, apply_chat_template=False)
+        if not (pretrain or data.output_key or data.apply_chat_template):
+            _refuse_rows_without_answers(dataset, data.input_key)
         self.ends = Ends.of(tokenizer)
         super().__init__(dataset, tokenizer, data)
         if unended := sum(self.rows["unended"]):
@@ -134,3 +136,18 @@ class SFTDataset(TokenizedRows[SFTRow]):
             "unended": passage.unended,
             "cut": was_cut,
         }
+
+
+def _refuse_rows_without_answers(dataset: Dataset, input_key: str) -> None:
+    """Raise DataError, because no column has the answers. A missing input column is left to the check of columns."""
+    columns = dataset.column_names
+    if input_key not in columns:
+        return
+    source = dataset[SOURCE][0] if SOURCE in columns else "The dataset"
+    fix = "Name the column with the answers with --data.output_key, or pass --data.apply_chat_template for chats."
+    if {"chosen", "rejected"} <= set(columns):
+        fix = "Pass --data.output_key chosen to learn the chosen answers, or learn from the pairs with `openrlhf dpo`."
+    raise DataError(
+        f"No column with answers was found in {source}: --data.output_key is not set. "
+        f"The columns are {list_columns(columns)}. {fix}"
+    )

@@ -406,7 +406,18 @@ def test_a_chat_without_an_answer_is_left_out() -> None:
 
 def test_when_nothing_is_left_the_counts_are_the_error() -> None:
     with pytest.raises(DataError, match=r"0 of 2 rows kept, dropped 2 with an empty response.*--data\.output_key"):
-        dataset([{"input": "a"}, {"input": "b"}])
+        dataset([{"input": "a", "output": ""}, {"input": "b", "output": ""}], output_key="output")
+
+
+def test_rows_without_an_answer_column_are_refused_with_the_columns_and_the_flag() -> None:
+    with pytest.raises(DataError, match=r"'input', 'reply'.*--data\.output_key"):
+        dataset([{"input": "a", "reply": "b"}])
+
+
+def test_pairs_without_an_answer_column_are_refused_with_the_column_to_learn_and_the_other_command() -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(DataError, match=r"'prompt', 'chosen', 'rejected'.*--data\.output_key chosen.*openrlhf dpo"):
+        dataset([pair], input_key="prompt")
 
 
 # ---- rows and columns that are wrong
