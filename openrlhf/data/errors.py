@@ -41,20 +41,39 @@ def list_columns(columns: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in columns if name not in (SOURCE, ROW))
 
 
-def check_columns(columns: Sequence[str], needed: Mapping[str, str | None], dataset: str = "The dataset") -> None:
+def source_of(rows: Any) -> str:
+    """Return the name of the file or dataset that the first row of a dataset came from."""
+    return rows[SOURCE][0] if SOURCE in rows.column_names else "The dataset"
+
+
+def check_columns(rows: Any, needed: Mapping[str, str | None]) -> None:
     """Raise DataError for a flag that names a missing column of a dataset; `needed` maps flags to columns."""
+    columns: list[str] = rows.column_names
     for flag, column in needed.items():
         if column is not None and column not in columns:
             raise DataError(
-                f"{dataset} has no column {column!r}, which {flag} names. It has {list_columns(columns)}: "
-                f"{_fix_of_column(columns, flag, column)}."
+                f"{source_of(rows)} has no column {column!r}, which {flag} names. It has {list_columns(columns)}: "
+                f"{_fix_of_column(rows, flag, column)}."
             )
 
 
-def _fix_of_column(columns: Sequence[str], flag: str, column: str) -> str:
+def _fix_of_column(rows: Any, flag: str, column: str) -> str:
     """Return what to do about a missing column, with the column of almost this name if there is one."""
-    close = [name for name in columns if name.strip().lower() == column.strip().lower()]
-    if not close:
-        return f"set {flag} to one of them"
-    [near, *_] = close
-    return f"{near!r} differs only in blanks or capitals. Rename it to {column!r}, or pass {flag} {shlex.quote(near)}"
+    for name in rows.column_names:
+        if name.strip().lower() == column.strip().lower():
+            return f"{name!r} differs only in blanks or capitals. Rename it to {column!r}, or pass {flag} {shlex.quote(name)}"
+    parent = _parent_of_rows(rows)
+    if parent:
+        return f"the rows are one level down, in the list under {parent!r}. Write that list to a file of its own"
+    return f"set {flag} to one of them"
+
+
+def _parent_of_rows(rows: Any) -> str | None:
+    """Return the column of a single row that holds a list of objects which are not chat messages."""
+    if len(rows) != 1:
+        return None
+    for name, value in rows[0].items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict) and not {"role", "from"} & first.keys():
+            return name
+    return None

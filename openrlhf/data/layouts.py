@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.effects import unmet
 from openrlhf.config.flags import flags_of, notice, toml_beside
-from openrlhf.data.errors import SOURCE, DataError, check_columns, kind, list_columns, row_error, text_of
+from openrlhf.data.errors import DataError, check_columns, kind, list_columns, row_error, text_of
 from openrlhf.data.templates import TOOLS, Message, in_common, texts_in
 from openrlhf.data.tokenizer import require_chat_template
 
@@ -162,7 +162,7 @@ def columns_read(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any
     """
     there, named = dataset.column_names, {f"--data.{key}": getattr(data, key) for key in keys}
     if data.layout not in JUDGED:
-        check_columns(there, named, dataset=dataset[SOURCE][0] if SOURCE in there else "The dataset")
+        check_columns(dataset, named)
     if data.apply_chat_template:
         require_chat_template(tokenizer)
     if data.layout in READERS:

@@ -11,7 +11,7 @@ from openrlhf.config.flags import notice
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data import templates
-from openrlhf.data.errors import SOURCE, DataError, list_columns, row_error, text_of
+from openrlhf.data.errors import DataError, list_columns, row_error, source_of, text_of
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of
 from openrlhf.data.tokenizer import Ends
@@ -143,11 +143,10 @@ def _refuse_rows_without_answers(dataset: Dataset, input_key: str) -> None:
     columns = dataset.column_names
     if input_key not in columns:
         return
-    source = dataset[SOURCE][0] if SOURCE in columns else "The dataset"
     fix = "Name the column with the answers with --data.output_key, or pass --data.apply_chat_template for chats."
     if {"chosen", "rejected"} <= set(columns):
         fix = "Pass --data.output_key chosen to learn the chosen answers, or learn from the pairs with `openrlhf dpo`."
     raise DataError(
-        f"No column with answers was found in {source}: --data.output_key is not set. "
+        f"No column with answers was found in {source_of(dataset)}: --data.output_key is not set. "
         f"The columns are {list_columns(columns)}. {fix}"
     )

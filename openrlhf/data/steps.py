@@ -35,7 +35,7 @@ class StepDataset(TokenizedRows[StepRow]):
 
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: PRMConfig) -> None:
         self.prm, data = config.prm, config.data
-        check_columns(dataset.column_names, {"--data.input_key": data.input_key, "--data.label_key": data.label_key})
+        check_columns(dataset, {"--data.input_key": data.input_key, "--data.label_key": data.label_key})
         self.placeholder = one_token(tokenizer, self.prm.placeholder_token or "", "--prm.placeholder_token")
         self.reward_tokens = [one_token(tokenizer, token, "--prm.reward_tokens") for token in self.prm.reward_tokens]
         lists = (labels for labels in dataset[data.label_key] if isinstance(labels, list))

@@ -88,7 +88,7 @@ def read_requests(config: RewardTestConfig, tokenizer: PreTrainedTokenizerBase |
     most, split, probs = data.max_samples, data.prompt_split, data.prompt_probs
     rows = load_datasets(data.prompt_dataset, split=split, probs=probs, max_samples=most, seed=0)
     columns = {"--data.input_key": data.input_key, "--data.label_key": data.label_key}
-    check_columns(rows.column_names, columns | {"--data.output_key": data.output_key})
+    check_columns(rows, columns | {"--data.output_key": data.output_key})
     if verifier and data.label_key:
         labels, source = rows[data.label_key], data.prompt_dataset
         report(check_labels(verifier, labels, column=data.label_key, origin=lambda row: f"{source}, row {row + 1}"))

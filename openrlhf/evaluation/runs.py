@@ -166,7 +166,7 @@ def read_rows(config: EvaluationConfig) -> Table:
 def read_answers(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, column: str) -> list[list[int]]:
     """The answers in a column as tokens, each with its end. Raises DataError."""
     rows = read_rows(config)
-    check_columns(rows.column_names, {"--against.answer_key": column})
+    check_columns(rows, {"--against.answer_key": column})
     texts = [text_of(row, column) for row in rows if isinstance(row, dict)]
     end = cast(int, tokenizer.eos_token_id)
     return [[*tokens, end] for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]]

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.algorithms.preference_losses import kto
 from openrlhf.batches import Answers
 from openrlhf.config.supervised import KTOConfig
-from openrlhf.data.errors import SOURCE, DataError
+from openrlhf.data.errors import DataError, source_of
 from openrlhf.data.feedback import BothAnswers, LabelledDataset, LabelledRow, PreferenceDataset
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.layouts import JUDGED
@@ -42,9 +42,8 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         """
         rows = self._labelled(dataset, tokenizer)
         if len(rows) == 1:
-            source = dataset[SOURCE][0] if SOURCE in dataset.column_names else "The dataset"
             raise DataError(
-                f"{source} has 1 usable row. KTO needs at least 2, because its KL pairs each prompt with another row's answer. "
+                f"{source_of(dataset)} has 1 usable row. KTO needs at least 2, because its KL pairs each prompt with another row's answer. "
                 f"{rows.summary}"
             )
         return rows

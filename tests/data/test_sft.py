@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -435,6 +436,15 @@ def test_a_column_that_differs_in_blanks_or_capitals_is_named_with_the_flag_that
     with pytest.raises(DataError) as caught:
         dataset([{header: "a", "output": "b"}], input_key="prompt", output_key="output")
     assert f"--data.input_key {shlex.quote(header)}" in str(caught.value)
+
+
+@pytest.mark.parametrize("rest", [{}, {"version": "1.1"}])
+def test_rows_in_a_list_under_a_key_of_a_json_file_are_an_error_that_names_the_key(tmp_path: Path, rest: Any) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({**rest, "data": [{"input": "a", "output": "b"}] * 3}))
+    rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
+    with pytest.raises(DataError, match=r"rows\.json has no column 'input'.*one level down.*'data'"):
+        SFTDataset(rows, build_tokenizer(), SFTDataConfig(max_len=64, output_key="output"))
 
 
 def test_a_malformed_row_is_named_by_dataset_row_and_column(tmp_path: Any) -> None:
