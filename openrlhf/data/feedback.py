@@ -15,6 +15,7 @@ from openrlhf.config.flags import notice
 from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import kind, row_error, text_of
+from openrlhf.data.findings import Finding, Level
 from openrlhf.data.layouts import DATASOURCE, DROPPED, MARGIN
 from openrlhf.data.rows import Result, TokenizedRows, contents_of
 from openrlhf.data.sft import SFTDataset, SFTRow
@@ -316,13 +317,28 @@ class LabelledDataset(SFTDataset):
 
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: KTODataConfig) -> None:
         super().__init__(dataset, tokenizer, data)
-        desirable = sum(self.rows["desirable"])
-        self.summary += f" {desirable} are desirable, {len(self) - desirable} are not."
+        self.desirable: int = sum(self.rows["desirable"])  # rows
+        self.summary += f" {self.desirable} are desirable, {len(self) - self.desirable} are not."
 
     def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
         """Those of SFT, and the label."""
         label, result = _label(row, self.data.label_key), super().columns(row, passages, encoded)
         return result if isinstance(result, str) else {**result, "desirable": label}
+
+
+def check_both_labels(rows: LabelledDataset, *, column: str) -> Finding:
+    """Return a warning if the rows that are left are all desirable, or all undesirable."""
+    if 0 < rows.desirable < len(rows):
+        seen = f"{rows.desirable} of {len(rows)} rows are desirable."
+        return Finding(check="labels", level=Level.PASS, seen=seen)
+    if rows.desirable:
+        label = "desirable"
+        fix = "Add rows with the label 0 or false, or learn the answers with `openrlhf sft`."
+    else:
+        label = "undesirable"
+        fix = "Add rows with the label 1 or true."
+    seen = f"All {len(rows)} rows are {label} (--data.label_key {column}): KTO has nothing to contrast."
+    return Finding(check="labels", level=Level.WARNING, seen=seen, fix=fix)
 
 
 def _label(row: Mapping[str, Any], column: str) -> bool:

@@ -209,6 +209,7 @@ def load_rows(
         data = with_trained_format(task.config, task.config.data, tokenizer, read, column=prompts, model=owner)
         task.config = replace(task.config, data=data)
     train = task.rows(read, tokenizer)
+    report(*task.look_at_rows(train))
     texts = first_look.texts_of(read, key_columns(task.config.data))
     notice(*first_look_at(task, texts, train, tokenizer, prompts=prompts_in(read, prompts)))
     notice(*look_at_borders(task.config, read))

@@ -12,7 +12,8 @@ from openrlhf.algorithms.preference_losses import kto
 from openrlhf.batches import Answers
 from openrlhf.config.supervised import KTOConfig
 from openrlhf.data.errors import DataError, source_of
-from openrlhf.data.feedback import BothAnswers, LabelledDataset, LabelledRow, PreferenceDataset
+from openrlhf.data.feedback import BothAnswers, LabelledDataset, LabelledRow, PreferenceDataset, check_both_labels
+from openrlhf.data.findings import Finding
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.layouts import JUDGED
 from openrlhf.data.loading import Table
@@ -47,6 +48,12 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
                 f"{rows.summary}"
             )
         return rows
+
+    def look_at_rows(self, train_rows: Rows) -> list[Finding]:
+        """Warn about labels of one kind only."""
+        if not isinstance(train_rows, LabelledDataset):
+            return []
+        return [check_both_labels(train_rows, column=self.config.data.label_key)]
 
     def _labelled(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> BothAnswers | LabelledDataset:
         data = self.config.data

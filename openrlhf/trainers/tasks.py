@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.algorithms.registry import Registry
 from openrlhf.batches import Ragged
 from openrlhf.config.supervised import SFTConfig, SupervisedConfig
+from openrlhf.data.findings import Finding
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.distributed.strategy import FrozenModel, Strategy
@@ -138,6 +139,10 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def prompt_column(self, dataset: Table) -> str | None:
         """The column with the prompts that a template is put around; None if the rows have no such column."""
         return getattr(self.config.data, "input_key", None)
+
+    def look_at_rows(self, train_rows: Rows) -> list[Finding]:
+        """Return findings about the training rows as a whole. By default there are none."""
+        return []
 
     def measured_rows(self, train_rows: Rows) -> Any:
         """The rows to evaluate without --eval.dataset. By default there are none, and no evaluation."""

@@ -13,9 +13,10 @@ import pytest
 from datasets import Dataset
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
-from openrlhf.config.supervised import PreferenceDataConfig
+from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data.errors import DataError
-from openrlhf.data.feedback import PairRow, PreferenceDataset
+from openrlhf.data.feedback import LabelledDataset, PairRow, PreferenceDataset, check_both_labels
+from openrlhf.data.findings import Level
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.rows import contents_of, number_rows
 from tests.data.small import FORGETFUL_CHAT, PLAIN_CHAT, SPACED_CHAT, THINKING_CHAT, build_tokenizer, json_lines
@@ -411,3 +412,14 @@ def test_a_slice_of_hh_rlhf(data_dir: Path) -> None:
 @pytest.mark.verify
 def test_all_of_hh_rlhf(data_dir: Path) -> None:
     check_harmless(data_dir, 2312, ByT5Tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("labels", "level"), [([1, 1], Level.WARNING), ([False, False], Level.WARNING), (["true", "0"], Level.PASS)]
+)
+def test_labels_of_one_kind_only_are_a_warning(labels: list[Any], level: Level) -> None:
+    rows = [{"input": "a", "output": "ok", "label": label} for label in labels]
+    labelled = LabelledDataset(
+        Dataset.from_list(rows), build_tokenizer(), KTODataConfig(max_len=64, output_key="output")
+    )
+    assert check_both_labels(labelled, column="label").level is level

@@ -125,6 +125,18 @@ def test_preferences_show_both_texts_with_what_is_judged(dry_run: Show) -> None:
     assert "<|assistant|>no⟦<|end|>⟧" in printed
 
 
+def test_labels_of_one_kind_are_a_notice_at_start(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text((json.dumps({"prompt": "a", "completion": "ok", "label": True}) + "\n") * 2)
+    line = (
+        f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 2 --run.dir {tmp_path} --dry_run"
+    )
+    train_offline(parse_config(ROOTS["train_kto"], line.split(), command="train_kto"), "kto")
+    assert "--data.label_key label" in capsys.readouterr().err
+
+
 def test_labelled_answers_show_their_label_and_no_text_of_the_kl(dry_run: Show) -> None:
     printed = dry_run("kto", [{"prompt": "a", "completion": "ok", "label": True}] * 2, "--train.batch_size 2")
     assert printed.count("--- ") == 2
