@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch.utils.data
@@ -17,6 +17,7 @@ from openrlhf.data import templates
 from openrlhf.data.errors import kind, row_error, text_of
 from openrlhf.data.findings import Finding, Level
 from openrlhf.data.layouts import DATASOURCE, DROPPED, MARGIN
+from openrlhf.data.lost_tools import ONLY_CALLS, empty_calls, lost_tool
 from openrlhf.data.rows import Result, TokenizedRows, contents_of
 from openrlhf.data.sft import SFTDataset, SFTRow
 from openrlhf.data.templates import Encoded, Message, Passage, Span, cut, fill_template, in_common, messages_of
@@ -158,6 +159,8 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             return str(row[DROPPED])
         read = self._conversations if self.data.apply_chat_template else self._plain
         sides = read(row)
+        if isinstance(sides, str):
+            return sides
         marks = self.ends.marks if self.data.apply_chat_template else []
         return [side.closed(self.ends.texts, marks, space=self.data.space_before_eos) for side in sides]
 
@@ -178,15 +181,22 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             passages.append(Side(text=text, spans=[(answer, len(text))], response=answer))
         return passages
 
-    def _conversations(self, row: Mapping[str, Any]) -> list[Side]:
+    def _conversations(self, row: Mapping[str, Any]) -> list[Side] | str:
         key, tools = self.data.prompt_key, templates.tools_of(row)
         prompt = messages_of(row, key, role="user", flag="--data.prompt_key") if key else []
         columns = (self.data.chosen_key, self.data.rejected_key)
         sides = [prompt + self._answer_messages(row, column, alone=not prompt) for column in columns]
         passages: list[Side] = []
         for column, messages, judged in zip(columns, sides, self._judged_messages(prompt, sides), strict=True):
+            last = len(messages) - 1
             try:
-                passages.append(self._rendered(prompt, messages, judged, tools))
+                empty = empty_calls(self.tokenizer, messages, judged or [last], tools=tools)
+                if last in empty:
+                    return ONLY_CALLS
+                learned = [turn for turn in judged if turn not in empty]
+                side = self._rendered(prompt, messages, learned, tools)
+                lost = lost_tool(self.tokenizer, messages, side.text, tools=tools)
+                passages.append(replace(side, empty=len(empty), lost=lost))
             except ValueError as error:
                 raise row_error(row, column, f"{error}.") from error
         return passages

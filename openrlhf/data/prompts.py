@@ -13,6 +13,7 @@ from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.data.errors import ROW, SOURCE, row_error, text_of
 from openrlhf.data.layouts import DATASOURCE
+from openrlhf.data.lost_tools import lost_tool
 from openrlhf.data.rows import Result, TokenizedRows, contents_of, number_rows
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of, render, tools_of
@@ -98,9 +99,10 @@ class PromptDataset(TokenizedRows[Prompt]):
         tools = tools_of(row)
         try:
             text = render(self.tokenizer, messages[:asked], add_generation_prompt=True, tools=tools)
+            lost = lost_tool(self.tokenizer, messages[:asked], text, tools=tools, add_generation_prompt=True)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
-        return [Passage(text=text, spans=[], response=0, rewritten=asked < len(messages))]
+        return [Passage(text=text, spans=[], response=0, rewritten=asked < len(messages), lost=lost)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from openrlhf.data.control_tokens import ControlTokens, check_control_tokens
 from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError
 from openrlhf.data.findings import report
 from openrlhf.data.layouts import READERS, columns_read
+from openrlhf.data.lost_tools import ONLY_CALLS, check_tools
 from openrlhf.data.templates import Encoded, Passage, encode
 from openrlhf.data.text_files import without_added_nulls
 from openrlhf.termination import asked
@@ -55,6 +56,8 @@ NOTES = {
     "rewritten": STORED[int],
     "unended": STORED[int],
     "control": STORED[str],
+    "empty": STORED[int],
+    "lost": STORED[str],
 }
 
 
@@ -83,6 +86,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
             count = f"\n{len(malformed)} of {len(mapped)} rows are malformed." * (len(malformed) > 1)
             raise DataError("\n".join(malformed[:MOST_NAMED]) + count)
         self._look_for_control_tokens(mapped["control"][:], dataset)
+        self._look_for_lost_tools(mapped, dataset)
         reasons = mapped["dropped"][:]
         counts = Counter(reasons)
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if reason)
@@ -106,6 +110,22 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
                 what=self.what,
                 first=f"{origin[SOURCE]}, row {origin[ROW]},",
                 rendered=not self.data.apply_chat_template and self.data.input_template in (None, "{}"),
+            )
+        )
+
+    def _look_for_lost_tools(self, mapped: Dataset, dataset: Dataset) -> None:
+        lost = [tool or "" for tool in mapped["lost"][:]]
+        place = next((place for place, tool in enumerate(lost) if tool), None)
+        if place is None:
+            return
+        origin = dataset.select_columns([SOURCE, ROW])[place]
+        report(
+            check_tools(
+                lost,
+                empty=sum(mapped["empty"][:]),
+                what=self.what,
+                first=f"{origin[SOURCE]}, row {origin[ROW]},",
+                model=repr(self.tokenizer.name_or_path),
             )
         )
 
@@ -134,7 +154,8 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         blank = {"dropped": "", "cut": False, "rewritten": 0, "unended": 0, "control": ""}
         made = [{"dropped": result} if isinstance(result, str) else blank | result for result in results]
         written = [getattr(self.data, key) for key in self.keys if key != "label_key"]
-        for result, row in zip(made, rows, strict=True):
+        for result, row, text in zip(made, rows, texts, strict=True):
+            result |= _lost_in(text)
             result["control"] = self.control.first_in([row.get(column) for column in written if column])
         return {name: [row.get(name) for row in made] for name in self.features}
 
@@ -147,6 +168,15 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
     def contents(self) -> Iterator[bytes]:
         """All rows as bytes, to be hashed."""
         return contents_of(self._fields)
+
+
+def _lost_in(text: Any) -> dict[str, Any]:
+    """Return what the template left out of the tools of a row, whose passages or reason to be dropped are `text`."""
+    if text == ONLY_CALLS:
+        return {"lost": "the calls of its answer", "empty": 0}
+    passages: list[Passage] = text if isinstance(text, list) else []
+    lost = next((passage.lost for passage in passages if passage.lost), "")
+    return {"lost": lost, "empty": sum(passage.empty for passage in passages)}
 
 
 def attempt(step: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:

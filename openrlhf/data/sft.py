@@ -12,6 +12,7 @@ from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import DataError, list_columns, row_error, source_of, text_of
+from openrlhf.data.lost_tools import ONLY_CALLS, empty_calls, lost_tool
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of
 from openrlhf.data.tokenizer import Ends
@@ -45,7 +46,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
     The response is the output column with all its messages; without an output column, the last message of the
     assistant; with `multiturn`, every message of the assistant whose field `loss` or `weight`, if it has one, is not
-    false or 0. Messages after the last message that is learned are cut off. The chat template gets the column `tools`.
+    false or 0. A turn of nothing but tool calls that the template leaves out is no target. Messages after the last message that is learned are cut off. The chat template gets the column `tools`.
     In pretrain mode a text is the unchanged input column, and every token but the first is learned.
 
     Rows with an empty prompt or response, or with a prompt of `max_len` − 2 tokens or more, are dropped and counted in
@@ -103,14 +104,24 @@ class SFTDataset(TokenizedRows[SFTRow]):
             messages = messages[: learned[-1] + 1]
             if len(messages) < 2:
                 return NO_PROMPT
+            first = next((turn for turn in learned if turn >= asked), -1)  # without an output column the last one
+            turns = learned if self.data.multiturn else []
+            targets = turns or [turn for turn in learned if turn >= asked] or learned[-1:]
+            empty = empty_calls(self.tokenizer, messages, targets, tools=tools)
+            if empty:
+                turns = [turn for turn in targets if turn not in empty]
+                if not turns:
+                    return ONLY_CALLS
+                messages = messages[: turns[-1] + 1]
+                if len(messages) < 2:
+                    return NO_PROMPT
             if not messages[-1]["content"] and not messages[-1].get("tool_calls"):
                 return NO_RESPONSE
-            first = next((turn for turn in learned if turn >= asked), -1)  # without an output column the last one
-            turns = learned if self.data.multiturn else ()
             passage = templates.render_conversation(self.tokenizer, messages, first=first, turns=turns, tools=tools)
+            lost = lost_tool(self.tokenizer, messages, passage.text, tools=tools)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
-        ended = passage.with_ended_turns(self.ends.texts)
+        ended = replace(passage, empty=len(empty), lost=lost).with_ended_turns(self.ends.texts)
         return [ended.closed(self.ends.texts, self.ends.marks, space=self.data.space_before_eos)]
 
     def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:

@@ -222,6 +222,8 @@ class Passage:
     response: int
     rewritten: int = 0  # assistant turns that are no targets, because the template changes them
     unended: int = 0  # targets before the last one that end without a text at which generation stops
+    empty: int = 0  # assistant turns that are no targets, because the template leaves their tool calls out
+    lost: str = ""  # a tool that the template leaves out
 
     def closed(self, ends: Sequence[str], marks: Sequence[str] = (), *, space: bool = True) -> Self:
         """Return the passage without trailing newlines and with an end: one of `ends`, at which generation stops.
