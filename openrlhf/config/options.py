@@ -7,6 +7,7 @@ prints that to stderr and exits with status 2.
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -21,6 +22,14 @@ from openrlhf.config.secrets import hide, is_hidden, without_secrets
 from openrlhf.config.unsupported import is_refused
 
 MOST_HINTS = 4
+# Flags that may change from one start of a run to the next without a word: logging, devices, processes, time limits.
+FREE_TO_CHANGE = (
+    "run.*", "logger.*", "ckpt.*", "placement.*", "use_ms", "train.colocate_*", "train.max_restarts", "*.num_nodes",
+    "*.num_gpus_per_node", "*_timeout", "*.timeout", "*.workers", "*.dataloader_num_workers", "*.memory_gib",
+    "*.offload", "*_offload", "*_parallel_size", "*_engines", "ds.zero_stage", "ds.zpg", "ds.nvme_path",
+    "ds.ring_attn_*", "ds.overlap_comm", "ds.use_universal_ckpt", "*.enable_sleep", "vllm.max_restarts",
+    "vllm.gpu_memory_utilization", "vllm.sync_*",
+)  # fmt: skip
 
 R = TypeVar("R", bound=Command)
 
@@ -193,3 +202,26 @@ def dump_yaml(config: Command, *, given_only: bool = False) -> str:
             shown = hide(config.given[flag.path] if given_only else value)
             node[leaf] = list(shown) if flag.shape in ("pair", "list") and shown else shown
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def changed_flags(before: str, config: Command) -> list[str]:
+    """Return the flags whose values differ from those of `before`, an earlier `dump_yaml` of a run, with both values.
+
+    Flags that say where to write, and those of `FREE_TO_CHANGE`, are left out, as are flags that only one release has.
+    """
+    import yaml  # only runs that write a file pay for it
+
+    flags = flags_of(config.__class__)
+    try:
+        earlier: Any = yaml.safe_load(before)
+    except yaml.YAMLError:
+        return []
+    if not isinstance(earlier, dict):
+        return []
+    old = dict(leaves(cast("dict[Any, Any]", earlier), flags, ""))
+    changed: list[str] = []
+    for path, value in leaves(yaml.safe_load(dump_yaml(config)), flags, ""):
+        free = flags[path].writes or any(fnmatch(path, pattern) for pattern in FREE_TO_CHANGE)
+        if not free and path in old and old[path] != value:
+            changed.append(f"--{path} {hide(value)} (before: {hide(old[path])})")
+    return changed

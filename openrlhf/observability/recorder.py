@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 from openrlhf.config.commands import RecordedCommand
-from openrlhf.config.options import dump_yaml
+from openrlhf.config.flags import notice
+from openrlhf.config.options import changed_flags, dump_yaml
 from openrlhf.config.secrets import without_secrets
 from openrlhf.observability.display import Display
 from openrlhf.observability.health import Health
 from openrlhf.observability.log_file import report_failed_write
 from openrlhf.observability.report import report_run
-from openrlhf.observability.run_folder import METRICS, REPORT, RunFolder, read_lines, sample_row
+from openrlhf.observability.run_folder import METRICS, REPORT, RESOLVED, RunFolder, read_lines, sample_row
 from openrlhf.observability.trackers import make_trackers
 from openrlhf.trajectory import Failure, Trajectory
 
@@ -35,6 +36,7 @@ class Recorder:
             self.display.note(f"Continuing after step {resume_step} in {run_dir}.")
             if "run.dir" in config.given and os.path.abspath(config.run.dir) != run_dir:
                 self.display.note(f"--run.dir {config.run.dir} is not used: a resumed run goes on in its own folder.")
+            self._compare_flags(config)
         elif self.folder.earlier:
             self.display.note(f"The files of an earlier run in {run_dir} are now in {self.folder.earlier}.")
         full, place = dump_yaml(config), self.folder.path
@@ -46,6 +48,15 @@ class Recorder:
         self._closed = False
         self.health = Health()
         self.health.read(read_lines(place / METRICS))  # of the part before a resume
+
+    def _compare_flags(self, config: RecordedCommand) -> None:
+        """Print a notice about the flags that differ from those of the run that is continued."""
+        file = self.folder.path / RESOLVED
+        if not file.is_file():
+            return
+        changed = changed_flags(file.read_text(encoding="utf-8", errors="replace"), config)
+        if changed:
+            notice(f"This run continues with other flags than it had: {', '.join(changed)}.")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers of a training step."""
@@ -109,8 +120,8 @@ class Recorder:
             self._show([f"{when}: an episode has an error{kind}, in full in samples.jsonl: {error}"])
 
     def _show(self, notices: Iterable[str]) -> None:
-        for notice in notices:
-            self.display.note(f"Notice: {without_secrets(notice)}")
+        for sentence in notices:
+            self.display.note(f"Notice: {without_secrets(sentence)}")
 
 
 def failed_of_every_kind(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

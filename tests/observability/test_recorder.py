@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from openrlhf.config.options import parse_config
 from openrlhf.config.shared import LoggerConfig, RunConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.observability.recorder import SAMPLES_PER_EVALUATION, SAMPLES_PER_STEP, Recorder
@@ -44,6 +45,48 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) ->
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert rows(cut, name) == rows(whole, name)
         assert len(rows(cut, name)) > 3
+
+
+def resumed_notices(
+    folder: Path, before: list[str], after: list[str], capsys: pytest.CaptureFixture[str], *, written: bool = True
+) -> str:
+    """What a run with the flags `after` prints when it continues a run with the flags `before`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "rows.jsonl").write_text("{}\n")
+    always = ["--model.model_name_or_path", "m", "--data.dataset", str(folder / "rows.jsonl"), "--run.quiet"]
+    Recorder(parse_config(SFTConfig, [*always, *before], command="train_sft"), str(folder)).close()
+    if not written:
+        (folder / "config_resolved.yaml").unlink()
+    config = parse_config(SFTConfig, [*always, *after], command="train_sft")
+    capsys.readouterr()
+    Recorder(config, str(folder), resume_step=2).close()
+    return capsys.readouterr().err
+
+
+def test_a_resumed_run_lists_the_flags_that_changed_with_both_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = ["--adam.lr", "1e-3", "--lr_scheduler", "constant", "--adam.betas", "0.9", "0.95"]
+    after = ["--adam.lr", "2e-3", "--adam.weight_decay", "0.1", "--train.seed", "7", "--adam.betas", "0.9", "0.95"]
+    said = resumed_notices(tmp_path, before, after, capsys)
+    assert said.count("[notice]") == 1
+    expected = {
+        "--adam.lr 0.002 (before: 0.001)",
+        "--adam.weight_decay 0.1 (before: 0.0)",
+        "--lr_scheduler cosine_with_min_lr (before: constant)",
+        "--train.seed 7 (before: 42)",
+    }
+    assert set(said.strip().removesuffix(".").partition(" had: ")[2].split(", ")) == expected
+
+
+def test_a_resumed_run_with_the_same_flags_or_other_places_lists_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = ["--ckpt.load_enable", "--ckpt.save_steps", "3", "--ckpt.output_dir", "e", "--ds.zero_stage", "3"]
+    free += ["--logger.logging_steps", "2", "--logger.tensorboard_dir", str(tmp_path / "t"), "--run.json"]
+    assert resumed_notices(tmp_path / "same", ["--adam.lr", "1e-3"], ["--adam.lr", "1e-3"], capsys) == ""
+    assert resumed_notices(tmp_path / "free", [], free, capsys) == ""
+    assert resumed_notices(tmp_path / "lost", [], ["--adam.lr", "1e-3"], capsys, written=False) == ""
 
 
 def test_a_new_run_in_the_same_folder_starts_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
