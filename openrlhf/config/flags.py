@@ -262,16 +262,23 @@ def tables(module: str) -> dict[str, dict[str, str]]:
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """The two known names at most that a user may have meant: those with this last part first, then similar ones."""
-    leaf = name.rpartition(".")[2]
+    """Return at most two known names that a user may have meant.
+
+    Similar names of the same section are returned alone. Else names with this last part come first, then similar names.
+    """
+    section, _, leaf = name.rpartition(".")
+    neighbors = [path for path in known if section and path.rpartition(".")[0] == section]
+    misspelled = difflib.get_close_matches(name, neighbors, n=2, cutoff=0.9)
+    if misspelled:
+        return misspelled
     leaves = {path: path.rpartition(".")[2] for path in known}
     same = [path for path in known if leaves[path] == leaf]
     begun = [path for path in known if len(leaf) > 3 and leaves[path].startswith(leaf)]
     ended = [path for path in known if leaf.endswith(f"_{leaves[path]}")]
-    by_leaf = difflib.get_close_matches(name, same or ended or begun, n=2, cutoff=0.0)
+    by_leaf = difflib.get_close_matches(name, same or begun, n=2, cutoff=0.0)
     similar = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
     close = difflib.get_close_matches(leaf, leaves.values(), n=2, cutoff=0.8)
-    found = [*by_leaf, *similar, *(path for path in known if leaves[path] in close)]
+    found = [*by_leaf, *(path for path in known if leaves[path] in close), *ended, *similar]
     return list(dict.fromkeys(found))[:2]
 
 

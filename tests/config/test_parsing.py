@@ -100,6 +100,15 @@ def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(command: str, t
     assert meant in sentence
 
 
+@pytest.mark.parametrize("command", ["train_sft", "train_ppo_ray", "train_kto"])
+@pytest.mark.parametrize("typed", ["--data.inptu_key", "--data.imput_key", "--inptu_key"])
+def test_a_misspelled_flag_is_answered_with_the_most_similar_flag_first(command: str, typed: str) -> None:
+    (sentence,) = violations(command, f"{typed} 1")
+    suggested = sentence.partition("Did you mean ")[2].removesuffix("?").split(" or ")
+    assert suggested[0] == "--data.input_key"
+    assert "--logger.wandb.key" not in suggested
+
+
 def test_a_flag_like_no_other_gets_no_suggestion() -> None:
     assert violations("train_sft", "--xyzzy") == ["train_sft has no flag --xyzzy."]
 
