@@ -225,6 +225,8 @@ def _scalar(flag: Flag, raw: Any) -> Any:
     if flag.choices is not None and value not in flag.choices:
         meant = {"grpo": ["group_norm"]}.get(value) or nearest(value, flag.choices)
         known, hint = ", ".join(flag.choices), did_you_mean(meant)
+        if isinstance(flag.choices, dict):  # a table that plug-ins extend
+            hint += " A name of your own needs --plugin FILE.py, which registers it."
         raise ConfigError(f"{flag.name} takes one of {known}, not {value!r}.{hint}")
     if flag.holds:
         paths = [value] if flag.holds == "place" else re.split(r"(,\s*)", value)

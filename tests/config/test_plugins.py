@@ -66,6 +66,27 @@ def test_a_file_may_name_a_plugin_and_use_its_names(plugin: Path, tmp_path: Path
     assert (config.plugin, config.algo.advantage.estimator) == ((str(plugin),), "mine")
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("train_ppo_ray", "--algo.advantage.estimator"),
+        ("train_ppo_ray", "--algo.advantage.is_correction_type"),
+        ("train_ppo_ray", "--algo.kl.estimator"),
+        ("train_ppo_ray", "--actor.policy_loss_type"),
+        ("train_dpo", "--model.loss_type"),
+    ],
+)
+def test_an_unknown_name_of_a_flag_with_registered_choices_is_answered_with_the_plugin_flag(
+    command: str, flag: str
+) -> None:
+    sentences = violations(command, f"{flag} median")
+    assert any(f"{flag} takes one of" in sentence and "--plugin" in sentence for sentence in sentences)
+
+
+def test_an_unknown_name_of_a_flag_with_fixed_choices_is_answered_without_the_plugin_flag() -> None:
+    assert "--plugin" not in " ".join(violations("train_sft", "--ds.param_dtype bf17"))
+
+
 REGISTRATIONS = """
 from openrlhf.algorithms.advantages import advantage_estimator
 from openrlhf.config.choices import CORRECTIONS
