@@ -33,6 +33,7 @@ HUGE = 1e100  # a number beyond it only says that something broke
 SAMPLE_PAIRS = 4
 SHOWN_ERRORS = 10
 MORE_PANELS = 60
+MOST_TILES = 6
 SHOWN = toml_beside(__file__)
 
 
@@ -113,7 +114,7 @@ def read_stage(folder: Path) -> StageView:
     config = next((path for name in (RESOLVED, CONFIG) if (path := folder / name).exists()), None)
     return StageView(
         facts=_facts(rows),
-        tiles=[(short_label(name), compact(first), compact(last)) for name, first, last in main_numbers(series)[:6]],
+        tiles=make_tiles(series),
         panels=panels,
         more=[make_panel(name, [name], series) for name in rest[:MORE_PANELS]],
         notices=[*notices_of(rows), *_failures(series, samples)],
@@ -192,10 +193,28 @@ def main_numbers(series: Series) -> list[tuple[str, float, float]]:
     for pattern in SHOWN["tiles"]:
         for name in sorted(name for name in series if re.fullmatch(pattern, name)):
             numbers = [value for _, value in series[name]]
-            few = 1 if name.startswith("eval/") else max(1, len(numbers) // 20)
+            few = averaged_steps(name, series)
             first, last = sum(numbers[:few]) / few, sum(numbers[-few:]) / few
             found.append((name, first, last))
     return found
+
+
+def make_tiles(series: Series) -> list[tuple[str, str, str]]:
+    """Return the tiles of the first main numbers. The label of a mean says how many steps it is of."""
+    tiles: list[tuple[str, str, str]] = []
+    for name, first, last in main_numbers(series)[:MOST_TILES]:
+        label, count = short_label(name), averaged_steps(name, series)
+        if count > 1:
+            label += f", means of the first and last {count} steps"
+        tiles.append((label, compact(first), compact(last)))
+    return tiles
+
+
+def averaged_steps(name: str, series: Series) -> int:
+    """Return over how many steps at each end a main number is averaged: a twentieth of all; one for an evaluation."""
+    if name.startswith("eval/"):
+        return 1
+    return max(1, len(series[name]) // 20)
 
 
 def short_label(name: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from openrlhf.observability.report import (
     main_numbers,
+    make_tiles,
     read_samples,
     read_series,
     read_stage,
@@ -222,6 +223,14 @@ def test_main_numbers_compare_beginning_and_end():
         "eval/eval_gsm8k_pass1": [(1, 0.25), (100, 0.5)],
     }
     assert main_numbers(series) == [("eval/eval_gsm8k_pass1", 0.25, 0.5), ("train/reward", 0.0, 1.0)]
+
+
+@pytest.mark.parametrize(("steps", "averaged"), [(100, "5 steps"), (40, "2 steps"), (39, "")])
+def test_the_label_of_a_tile_says_over_how_many_steps_its_numbers_are_averaged(steps: int, averaged: str) -> None:
+    series = {"train/reward": [(step, 1.0) for step in range(steps)], "eval/eval_gsm8k_pass1": [(steps, 0.5)]}
+    (evaluation, _, _), (reward, _, _) = make_tiles(series)
+    assert "steps" not in evaluation
+    assert averaged in reward and ("steps" in reward) == bool(averaged)
 
 
 def test_names_are_shortened_for_people():
