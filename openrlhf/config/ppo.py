@@ -83,7 +83,8 @@ class PPOConfig(RLFlags):
     def notices(self) -> Sentences:
         """What the user may have to know of this resolved configuration."""
         combinations = combined(self, "noticed", "reinforcement")
-        return [*self._device_notices(), *self._algorithm_notices(), *combinations, *super().notices()]
+        held_out = rules.held_out_notices(self, "data.prompt_dataset", "data.prompt_split")
+        return [*self._device_notices(), *self._algorithm_notices(), *combinations, *held_out, *super().notices()]
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""

@@ -163,6 +163,17 @@ def looks_local(path: str) -> bool:
     return "://" not in path and (begins or path.count("/") > 1 or path.endswith(FILE_ENDINGS))
 
 
+def held_out_notices(config: Any, dataset: str, split: str) -> Sentences:
+    """Return a notice if the evaluation dataset is the training dataset, whose flags have these paths."""
+    evaluation, trained = config.eval, value_at(config, dataset)
+    same_split = is_file(trained) or evaluation.split == value_at(config, split)  # a file has a single split
+    return [
+        (evaluation.dataset and evaluation.dataset == trained and same_split,
+         f"<eval.dataset> is the training data (--{dataset}), so the evaluation does not show whether the model "
+         "generalizes. Name rows that are not trained on."),
+    ]
+
+
 def probabilities_fit(config: Any, datasets: str, probs: str) -> Sentences:
     """Each dataset has one probability, and they sum to 1; for the paths of two flags."""
     count, texts = len(items(value_at(config, datasets))), items(value_at(config, probs))

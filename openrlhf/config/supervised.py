@@ -34,6 +34,7 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
         return [
             ("train.micro_batch_size" not in self.given and micro != type(self)().train.micro_batch_size,
              f"--train.micro_batch_size is {micro}: a rank has no more of <train.batch_size>."),
+            *rules.held_out_notices(self, "data.dataset", "data.dataset_split"),
             *super().notices(),
         ]
 

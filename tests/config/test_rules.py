@@ -19,7 +19,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.config.rules import sources_exist
 from openrlhf.config.supervised import SFTConfig, SupervisedConfig
-from tests.config.commands import ROOTS, SMALLEST, ppo, read_flags, sft, violations
+from tests.config.commands import ROOTS, SMALLEST, parse, ppo, read_flags, sft, violations
 
 SFT, RL = "train_sft", "train_ppo_ray"
 GROUPS = "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"
@@ -371,3 +371,26 @@ def test_the_batch_is_checked_against_the_processes_of_the_launcher(monkeypatch:
     monkeypatch.setenv("WORLD_SIZE", "3")
     (sentence,) = violations(SFT, "")
     assert "does not divide by 3 data-parallel ranks (the launcher started 3): use 126" in sentence
+
+
+@pytest.mark.parametrize("command", [SFT, "train_dpo", RL])
+@pytest.mark.parametrize(
+    ("flags", "is_noticed"),
+    [
+        ("--eval.dataset d --eval.split train", True),
+        ("--eval.dataset d --eval.split test", False),
+        ("--eval.dataset e --eval.split train", False),
+        ("", False),
+    ],
+)
+def test_an_evaluation_of_the_training_data_is_noticed(command: str, flags: str, is_noticed: bool) -> None:
+    config = parse(command, flags)
+    about = [sentence for sentence in spelled_out(config, config.notices()) if "--eval.dataset d" in sentence]
+    assert bool(about) == is_noticed
+
+
+def test_an_evaluation_of_the_training_file_is_noticed_whatever_the_split_is_called(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}\n")
+    config = parse(SFT, f"--data.dataset {file} --eval.dataset {file} --eval.split test")
+    assert any(str(file) in sentence for sentence in spelled_out(config, config.notices()))
