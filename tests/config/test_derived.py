@@ -396,9 +396,9 @@ def test_images_reach_an_agent_and_nobody_else(capsys: pytest.CaptureFixture[str
 
 
 def test_an_evaluation_that_never_runs_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
-    ppo("--eval.dataset d")
+    ppo("--eval.dataset other")
     assert "--eval.dataset is never used" in capsys.readouterr().err
-    ppo("--eval.dataset d --eval.at_start")
+    ppo("--eval.dataset other --eval.at_start")
     assert "--eval.dataset" not in capsys.readouterr().err
 
 

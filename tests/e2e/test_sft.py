@@ -344,7 +344,7 @@ def test_gsm8k_as_chat_messages_in_bfloat16(workspace: Path, data_dir: Path) -> 
         ({"data.dataset": "nowhere.jsonl"}, r"--data\.dataset nowhere\.jsonl does not exist"),
         ({"data.output_key": "answer"}, r"no column 'answer', which --data\.output_key names"),
         ({"train.batch_size": 64, "train.micro_batch_size": 64}, r"52 usable rows.*lower --train\.batch_size 64"),
-        ({"data.max_length": 64}, r"no flag --data\.max_length\. Did you mean --data\.max_len "),
+        ({"data.max_length": 64}, r"no flag --data\.max_length\. Did you mean --data\.max_len\?"),
         ({"adam.lr": -1.0}, r"--adam\.lr"),
         ({"train.batch_size": 9}, r"--train\.batch_size 9.*--train\.micro_batch_size 2"),
         ({"data.apply_chat_template": True}, r"chat template"),

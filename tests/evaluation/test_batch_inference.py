@@ -366,5 +366,5 @@ def test_prompt_and_answer_are_written_as_the_chat_template_renders_them(models:
 def test_a_text_without_a_column_of_answers_is_refused(dry_run: Any) -> None:
     with pytest.raises(DataError, match=r"no column 'output', which --data\.output_key names"):
         dry_run([{"input": "1"}], "--task rm")
-    with pytest.raises(DataError, match=r"no column '', which --data\.output_key names"):
+    with pytest.raises(DataError, match=r"--data\.output_key is not set"):
         dry_run([{"input": "1"}], "--task rm --data.output_key=")
