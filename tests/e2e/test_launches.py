@@ -299,6 +299,13 @@ def test_an_address_at_which_no_ray_answers_is_named_at_once(monkeypatch: pytest
         pass
 
 
+def start_program(code: str) -> subprocess.Popen[str]:
+    """Start Python code in a session of its own, with pipes for what it prints."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
 STARTS_RAY = """
 from openrlhf.distributed.cluster import ray_cluster
 from openrlhf.distributed.placement import Placement
@@ -320,13 +327,7 @@ with ray_cluster(Placement(groups=(), on_gpus=False)):
 def test_process_that_is_asked_to_end_while_ray_starts_ends_with_all_that_it_started(
     reached: str, number: signal.Signals, end: tuple[int, str]
 ) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", STARTS_RAY],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_program(STARTS_RAY)
     started: list[Process] = []
     while not any(reached in each.command for each in started):
         assert process.poll() is None
@@ -356,13 +357,7 @@ def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> 
         "finally:\n"
         "    print('in order', flush=True)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_program(program)
     try:
         assert process.stdout and process.stdout.readline() == "up\n"
         send(process.pid, signal.SIGTERM)

@@ -106,7 +106,7 @@ def make_data(source: Path, folder: Path, model: Path, seed: int) -> None:
         subprocess.run([sys.executable, EXAMPLE / script, *map(str, words), "--seed", str(seed)], check=True)
 
 
-def places(task: Task, name: str, model: Path, data: Path, out: Path) -> list[str | Path]:
+def places(task: Task, model: Path, data: Path, out: Path) -> list[str | Path]:
     """Return the flags that name other folders than the file does."""
     flags: list[str | Path] = [
         "--run.dir",
@@ -132,7 +132,7 @@ def places(task: Task, name: str, model: Path, data: Path, out: Path) -> list[st
 def reward_model(model: Path, data: Path, out: Path) -> Path:
     """Train the reward model that PPO is rewarded by."""
     folder = out / "reward"
-    flags = places(RUNS["rm"], "rm", model, data, folder)
+    flags = places(RUNS["rm"], model, data, folder)
     openrlhf("rm", "--config", EXAMPLE / "rm.yaml", *flags)
     return folder / "model"
 
@@ -143,7 +143,7 @@ def reward_model(model: Path, data: Path, out: Path) -> Path:
 def test_a_real_model_learns(name: str, seed: int, model: Path, data_dir: Path, tmp_path: Path) -> None:
     task = RUNS[name]
     make_data(data_dir, tmp_path / "data", model, seed)
-    flags = [*task.flags.split(), *places(task, name, model, tmp_path / "data", tmp_path), "--train.seed", str(seed)]
+    flags = [*task.flags.split(), *places(task, model, tmp_path / "data", tmp_path), "--train.seed", str(seed)]
     start = time.monotonic()
     with PeakMemory() as memory:
         openrlhf(task.command, "--config", EXAMPLE / task.file, *flags)
@@ -203,7 +203,8 @@ def measure(task: Task, seed: int, model: Path, trained: Path, out: Path) -> tup
     the exported model is read by vLLM to answer prompts, or as a reward model to score the pairs again.
     """
     if task.command == "ppo":
-        before, after = (rewards(task, seed, each, out / f"eval-{each.name}", out) for each in (model, trained))
+        before = rewards(task, seed, model, out / "eval-before", out)
+        after = rewards(task, seed, trained, out / "eval-after", out)
         changes = [after[prompt] - before[prompt] for prompt in before]
         return fmean(before.values()), fmean(after.values()), stdev(changes) / math.sqrt(len(changes))
     measured = column(out / "run", task.metric)
