@@ -3,11 +3,27 @@
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 BLOCK = 2**16  # bytes
 SAMPLES = 256  # blocks hashed of a long file: 16 MiB
+
+
+class Disk(NamedTuple):
+    """Bytes of a file system; `total` is 0 if it reports nothing."""
+
+    total: int
+    free: int
+
+
+def disk_of(folder: Path) -> Disk:
+    """Return the file system of a folder, which may not exist yet."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    usage = shutil.disk_usage(there)
+    return Disk(total=usage.total, free=usage.free)
 
 
 def fingerprint(path: Path) -> str:

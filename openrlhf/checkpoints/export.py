@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from openrlhf.checkpoints.reloaded import TrainedState, compare_files, compare_reloaded
 from openrlhf.config.flags import UserError
 from openrlhf.config.places import OWNED
+from openrlhf.files import disk_of
 from openrlhf.models.adapters import save_adapter
 from openrlhf.models.stored_files import writable, write_generation
 
@@ -128,9 +129,8 @@ def replacing(final: Path) -> Iterator[Path]:
 def check_disk_room(path: str, size: int) -> None:
     """Raise ExportError if the disk of the folder `path` has no room for a model of `size` bytes."""
     folder = Path(path).absolute()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    disk = shutil.disk_usage(there)
-    if disk.total and disk.free < size:  # some file systems report nothing
+    disk = disk_of(folder)
+    if disk.total and disk.free < size:
         raise ExportError(
             f"{folder} has room for {disk.free / GIB:.3g} GiB, and the model takes {size / GIB:.3g} GiB. Make room, or choose "
             "another --ckpt.output_dir."

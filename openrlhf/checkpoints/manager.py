@@ -28,9 +28,10 @@ from pathlib import Path
 
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
 from openrlhf.config.shared import CheckpointConfig
-from openrlhf.files import fingerprint, move, sync, sync_tree, write_atomically
+from openrlhf.files import disk_of, fingerprint, move, sync, sync_tree, write_atomically
 
 logger = logging.getLogger(__name__)
+WITHOUT = "The run goes on without a checkpoint of step {}: {}"
 GOES_ON = "Step {} is saved: --ckpt.load_enable goes on from it."  # told by a run that ends early
 
 GIB = 2**30
@@ -262,9 +263,8 @@ class CheckpointManager:
 
         Raises CheckpointError if not even one checkpoint fits.
         """
-        there = next(place for place in (self.root, *self.root.parents) if place.exists())
-        disk = shutil.disk_usage(there)
-        if not disk.total:  # some file systems report nothing
+        disk = disk_of(self.root)
+        if not disk.total:
             return []
         one, free = f"about {size / GIB:.3g} GiB", f"{disk.free / GIB:.3g} GiB"
         if disk.free < size:

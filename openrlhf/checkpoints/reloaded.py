@@ -149,8 +149,7 @@ def _compare(folder: Path, model: PreTrainedModel, trained: TrainedState) -> Non
     if trained.max_len:
         pin_longrope(reloaded, trained.max_len)
     if not adapted:
-        found = {name: parameter for name, parameter in reloaded.named_parameters()}
-        _compare_weights(found, trained.digests)
+        _compare_weights(dict(reloaded.named_parameters()), trained.digests)
     if trained.logits is not None:
         _compare_logits(folder, trained.logits, probe_logits(reloaded), trained.precision)
 

@@ -223,5 +223,5 @@ def changed_flags(before: str, config: Command) -> list[str]:
     for path, value in leaves(yaml.safe_load(dump_yaml(config)), flags, ""):
         free = flags[path].writes or any(fnmatch(path, pattern) for pattern in FREE_TO_CHANGE)
         if not free and path in old and old[path] != value:
-            changed.append(f"--{path} {hide(value)} (before: {hide(old[path])})")
+            changed.append(f"--{path} {value} (before: {hide(old[path])})")
     return changed

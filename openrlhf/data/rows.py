@@ -85,7 +85,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         if malformed := [problem for problem in mapped[MALFORMED][:] if problem]:
             count = f"\n{len(malformed)} of {len(mapped)} rows are malformed." * (len(malformed) > 1)
             raise DataError("\n".join(malformed[:MOST_NAMED]) + count)
-        self._look_for_control_tokens(mapped["control"][:], dataset)
+        self._look_for_control_tokens(mapped, dataset)
         self._look_for_lost_tools(mapped, dataset)
         reasons = mapped["dropped"][:]
         counts = Counter(reasons)
@@ -99,32 +99,29 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
             self.summary += f" {cut} of the kept {what}s were cut to {data.max_len} tokens (--data.max_len)."
         self._fields = self.rows.select_columns(list(own))
 
-    def _look_for_control_tokens(self, found: list[str | None], dataset: Dataset) -> None:
-        place = next((place for place, token in enumerate(found) if token), None)
-        if place is None:
+    def _look_for_control_tokens(self, mapped: Dataset, dataset: Dataset) -> None:
+        found = [token or "" for token in mapped["control"][:]]
+        if not any(found):
             return
-        origin = dataset.select_columns([SOURCE, ROW])[place]
         report(
             check_control_tokens(
-                [token or "" for token in found],
+                found,
                 what=self.what,
-                first=f"{origin[SOURCE]}, row {origin[ROW]},",
+                first=_first_origin(found, dataset),
                 rendered=not self.data.apply_chat_template and self.data.input_template in (None, "{}"),
             )
         )
 
     def _look_for_lost_tools(self, mapped: Dataset, dataset: Dataset) -> None:
         lost = [tool or "" for tool in mapped["lost"][:]]
-        place = next((place for place, tool in enumerate(lost) if tool), None)
-        if place is None:
+        if not any(lost):
             return
-        origin = dataset.select_columns([SOURCE, ROW])[place]
         report(
             check_tools(
                 lost,
                 empty=sum(mapped["empty"][:]),
                 what=self.what,
-                first=f"{origin[SOURCE]}, row {origin[ROW]},",
+                first=_first_origin(lost, dataset),
                 model=repr(self.tokenizer.name_or_path),
             )
         )
@@ -168,6 +165,13 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
     def contents(self) -> Iterator[bytes]:
         """All rows as bytes, to be hashed."""
         return contents_of(self._fields)
+
+
+def _first_origin(found: list[str], dataset: Dataset) -> str:
+    """Return the dataset and the number of the first row in which something was found."""
+    place = next(place for place, each in enumerate(found) if each)
+    origin = dataset.select_columns([SOURCE, ROW])[place]
+    return f"{origin[SOURCE]}, row {origin[ROW]},"
 
 
 def _lost_in(text: Any) -> dict[str, Any]:

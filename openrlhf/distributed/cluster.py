@@ -207,9 +207,7 @@ def _init_ray(*args: Any, **options: Any) -> Any:
 
 class _Started:
     spawning = threading.Lock()
-    mark = (
-        ""  # STARTED_BY of the Ray that this process has started. The environment may have the mark of a parent's Ray
-    )
+    mark = ""  # STARTED_BY of this process's own Ray; the environment may have that of a parent's
 
 
 def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":

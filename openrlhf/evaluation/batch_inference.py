@@ -23,7 +23,7 @@ from openrlhf.data.prompts import AnsweredDataset, PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.data.templates import encode
 from openrlhf.evaluation.comparing import given_text
-from openrlhf.evaluation.journal import Journal, has_another_request, part_of, request_of, start_of_results
+from openrlhf.evaluation.journal import Journal, has_another_request, is_complete, request_of, start_of_results
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, by_input
 from openrlhf.evaluation.runs import NOTE_EVERY_S, engines, reward_models, say_engines_start, started
 from openrlhf.files import write_atomically
@@ -88,7 +88,7 @@ def start_of_request(
 ) -> FirstStart:
     """Return the first start of this request. A final file of another request says nothing about it: it starts now."""
     begun = start_of_results(final)
-    if not final.exists() or part_of(final).exists():
+    if not is_complete(final):
         return begun
     made = request_of(final)
     if made == "":  # by an older release, which kept the rendered rows alone

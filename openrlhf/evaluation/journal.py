@@ -30,6 +30,11 @@ def part_of(final: Path) -> Path:
     return final.with_name(f"{final.name}.part")
 
 
+def is_complete(final: Path) -> bool:
+    """Return whether the final file is there, and no results wait to be continued."""
+    return final.exists() and not part_of(final).exists()
+
+
 def record_of(final: Path) -> Path:
     """Return the file with the identity of the command that wrote the final file."""
     return final.with_name(f"{final.name}.request")
@@ -45,7 +50,7 @@ def request_of(final: Path) -> str | None:
 
 def has_another_request(final: Path, identity: Mapping[str, Any]) -> bool:
     """Return whether the final file is there, complete, and known to be of another request."""
-    if not final.exists() or part_of(final).exists():
+    if not is_complete(final):
         return False
     record = record_of(final)
     made = json.loads(record.read_bytes()) if record.exists() else {}
@@ -65,7 +70,7 @@ class Journal:
         self.final, self.path = final, part_of(final)
         self.identity, self.record = json.loads(json_line(identity)), record_of(final)
         self.request = {REQUEST: request} if request else {}
-        if final.exists() and not self.path.exists():
+        if is_complete(final):
             if not has_another_request(final, identity):
                 raise DataError(f"--output_path {final} is there already: delete it, or give another path.")
             aside = set_aside(final.parent, [final.name, self.record.name])

@@ -146,11 +146,11 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
     path = config.model.model_name_or_path if section == "model" else config.against.model_name_or_path
     assert path is not None  # a rule
     flag = f"--{section}.model_name_or_path"
+    model = f"{flag} {path}"
     tokenizer = policy_tokenizer(config, path, flag=flag)
     check_agents(config, tokenizer)
-    check_reward_models(config, tokenizer, policy=f"{flag} {path}")
+    check_reward_models(config, tokenizer, policy=model)
     source, split, most = config.eval.dataset, config.eval.split, config.data.max_samples
-    model = f"{flag} {path}"
     prompts = read_prompts(config, PromptDataset, tokenizer, source, model=model, split=split, max_samples=most)
     look_at_prompts(config, prompts, tokenizer, policy=path, flag=flag)
     check_prompts(config, prompts)

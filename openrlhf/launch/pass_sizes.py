@@ -1,10 +1,11 @@
 """The sizes of forward passes of RL, checked at start: samples that pass one by one leave most of a device idle."""
 
+from openrlhf.config.learning import RLTrainConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.findings import Finding, Level
 from openrlhf.launch.settings import needs_old_logprobs
 
-GPU_TOKENS = 16_192  # of a pass that keeps a device busy: the default of --train.max_tokens_per_gpu
+GPU_TOKENS = RLTrainConfig().max_tokens_per_gpu  # of a pass that keeps a device busy
 CPU_TOKENS = 1024  # what larger passes gain on a CPU is little, and their memory is not
 TRAINED, SCORED = "train.micro_batch_size", "rollout.micro_batch_size"
 

@@ -111,12 +111,11 @@ def read_prompts(
     spec: str,
     *,
     model: str | None,
-    generates: bool = True,
     **part: Any,
 ) -> T:
     """Load a dataset, and return it as `prompts_of` does. `part`: split, max_samples and probs of `load_datasets`."""
     rows = load_datasets(spec, seed=config.train.seed, **part)
-    return prompts_of(config, rows_of, tokenizer, rows, model=model, generates=generates)
+    return prompts_of(config, rows_of, tokenizer, rows, model=model)
 
 
 def prompts_of(

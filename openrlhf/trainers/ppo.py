@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
 from openrlhf.batches import Experience, TokenRows
-from openrlhf.checkpoints.manager import GOES_ON, CheckpointManager
+from openrlhf.checkpoints.manager import GOES_ON, WITHOUT, CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
 from openrlhf.config.learning import RLFlags
 from openrlhf.distributed.worker_group import Call, HostHandles, WorkerGroup, gather
@@ -290,7 +290,7 @@ class PPOTrainer:
         try:
             yield
         except CheckpointError as error:
-            self.recorder.display.note(f"The run goes on without a checkpoint of step {self.step}: {error}")
+            self.recorder.display.note(WITHOUT.format(self.step, error))
 
     def _state(self) -> RunState:
         return replace(

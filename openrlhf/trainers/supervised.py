@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
-from openrlhf.checkpoints.manager import GOES_ON, CheckpointManager
+from openrlhf.checkpoints.manager import GOES_ON, WITHOUT, CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.distributed.engine import TrainEngine
@@ -253,7 +253,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def _note_failed_save(self, error: CheckpointError) -> None:
         if self.recorder:
-            self.recorder.display.note(f"The run continues without a checkpoint of step {self.step}: {error}")
+            self.recorder.display.note(WITHOUT.format(self.step, error))
 
     def _state(self) -> RunState:
         return replace(
