@@ -99,6 +99,11 @@ class RuleConfig(Section):
     memory_gib: float = option(4.0, "GiB of memory of a host process.", gt=0, needs=CODE)
 
     @property
+    def needs_labels(self) -> bool:
+        """Whether the verifier compares responses with labels."""
+        return self.verifier in ("math", "code", "length")
+
+    @property
     def sources(self) -> list[str]:
         """The parts of `remote_url`."""
         return items(self.remote_url)

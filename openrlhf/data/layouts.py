@@ -113,9 +113,10 @@ def _repeats_prompt(row: Row) -> bool:
     return asked in chosen[: in_common(chosen, rejected)]
 
 
-def recognise(rows: Dataset, config: Any, *kinds: str) -> Any:
+def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_key") -> Any:
     """The section `data` of the configuration, with the flags of the layout that fits the first row, and a notice.
 
+    `answers`: the flag of --data.* that reads the answers to the prompts.
     A prompt that both answers of all the first rows repeat is none. If the user names columns with flags, they stay,
     and the notice says what is missing. Raises DataError if the rows do not have the layout that --data.layout names.
     """
@@ -135,6 +136,8 @@ def recognise(rows: Dataset, config: Any, *kinds: str) -> Any:
         )
     fitting = (each["flags"] for name in read_here for each in LAYOUTS[name] if _fits(first, each["columns"]))
     found = next((flags for flags in fitting if named in ("auto", flags.get("layout"))), {})
+    if answers not in found and found.get("output_key"):
+        found = {**found, answers: found["output_key"]}
     declared, own = flags_of(config.__class__), [flag for flag in found if flag in vars(data)]
     used = {flag for flag in own if not (flag.endswith("_key") and unmet(config, declared[f"data.{flag}"]))}
     flags = {flag: value or None for flag, value in found.items() if flag in used}

@@ -13,6 +13,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
 from openrlhf.data.clock import set_clock
+from openrlhf.data.errors import DataError, list_columns
 from openrlhf.data.findings import report
 from openrlhf.data.first_start import now
 from openrlhf.data.layouts import recognise
@@ -132,7 +133,12 @@ def prompts_of(
     `model`: the flag of the model of `tokenizer`, with its value, whose text format is the default; None: there is none.
     `generates`: the model answers these prompts.
     """
-    data = recognise(rows, config, "text")
+    data = recognise(rows, config, "text", answers="label_key" if config.reward.needs_labels else "output_key")
+    if config.reward.needs_labels and not data.label_key:
+        raise DataError(
+            f"--reward.verifier {config.reward.verifier} checks responses against labels: name their column with "
+            f"--data.label_key. The dataset has {list_columns(rows.column_names)}."
+        )
     if model:
         prompts = None if config.train.agent_func_path else data.input_key  # an agent renders its own prompts
         data = with_trained_format(config, data, tokenizer, rows, column=prompts, model=model, generates=generates)

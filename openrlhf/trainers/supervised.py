@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -52,8 +53,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.total_steps = self.steps_per_epoch * self.train.max_epochs
         self.eval_steps = config.eval.steps if config.eval.steps > 0 else self.steps_per_epoch
         self.limits = MicroBatchLimits(size=self.train.micro_batch_size, packed=config.ds.packing_samples)
-        self.step = self.resumed_at = 0
+        self.step = 0
         self.saved = -1  # the step of the newest checkpoint
+        self.measured_at = -1  # the step whose weights the numbers in the model are of
 
     def fit(self) -> None:
         """Train until the steps or the patience are used up, then export to --ckpt.output_dir."""
@@ -64,10 +66,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 self.evaluate()  # it was interrupted
             for window in self.windows():
                 self.learn_from(window)
-            stale = self.return_to_best() or self.engine.average or self.step == self.resumed_at
-            if self.eval_rows is not None and self.task.stores_numbers and stale:
-                with self.engine.averaged():
-                    self.measure()  # the numbers that `evaluated` stores in the model are those of the exported weights
+            self.return_to_best()
+            self.store_numbers()
             self.export(self.ckpt.output_dir)
         if self.recorder:
             self.recorder.display.note(f"model: {self.ckpt.output_dir}")
@@ -193,7 +193,19 @@ class SupervisedTrainer(Generic[Row, Micro]):
         merged = merge_all(part for rank in self.strategy.gather(parts) for part in rank)
         numbers = values(self.task.evaluation_names(merged))
         self.task.evaluated(self.engine.module, numbers)
+        self.measured_at = self.step
         return numbers
+
+    def store_numbers(self, *, interruptible: bool = False) -> None:
+        """Let the model store the numbers of the weights that are exported, as a reward model stores the mean of its rewards.
+
+        `interruptible`: if a rank is asked to end meanwhile, the model keeps those of its newest evaluation. Collective.
+        """
+        stored = self.measured_at == self.step and not self.engine.average
+        if self.eval_rows is None or not self.task.stores_numbers or stored:
+            return
+        with suppress(EvaluationInterrupted), self.engine.averaged():
+            self.measure(interruptible=interruptible)
 
     def _evaluation_batches(self) -> Iterator[tuple[list[Any], bool]]:
         """This rank's evaluation rows, and whether they count.
@@ -219,6 +231,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """
         if self.ckpt.disable_ds and not self.ckpt.save_hf:
             return
+        if self.ckpt.save_hf:
+            self.store_numbers(interruptible=True)
         staged = self._on_main(lambda: self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf))
         if staged is None:
             return
@@ -267,19 +281,16 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint. Collective over the ranks."""
         self.engine.load(checkpoint.engine_dir(), checkpoint.tag)
-        self.step = self.resumed_at = checkpoint.state.step
+        self.step = checkpoint.state.step
         self.best.restore(checkpoint.state)
 
-    def return_to_best(self) -> bool:
-        """With --eval.patience, load the weights of the best evaluation. True if the weights were loaded.
-
-        Collective over the ranks.
-        """
+    def return_to_best(self) -> None:
+        """With --eval.patience, load the weights of the best evaluation. Collective over the ranks."""
         found = self.best.to_export(self.step, self.checkpoints, self.recorder.display.note) if self.recorder else None
         checkpoint: Checkpoint | None = self.strategy.broadcast(found)
         if checkpoint:
             self.engine.load(checkpoint.engine_dir(), checkpoint.tag)
-        return checkpoint is not None
+            self.measured_at = -1
 
     def export(self, path: str, *, final: bool = True) -> None:
         """Write the model in Transformers' format, or its adapters in PEFT's; with --train.enable_ema the average. Collective.

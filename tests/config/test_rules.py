@@ -57,7 +57,7 @@ BROKEN: list[tuple[str, str, str]] = [
      "--rollout.remote_engines http://a/v1 0=http://b/v1 has the name 0 twice"),
     (RL, "--reward.model_name_or_path a,b --reward.verifier math --reward.weights 1 1",
      "--reward.weights 1 1 has 2 numbers for 3 rewards"),
-    (RL, "--reward.verifier code --data.label_key=", "--reward.verifier code checks responses against labels"),
+    (RL, "--reward.verifier code --data.label_key= --data.layout columns", "--reward.verifier code checks responses against labels"),
     (RL, "--reward.on_error zero", "--reward.on_error takes fail, drop or a number"),
     (RL, "--algo.advantage.estimator rloo", "--rollout.n_samples_per_prompt is 1"),
     (RL, "--algo.advantage.estimator group_norm", "estimator group_norm compares"),

@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 
 from openrlhf.config import choices
+from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.flags import amend
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
@@ -145,6 +146,19 @@ def test_prompts_of_reinforcement_learning_end_before_the_answer(row: dict[str, 
     rows = Dataset.from_list([row])
     prompt = PromptDataset(rows, build_tokenizer(PLAIN_CHAT), recognise(rows, sections, "text"))[0]
     assert prompt.text == "<|user|>q<|end|>\n<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [("label_key", "--data.input_key question --data.label_key answer"), ("output_key", "--data.input_key question")],
+)
+def test_prompts_whose_answers_are_labels_are_recognised_with_the_column_of_the_labels(
+    answers: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = Dataset.from_list([{"question": "2 + 2?", "answer": "4"}])
+    data = recognise(rows, EvaluationConfig(), "text", answers=answers)
+    assert (data.input_key, data.label_key) == ("question", "answer" if answers == "label_key" else None)
+    assert f"have the layout of {said}, and" in capsys.readouterr().err
 
 
 def test_input_system_and_history_of_alpaca_are_in_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,9 @@ def reward_model(workspace: Path) -> Path:
         "run.dir": out / "run",
         "ckpt.output_dir": out / "model",
         "ckpt.path": out / "ckpt",
+        "ckpt.save_steps": 5,
+        "ckpt.max_num": 4,
+        "ckpt.save_hf": True,
     }
     run("train_rm", flags)
     return out
@@ -137,6 +142,22 @@ def test_mean_and_deviation_of_the_rewards_are_stored_with_the_model(reward_mode
     hf = AutoModelForSequenceClassification.from_pretrained(reward_model / "model")
     assert hf.config.mean == pytest.approx(column(reward_model / "run", "eval/reward_mean")[-1])
     assert hf.config.std == pytest.approx(column(reward_model / "run", "eval/reward_std")[-1])
+
+
+def test_a_checkpoint_before_the_first_evaluation_has_mean_and_deviation_of_its_own_rewards(
+    workspace: Path, reward_model: Path
+) -> None:
+    """Of the first 100 rows, chosen and rejected, as an evaluation without --eval.dataset has them."""
+    saved = reward_model / "ckpt" / "global_step5_hf"
+    hf, tokenizer = AutoModelForSequenceClassification.from_pretrained(saved).eval(), character_tokenizer()
+    pairs = [json.loads(line) for line in (workspace / "pairs.jsonl").read_text().splitlines()[:100]]
+    scores = []
+    for text in (pair["prompt"] + pair[answer] for pair in pairs for answer in ("chosen", "rejected")):
+        tokens = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        with torch.no_grad():
+            scores.append(hf(tokens).logits[0, 0].item())
+    assert hf.config.mean == pytest.approx(statistics.fmean(scores), abs=1e-5)
+    assert hf.config.std == pytest.approx(statistics.stdev(scores), abs=1e-5)
 
 
 def test_rewards_in_rl_are_the_scores_of_plain_transformers(reward_model: Path, ppo: Path) -> None:

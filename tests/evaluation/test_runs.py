@@ -98,6 +98,7 @@ def test_a_column_of_answers_ends_each_with_end_of_text(model: str) -> None:
         ("--task rm_accuracy --reward.model_name_or_path {model}", ModelError, "is a language model"),
         ("--model.model_name_or_path {model} --reward.verifier length --data.label_key gone", DataError, "'gone'"),
         ("--model.model_name_or_path {model} --reward.verifier format --data.input_key gone", DataError, "'gone'"),
+        ("--model.model_name_or_path {model} --reward.verifier math --data.input_key input", DataError, "'output'"),
     ],
 )
 def test_wrong_models_and_columns_are_told(model: str, line: str, error: type[Exception], said: str) -> None:
