@@ -27,8 +27,8 @@ OWNED = {
     "checkpoints": ("*",),
     "episodes": ("step-*.jsonl.gz", "eval-*.jsonl.gz"),
     "run": (
-        "config.yaml", "config_resolved.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "logs", "wandb_id", "wandb",
-        "earlier",
+        "config.yaml", "config_resolved.yaml", "metrics.jsonl", "samples.jsonl", "texts.txt", "report.html", "logs", "wandb_id",
+        "wandb", "earlier",
     ),
     "stages": (),  # their names are in the file
     "events": (),  # TensorBoard adds files

@@ -88,6 +88,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     with closing(recorder) if recorder else nullcontext():
         if recorder:
             recorder.display.note(f"{plan} Processes: {strategy.dp_size}.")
+            recorder.folder.write_texts([show_template(tokenizer), *first_texts(task, train_rows, tokenizer)])
         if task.precomputes:
             train_rows = with_reference(task, train_rows, engine)
             eval_rows = with_reference(task, eval_rows, engine) if eval_rows else None

@@ -24,7 +24,7 @@ from openrlhf.observability.charts import Chart, draw
 from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.health import notices_of
 from openrlhf.observability.lines import clock_time, compact, evaluation_label
-from openrlhf.observability.run_folder import CONFIG, METRICS, REPORT, RESOLVED, SAMPLES, read_lines
+from openrlhf.observability.run_folder import CONFIG, METRICS, REPORT, RESOLVED, SAMPLES, TEXTS, read_lines
 
 Row = dict[str, Any]  # one line of a .jsonl file
 Series = dict[str, list[tuple[int, float]]]  # (step, value) by metric name
@@ -68,6 +68,7 @@ class StageView:
     more: Sequence[Panel]
     notices: Sequence[str]
     samples: Samples
+    texts: str
     config: str
 
 
@@ -119,7 +120,8 @@ def read_stage(folder: Path) -> StageView:
         more=[make_panel(name, [name], series) for name in rest[:MORE_PANELS]],
         notices=[*notices_of(rows), *_failures(series, samples)],
         samples=samples,
-        config=config.read_text(encoding="utf-8", errors="replace") if config else "",
+        texts=_read(folder / TEXTS),
+        config=_read(config) if config else "",
     )
 
 
@@ -223,6 +225,10 @@ def short_label(name: str) -> str:
         return name.partition("/")[2].replace("_", " ")
     label = evaluation_label(name)
     return label if "pass@" in label else f"eval {label}"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _cell(value: object) -> str:

@@ -4,6 +4,7 @@
     config_resolved.yaml    every value in effect
     metrics.jsonl   one object per log call: {"step": 12, "time": 1700000000.0, "train/kl": …}
     samples.jsonl   one object per logged episode: the keys of `sample_row`
+    texts.txt       of an offline task: the first rows as the model is trained on them
     report.html     written by `report.py`
     logs/           one file per process
     wandb_id        the W&B run that a resumed run continues
@@ -29,6 +30,7 @@ from openrlhf.observability.log_file import LogFile, report_failed_write
 from openrlhf.trajectory import Trajectory
 
 CONFIG, RESOLVED, METRICS, SAMPLES = "config.yaml", "config_resolved.yaml", "metrics.jsonl", "samples.jsonl"
+TEXTS = "texts.txt"
 REPORT, LOGS, WANDB_ID, EARLIER = "report.html", "logs", "wandb_id", "earlier"
 ENTRIES = tuple(name for name in OWNED["run"] if name != EARLIER)
 
@@ -59,11 +61,19 @@ class RunFolder:
 
     def write_config(self, given: str, resolved: str) -> None:
         """Write config.yaml and config_resolved.yaml, each whole or not at all."""
-        for name, content in ((CONFIG, given), (RESOLVED, resolved)):
-            try:
-                write_atomically(self.path / name, content)
-            except OSError as error:
-                report_failed_write(self.path / name, error)
+        self._write(CONFIG, given)
+        self._write(RESOLVED, resolved)
+
+    def write_texts(self, texts: Iterable[str]) -> None:
+        """Write texts.txt."""
+        self._write(TEXTS, "\n".join(texts) + "\n")
+
+    def _write(self, name: str, content: str) -> None:
+        """Write a file whole or not at all; a failure is reported, and the run goes on."""
+        try:
+            write_atomically(self.path / name, content)
+        except OSError as error:
+            report_failed_write(self.path / name, error)
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append the numbers of a step, or of an evaluation after it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -117,7 +118,11 @@ def test_the_learning_rate_is_that_of_transformers_schedule(whole: Path) -> None
 def test_the_run_folder_holds_configuration_numbers_and_report(whole: Path) -> None:
     for name in ("config.yaml", "metrics.jsonl", "report.html"):
         assert (whole / name).stat().st_size > 0
-    assert "gpt loss" in (whole / "report.html").read_text().lower()
+    report = (whole / "report.html").read_text()
+    assert "gpt loss" in report.lower()
+    texts = (whole / "texts.txt").read_text()
+    assert texts.startswith("Template: --data.input_template") and texts.count("⟦") == 2  # the answers of two rows
+    assert html.escape(texts.splitlines()[1]) in report
 
 
 def test_the_exported_model_has_in_plain_transformers_the_evaluation_loss_that_was_logged(

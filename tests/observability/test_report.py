@@ -64,6 +64,12 @@ def run(tmp_path):
     return folder
 
 
+def test_the_texts_of_training_data_are_shown_as_they_are_written(run):
+    assert "Texts of the training data" not in page_of(report_run(run.path)).text
+    run.write_texts(["--- chosen 1: 4 tokens", "2+2=⟦<b>4</b>⟧"])
+    assert "--- chosen 1: 4 tokens 2+2=⟦<b>4</b>⟧" in page_of(report_run(run.path)).text
+
+
 def page_of(path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
