@@ -32,12 +32,23 @@ from openrlhf.files import disk_of, fingerprint, move, sync, sync_tree, write_at
 
 logger = logging.getLogger(__name__)
 WITHOUT = "The run goes on without a checkpoint of step {}: {}"
-GOES_ON = "Step {} is saved: --ckpt.load_enable goes on from it."  # told by a run that ends early
+GOES_ON = "Step {} is saved: --ckpt.load_enable goes on from it."
+NOTHING_SAVED = "No step is saved."
+HOW_TO_SAVE = " With --ckpt.save_steps, a run that is ended saves its last step."
 
 GIB = 2**30
 FULL = 2**20  # bytes: with less than this free a disk counts as full
 MANIFEST = ".manifest.json"
 TORCH_CANNOT_WRITE = ("PytorchStreamWriter", "file write failed", "unexpected pos")  # in its RuntimeErrors
+
+
+def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
+    """What a run that is ended after `step` tells of its newest checkpoint, that of step `saved`; "" if it has lost nothing."""
+    if step < 1:
+        return ""
+    if ckpt.resumable and saved > 0:
+        return GOES_ON.format(saved)
+    return NOTHING_SAVED if ckpt.saves else NOTHING_SAVED + HOW_TO_SAVE
 
 
 class CheckpointManager:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
 from openrlhf.batches import Experience, TokenRows
-from openrlhf.checkpoints.manager import GOES_ON, WITHOUT, CheckpointManager
+from openrlhf.checkpoints.manager import WITHOUT, CheckpointManager, note_of_end
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
 from openrlhf.config.learning import RLFlags
 from openrlhf.distributed.worker_group import Call, HostHandles, WorkerGroup, gather
@@ -133,10 +133,11 @@ class PPOTrainer:
             evaluated = self.step == self.source.step and isinstance(error, RewardErrors)
             if evaluated and self.ckpt.save_steps <= 0 and self.outcome.updates:
                 self.export_final(Path(self.ckpt.output_dir).absolute())
+                raise
             if self.ckpt.save_steps > 0 and self.saved < self.step == self.source.step:  # no batch was on its way here
                 self.save()
-                if self.saved == self.step and self.ckpt.resumable:
-                    self.recorder.display.note(GOES_ON.format(self.step))
+            if note := note_of_end(self.ckpt, saved=self.saved, step=self.step):
+                self.recorder.display.note(note)
             raise
 
     def record(self, batch: Annotated) -> None:

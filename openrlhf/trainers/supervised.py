@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
-from openrlhf.checkpoints.manager import GOES_ON, WITHOUT, CheckpointManager
+from openrlhf.checkpoints.manager import WITHOUT, CheckpointManager, note_of_end
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.distributed.engine import TrainEngine
@@ -137,8 +137,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or terminated):
             self.save()
         if terminated:
-            if self.recorder and self.ckpt.resumable and self.saved == self.step:
-                self.recorder.display.note(GOES_ON.format(self.step))
+            if self.recorder:
+                self.recorder.display.note(note_of_end(self.ckpt, saved=self.saved, step=self.step))
             raise SystemExit(terminated)
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from openrlhf.batches import Experience
+from openrlhf.checkpoints.manager import GOES_ON, HOW_TO_SAVE, NOTHING_SAVED
 from openrlhf.checkpoints.manifest import CheckpointError, RunState
 from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
@@ -183,6 +184,7 @@ class Untrained(PPOTrainer):
         if self.config.ckpt.save_steps == 1:
             return super().save(best=best)
         self.recorder.display.note(f"save {self.step}")
+        self.saved = self.step
 
 
 def events(
@@ -236,7 +238,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() -> No
 
 @pytest.mark.parametrize("error", [SystemExit(143), RolloutError("no engine is left")])
 def test_a_run_that_is_terminated_or_loses_its_engines_saves_its_last_step(error: BaseException) -> None:
-    assert events([KEPT, KEPT], ends=(error, 2)) == ["step 1, 100%", "step 2, 100%", "save 2"]
+    assert events([KEPT, KEPT], ends=(error, 2)) == ["step 1, 100%", "step 2, 100%", "save 2", GOES_ON.format(2)]
 
 
 @pytest.mark.parametrize("last", ["evaluation", "export"])
@@ -250,7 +252,7 @@ def test_a_run_that_is_terminated_after_its_last_step_saves_the_step(last: str) 
     made.source.total_steps = 2
     with pytest.raises(SystemExit):
         made.fit()
-    assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2"]
+    assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2", GOES_ON.format(2)]
 
 
 def test_a_resumed_run_makes_the_last_evaluation_that_was_not_made() -> None:
@@ -266,9 +268,21 @@ def test_a_resumed_run_makes_the_last_evaluation_that_was_not_made() -> None:
         assert notes.events == [*made_up, "Nothing is left to learn from after step 2.", "export"]
 
 
+def test_a_run_without_checkpoints_that_is_terminated_says_that_nothing_is_saved_and_which_flag_saves() -> None:
+    def terminated(step: int) -> list[Trajectory]:
+        raise SystemExit(143)
+
+    notes = Notes()
+    made = trainer([KEPT], notes, eval_steps=1)
+    made.evaluate = terminated
+    with pytest.raises(SystemExit):
+        made.fit()
+    assert notes.events == ["step 1, 100%", NOTHING_SAVED + HOW_TO_SAVE]
+
+
 def test_nothing_is_saved_while_a_batch_is_on_its_way_to_the_loop() -> None:
     """The source has given it away, and the loop has not got it: a checkpoint would be without it."""
-    assert events([KEPT, KEPT], ends=(SystemExit(143), 3)) == ["step 1, 100%", "step 2, 100%"]
+    assert events([KEPT, KEPT], ends=(SystemExit(143), 3)) == ["step 1, 100%", "step 2, 100%", NOTHING_SAVED]
 
 
 KEPT = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
@@ -362,12 +376,12 @@ def test_an_evaluation_that_is_interrupted_leaves_a_checkpoint_and_is_made_after
     made.evaluate = terminated
     with pytest.raises(SystemExit):
         made.fit()
-    assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2"]
+    assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2", GOES_ON.format(2)]
     again = trainer([KEPT], notes, eval_steps=2)
     again.policy = SimpleNamespace(broadcast=lambda *_: [])
     again.resume(SimpleNamespace(state=RunState(step=2), engine_dir=lambda part: "", tag="global_step2"))
     again.fit()
-    assert notes.events[3:6] == ["evaluation 2", "step 3, 100%", "evaluation 3"]
+    assert notes.events[4:7] == ["evaluation 2", "step 3, 100%", "evaluation 3"]
 
 
 def test_weights_that_have_been_evaluated_are_not_evaluated_again() -> None:
