@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from zipfile import is_zipfile
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from openrlhf.config.flags import UserError
 
@@ -118,7 +119,7 @@ def _equal_in_files(path: str, name: str, other: str) -> bool:
     found: list[Tensor] = []
     for each in (name, other):
         file = _file_of(path, each)
-        if not Path(file).is_file():
+        if not (file.endswith(".safetensors") and Path(file).is_file()):  # unknown, or one that can only be read whole
             return True
         with safe_open(file, framework="pt") as stored:
             if each not in stored.keys():  # noqa: SIM118 it is no mapping
@@ -130,7 +131,8 @@ def _equal_in_files(path: str, name: str, other: str) -> bool:
 def require_finite_files(path: str) -> None:
     """Raise ModelError, with the first names, if weights in the files of a model are NaN or infinite.
 
-    For models that another program loads. Reads one tensor at a time. `path` is a folder, or the name of a model that the
+    For models that another program loads. Reads one tensor at a time, from safetensors or, where there are none, from
+    pytorch_model*.bin. `path` is a folder, or the name of a model that the
     hub's cache has.
     """
     folder = Path(path)
@@ -140,9 +142,14 @@ def require_finite_files(path: str) -> None:
         except (HfHubHTTPError, OSError, ValueError):
             return  # the program that loads it says what is missing
     found: list[str] = []
-    for file in sorted(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
         with safe_open(file, framework="pt") as stored:
             found += [name for name in stored.keys() if not is_finite(stored.get_tensor(name))]  # noqa: SIM118 it is no mapping
+    for file in [] if files else sorted(folder.glob("pytorch_model*.bin")):
+        # Files of torch before 1.6 are no zip archives and can only be read whole.
+        weights = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        found += [name for name, weight in weights.items() if not is_finite(weight)]
     _refuse_numbers(found, str(folder))
 
 
@@ -217,12 +224,14 @@ def _is_left_out(model: nn.Module, name: str) -> bool:
 
 def _file_of(path: str, name: str) -> str:
     """The file with a weight, or the folder if that is not known."""
-    index = Path(path) / SAFE_WEIGHTS_INDEX_NAME
-    if index.exists():
-        file = json.loads(index.read_text())["weight_map"].get(name)
-        return str(index.with_name(file)) if file else path
-    single = Path(path) / SAFE_WEIGHTS_NAME
-    return str(single) if single.exists() else path
+    for index_name, single_name in ((SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME), (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)):
+        index, single = Path(path) / index_name, Path(path) / single_name
+        if index.exists():
+            file = json.loads(index.read_text())["weight_map"].get(name)
+            return str(index.with_name(file)) if file else path
+        if single.exists():
+            return str(single)
+    return path
 
 
 def _by(size: tuple[int, ...]) -> str:

@@ -138,6 +138,26 @@ def test_files_with_numbers_that_are_not_finite_are_refused_before_an_engine_rea
     assert NUMBERS[change] in str(refused.value) and "model.safetensors" in str(refused.value)
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("change", NUMBERS)
+def test_numbers_that_are_not_finite_in_files_of_torch_are_named_with_their_file(
+    change: Callable[[Weights], Weights], zipped: bool, tmp_path: Path
+) -> None:
+    folder = Path(save_tiny_model(tmp_path / "lm"))
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+
+    def save(each: Weights) -> None:
+        torch.save(each, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+
+    save(weights)
+    require_finite_files(str(folder))
+    save(change(weights))
+    with pytest.raises(ModelError) as refused:
+        require_finite_files(str(folder))
+    assert NUMBERS[change] in str(refused.value) and "pytorch_model.bin" in str(refused.value)
+
+
 def test_engines_of_a_model_that_is_not_finite_are_not_started(tmp_path: Path) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "lm"), with_nan)
     config = parse_config(EvaluationConfig, [*SMALLEST["eval"].split()], command="eval")
