@@ -62,8 +62,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     train_rows, eval_rows = load_rows(task, tokenizer, follows=begun.trained_format)
     config = task.config
     total_steps = steps_per_epoch(config, train_rows) * config.train.max_epochs
-    size = config.train.batch_size
-    plan = f"{train_rows.summary} {total_steps} optimizer step(s) of {size} rows; {len(train_rows) % size} left over."
+    plan = plan_of(train_rows, total_steps, batch_size=config.train.batch_size)
     report(check_steps(total_steps, config, fix=MORE_STEPS))
     if eval_rows is None and (eval_rows := task.measured_rows(train_rows)):
         plan += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
@@ -106,6 +105,11 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         if checkpoint:
             trainer.resume(checkpoint)
         trainer.fit()
+
+
+def plan_of(rows: Rows, steps: int, *, batch_size: int) -> str:
+    """Return the rows and steps of a run in words."""
+    return f"{rows.summary} {steps} optimizer step(s) of {batch_size} rows; {len(rows) % batch_size} left over."
 
 
 def exportable_tokenizer(task: OfflineTask[Config, Row, Micro]) -> PreTrainedTokenizerBase:

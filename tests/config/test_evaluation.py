@@ -19,7 +19,7 @@ def evaluation(line: str) -> EvaluationConfig:
     [
         (RULE, "--model.model_name_or_path must be given"),
         (MODEL, "Nothing rewards the samples"),
-        (f"{MODEL} --reward.verifier math", "--reward.verifier math checks responses against labels"),
+        (f"{MODEL} --reward.verifier math --data.layout columns", "--reward.verifier math checks responses against labels"),
         (f"{MODEL} {RULE} --ds.param_dtype fp16", "--ds.param_dtype fp16 is no type of an engine's"),
         (f"{MODEL} {RULE} --vllm.pipeline_parallel_size 2", "vLLM on CPUs cannot split an engine by layers"),
         (f"{MODEL} {RULE} --data.max_len 8 --rollout.max_new_tokens 8", "leaves no room for a prompt"),
