@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,18 @@ from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
 
 STORED = {"float32": "qwen2-tied", "float32-experts": "qwen3-moe", "float16": "llama", "bfloat16": "qwen2-untied"}
-EVERY_STAGE = [(kind, "float32", stage, "plain") for kind in ("policy", "adapters", "scalar") for stage in range(4)]
-OTHER_FILES = [("policy", stored, stage, "plain") for stored in list(STORED)[1:] for stage in (2, 3)]
-OFFLOADED = [(kind, "float32", stage, "offload") for kind in ("policy", "adapters") for stage in (1, 2, 3)]
-AVERAGED = [("averaged", "float32", stage, "plain") for stage in (1, 2, 3)]
-PREFERRED = [("preferred", "float32", stage, "plain") for stage in (1, 2, 3)]
-Masters = dict[str, dict[str, tuple[Tensor, Tensor]]]
+Case = tuple[str, str, int, str]  # kind, stored, ZeRO stage, offload
+EVERY_STAGE: list[Case] = [
+    (kind, "float32", stage, "plain") for kind in ("policy", "adapters", "scalar") for stage in range(4)
+]
+OTHER_FILES: list[Case] = [("policy", stored, stage, "plain") for stored in list(STORED)[1:] for stage in (2, 3)]
+OFFLOADED: list[Case] = [(kind, "float32", stage, "offload") for kind in ("policy", "adapters") for stage in (1, 2, 3)]
+AVERAGED: list[Case] = [("averaged", "float32", stage, "plain") for stage in (1, 2, 3)]
+PREFERRED: list[Case] = [("preferred", "float32", stage, "plain") for stage in (1, 2, 3)]
+EVERY_CASE = EVERY_STAGE + OTHER_FILES + OFFLOADED + AVERAGED + PREFERRED
+# Outside `make verify`: a policy in every stage, and the rest where the weights are cut most.
+QUICK = [case for case in EVERY_CASE if (case[2] == 3 and case not in OFFLOADED) or case in EVERY_STAGE[:4]]
+Measured = Callable[[Case], Any]
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +47,31 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def masters(models: Path) -> Masters:
-    return measured(models, EVERY_STAGE + OTHER_FILES + AVERAGED + PREFERRED)
+def measured(models: Path) -> Measured:
+    """What the ranks saw of a case. The quick cases share one run, and so do the others."""
+
+    @cache
+    def run(quick: bool) -> dict[str, Any]:
+        cases = [case for case in EVERY_CASE if (case in QUICK) == quick]
+        out = models / f"results-{quick}.pt"
+        run_ranks(2, "tests.distributed.precision_worker", str(out), *(name_of(models, case) for case in cases))
+        return torch.load(out)["masters"]
+
+    return lambda case: run(case in QUICK)[name_of(models, case)]
 
 
-@pytest.fixture(scope="module")
-def offloaded_masters(models: Path) -> Masters:
-    return measured(models, OFFLOADED)
+def name_of(models: Path, case: Case) -> str:
+    kind, stored, stage, offload = case
+    return f"{stage},{offload},{kind},{models / stored}"
 
 
-def measured(models: Path, cases: list[tuple[str, str, int, str]]) -> Masters:
-    """The masters and the rounded weights of new engines, by case and name."""
-    out = models / "results.pt"
-    names = [f"{stage},{offload},{kind},{models / stored}" for kind, stored, stage, offload in cases]
-    run_ranks(2, "tests.distributed.precision_worker", str(out), *names)
-    return torch.load(out)["masters"]
+def by_case(cases: list[Case]) -> pytest.MarkDecorator:
+    """Run a test for each case; those that are not quick in `make verify`."""
+    marked = [
+        pytest.param(case, marks=() if case in QUICK else pytest.mark.verify, id="-".join(map(str, case)))
+        for case in cases
+    ]
+    return pytest.mark.parametrize("case", marked)
 
 
 def check(found: dict[str, tuple[Tensor, Tensor]], path: Path, kind: str) -> None:
@@ -65,7 +83,7 @@ def check(found: dict[str, tuple[Tensor, Tensor]], path: Path, kind: str) -> Non
         assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.to(torch.bfloat16)), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.verify), 2])
 def test_steps_below_the_spacing_of_bfloat16_add_up_in_every_zero_stage(tmp_path: Path, ranks: int) -> None:
     run_ranks(ranks, "tests.distributed.precision_worker", str(tmp_path / "results.pt"))
     one, step = torch.ones((), dtype=torch.bfloat16), torch.tensor(RATE, dtype=torch.bfloat16)
@@ -75,12 +93,11 @@ def test_steps_below_the_spacing_of_bfloat16_add_up_in_every_zero_stage(tmp_path
         torch.testing.assert_close(weight, expected, atol=2**-8, rtol=0, msg=f"ZeRO stage {stage}")
 
 
-@pytest.mark.parametrize(("kind", "stored", "stage", "offload"), EVERY_STAGE + OTHER_FILES)
-def test_masters_of_a_new_engine_are_not_rounded(
-    models: Path, masters: Masters, kind: str, stored: str, stage: int, offload: str
-) -> None:
+@by_case(EVERY_STAGE + OTHER_FILES)
+def test_masters_of_a_new_engine_are_not_rounded(models: Path, measured: Measured, case: Case) -> None:
     """Neither the weights of the files nor adapters and new heads, which a float32 run draws alike."""
-    found = masters[f"{stage},{offload},{kind},{models / stored}"]
+    kind, stored, _, _ = case
+    found = measured(case)
     check(found, models / stored, kind)
     rounded = all(torch.equal(master, weight.float()) for master, weight in found.values())
     assert rounded == (stored == "bfloat16")
@@ -89,11 +106,11 @@ def test_masters_of_a_new_engine_are_not_rounded(
         assert all(torch.equal(found[name][0], file[name]) for name in file)
 
 
-@pytest.mark.parametrize(("kind", "stored", "stage", "offload"), AVERAGED)
+@by_case(AVERAGED)
 def test_average_is_of_the_masters_and_a_step_counts_the_weights_that_it_changed(
-    models: Path, masters: dict[str, Any], kind: str, stored: str, stage: int, offload: str
+    measured: Measured, case: Case
 ) -> None:
-    found = masters[f"{stage},{offload},{kind},{models / stored}"]
+    found = measured(case)
     start, *path = found["course"]
     for name, weight in start.items():
         average = weight.double()
@@ -108,13 +125,12 @@ def test_average_is_of_the_masters_and_a_step_counts_the_weights_that_it_changed
         assert 0 < share < 0.5
 
 
-@pytest.mark.parametrize(("kind", "stored", "stage", "offload"), PREFERRED)
+@by_case(PREFERRED)
 def test_dpo_in_bfloat16_learns_like_float32_weights_under_autocast(
-    models: Path, masters: dict[str, Any], kind: str, stored: str, stage: int, offload: str
+    models: Path, measured: Measured, case: Case
 ) -> None:
     """With masters made from rounded weights hardly a weight would move, and the loss would stay where it is."""
-    losses = masters[f"{stage},{offload},{kind},{models / stored}"]
-    expected = autocast_losses(models / stored)
+    losses, expected = measured(case), autocast_losses(models / case[1])
     assert losses[0] == expected[0] == pytest.approx(0.6931, abs=1e-4)
     fall, expected_fall = losses[0] - losses[-1], expected[0] - expected[-1]
     assert expected_fall > 0.1
@@ -145,9 +161,7 @@ def autocast_losses(path: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.verify
-@pytest.mark.parametrize(("kind", "stored", "stage", "offload"), OFFLOADED)
-def test_masters_in_cpu_memory_are_not_rounded(
-    models: Path, offloaded_masters: Masters, kind: str, stored: str, stage: int, offload: str
-) -> None:
-    check(offloaded_masters[f"{stage},{offload},{kind},{models / stored}"], models / stored, kind)
+@by_case(OFFLOADED)
+def test_masters_in_cpu_memory_are_not_rounded(models: Path, measured: Measured, case: Case) -> None:
+    kind, stored, _, _ = case
+    check(measured(case), models / stored, kind)

@@ -24,10 +24,11 @@ def run(ranks: int, model: str, *runs: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param((2, [(2, "fp32"), (3, "fp32")]), (1, [(1, "fp32"), (3, "fp32")]), id="two ranks to one"),
+        pytest.param((2, [(3, "fp32")]), (1, [(3, "fp32")]), id="two ranks of ZeRO 3 to one"),
         *(
             pytest.param(before, after, id=name, marks=pytest.mark.verify)
             for name, before, after in [
+                ("two ranks to one", (2, [(2, "fp32"), (3, "fp32")]), (1, [(1, "fp32"), (3, "fp32")])),
                 ("one rank to two", (1, [(1, "fp32"), (3, "fp32")]), (2, [(2, "fp32"), (3, "fp32")])),
                 ("the stage alone", (2, [(1, "fp32"), (2, "fp32")]), (2, [(2, "fp32"), (1, "fp32")])),
                 ("not cut", (2, [(0, "fp32")]), (1, [(0, "fp32")])),

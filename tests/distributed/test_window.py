@@ -53,7 +53,7 @@ def plain(model: str) -> dict[str, Any]:
     return {"norms": norms, "weights": dict(hf.named_parameters())}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.verify), 2])
 def test_loss_and_gradient_do_not_depend_on_the_split(
     model: str, plain: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:

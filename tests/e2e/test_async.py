@@ -154,6 +154,7 @@ def test_models_score_a_prompt_side_by_side_while_other_samples_are_under_way(wo
     assert any(row["timing/models_overlap"] > 0 for row in read_lines(folder / "metrics.jsonl"))
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_a_killed_run_trains_on_the_samples_that_waited(workspace: Path) -> None:
     folder, prompts = workspace / "killed", 12

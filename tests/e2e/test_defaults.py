@@ -33,7 +33,7 @@ VOCABULARY = 64
 ROWS, BATCH = 320, 128  # two default optimizer steps, and one of the 64 rows that are left
 # Sets of flags that together use each advantage estimator's and each policy loss's code. `make verify` runs all others: with
 # defaults here, or for longer in tests/verify/test_learning.py.
-SOME_METHODS = ("gae", "dapo", "gspo", "distill")
+SOME_METHODS = ("gae", "dapo")
 OTHER_METHODS = sorted(flag_sets().keys() - SOME_METHODS - LEARNING_RUNS.keys())
 
 

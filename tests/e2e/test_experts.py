@@ -32,7 +32,8 @@ def flags(workspace: Path, folder: Path, model: str, **changes: Any) -> dict[str
     return sft_flags(workspace, folder, **common, **changes)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3-moe", marks=pytest.mark.verify)])
+@pytest.mark.verify
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
 def test_two_processes_learn_the_task_and_balance_the_experts(workspace: Path, kind: str) -> None:
     """The loss is 2, the number of choices, where all experts are used alike. Learning alone drives it up."""
     stage, packing = KINDS[kind]

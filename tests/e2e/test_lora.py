@@ -54,7 +54,7 @@ def check_numbers(folder: Path, *, gap: float) -> None:
     assert max(column(folder, "train/logprob_gap_mean")) < gap
 
 
-@pytest.mark.parametrize("published", ["merged", "adapter"])
+@pytest.mark.parametrize("published", [pytest.param("merged", marks=pytest.mark.verify), "adapter"])
 def test_engines_sample_from_the_policy_and_the_reference_is_the_policy_without_adapters(
     workspace: Path, tmp_path: Path, published: str
 ) -> None:

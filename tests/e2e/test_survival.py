@@ -139,7 +139,7 @@ CONTROL_STORE, RAYLET = "/gcs_server ", "/raylet/raylet "
     [
         pytest.param(RAYLET, 0, marks=pytest.mark.verify),
         pytest.param(CONTROL_STORE, 0, marks=pytest.mark.verify),
-        pytest.param(RAYLET, 1),
+        pytest.param(RAYLET, 1, marks=pytest.mark.verify),
         pytest.param(CONTROL_STORE, 1, marks=pytest.mark.verify),
     ],
 )
